@@ -1,0 +1,54 @@
+# The README's commands. They need Python 3.11 or newer, make and git; the first one fills .venv.
+#
+#   make demo PYTHON=python3.12               another interpreter
+#   make demo DEMO_ARGS="--parallel tp"       options of examples/train_lm.py
+#   make test PYTEST_ARGS="-k muon -x"        options of pytest
+#   GOLDEN=accept make test                   rewrite tests/golden/
+
+PYTHON ?= python3
+VENV ?= .venv
+# Exact, and installed by itself before everything else: a range would take whichever newer build
+# the index offers first, with several GB of GPU libraries.
+TORCH ?= torch==2.13.0
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
+
+# Ranks are processes that share the cores: one thread each.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint types bench clean
+
+demo: $(INSTALLED)
+	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	@$(BIN)/python benchmarks/step_latency.py $(BENCH_ARGS)
+
+# Keeps $(VENV), which takes minutes to fill.
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "canzona_compile needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": set PYTHON=")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) into $(VENV): minutes the first time, seconds afterwards"
+	@$(PIP) $(TORCH)
+	@echo "installing canzona_compile and its tools"
+	@$(PIP) --editable '.[dev]'
+	@touch $@

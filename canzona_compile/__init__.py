@@ -1,0 +1,31 @@
+"""Matrix optimizers on sharded models: one line makes any of them distributed.
+
+    import canzona_compile
+    optimizer = canzona_compile.wrap(torch.optim.Muon(model.parameters(), lr=2e-2))
+"""
+
+from canzona_compile.errors import (
+    CanzonaError,
+    InvalidGradient,
+    RankMismatch,
+    UnsupportedLayout,
+    UnsupportedOptimizer,
+)
+from canzona_compile.options import Options
+from canzona_compile.report import Report
+from canzona_compile.wrapper import is_wrapped, unwrap, wrap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CanzonaError",
+    "InvalidGradient",
+    "Options",
+    "RankMismatch",
+    "Report",
+    "UnsupportedLayout",
+    "UnsupportedOptimizer",
+    "is_wrapped",
+    "unwrap",
+    "wrap",
+]

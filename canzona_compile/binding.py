@@ -1,0 +1,193 @@
+"""From an optimizer's parameters to tasks: names, layouts, kinds.
+
+Parameters are bound when they are needed, at the first step: Accelerate and others replace them after
+the optimizer was built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from canzona_compile.capture.capture import Capture, Kind
+from canzona_compile.capture.independence import first_dim_is_batch
+from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.errors import InvalidGradient, UnsupportedLayout, UnsupportedOptimizer
+from canzona_compile.ir import Task
+from canzona_compile.layout import (
+    Grid,
+    Layout,
+    dtensor_layout,
+    local_layout,
+    local_part,
+    replicated_layout,
+)
+from canzona_compile.options import Options
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Bound:
+    """A parameter of the optimizer and what is known of it."""
+
+    param: Tensor
+    group: int
+    task: Task
+    kind: Kind
+
+
+def named_params(optimizer: Optimizer) -> list[tuple[str, int, Tensor]]:
+    """(name, group, parameter) of every parameter; names from `param_names` where the groups have them."""
+    found = []
+    for g, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"group{g}.param{i}" for i in range(len(group["params"]))]
+        found += [(str(name), g, p) for name, p in zip(names, group["params"], strict=True)]
+    counts: dict[str, int] = {}
+    unique = []
+    for name, g, p in found:
+        counts[name] = counts.get(name, 0) + 1
+        unique.append((name if counts[name] == 1 else f"{name}#{counts[name]}", g, p))
+    return unique
+
+
+def grad_dtype(param: Tensor) -> torch.dtype:
+    return param.dtype if param.grad is None else param.grad.dtype
+
+
+class Binder:
+    """Makes the tasks of an optimizer."""
+
+    def __init__(self, optimizer: Optimizer, options: Options, capture: Capture) -> None:
+        self.optimizer, self.options, self.capture = optimizer, options, capture
+        self.distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.distributed else 0
+        self.replicas = self._replica_ranks()
+        self._rows: dict[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = {}
+
+    def _replica_ranks(self) -> tuple[int, ...]:
+        given = self.options.replicate
+        if given is None:
+            return ()
+        group = given.get_group() if isinstance(given, DeviceMesh) else given
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+
+    def bind(self) -> list[Bound]:
+        """One entry per parameter.
+
+        Raises:
+            UnsupportedLayout, UnsupportedOptimizer: with the parameter's name.
+        """
+        found = []
+        for index, (name, g, param) in enumerate(named_params(self.optimizer)):
+            try:
+                found.append(self._bind(index, name, g, param))
+            except (UnsupportedLayout, UnsupportedOptimizer, InvalidGradient) as error:
+                if error.at is None or name not in error.at:
+                    raise type(error)(error.problem, at=name, hint=error.hint) from error
+                raise
+        return found
+
+    def _bind(self, index: int, name: str, g: int, param: Tensor) -> Bound:
+        group = self.optimizer.param_groups[g]
+        if param.is_complex():
+            raise UnsupportedOptimizer(
+                "complex parameters are not supported", hint="hold real and imaginary part apart"
+            )
+        layout = self.layout(param)
+        kind = self._kind(group, layout, param, name)
+        if isinstance(param, DTensor) and param.ndim > 2 and cut_along_first_dim(param):
+            if first_dim_is_batch(kind.template):
+                own = self._spread(dtensor_layout(param, self.rank, batch_dims=1))
+                local = self._kind(group, own, param, name)
+                if same_but_sizes(kind, local):
+                    layout, kind = own, local
+        task = Task(name, index, g, kind.template.name, layout)
+        return Bound(param, g, task, kind)
+
+    def _kind(self, group: dict[str, Any], layout: Layout, param: Tensor, name: str) -> Kind:
+        spec = ParameterSpec(layout.shape, param.dtype, grad_dtype(param), param.device)
+        return self.capture.kind_of(group, spec, name)
+
+    def layout(self, param: Tensor) -> Layout:
+        """How a parameter lies on the ranks."""
+        if isinstance(param, DTensor):
+            return self._spread(dtensor_layout(param, self.rank))
+        if self.replicas:
+            return replicated_layout(param.shape, self.replicas)
+        return local_layout(param.shape, self.rank)
+
+    def _spread(self, layout: Layout) -> Layout:
+        """A DTensor's layout, repeated over `replicate=` where its own mesh does not reach there."""
+        if not self.replicas or set(self.replicas) <= set(layout.grid.members()):
+            return layout
+        rows = self._rows_of_replicas(layout.grid.ranks)
+        return replace(layout, grid=Grid(rows))
+
+    def _rows_of_replicas(self, rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        if rows not in self._rows:
+            given = self.options.replicate
+            group = given.get_group() if isinstance(given, DeviceMesh) else given
+            everybody: list[Any] = [None] * len(self.replicas)
+            dist.all_gather_object(everybody, rows, group=group)
+            self._rows[rows] = tuple(row for own in everybody for row in own)
+        return self._rows[rows]
+
+
+def cut_along_first_dim(param: DTensor) -> bool:
+    return any(isinstance(p, Shard) and p.dim == 0 for p in param.placements)
+
+
+def same_but_sizes(whole: Kind, part: Kind) -> bool:
+    """Did the optimizer do the same to a part of a stack as to the whole, sizes aside?"""
+
+    def without_sizes(kind: Kind) -> list[Any]:
+        calls = [n for n in kind.template.graph.nodes if n.op == "call_function"]
+        return [(str(n.target), [a for a in n.args if isinstance(a, float)], sorted(n.kwargs)) for n in calls]
+
+    return without_sizes(whole) == without_sizes(part)
+
+
+def meshes_of(params: Sequence[Tensor]) -> list[DeviceMesh]:
+    return list({id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values())
+
+
+def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
+    """Refuse a gradient that cannot be part of this step.
+
+    Raises:
+        InvalidGradient: sparse, complex, partial, or of another shape or dtype than planned.
+    """
+    grad = param.grad
+    assert grad is not None
+    if grad.layout is not torch.strided:
+        raise InvalidGradient(
+            f"the gradient is {grad.layout}, not dense",
+            at=name,
+            hint="use sparse=False in the embedding, or keep this parameter in another optimizer",
+        )
+    if grad.is_complex():
+        raise InvalidGradient("the gradient is complex", at=name)
+    if isinstance(param, DTensor) and not (
+        isinstance(grad, DTensor) and grad.placements == param.placements
+    ):
+        raise InvalidGradient(
+            f"the gradient is laid out as {getattr(grad, 'placements', 'a plain tensor')}, "
+            f"the parameter as {param.placements}",
+            at=name,
+            hint="redistribute the gradient to the parameter's placements before step()",
+        )
+    if local_part(grad).shape != local_part(param).shape:
+        raise InvalidGradient(
+            f"the gradient's fragment is {list(local_part(grad).shape)}, the parameter's "
+            f"{list(local_part(param).shape)}",
+            at=name,
+        )
+    if grad.dtype != expected:
+        raise InvalidGradient(f"the gradient is {grad.dtype}; the plan was made for {expected}", at=name)

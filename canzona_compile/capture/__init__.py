@@ -1,0 +1,1 @@
+"""From an optimizer's eager `step` to functional graphs, one per kind of parameter."""

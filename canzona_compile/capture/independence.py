@@ -1,0 +1,90 @@
+"""Is the first dim of a stack a batch dim: entry e of the result a function of entries e alone?
+
+Then experts that lie on different ranks are different matrices and nothing needs to move. The proof
+follows the dim through the graph with a few rules; what has no rule ends it with a no.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from canzona_compile.exactness import pointwise
+from canzona_compile.ir import Template, outputs, placeholders, tensor_value
+
+aten = torch.ops.aten
+
+REDUCTIONS = frozenset(
+    {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default}
+)
+
+
+def first_dim_is_batch(template: Template) -> bool:
+    """Does every written leaf keep the entries of dim 0 of its inputs apart?"""
+    if template.interpreted:
+        return False
+    batch: dict[fx.Node, int | None] = {}  # which dim of a value is the batch; None: it has none
+    for node, leaf in zip(placeholders(template.graph), template.inputs, strict=True):
+        batch[node] = 0 if leaf.shape and leaf.shape[0] == template.shape[0] else None
+        if leaf.shape and batch[node] is None:
+            return False
+    for node in template.graph.nodes:
+        if node.op != "call_function":
+            continue
+        carriers = [n for n in node.all_input_nodes if batch.get(n) is not None]
+        if not carriers:
+            batch[node] = None
+            continue
+        place = follow(node, batch)
+        if place is None:
+            return False
+        batch[node] = place
+    return all(isinstance(n, fx.Node) and batch[n] == 0 for n in outputs(template.graph))
+
+
+def follow(node: fx.Node, batch: dict[fx.Node, int | None]) -> int | None:
+    """The batch dim of a node's result, None if it mixes entries or has no rule."""
+    value = tensor_value(node)
+    if value is None:
+        return None
+    target = node.target
+    operands = [n for n in node.all_input_nodes if tensor_value(n) is not None]
+    dims = [(batch[n], tensor_value(n).ndim) for n in operands]  # type: ignore[union-attr]
+    if pointwise(node):
+        from_right = {place - ndim for place, ndim in dims if place is not None}
+        return value.ndim + from_right.pop() if len(from_right) == 1 else None
+    place, ndim = dims[0]
+    if target in (aten.bmm.default, aten.baddbmm.default):
+        return 0 if all(p == 0 for p, _ in dims) else None
+    if place is None:
+        return None
+    if target is aten.permute.default:
+        return [d % ndim for d in node.args[1]].index(place)  # type: ignore[union-attr,operator]
+    if target is aten.transpose.int:
+        a, b = (int(d) % ndim for d in node.args[1:3])  # type: ignore[arg-type]
+        return {a: b, b: a}.get(place, place)
+    if target is aten.unsqueeze.default:
+        at = int(node.args[1]) % (ndim + 1)  # type: ignore[arg-type]
+        return place + (at <= place)
+    if target is aten.expand.default:
+        return place + value.ndim - ndim
+    if target in REDUCTIONS:
+        return reduced(node, place, ndim)
+    return None
+
+
+def reduced(node: fx.Node, place: int, ndim: int) -> int | None:
+    """The batch dim after a reduction over other dims."""
+    arguments: dict[str, Any] = dict(node.kwargs)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [a.name for a in node.target._schema.arguments]
+    arguments.update(zip(names, node.args, strict=False))
+    given = arguments.get("dim")
+    if not given:
+        return None
+    over = {int(d) % ndim for d in (given if isinstance(given, list | tuple) else [given])}
+    if place in over:
+        return None
+    return place if arguments.get("keepdim") else place - sum(d < place for d in over)

@@ -1,0 +1,105 @@
+"""Interpreted tasks: the optimizer's own eager step on gathered tensors, as a graph of one opaque node.
+
+Two uses. What Dynamo cannot trace runs so on every step. And the first step of every task does,
+because it gives each optimizer's lazy state initialisation for free.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.optim import Optimizer
+
+from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.twin import make_twin, state_leaves, step_plainly
+from canzona_compile.ir import Leaf, Role, Template
+
+
+class EagerTasks(Protocol):
+    """Where an eager step finds the optimizer, the group and the state of a task."""
+
+    def eager_optimizer(self) -> Optimizer: ...
+    def group_of(self, task: str) -> dict[str, Any]: ...
+    def state_of(self, task: str) -> dict[str, Any]: ...
+
+
+class EagerStep:
+    """Graph node of tasks: (names, params, grads) -> (new params, *tensor leaves of the new state), all lists.
+
+    Runs on the owner. Non-tensor leaves stay in the state of the task, which is the optimizer's own
+    on this rank.
+    """
+
+    __name__ = __qualname__ = "eager_step"
+
+    def __init__(self, leaves: tuple[str, ...] = ()) -> None:
+        self.leaves = leaves
+        self.tasks: EagerTasks | None = None
+
+    def __call__(
+        self, names: Sequence[str], params: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> tuple[list[Tensor], ...]:
+        results = [self._step(*task) for task in zip(names, params, grads, strict=True)]
+        return tuple(map(list, zip(*results, strict=True)))
+
+    def _step(self, task: str, param: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        assert self.tasks is not None
+        own = torch.nn.Parameter(param.clone())
+        if grad.dtype != param.dtype:
+            own.grad_dtype = grad.dtype
+        own.grad = grad.clone()
+        state = self.tasks.state_of(task)
+        twin = make_twin(self.tasks.eager_optimizer(), self.tasks.group_of(task), [own], {own: state})
+        step_plainly(twin)
+        state.update(twin.state[own])
+        found = {name.replace(".", "_"): leaf for name, leaf in state_leaves(twin.state[own])}
+        return (own.detach(), *(found[name] for name in self.leaves))
+
+
+def _getitem(graph: fx.Graph, node: fx.Node, index: int, example: Tensor) -> fx.Node:
+    item = graph.call_function(operator.getitem, (node, index))
+    item.meta["val"] = example
+    return item
+
+
+def interpreted_template(
+    name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = ()
+) -> Template:
+    """A template whose whole step is one opaque node.
+
+    Args:
+        state: tensor leaves that the step creates and the graph returns; the others stay in the
+            owner's state.
+    """
+    graph = fx.Graph()
+    leaves = (
+        Leaf(Role.TASK, "task"),
+        Leaf(Role.PARAM, "param", spec.shape, spec.dtype),
+        Leaf(Role.GRAD, "grad", spec.shape, spec.grad_dtype),
+    )
+    nodes = [graph.placeholder(leaf.name) for leaf in leaves]
+    for node, leaf in zip(nodes, leaves, strict=True):
+        if leaf.dtype is not None:
+            node.meta["val"] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    step = graph.call_function(EagerStep(tuple(leaf.name for leaf in state)), tuple(nodes))
+    written = (leaves[1], *state)
+    results = [
+        _getitem(graph, step, i, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+        for i, leaf in enumerate(written)
+    ]
+    graph.output(tuple(results))
+    return Template(
+        name, spec.shape, spec.dtype, leaves, tuple(leaf.name for leaf in written), graph, reason
+    )
+
+
+def eager_steps(template: Template) -> list[EagerStep]:
+    return [n.target for n in template.graph.nodes if isinstance(n.target, EagerStep)]
+
+
+__all__ = ["EagerStep", "EagerTasks", "eager_steps", "interpreted_template"]
+

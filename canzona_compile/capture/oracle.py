@@ -1,0 +1,266 @@
+"""Dynamo as tracer and as control-flow oracle.
+
+The optimizer's own step is compiled on a twin with fake tensors, with a backend that computes
+nothing. The first call yields the graph. Every later call only evaluates Dynamo's guards and answers:
+this variant, these values of lr, momentum, ... So guards, recompiles and dynamic scalars are Dynamo's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from canzona_compile.capture.functional import functional
+from canzona_compile.capture.twin import (
+    hypers,
+    make_twin,
+    plain_step,
+    set_leaf,
+    state_leaves,
+    step_plainly,
+)
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.layout import Shape
+
+Scalars = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """What of a parameter the step can see: its shape, dtypes and device."""
+
+    shape: Shape
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Variant:
+    """One captured graph of the step.
+
+    `graph` has the placeholders `sources`; entry i of `results` is the position in the graph's
+    output tuple of the new value of source i (itself where the step does not write it).
+    Sources are ("param", i), ("grad", i), ("state", i, leaf) or ("scalar", name).
+    """
+
+    graph: fx.Graph
+    sources: tuple[tuple[Any, ...], ...]
+    results: tuple[int, ...]
+    baked: Mapping[int, float]
+
+
+class Untraceable(Exception):
+    """The step cannot be captured; the message says why. The task will be interpreted."""
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Refuses an optimizer that communicates by itself, before it does."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            raise UnsupportedOptimizer(
+                f"the optimizer communicates by itself ({func})",
+                hint="wrap the single-device version of the optimizer; canzona_compile adds the communication",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class Oracle:
+    """Captures the step of one kind of parameter and is asked about it on every later step."""
+
+    def __init__(
+        self, optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, count: int = 1
+    ) -> None:
+        self.variants: list[Variant] = []
+        self._mode = FakeTensorMode(shape_env=ShapeEnv())
+        self._asked: tuple[Variant, Scalars] | None = None
+        with self._mode, _NoCollectives():
+            self._params = [self._parameter(spec) for _ in range(count)]
+            group = {k: self._mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in group.items()}
+            self.twin = make_twin(optimizer, group, self._params)
+            self._first_step()
+        self.first_state = self._snapshot()
+        step = plain_step(type(self.twin))
+        self._step = torch.compile(own_code(step), backend=self._backend, dynamic=True, **isolation())
+        for tensor, _ in self._tensors():
+            torch._dynamo.mark_static(tensor)
+        self.consult(group)
+        self._restore(self.first_state)
+
+    def _parameter(self, spec: ParameterSpec) -> Tensor:
+        param = torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device=spec.device))
+        if spec.grad_dtype != spec.dtype:
+            param.grad_dtype = spec.grad_dtype
+        param.grad = torch.empty(spec.shape, dtype=spec.grad_dtype, device=spec.device)
+        return param
+
+    def _first_step(self) -> None:
+        """Let the twin create its state, eagerly if fake tensors allow it, else in a throw-away trace."""
+        try:
+            step_plainly(self.twin)
+        except CanzonaError:
+            raise
+        except Exception as error:
+            raise Untraceable(f"its step needs tensor values: {first_line(error)}") from error
+
+    def consult(self, group: Mapping[str, Any]) -> tuple[Variant, Scalars]:
+        """Run the guards for the hyperparameters of `group`: which variant, and the scalars' values.
+
+        Python side effects of the step (counters in the state) happen on the twin.
+        """
+        own = self.twin.param_groups[0]
+        own.update(
+            (k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own
+        )
+        before = self._snapshot()
+        self._asked = None
+        with torch.no_grad(), quiet():
+            try:
+                self._step(self.twin)
+            except CanzonaError:
+                raise
+            except Exception as error:
+                raise Untraceable(f"Dynamo cannot trace its step: {first_line(error)}") from error
+        if self._asked is None:
+            raise Untraceable("its step contains no tensor operation that Dynamo could capture")
+        variant, scalars = self._asked
+        self._keep_tensors(before)
+        real = {k: v for k, v in hypers(group).items() if isinstance(v, Tensor)}
+        return variant, {name: real.get(name, value) for name, value in scalars.items()}
+
+    # -- the backend -------------------------------------------------------------------------
+
+    def _backend(self, gm: fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
+        static = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
+        inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        returned = [n for n in gm.graph.nodes if n.op == "output"][0].args[0]
+        examples = [n.meta.get("example_value") for n in inputs]
+        names = [scalar_name(n.target) for n in inputs]
+        found: list[Variant] = []
+
+        def call(*args: Any) -> tuple[Any, ...]:
+            values = {i: number(a) for i, a in enumerate(args) if number(a) is not None}
+            variant = next((v for v in found if matches(v, values)), None)
+            if variant is None:
+                graph, baked = functional(gm, static, examples, values)
+                sources = [self._source(t, "constant") for t in static.values()]
+                sources += [self._source(a, name) for a, name in zip(args, names, strict=True)]
+                offset = len(returned)
+                results = tuple(range(offset, offset + len(sources)))
+                variant = Variant(graph, tuple(sources), results, baked)
+                found.append(variant)
+                self.variants.append(variant)
+            if self._asked is not None:
+                raise Untraceable("the step breaks into several graphs with tensor work")
+            self._asked = variant, {names[i]: value for i, value in values.items()}
+            return tuple(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in returned)
+
+        return call
+
+    def _tensors(self) -> list[tuple[Tensor, tuple[Any, ...]]]:
+        """The twin's own tensors and what they are."""
+        known: list[tuple[Tensor, tuple[Any, ...]]] = []
+        for i, param in enumerate(self._params):
+            known += [(param, ("param", i)), (param.grad, ("grad", i))]  # type: ignore[list-item]
+            for name, leaf in state_leaves(self.twin.state.get(param, {})):
+                if isinstance(leaf, Tensor):
+                    known.append((leaf, ("state", i, name)))
+        for name, value in self.twin.param_groups[0].items():
+            if isinstance(value, Tensor):
+                known.append((value, ("scalar", name)))
+        return known
+
+    def _source(self, value: Any, name: str) -> tuple[Any, ...]:
+        for tensor, source in self._tensors():
+            if tensor is value:
+                return source
+        if isinstance(value, FakeTensor):
+            raise Untraceable(f"its step reads a tensor that is neither parameter, gradient nor state: {name}")
+        return "scalar", name
+
+    # -- the twin's state ----------------------------------------------------------------------
+
+    def _snapshot(self) -> list[dict[str, Any]]:
+        return [dict(state_leaves(self.twin.state.get(p, {}))) for p in self._params]
+
+    def _restore(self, leaves: list[dict[str, Any]]) -> None:
+        for param, own in zip(self._params, leaves, strict=True):
+            for name, value in own.items():
+                set_leaf(self.twin.state[param], name, value)
+
+    def _keep_tensors(self, before: list[dict[str, Any]]) -> None:
+        """Put the twin's tensors back where the step replaced them, so that inputs stay identifiable."""
+        for param, own in zip(self._params, before, strict=True):
+            now = dict(state_leaves(self.twin.state.get(param, {})))
+            for name, value in own.items():
+                if isinstance(value, Tensor) and now.get(name) is not value:
+                    raise Untraceable(f"its step replaces the state tensor {name!r} instead of writing it")
+
+
+def matches(variant: Variant, values: Mapping[int, float]) -> bool:
+    return all(values[i] == value for i, value in variant.baked.items())
+
+
+def number(value: Any) -> Any:
+    """The Python number behind an argument that Dynamo passes, None for the twin's tensors."""
+    if isinstance(value, FakeTensor):
+        return None
+    if isinstance(value, Tensor):
+        return value.item()
+    return value
+
+
+def scalar_name(target: str) -> str:
+    """Dynamo's name of an input without the path to it: `L_self_param_groups_0_lr_` is lr."""
+    name = re.sub(r"^L_(self|args_0)_+", "", target, flags=re.IGNORECASE)
+    return re.sub(r"^param_groups_0_+", "", name).strip("_")
+
+
+def own_code(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own: Dynamo counts recompiles per code object."""
+    assert isinstance(step, types.FunctionType)
+    twin = types.FunctionType(
+        step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__
+    )
+    twin.__kwdefaults__ = step.__kwdefaults__
+    return twin
+
+
+def isolation() -> dict[str, Any]:
+    """Keep this compile's cache entries apart from the user's, where torch can (2.13)."""
+    known = inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
+
+
+@contextlib.contextmanager
+def quiet() -> Any:
+    """Silence Dynamo's remark that it ignores profiler ranges; there is nothing to profile in a twin."""
+    import logging
+
+    logger = logging.getLogger("torch._logging._internal")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,103 @@
+"""Are parameters updated independently of one another? Everything here rests on a yes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+from torch.optim import Optimizer
+
+from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
+from canzona_compile.capture.twin import make_twin, plain_class, step_plainly
+from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.ir import outputs, placeholders
+
+
+def check_separable(
+    optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, name: str
+) -> None:
+    """Capture two parameters alike and check that no value of one reaches the other.
+
+    What cannot be traced is run instead, on small matrices: two parameters together must give the
+    bits that each gives alone.
+
+    Raises:
+        UnsupportedOptimizer: they depend on one another.
+    """
+    try:
+        oracle = Oracle(optimizer, group, spec, count=2)
+    except Untraceable:
+        coupled = not alone_as_together(optimizer, group, spec)
+    else:
+        coupled = any(mixes(variant) for variant in oracle.variants)
+    if coupled:
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__} couples parameters: the update of one depends on others",
+            at=name,
+            hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
+        )
+
+
+def mixes(variant: Variant) -> bool:
+    """Does some output of the graph depend on tensors of two parameters?"""
+    net: nx.DiGraph[Any] = nx.DiGraph()
+    for node in variant.graph.nodes:
+        net.add_node(node)
+        for before in dependencies(node):
+            net.add_edge(before, node)
+    origin: dict[fx.Node, set[int]] = {}
+    sources = zip(placeholders(variant.graph), variant.sources, strict=True)
+    for node, source in sources:
+        origin[node] = {source[1]} if source[0] in ("param", "grad", "state") else set()
+    for node in nx.topological_sort(net):
+        before = [origin[n] for n in net.predecessors(node)]
+        origin.setdefault(node, set()).update(*before)
+    returned = [n for n in outputs(variant.graph) if isinstance(n, fx.Node)]
+    return any(len(origin[n]) > 1 for n in returned)
+
+
+def dependencies(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a value depends on; entry i of a `_foreach_` result depends on entries i alone."""
+    if node.op == "output":
+        return []
+    source = node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and "_foreach_" in str(source.target) and len(node.args) == 2:
+        index = node.args[1]
+        assert isinstance(index, int)
+        found: list[fx.Node] = []
+        for argument in [*source.args, *source.kwargs.values()]:
+            entries = argument if isinstance(argument, list | tuple) else [argument]
+            own = [entries[index]] if len(entries) > 1 else entries
+            found += [e for e in own if isinstance(e, fx.Node)]
+        return found
+    return [] if "_foreach_" in str(node.target) else list(node.all_input_nodes)
+
+
+def alone_as_together(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec) -> bool:
+    """Run two steps of two small parameters, together and each alone, and compare the bits."""
+    shape = tuple(min(n, 6 + 2 * i) for i, n in enumerate(spec.shape))
+
+    def params() -> list[torch.nn.Parameter]:
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        made = []
+        for scale in (1.0, 100.0):
+            param = torch.nn.Parameter(
+                (torch.randn(shape, generator=generator) * scale).to(spec.device, spec.dtype)
+            )
+            param.grad = (torch.randn(shape, generator=generator) * scale).to(param)
+            made.append(param)
+        return made
+
+    def run(*subsets: list[int]) -> list[Tensor]:
+        own = params()
+        for subset in subsets:
+            twin = make_twin(optimizer, group, [own[i] for i in subset])
+            for _ in range(2):
+                step_plainly(twin)
+        return [p.detach() for p in own]
+
+    together, alone = run([0, 1]), run([0], [1])
+    return all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))

@@ -1,0 +1,114 @@
+"""Twins: copies of an optimizer that hold other parameters, to run its own code on."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from canzona_compile.errors import UnsupportedOptimizer
+
+# Decorators that torch puts around a step; what they do (hooks, profiling, grad mode) is the wrapper's
+# business here, once per step and not once per parameter.
+TORCH_DECORATORS = ("torch/optim/optimizer.py", "torch/utils/_contextlib.py")
+
+
+def plain_class(optimizer: Optimizer) -> type[Optimizer]:
+    """The class that the user wrote, whether the optimizer is wrapped or not."""
+    kind = type(optimizer)
+    return getattr(kind, "_canzona_plain_class", kind)
+
+
+def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The step function of an optimizer class without the decorators that torch added."""
+    step: Callable[..., Any] = kind.step
+    while hasattr(step, "__wrapped__"):
+        source = inspect.getsourcefile(step.__code__) or ""
+        if not source.replace("\\", "/").endswith(TORCH_DECORATORS):
+            break
+        step = step.__wrapped__
+    return step
+
+
+def check_step_signature(kind: type[Optimizer]) -> None:
+    """Refuse optimizers whose step cannot be called once without arguments."""
+    required = [
+        name
+        for name, parameter in list(inspect.signature(plain_step(kind)).parameters.items())[1:]
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    if required:
+        raise UnsupportedOptimizer(
+            f"{kind.__name__}.step requires {', '.join(required)}: it evaluates the model several times per step",
+            hint="such optimizers (LBFGS) cannot be split by parameter; use them unwrapped",
+        )
+
+
+def make_twin(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    params: Sequence[Tensor],
+    state: Mapping[Tensor, dict[str, Any]] | None = None,
+) -> Optimizer:
+    """An optimizer of the same class and attributes with one group that holds `params`.
+
+    `copy.copy` would not do: Optimizer.__getstate__ drops the attributes that subclasses add.
+    """
+    kind = plain_class(optimizer)
+    twin = object.__new__(kind)
+    own = {k: v for k, v in optimizer.__dict__.items() if k not in ("step", "canzona")}
+    twin.__dict__.update(own)
+    twin.param_groups = [{**group, "params": list(params)}]
+    twin.state = defaultdict(dict, {} if state is None else state)
+    return twin
+
+
+def hypers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What of a group's hyperparameters makes graphs differ: all but the values of floats."""
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, float):
+            return "float", value == 0.0
+        if isinstance(value, Tensor):
+            return "tensor", tuple(value.shape), value.dtype, value.device.type
+        if isinstance(value, list | tuple):
+            return type(value).__name__, tuple(map(shape, value))
+        if isinstance(value, dict):
+            return "dict", tuple(sorted((str(k), shape(v)) for k, v in value.items()))
+        if isinstance(value, int | str | bool | type(None)):
+            return value
+        return repr(value)
+
+    return tuple(sorted((k, shape(v)) for k, v in hypers(group).items() if k != "initial_lr"))
+
+
+def state_leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The leaves of one parameter's state with dotted names, in a stable order."""
+    for path, leaf in pytree.tree_flatten_with_path(dict(state))[0]:
+        yield ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path), leaf
+
+
+def set_leaf(state: dict[str, Any], name: str, value: Any) -> None:
+    """Replace the leaf `name` (as `state_leaves` names it) of a parameter's state."""
+    leaves, spec = pytree.tree_flatten_with_path(state)
+    names = [".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path) for path, _ in leaves]
+    values = [value if own == name else leaf for own, (_, leaf) in zip(names, leaves, strict=True)]
+    state.update(pytree.tree_unflatten(values, spec))
+
+
+def step_plainly(twin: Optimizer) -> None:
+    """Run the twin's own eager step."""
+    with torch.no_grad():
+        plain_step(type(twin))(twin)

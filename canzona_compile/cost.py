@@ -1,0 +1,196 @@
+"""What a graph costs, as formulas in the matrix dims, and what a step takes, from stated rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+
+import sympy
+import torch
+from torch import fx
+
+from canzona_compile.ir import Machine, Template, tensor_value
+from canzona_compile.layout import Shape
+
+aten = torch.ops.aten
+Dims = tuple[sympy.Expr, ...]
+
+NAMES = {1: ("n",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "m", "n", "k")}
+
+
+def dim_symbols(ndim: int) -> tuple[sympy.Symbol, ...]:
+    """Names for the dims of a parameter: m x n for a matrix, b x m x n for a stack."""
+    names = NAMES.get(ndim, tuple(f"d{i}" for i in range(ndim)))
+    return tuple(sympy.Symbol(name, positive=True, integer=True) for name in names)
+
+
+def symbolic_flops(graph: fx.Graph, template: Template) -> sympy.Expr:
+    """FLOPs of a graph node by node: 2mkn per product, one per element elsewhere.
+
+    Dims are followed through the graph, so that in a transposed Newton-Schulz m and n change places.
+    A size that no operand explains is looked up among the parameter's dims and else left a number.
+    """
+    symbols = dim_symbols(len(template.shape))
+    dims: dict[fx.Node, Dims] = {}
+    total: sympy.Expr = sympy.Integer(0)
+    for node in graph.nodes:
+        value = tensor_value(node)
+        if value is None:
+            continue
+        sizes = tuple(int(n) for n in value.shape)
+        dims[node] = follow(node, sizes, dims, template.shape, symbols)
+        if node.op == "call_function":
+            total += node_flops(node, dims)
+    return sympy.expand(total)
+
+
+def follow(
+    node: fx.Node, sizes: Shape, dims: dict[fx.Node, Dims], shape: Shape, symbols: tuple[sympy.Symbol, ...]
+) -> Dims:
+    operands = [n for n in node.all_input_nodes if n in dims]
+    if node.op == "placeholder" and sizes == shape:
+        return symbols
+    if node.target is aten.permute.default:
+        order = node.args[1]
+        assert isinstance(order, list | tuple)
+        return tuple(dims[operands[0]][i] for i in order)  # type: ignore[index]
+    if node.target in (aten.t.default, aten.transpose.int) and len(sizes) == 2:
+        return dims[operands[0]][::-1]
+    if (pair := factors(node)) and all(f in dims for f in pair):
+        left, right = dims[pair[0]], dims[pair[1]]
+        return (*left[:-1], right[-1])
+    for operand in operands:
+        if tuple(operand.meta["val"].shape) == sizes:
+            return dims[operand]
+    lookup = dict(zip(shape, symbols, strict=True))
+    return tuple(lookup.get(n, sympy.Integer(n)) for n in sizes)
+
+
+def factors(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The two factors of a matrix product node."""
+    products = {
+        aten.mm.default: 0,
+        aten.bmm.default: 0,
+        aten.addmm.default: 1,
+        aten.baddbmm.default: 1,
+    }
+    if node.target not in products:
+        return None
+    first = products[node.target]  # type: ignore[index]
+    left, right = node.args[first], node.args[first + 1]
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    return left, right
+
+
+# FLOPs of LAPACK-like operators on n x n or m x n inputs, leading order (Golub and Van Loan, tables 5 and 8).
+DECOMPOSITIONS = {"eigh": 9, "qr": 4, "svd": 22, "inv": 2, "cholesky": sympy.Rational(1, 3)}
+
+
+def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:
+    own = sympy.Mul(*dims[node])
+    if pair := factors(node):
+        return 2 * own * dims[pair[0]][-1]
+    for name, factor in DECOMPOSITIONS.items():
+        if name in str(node.target):
+            operand = dims[node.all_input_nodes[0]]
+            return factor * sympy.Mul(*operand) * operand[-1]
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        return sympy.Integer(0)
+    largest = max((sympy.Mul(*dims[n]) for n in node.all_input_nodes if n in dims), key=free_size, default=own)
+    return largest if free_size(largest) > free_size(own) else own
+
+
+def free_size(expression: sympy.Expr) -> int:
+    """An order among products of dims: by degree."""
+    return sum(sympy.degree(expression, s) for s in expression.free_symbols)
+
+
+def flops_of(cost: sympy.Expr, shape: Sequence[int]) -> int:
+    """A symbolic cost as a number for a shape; at least 1, so that every task counts."""
+    return max(1, int(cost.subs(dict(zip(dim_symbols(len(shape)), shape, strict=True)))))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine does per second, for choosing among plans. Only ratios between plans matter.
+
+    Attributes:
+        flops: of matrix products, per rank.
+        wire: bytes per second that a rank sends in an all-to-all.
+        latency: seconds that a collective costs however small it is.
+        overlap: whether communication runs beside computation (NCCL on its own stream) or takes the
+            same cores (gloo on a CPU).
+    """
+
+    flops: float
+    wire: float
+    latency: float
+    overlap: bool
+
+
+@cache
+def rates_of(machine: Machine) -> Rates:
+    """Assumed rates, within a factor of two of public figures; nothing here is measured."""
+    if machine.device == "cuda":
+        return Rates(flops=400e12, wire=100e9, latency=40e-6, overlap=True)
+    return Rates(flops=50e9 * machine.threads, wire=1e9, latency=500e-6, overlap=False)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """A micro-group as the pipeline sees it."""
+
+    gather_bytes: float  # on the busiest rank
+    compute_flops: float  # of the busiest owner
+    scatter_bytes: float
+    collectives: int
+
+
+def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> float:
+    """Predicted time of a step: a link and a processor, groups in order, at most `depth` in flight.
+
+    Without overlap everything adds up; with it the link gathers ahead while the processor computes.
+    """
+    if not groups:
+        return 0.0
+    times: list[tuple[float, float, float]] = []
+    for g in groups:
+        halves = max(1, g.collectives)
+        up = g.gather_bytes / rates.wire + rates.latency * (halves - halves // 2) * (g.gather_bytes > 0)
+        down = g.scatter_bytes / rates.wire + rates.latency * max(1, halves // 2) * (g.scatter_bytes > 0)
+        times.append((up, g.compute_flops / rates.flops, down))
+    if not rates.overlap or depth == 1:
+        return sum(map(sum, times))
+    link = processor = 0.0
+    computed: list[float] = []
+    scattered = 0
+    for i, (up, work, _) in enumerate(times):
+        if i >= depth:  # its buffers are those of group i - depth, which must be scattered first
+            link = max(link, computed[scattered]) + times[scattered][2]
+            scattered += 1
+        link += up
+        processor = max(processor, link) + work
+        computed.append(processor)
+    for i in range(scattered, len(times)):
+        link = max(link, computed[i]) + times[i][2]
+    return link
+
+
+def readable(flops: float) -> str:
+    """1.23 GFLOP."""
+    units: list[tuple[float, str]] = [(1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
+    for size, prefix in units:
+        if flops >= size:
+            return f"{flops / size:.2f} {prefix}FLOP"
+    return f"{flops:.0f} FLOP"
+
+
+def readable_bytes(count: float) -> str:
+    """1.5 MiB."""
+    power = min(4, int(math.log(count, 1024))) if count >= 1 else 0
+    return f"{count / 1024**power:.4g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
+
+

@@ -1,0 +1,90 @@
+"""The vocabulary of rank programs: what their generated code calls beside ATen.
+
+Functions of lists of tensors, one entry per task, and of buffers. They decide nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Index = tuple[Any, ...]
+
+
+class Watch(Protocol):
+    """Waits for a collective, and turns a peer's alarm into an error instead of waiting for ever."""
+
+    def wait(self, work: dist.Work) -> None: ...
+
+
+def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`op` for every task: lists of tensors (or task names) are zipped, all else is the same for all.
+
+    Returns a list, or a tuple of lists where `op` returns tuples.
+    """
+    count = next(len(a) for a in [*args, *kwargs.values()] if per_task(a))
+    results = [
+        op(*(pick(a, i) for a in args), **{k: pick(v, i) for k, v in kwargs.items()}) for i in range(count)
+    ]
+    if results and isinstance(results[0], tuple):
+        return tuple(map(list, zip(*results, strict=True)))
+    return results
+
+
+def per_task(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    return bool(value) and (isinstance(value[0], Tensor | str) or per_task(value[0]))
+
+
+def pick(value: Any, i: int) -> Any:
+    if not per_task(value):
+        return value
+    return [pick(v, i) for v in value] if per_task(value[0]) else value[i]
+
+
+def stack(values: Sequence[Tensor]) -> Tensor:
+    """n tensors [...] to one [n, ...]."""
+    return torch.stack(list(values))
+
+
+def unstack(values: Tensor) -> list[Tensor]:
+    """One tensor [n, ...] to n views [...]."""
+    return list(values.unbind(0))
+
+
+def spread(values: Tensor, ndim: int) -> Tensor:
+    """[n, *rest] with ones between, so that it broadcasts against [n, ...] of `ndim` + 1 dims."""
+    missing = ndim + 1 - values.ndim
+    return values.reshape(values.shape[0], *(1,) * missing, *values.shape[1:])
+
+
+def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target, casting as needed: packing, unpacking, committing."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def parts(values: Tensor | Sequence[Tensor], index: Sequence[Index]) -> list[Tensor]:
+    """Views of parts: of one stacked tensor, or, with the task's number first, of a list."""
+    if isinstance(values, Tensor):
+        return [values[i] for i in index]
+    return [values[i[0]][i[1:]] for i in index]
+
+
+def start_all_to_all(
+    received: Tensor, sent: Tensor, received_bytes: list[int], sent_bytes: list[int], group: dist.ProcessGroup
+) -> dist.Work:
+    """Start one fused exchange of bytes. The buffers must stay untouched until `finish`."""
+    work = dist.all_to_all_single(received, sent, received_bytes, sent_bytes, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def finish(work: dist.Work, watch: Watch) -> None:
+    """Wait for an exchange: the host on CPU, the current stream on CUDA."""
+    watch.wait(work)

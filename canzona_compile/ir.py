@@ -1,0 +1,375 @@
+"""The intermediate representation: one frozen `Step`, lowered form by form.
+
+A step is a list of *tasks* (one matrix update each) that share *templates* (functional graphs). The
+passes add what they decide: where the graphs are cut, who owns a task, which tasks travel together,
+in which order. Nothing here refers to real tensors, process groups or devices; up to SCHEDULED a
+step is the same on every rank.
+
+Graphs are `torch.fx` graphs over ATen operators. They are treated as immutable: a pass that changes
+one makes a new one. `node.meta["val"]` is FX's own record of an operator's result (a fake tensor or
+a symbolic number) and the only meta entry that is read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from canzona_compile.errors import InvalidStep
+from canzona_compile.layout import Box, Layout, Shape
+
+
+class Form(IntEnum):
+    """How far a step has been lowered. Each form keeps the promises of those before it."""
+
+    CAPTURED = 0  # one functional graph per template; every task names one
+    PLACED = 1  # every task's graph is cut in prepare, compute and apply
+    OWNED = 2  # every task has one owner, or all ranks compute it
+    GROUPED = 3  # every task is in exactly one micro-group, whose tasks share a grid
+    ROUTED = 4  # every wire value has one place in one send and one receive buffer
+    BATCHED = 5  # every owned task is in exactly one batch of its owner
+    SCHEDULED = 6  # a total order of events; buffers of events that overlap differ
+    EMITTED = 7  # the program of one rank
+
+
+class Role(StrEnum):
+    PARAM = "param"
+    GRAD = "grad"
+    STATE = "state"
+    SCALAR = "scalar"
+    TASK = "task"
+
+
+class Strategy(StrEnum):
+    OWNER = "owner"  # gathered to one rank, computed once
+    REPLICATED = "replicated"  # gathered to and computed on every rank
+    LOCAL = "local"  # the whole matrix lies on one rank: no communication
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An input of a template: the parameter, its gradient, a state leaf or a hyperparameter.
+
+    `dtype` is None for python numbers.
+    """
+
+    role: Role
+    name: str
+    shape: Shape = ()
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Template:
+    """One optimizer step for one kind of parameter, as if on one device.
+
+    `graph` has a placeholder per leaf of `inputs`, in order and of the same name, and returns a tuple
+    with the new value of every leaf in `writes`.
+    """
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    inputs: tuple[Leaf, ...]
+    writes: tuple[str, ...]
+    graph: fx.Graph
+    interpreted: str = ""  # why the optimizer's own eager step runs instead of a traced graph
+    resident: tuple[str, ...] | None = None  # state that must live on the owner; None: place decides
+
+    def leaf(self, name: str) -> Leaf:
+        return next(leaf for leaf in self.inputs if leaf.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A value that crosses between fragments and owner."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def box(self, parameter_box: Box) -> Box:
+        return parameter_box.of(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutKind:
+    """What of a layout decides where a graph is cut."""
+
+    sharded: bool
+    replicated: bool
+    aligned: bool  # whole matrix and fragments are multiples of 64 elements
+
+    @classmethod
+    def of(cls, layout: Layout) -> LayoutKind:
+        sizes = [math.prod(layout.shape), *(box.numel for box in layout.boxes)]
+        return cls(layout.grid.shards > 1, layout.grid.replicas > 1, all(n % 64 == 0 for n in sizes))
+
+    def __str__(self) -> str:
+        flags = [n for n in ("sharded", "replicated", "aligned") if getattr(self, n)]
+        return "+".join(flags) or "whole"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stacked:
+    """A compute graph for n tasks at once.
+
+    Values are tensors [n, ...] (stacked) or lists of n tensors; `inputs` and `outputs` tell which
+    wires, resident leaves and results are stacked.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    outputs: tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Placed:
+    """A template cut for one kind of layout.
+
+    prepare: fragment leaves, scalars -> gather wires, then kept values
+    compute: gather wires, resident state, scalars -> scatter wires, then new resident state
+    apply:   scatter wires, kept values, fragment leaves, scalars -> new fragment leaves
+    """
+
+    name: str
+    template: Template
+    kind: LayoutKind
+    prepare: fx.Graph
+    compute: fx.Graph
+    apply: fx.Graph
+    gather: tuple[Wire, ...]
+    kept: tuple[str, ...]
+    scatter: tuple[Wire, ...]
+    fragment_writes: tuple[str, ...]
+    resident: tuple[str, ...]  # state leaves that live on the owner only
+    cost: sympy.Expr  # FLOPs of compute in the dims of the matrix
+    flops: int
+    stacked: Stacked | None = None  # compute for n tasks at once, where `batch` knows it to be equal
+
+    @property
+    def elementwise(self) -> bool:
+        """Nothing holistic in it: every rank can update its own fragment."""
+        return not self.scatter and not self.gather and not self.resident
+
+    @property
+    def owner_writes(self) -> tuple[str, ...]:
+        return tuple(name for name in self.template.writes if name not in self.fragment_writes)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The update of one logical matrix.
+
+    Attributes:
+        name: the parameter's name, for people.
+        index: position of the parameter in the optimizer.
+        group: position of its parameter group: tasks of one group share their scalars.
+        template, placed: names; `placed` from PLACED on.
+        owner: (replica, shard) coordinate, None where every rank computes; from OWNED on.
+    """
+
+    name: str
+    index: int
+    group: int
+    template: str
+    layout: Layout
+    placed: str = ""
+    strategy: Strategy = Strategy.OWNER
+    reason: str = ""
+    owner: tuple[int, int] | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return self.layout.shape
+
+    def computes_on(self, at: tuple[int, int]) -> bool:
+        return self.owner is None or self.owner == at
+
+
+class Phase(StrEnum):
+    GATHER = "gather"  # fragments to the owner, inside each replica
+    SCATTER = "scatter"  # owner to fragments, inside the owner's replica
+    EXCHANGE = "exchange"  # fragments to the same shard of all replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One wire value of one task, or the part of it that one message carries."""
+
+    task: str
+    wire: Wire
+    box: Box
+    offset: int  # bytes from the start of the block
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A wire of a task, to be routed."""
+
+    task: str
+    wire: Wire
+    owner: tuple[int, int] | None
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One fused all-to-all. What rank a sends to rank b is a *block*: the pieces in order of `items`.
+
+    Items are sorted by element size (large first) and then by wire, so that every piece is aligned and
+    the pieces of tasks alike lie side by side. Nothing is padded unless element sizes are mixed.
+    """
+
+    phase: Phase
+    items: tuple[Item, ...]
+
+    def block(self, source: tuple[int, int], target: tuple[int, int]) -> tuple[tuple[Piece, ...], int]:
+        """Pieces that `source` sends to `target`, both (replica, shard), and the block's size in bytes."""
+        pieces: list[Piece] = []
+        offset = 0
+        for item in self.items:
+            box = self._box(item, source, target)
+            if box is None or not box.numel:
+                continue
+            pieces.append(Piece(item.task, item.wire, box, offset))
+            offset += box.numel * item.wire.itemsize
+        return tuple(pieces), -(-offset // self.alignment) * self.alignment
+
+    @property
+    def alignment(self) -> int:
+        return max((item.wire.itemsize for item in self.items), default=1)
+
+    def _box(self, item: Item, source: tuple[int, int], target: tuple[int, int]) -> Box | None:
+        match self.phase:
+            case Phase.GATHER:
+                goes = item.owner is None or item.owner == target
+                return item.wire.box(item.boxes[source[1]]) if goes and source[0] == target[0] else None
+            case Phase.SCATTER:
+                goes = item.owner == source and source[0] == target[0]
+            case Phase.EXCHANGE:
+                goes = item.owner is not None and item.owner[0] == source[0] and source[1] == target[1]
+        return item.wire.box(item.boxes[target[1]]) if goes else None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tasks alike of one owner that are computed together; None as owner: on every rank."""
+
+    placed: str
+    group: int
+    owner: tuple[int, int] | None
+    tasks: tuple[str, ...]
+    stacked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MicroGroup:
+    """Tasks whose gathers share one all-to-all and whose scatters share another."""
+
+    index: int
+    tasks: tuple[str, ...]
+    gather: Exchange | None = None
+    scatter: Exchange | None = None
+    exchange: Exchange | None = None
+    batches: tuple[Batch, ...] = ()
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return tuple(e for e in (self.gather, self.scatter, self.exchange) if e is not None)
+
+
+class Act(StrEnum):
+    PREPARE = "prepare"
+    START_GATHER = "start gather"
+    WAIT_GATHER = "wait gather"
+    COMPUTE = "compute"
+    START_SCATTER = "start scatter"
+    WAIT_SCATTER = "wait scatter"
+    START_EXCHANGE = "start exchange"
+    WAIT_EXCHANGE = "wait exchange"
+    APPLY = "apply"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    act: Act
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory that a micro-group needs between two events (positions in the schedule), in a slot."""
+
+    group: int
+    use: str
+    first: int
+    last: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What passes may know of the hardware: names and rates, no handles."""
+
+    device: str  # "cpu", "cuda"
+    backend: str  # of the process group: "gloo", "nccl", "" where there is none
+    threads: int  # that one rank computes with, on CPU
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """An optimizer step on its way from capture to rank program."""
+
+    form: Form
+    optimizer: str
+    machine: Machine
+    templates: tuple[Template, ...]
+    tasks: tuple[Task, ...]
+    placed: tuple[Placed, ...] = ()
+    groups: tuple[MicroGroup, ...] = ()
+    schedule: tuple[Event, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    depth: int = 1
+    program: Any = None  # canzona_compile.program.Program, from EMITTED on
+    _by_name: dict[str, Task] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._by_name.update((task.name, task) for task in self.tasks)
+        if len(self._by_name) != len(self.tasks):
+            raise InvalidStep("two tasks share a name")
+
+    def task(self, name: str) -> Task:
+        return self._by_name[name]
+
+    def placed_of(self, task: Task) -> Placed:
+        return next(p for p in self.placed if p.name == task.placed)
+
+    def template_of(self, task: Task) -> Template:
+        return next(t for t in self.templates if t.name == task.template)
+
+
+def tensor_value(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor that a node stands for, None for numbers and structure."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def outputs(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a graph returns, as a tuple of nodes and constants."""
+    returned = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    return tuple(returned) if isinstance(returned, list | tuple) else (returned,)
+
+
+def placeholders(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    return tuple(n for n in graph.nodes if n.op == "placeholder")

@@ -1,0 +1,231 @@
+"""Where the fragments of a parameter live: boxes of a global tensor, spread over a grid of ranks.
+
+A mesh's dims fall in *replicate dims* R, along which every rank holds the same, and *shard dims* S,
+along which the tensor is cut. Flattened they make a grid of R rows (replicas) and S columns. Rank
+(r, s) holds box s. Every layout that this package knows is such a grid and S boxes:
+
+    FSDP2 on 4 ranks         1 x 4        TP on 2, DDP on 3 over it    3 x 2
+    DDP on 4 ranks           4 x 1        a tensor of one rank alone   1 x 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from canzona_compile.errors import InvalidStep, UnsupportedLayout
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A slice per dim of a tensor: elements [start, start + size) in each. Sizes may be zero."""
+
+    start: Shape
+    size: Shape
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    def cut(self, dim: int, parts: int, index: int) -> Box:
+        """Part `index` of `parts` along `dim`, as torch.chunk cuts: equal parts, the last ones short or empty."""
+        length = -(-self.size[dim] // parts)
+        begin = min(index * length, self.size[dim])
+        end = min(begin + length, self.size[dim])
+        start, size = list(self.start), list(self.size)
+        start[dim] += begin
+        size[dim] = end - begin
+        return Box(tuple(start), tuple(size))
+
+    def of(self, shape: Shape) -> Box:
+        """The box that a tensor of `shape`, broadcast to the boxed tensor, has to give: its dims of size 1 whole."""
+        if len(shape) != len(self.size):
+            return Box.whole(shape)
+        pairs = zip(self.start, self.size, shape, strict=True)
+        start_size = [(0, min(size, 1)) if length == 1 else (start, size) for start, size, length in pairs]
+        return Box(tuple(s for s, _ in start_size), tuple(n for _, n in start_size))
+
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.size, strict=True)) + "]"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Global ranks by (replica, shard): `ranks[r][s]`."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def replicas(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def shards(self) -> int:
+        return len(self.ranks[0])
+
+    @property
+    def size(self) -> int:
+        return self.replicas * self.shards
+
+    def members(self) -> tuple[int, ...]:
+        """Every rank once, ascending."""
+        return tuple(sorted(rank for row in self.ranks for rank in row))
+
+    def find(self, rank: int) -> tuple[int, int]:
+        """The coordinate (r, s) of a global rank."""
+        for r, row in enumerate(self.ranks):
+            if rank in row:
+                return r, row.index(rank)
+        raise InvalidStep(f"rank {rank} is no member of grid {self}")
+
+    def shard_peers(self, r: int) -> tuple[int, ...]:
+        """Shard coordinates of replica r in ascending order of rank: the order of a process group."""
+        return tuple(sorted(range(self.shards), key=lambda s: self.ranks[r][s]))
+
+    def replica_peers(self, s: int) -> tuple[int, ...]:
+        """Replica coordinates of shard s in ascending order of rank."""
+        return tuple(sorted(range(self.replicas), key=lambda r: self.ranks[r][s]))
+
+    def __str__(self) -> str:
+        return f"{self.replicas}x{self.shards}{{{','.join(map(str, self.members()))}}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one logical matrix (or stack of matrices) of `shape` lies on a grid: box s on every rank (., s)."""
+
+    shape: Shape
+    grid: Grid
+    boxes: tuple[Box, ...]
+    placements: str
+
+    def __post_init__(self) -> None:
+        if len(self.boxes) != self.grid.shards:
+            raise InvalidStep(f"{len(self.boxes)} boxes for {self.grid.shards} shards")
+        if sum(box.numel for box in self.boxes) != math.prod(self.shape):
+            raise UnsupportedLayout(
+                f"the fragments {self.placements} do not tile the tensor {list(self.shape)}",
+                hint="use Shard or FSDP2's placements, whose fragments are disjoint and cover the tensor",
+            )
+
+
+def local_layout(shape: Sequence[int], rank: int) -> Layout:
+    """A tensor that one rank holds whole and shares with nobody."""
+    return Layout(tuple(shape), Grid(((rank,),)), (Box.whole(shape),), "local")
+
+
+def replicated_layout(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
+    """A tensor that every one of `ranks` holds whole (DDP)."""
+    grid = Grid(tuple((rank,) for rank in ranks))
+    return Layout(tuple(shape), grid, (Box.whole(shape),), "replicated")
+
+
+def fragment(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], at: Sequence[int]) -> Box:
+    """The box of a tensor of `shape` at mesh coordinate `at`.
+
+    Mesh dims cut from left to right, except that a `_StridedShard` of split factor f cuts after the
+    dims to its right whose sizes multiply to f: this is how FSDP2 shards what TP had sharded before.
+    """
+    box = Box.whole(shape)
+    for i in cutting_order(mesh, placements):
+        placement = placements[i]
+        assert isinstance(placement, Shard | _StridedShard)
+        box = box.cut(placement.dim, mesh[i], at[i])
+    return box
+
+
+def cutting_order(mesh: Sequence[int], placements: Sequence[Placement]) -> list[int]:
+    """Mesh dims in the order in which they cut the tensor; replicating dims are left out."""
+    order: list[int] = []
+    for i, placement in reversed(list(enumerate(placements))):
+        if isinstance(placement, _StridedShard):
+            place, factor = 0, 1
+            while factor < placement.split_factor and place < len(order):
+                other = placements[order[place]]
+                assert isinstance(other, Shard | _StridedShard)
+                factor *= mesh[order[place]] if other.dim == placement.dim else 1
+                place += 1
+            if factor != placement.split_factor:
+                raise UnsupportedLayout(
+                    f"{placement} on mesh dim {i} has a split factor that no later mesh dims explain",
+                    hint="shard with parallelize_module first and fully_shard second, over one mesh",
+                )
+            order.insert(place, i)
+        elif isinstance(placement, Shard):
+            order.insert(0, i)
+        elif not isinstance(placement, Replicate):
+            raise UnsupportedLayout(
+                f"placement {placement} is neither a shard nor a replica",
+                hint="redistribute the parameter to Shard or Replicate placements",
+            )
+    return order
+
+
+def dtensor_layout(tensor: DTensor, rank: int, *, batch_dims: int = 0) -> Layout:
+    """The layout of a DTensor parameter.
+
+    Args:
+        batch_dims: leading dims that index independent matrices (1 for a stack of experts). Ranks
+            that hold other entries of these dims share nothing with this one and are left out.
+
+    Raises:
+        UnsupportedLayout: partial sums, or shards that are no boxes.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sizes = tuple(mesh.mesh.shape)
+    own = [int(i) for i in (mesh.mesh == rank).nonzero()[0]]
+    box = {at: fragment(tensor.shape, sizes, placements, at) for at in product(*map(range, sizes))}
+    mine = box[tuple(own)]
+    if tuple(mine.size) != tuple(tensor.to_local().shape):
+        raise UnsupportedLayout(
+            f"the local tensor is {list(tensor.to_local().shape)}, but {placements} say {list(mine.size)}"
+        )
+    batch = range(batch_dims)
+    fixed = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and p.dim in batch]
+    shards = [
+        i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and i not in fixed
+    ]
+    rows = [i for i in range(len(sizes)) if i not in fixed and i not in shards]
+
+    def coordinates(dims: list[int]) -> list[dict[int, int]]:
+        return [dict(zip(dims, at, strict=True)) for at in product(*(range(sizes[i]) for i in dims))]
+
+    def at(row: dict[int, int], column: dict[int, int]) -> tuple[int, ...]:
+        return tuple((row | column).get(i, own[i]) for i in range(len(sizes)))
+
+    grid = Grid(
+        tuple(tuple(int(mesh.mesh[at(r, s)]) for s in coordinates(shards)) for r in coordinates(rows))
+    )
+    shape = tuple(mine.size[i] if i in batch else n for i, n in enumerate(tensor.shape))
+    boxes = tuple(
+        Box(tuple(0 if i in batch else a for i, a in enumerate(b.start)), b.size)
+        for b in (box[at({}, s)] for s in coordinates(shards))
+    )
+    return Layout(shape, grid, boxes, ",".join(map(short, placements)))
+
+
+def short(placement: Placement) -> str:
+    """R, S0, or SS0x2 (strided, split factor 2)."""
+    if isinstance(placement, _StridedShard):
+        return f"SS{placement.dim}x{placement.split_factor}"
+    return f"S{placement.dim}" if isinstance(placement, Shard) else "R"
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The fragment that this rank holds, without a copy and without autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()

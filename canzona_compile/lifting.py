@@ -1,0 +1,267 @@
+"""Graphs for one task to graphs for many: every tensor becomes a list, or a stack where that is equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from canzona_compile import instructions
+from canzona_compile.exactness import pointwise
+from canzona_compile.ir import Stacked, outputs, tensor_value
+
+aten = torch.ops.aten
+
+# On CPU torch's foreach functions are these operators in a loop in C++: the same bits, less Python.
+FOREACH = {
+    aten.mul.Tensor: "mul",
+    aten.add.Tensor: "add",
+    aten.sub.Tensor: "sub",
+    aten.div.Tensor: "div",
+    aten.lerp.Scalar: "lerp",
+    aten.sqrt.default: "sqrt",
+    aten.neg.default: "neg",
+    aten.abs.default: "abs",
+}
+
+
+class Lifter:
+    """Builds the lifted graph node by node.
+
+    Args:
+        stacked: names of placeholders that arrive as one tensor [n, ...]; the other tensors come as lists.
+        single: names of placeholders that are the same for all tasks (numbers).
+        stackable: which nodes may run on stacks.
+        foreach: use torch's foreach functions where they exist.
+        in_place: nodes that may overwrite their first operand.
+    """
+
+    def __init__(
+        self,
+        stacked: Iterable[str],
+        single: Iterable[str],
+        stackable: Callable[[fx.Node], bool],
+        foreach: bool,
+        in_place: frozenset[fx.Node] = frozenset(),
+    ) -> None:
+        self.graph = fx.Graph()
+        self.stackable, self.foreach, self.in_place = stackable, foreach, in_place
+        self._stacked_names, self._single_names = set(stacked), set(single)
+        self.lists: dict[fx.Node, fx.Node] = {}
+        self.stacks: dict[fx.Node, fx.Node] = {}
+        self.singles: dict[fx.Node, fx.Node] = {}
+
+    def lift(self, graph: fx.Graph) -> None:
+        """Lift all but the output node."""
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                home = self.lists
+                if node.name in self._stacked_names:
+                    home = self.stacks
+                elif node.name in self._single_names:
+                    home = self.singles
+                home[node] = self.graph.placeholder(node.name)
+            elif node.op == "call_function":
+                self._call(node)
+
+    def _call(self, node: fx.Node) -> None:
+        operands = node.all_input_nodes
+        if all(n in self.singles for n in operands):
+            self.singles[node] = self.graph.node_copy(node, lambda n: self.singles[n])
+        elif self.stackable(node) and (any(n in self.stacks for n in operands) or product(node)):
+            self.stacks[node] = self._stacked_call(node)
+        else:
+            self.lists[node] = self._listed_call(node)
+
+    def listed(self, node: fx.Node) -> fx.Node:
+        if node in self.singles:
+            return self.singles[node]
+        if node not in self.lists:
+            self.lists[node] = self.graph.call_function(instructions.unstack, (self.stacks[node],))
+        return self.lists[node]
+
+    def stack(self, node: fx.Node) -> fx.Node:
+        if node not in self.stacks:
+            self.stacks[node] = self.graph.call_function(instructions.stack, (self.lists[node],))
+        return self.stacks[node]
+
+    def _listed_call(self, node: fx.Node) -> fx.Node:
+        args = fx.map_arg(node.args, self.listed)
+        kwargs = fx.map_arg(node.kwargs, self.listed)
+        name = FOREACH.get(node.target) if self.foreach and self._uniform(node) else None  # type: ignore[arg-type]
+        if node in self.in_place:
+            first = args[0]  # type: ignore[index]
+            if name is not None:
+                self.graph.call_function(getattr(torch, f"_foreach_{name}_"), args, kwargs)  # type: ignore[arg-type]
+            else:
+                target = in_place_variant(node.target)
+                self.graph.call_function(instructions.each, (target, *args), kwargs)  # type: ignore[arg-type,misc]
+            assert isinstance(first, fx.Node)
+            return first
+        if name is not None:
+            return self.graph.call_function(getattr(torch, f"_foreach_{name}"), args, kwargs)  # type: ignore[arg-type]
+        if not isinstance(node.target, torch._ops.OpOverload):  # it takes lists: getitem, eager steps
+            return self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        return self.graph.call_function(instructions.each, (node.target, *args), kwargs)  # type: ignore[arg-type,misc]
+
+    def _uniform(self, node: fx.Node) -> bool:
+        """Foreach takes a list first and lists of tensors or one number after it."""
+        tensors = [n for n in node.all_input_nodes if tensor_value(n) is not None]
+        return all(n in self.lists or n in self.stacks for n in tensors) and node.args[0] in tensors
+
+    def _stacked_call(self, node: fx.Node) -> fx.Node:
+        ndim = max((v.ndim for n in [node, *node.all_input_nodes] if (v := tensor_value(n)) is not None))
+
+        def operand(n: fx.Node) -> fx.Node:
+            if n in self.singles:
+                return self.singles[n]
+            value = tensor_value(n)
+            assert value is not None
+            whole = self.stack(n)
+            if pointwise(node) and value.ndim < ndim:
+                return self.graph.call_function(instructions.spread, (whole, ndim))
+            return whole
+
+        args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
+        target: Any = STACKED_PRODUCTS.get(node.target, node.target)  # type: ignore[arg-type]
+        if node.target is aten.permute.default:
+            assert isinstance(args, tuple)
+            args = (args[0], [0, *(d + 1 for d in args[1])])  # type: ignore[union-attr,operator]
+        return self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+
+
+STACKED_PRODUCTS: Mapping[Any, Any] = {
+    aten.mm.default: aten.bmm.default,
+    aten.addmm.default: aten.baddbmm.default,
+}
+
+
+def product(node: fx.Node) -> bool:
+    return node.target in STACKED_PRODUCTS
+
+
+def in_place_variant(target: Any) -> Any:
+    """aten.mul_.Tensor for aten.mul.Tensor, None where there is no such operator."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    packet = getattr(aten, f"{target.overloadpacket.__name__}_", None)
+    return getattr(packet, target._overloadname, None) if packet is not None else None
+
+
+def lift_prepare(graph: fx.Graph, single: Iterable[str], *, foreach: bool, casting: int) -> fx.Graph:
+    """A prepare graph over lists. The first `casting` results are only copied into buffers, which casts:
+    a dtype cast at their end is left to that copy."""
+    lifter = Lifter((), single, lambda _: False, foreach)
+    lifter.lift(graph)
+    results = []
+    for i, node in enumerate(outputs(graph)):
+        if i < casting and node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}:
+            node = node.args[0]
+        results.append(lifter.listed(node))
+    lifter.graph.output(tuple(results))
+    return dead_code_free(lifter.graph)
+
+
+def lift_compute(graph: fx.Graph, single: Iterable[str], *, foreach: bool) -> fx.Graph:
+    """A compute graph over lists: the loop over tasks."""
+    lifter = Lifter((), single, lambda _: False, foreach)
+    lifter.lift(graph)
+    lifter.graph.output(tuple(lifter.listed(n) for n in outputs(graph)))
+    return lifter.graph
+
+
+def lift_stacked(
+    graph: fx.Graph,
+    stacked: Iterable[str],
+    single: Iterable[str],
+    stackable: Callable[[fx.Node], bool],
+    *,
+    foreach: bool,
+) -> Stacked:
+    """A compute graph over stacks where `stackable` allows it and over lists elsewhere."""
+    names = tuple(stacked)
+    lifter = Lifter(names, single, stackable, foreach)
+    lifter.lift(graph)
+    results = outputs(graph)
+    whole = tuple(n in lifter.stacks for n in results)
+    lifter.graph.output(
+        tuple(lifter.stacks[n] if s else lifter.listed(n) for n, s in zip(results, whole, strict=True))
+    )
+    return Stacked(lifter.graph, names, whole)
+
+
+def lift_apply(graph: fx.Graph, writes: Iterable[str], single: Iterable[str], *, foreach: bool) -> fx.Graph:
+    """An apply graph over lists that writes its results into the leaves `writes` instead of returning them."""
+    pairs = list(zip(writes, outputs(graph), strict=True))
+    leaf = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    in_place: set[fx.Node] = set()
+    for name, node in pairs:
+        in_place |= overwriting_chain(node, leaf.get(name), [n for _, n in pairs])
+    lifter = Lifter((), single, lambda _: False, foreach, frozenset(in_place))
+    lifter.lift(graph)
+    for name, node in pairs:
+        if node in in_place:
+            continue
+        target = lifter.lists[leaf[name]] if name in leaf else lifter.graph.placeholder(name)
+        lifter.graph.call_function(instructions.copy, (target, lifter.listed(node)))
+    lifter.graph.output(())
+    return placeholders_first(lifter.graph)
+
+
+def overwriting_chain(node: Any, leaf: fx.Node | None, results: list[Any]) -> set[fx.Node]:
+    """The nodes leaf -> ... -> node if each may overwrite its first operand, else nothing."""
+    chain: set[fx.Node] = set()
+    current = node
+    while current is not leaf:
+        if not isinstance(current, fx.Node) or current.op != "call_function" or leaf is None:
+            return set()
+        source = current.args[0] if current.args else None
+        value, kept = tensor_value(current), tensor_value(leaf)
+        fits = (
+            in_place_variant(current.target) is not None
+            and pointwise(current)
+            and isinstance(source, fx.Node)
+            and len(source.users) == 1
+            and current.all_input_nodes.count(source) == 1
+            and sum(a is source for a in current.args) == 1
+            and (source not in results)
+            and value is not None
+            and kept is not None
+            and (value.dtype, value.shape) == (kept.dtype, kept.shape)
+        )
+        if not fits:
+            return set()
+        chain.add(current)
+        current = source
+    return chain
+
+
+def dead_code_free(graph: fx.Graph) -> fx.Graph:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+    return graph
+
+
+def placeholders_first(graph: fx.Graph) -> fx.Graph:
+    """Placeholders that were found late, moved to the front, as FX wants them."""
+    first = next(iter(graph.nodes))
+    for node in reversed([n for n in graph.nodes if n.op == "placeholder"]):
+        if node is not first:
+            first.prepend(node)
+            first = node
+    return graph
+
+
+def graph_module(graph: fx.Graph, name: str) -> fx.GraphModule:
+    """A copy of a graph as a module, to print or to call."""
+    return fx.GraphModule(torch.nn.Module(), fx_copy(graph), class_name=name)
+
+
+def fx_copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    returned = copied.graph_copy(graph, {})
+    copied.output(returned)
+    return copied

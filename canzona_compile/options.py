@@ -1,0 +1,62 @@
+"""What a caller of `wrap` may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from canzona_compile.errors import CanzonaError
+
+Strategy = Literal["auto", "owner", "replicated"]
+Numerics = Literal["exact", "fast"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Validated keyword arguments of `wrap`.
+
+    Attributes:
+        replicate: ranks that hold the same plain (or TP-only DTensor) parameters, as DDP does.
+            None: such parameters belong to their rank alone.
+        strategy: "owner" computes each matrix once, "replicated" on every rank, "auto" picks the
+            cheaper one per set of ranks by predicted time.
+        numerics: "exact" keeps every bit of the plain optimizer on one device; "fast" also allows
+            rewrites that change rounding (today: batched matrix products wherever they exist).
+        capacity: most bytes that one micro-group may gather to its busiest owner.
+        groups: number of micro-groups per set of ranks to aim at; None picks it by predicted time.
+        depth: micro-groups in flight at once (1: gather, compute and scatter never overlap).
+    """
+
+    replicate: DeviceMesh | ProcessGroup | None = None
+    strategy: Strategy = "auto"
+    numerics: Numerics = "exact"
+    capacity: int = 512 * 2**20
+    groups: int | None = None
+    depth: int = 2
+
+    def __post_init__(self) -> None:
+        for name, kind in (("strategy", Strategy), ("numerics", Numerics)):
+            value, allowed = getattr(self, name), get_args(kind)
+            if value not in allowed:
+                raise CanzonaError(
+                    f"{name}={value!r} is none of {', '.join(map(repr, allowed))}", at=f"wrap(..., {name}=)"
+                )
+        for name in ("capacity", "depth", "groups"):
+            value = getattr(self, name)
+            if name == "groups" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise CanzonaError(f"{name}={value!r} is not a positive integer", at=f"wrap(..., {name}=)")
+        if self.replicate is not None and not isinstance(self.replicate, DeviceMesh | ProcessGroup):
+            raise CanzonaError(
+                f"replicate= takes a DeviceMesh or a ProcessGroup, not a {type(self.replicate).__name__}",
+                hint="pass the data-parallel mesh or group over which the parameters are equal",
+            )
+        if isinstance(self.replicate, DeviceMesh) and self.replicate.ndim != 1:
+            raise CanzonaError(
+                f"replicate= takes a one-dimensional mesh; this one has {self.replicate.ndim} dims",
+                hint="take one dim of it (mesh['dp']) or flatten the dims that replicate",
+            )

@@ -1,0 +1,127 @@
+"""From bound parameters to plans: which passes run, in which order, on which tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from canzona_compile.binding import Bound
+from canzona_compile.capture.interpreted import interpreted_template
+from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.ir import Form, Machine, Placed, Step, Task, Template
+from canzona_compile.options import Options
+from canzona_compile.passes import (
+    AssignOwners,
+    Batching,
+    Canonicalize,
+    Emit,
+    FormMicroGroups,
+    FuseCollectives,
+    Place,
+    Schedule,
+)
+from canzona_compile.pipeline import History, Observer, Pass, run
+
+
+def planning_passes(options: Options) -> list[Pass]:
+    """From captured templates to owners: once per set of parameters."""
+    exact = options.numerics == "exact"
+    return [Canonicalize(), Place(exact=exact), AssignOwners(strategy=options.strategy)]
+
+
+def lowering_passes(options: Options) -> list[Pass]:
+    """From owners to a schedule: once per set of tasks that take part in a step."""
+    exact = options.numerics == "exact"
+    return [
+        FormMicroGroups(capacity=options.capacity, groups=options.groups, depth=options.depth),
+        FuseCollectives(),
+        Batching(exact=exact),
+        Schedule(depth=options.depth),
+    ]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """What does not change until parameters do.
+
+    Attributes:
+        owned: every task that has holistic work, with its owner.
+        first: the same tasks as they run before they have state: interpreted.
+        elementwise: parameters that the optimizer's own step updates on their fragments.
+        history: of the passes from CAPTURED to OWNED.
+    """
+
+    bound: dict[str, Bound]
+    owned: Step
+    first: Step
+    elementwise: tuple[Bound, ...]
+    history: History
+
+    def placed(self, task: str) -> Placed:
+        return self.owned.placed_of(self.owned.task(task))
+
+
+def machine_of(params: Iterable[torch.Tensor]) -> Machine:
+    kinds = sorted({p.device.type for p in params})
+    device = kinds[0] if kinds else "cpu"
+    backend = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
+    return Machine(device, backend, torch.get_num_threads() if device == "cpu" else 1)
+
+
+def make_plan(
+    bound: Sequence[Bound], optimizer: str, options: Options, observers: Sequence[Observer] = ()
+) -> Plan:
+    """Own every task that needs an owner."""
+    templates = {b.kind.template.name: b.kind.template for b in bound}
+    captured = Step(
+        Form.CAPTURED,
+        optimizer,
+        machine_of(b.param for b in bound),
+        tuple(templates.values()),
+        tuple(b.task for b in bound),
+    )
+    owned, history = run(captured, planning_passes(options), observers)
+    by_name = {b.task.name: b for b in bound}
+    matrices = {t.name for t in owned.tasks}
+    return Plan(
+        by_name,
+        owned,
+        first_steps(owned, by_name),
+        tuple(b for b in bound if b.task.name not in matrices),
+        history,
+    )
+
+
+def first_steps(owned: Step, bound: dict[str, Bound]) -> Step:
+    """The first step of every task: interpreted, with the owners and the homes of the state of `owned`."""
+    templates: dict[str, Template] = {}
+    tasks: list[Task] = []
+    for task in owned.tasks:
+        placed, kind = owned.placed_of(task), bound[task.name].kind
+        name = f"{placed.name}_first"
+        if name not in templates:
+            grad = kind.template.leaf("grad")
+            assert grad.dtype is not None
+            spec = ParameterSpec(task.shape, kind.template.dtype, grad.dtype, bound[task.name].param.device)
+            made = interpreted_template(name, spec, "first step: creates the state", kind.state)
+            templates[name] = replace(made, resident=placed.resident)
+        tasks.append(replace(task, template=name))
+    first = Step(Form.CAPTURED, owned.optimizer, owned.machine, tuple(templates.values()), tuple(tasks))
+    return replace(run(first, [Place()])[0], form=Form.OWNED)
+
+
+def lower(
+    step: Step, names: Sequence[str], options: Options, observers: Sequence[Observer] = ()
+) -> tuple[Step, History]:
+    """Schedule the tasks `names` of an owned step; the same on every rank."""
+    wanted = set(names)
+    part = replace(step, tasks=tuple(t for t in step.tasks if t.name in wanted))
+    return run(part, lowering_passes(options), observers)
+
+
+def emit(step: Step, rank: int, observers: Sequence[Observer] = ()) -> tuple[Step, History]:
+    """The program of one rank."""
+    return run(step, [Emit(rank)], observers)

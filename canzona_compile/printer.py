@@ -1,0 +1,321 @@
+"""The text form of a step: what people read, what tests compare and what ranks hash.
+
+It says everything that decides what a step computes and nothing else: no object ids, times, paths
+or device numbers, so that ranks which hold the same plan print the same text. Graphs are printed
+once per template and per cut, tasks on a line each; a step of hundreds of tasks takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from canzona_compile.ir import (
+    Exchange,
+    Form,
+    Item,
+    Leaf,
+    MicroGroup,
+    Phase,
+    Placed,
+    Stacked,
+    Step,
+    Task,
+    Template,
+    outputs,
+    placeholders,
+)
+from canzona_compile.layout import Grid, Layout, Shape
+
+MATRIX_RANKS = 8  # largest grid whose blocks are printed one by one
+
+
+def show(step: Step) -> str:
+    """Print a step of any form."""
+    machine = step.machine
+    lines = [
+        f"step @{step.optimizer} form={step.form.name.lower()} "
+        f"machine={machine.device}/{machine.backend or 'none'} threads={machine.threads}"
+    ]
+    for template in step.templates:
+        lines += ["", *show_template(template)]
+    for placed in step.placed:
+        lines += ["", *show_placed(placed)]
+    layouts = Layouts()
+    tasks = [show_task(task, layouts.name(task.layout)) for task in step.tasks]
+    lines += ["", *layouts.lines, "", "tasks {", *indented(tasks), "}"]
+    for group in step.groups:
+        lines += ["", *show_group(step, group)]
+    if step.form >= Form.SCHEDULED:
+        lines += ["", *show_schedule(step)]
+    if step.program is not None:
+        lines += ["", "program {", *indented(step.program.module.code.strip().splitlines()), "}"]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def fingerprint(step: Step) -> str:
+    """A hash of the text: equal on ranks that hold the same plan."""
+    return hashlib.sha256(show(step).encode()).hexdigest()
+
+
+def differences(a: str, b: str) -> str:
+    """A unified diff of two texts, empty where they are equal."""
+    before, after = a.splitlines(), b.splitlines()
+    found = difflib.unified_diff(before, after, "before", "after", n=2, lineterm="")
+    return "".join(f"{line}\n" for line in found)
+
+
+def show_graph(graph: fx.Graph) -> str:
+    """Print one graph, a node per line."""
+    inputs = ", ".join(f"%{node.name}" for node in placeholders(graph))
+    return "\n".join([f"({inputs}) {{", *indented(show_nodes(graph)), "}"])
+
+
+def show_nodes(graph: fx.Graph, writes: Sequence[str] | None = None) -> Iterator[str]:
+    """The operators of a graph and what it returns, as `leaf=value` if the leaves are given."""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        args = [show_argument(a) for a in node.args]
+        args += [f"{name}={show_argument(a)}" for name, a in node.kwargs.items()]
+        kind = show_type(node.meta.get("val"))
+        yield f"%{node.name} = {show_target(node.target)}({', '.join(args)}){kind and f' : {kind}'}"
+    values = [show_argument(value) for value in outputs(graph)]
+    if writes is not None and len(writes) == len(values):  # a broken step must print as well
+        values = [f"{name}={value}" for name, value in zip(writes, values, strict=True)]
+    yield f"return {', '.join(values)}".rstrip()
+
+
+def show_target(target: Any) -> str:
+    """aten.lerp.Scalar, operator.mul, eager_step: never an address."""
+    if isinstance(target, torch._ops.OpOverload | str):
+        return str(target)
+    name = getattr(target, "__name__", type(target).__name__)
+    module = getattr(target, "__module__", "")
+    return f"operator.{name}" if module == "_operator" else str(name)
+
+
+def show_argument(value: Any) -> str:
+    """An operand. Numbers keep all digits; devices lose their index, which differs by rank."""
+    match value:
+        case fx.Node():
+            return f"%{value.name}"
+        case torch.dtype():
+            return dtype_name(value)
+        case torch.device():
+            return value.type
+        case list() | tuple():
+            return f"[{', '.join(map(show_argument, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{k}: {show_argument(v)}' for k, v in value.items())}}}"
+        case slice():
+            return ":".join(map(show_argument, (value.start, value.stop, value.step)))
+        case torch.Tensor():
+            return f"tensor {show_type(value)}"
+    if callable(value):
+        return show_target(value)
+    return neutral(repr(value))
+
+
+def show_type(value: Any) -> str:
+    """f32[64x32] for a tensor, float for a symbolic number, empty where nothing is known."""
+    match value:
+        case torch.Tensor():
+            return show_tensor(value.dtype, tuple(value.shape))
+        case list() | tuple():
+            return f"({', '.join(map(show_type, value))})"
+        case bool() | torch.SymBool():
+            return "bool"
+        case int() | torch.SymInt():
+            return "int"
+        case float() | torch.SymFloat():
+            return "float"
+    return ""
+
+
+def show_tensor(dtype: torch.dtype, shape: Shape) -> str:
+    return f"{dtype_name(dtype)}[{'x'.join(map(str, shape))}]"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """bf16, f32, i64, f8_e4m3fn."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
+
+
+def neutral(text: str) -> str:
+    """Free text without what differs between ranks and machines: addresses and directories."""
+    text = re.sub(r"0x[0-9a-fA-F]+", "0x...", text.replace("\n", " "))
+    return re.sub(r"(?<![\w.])(?:/[\w.+-]+)+/(?=[\w.+-])", "", text)
+
+
+def indented(lines: Iterable[str]) -> Iterator[str]:
+    return (f"  {line}" for line in lines)
+
+
+def show_template(template: Template) -> list[str]:
+    kind = show_tensor(template.dtype, template.shape)
+    why = f" interpreted because {neutral(template.interpreted)}" if template.interpreted else ""
+    resident = "" if template.resident is None else f" resident={','.join(template.resident)}"
+    nodes = placeholders(template.graph)
+    lines = [f"template {template.name} : {kind}{resident}{why} {{"]
+    for i, leaf in enumerate(template.inputs):
+        lines.append(f"  {show_leaf(leaf, nodes[i].name if i < len(nodes) else leaf.name)}")
+    return [*lines, *indented(show_nodes(template.graph, template.writes)), "}"]
+
+
+def show_leaf(leaf: Leaf, node: str) -> str:
+    """A line per leaf; FX renames placeholders that would shadow a Python builtin."""
+    renamed = f" = %{node}" if node != leaf.name else ""
+    kind = "number" if leaf.dtype is None else show_tensor(leaf.dtype, leaf.shape)
+    return f"{leaf.role} %{leaf.name}{renamed} : {kind}"
+
+
+def show_placed(placed: Placed) -> list[str]:
+    lines = [f"placed {placed.name} = {placed.template.name} on {placed.kind} {{"]
+    for wire in placed.gather:
+        lines.append(f"  gather %{wire.name} : {show_tensor(wire.dtype, wire.shape)}")
+    for wire in placed.scatter:
+        lines.append(f"  scatter %{wire.name} : {show_tensor(wire.dtype, wire.shape)}")
+    for title, names in (("kept", placed.kept), ("resident", placed.resident)):
+        lines += [f"  {title} {', '.join(f'%{name}' for name in names)}"] if names else []
+    lines.append(f"  cost {placed.cost} = {placed.flops} FLOP")
+    parts: list[tuple[str, fx.Graph, Sequence[str] | None]] = [
+        ("prepare", placed.prepare, None),
+        ("compute", placed.compute, [*(w.name for w in placed.scatter), *placed.owner_writes]),
+        ("apply", placed.apply, placed.fragment_writes),
+    ]
+    if placed.stacked is not None:
+        title = f"stacked {flags(placed.stacked)} "
+        parts.append((title, placed.stacked.graph, parts[1][2]))
+    for title, graph, writes in parts:
+        inputs = ", ".join(f"%{node.name}" for node in placeholders(graph))
+        lines += [f"  {title}({inputs}) {{"]
+        lines += [*indented(indented(show_nodes(graph, writes))), "  }"]
+    return [*lines, "}"]
+
+
+def flags(stacked: Stacked) -> str:
+    """Which inputs and outputs of a stacked compute are stacks, the others being lists."""
+    outs = "".join("s" if flag else "l" for flag in stacked.outputs)
+    return f"in={','.join(stacked.inputs)} out={outs}"
+
+
+class Layouts:
+    """Names the layouts of a step L0, L1, ... in order of appearance, and prints each once."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._known: dict[tuple[Shape, str, Grid], list[tuple[str, Layout]]] = {}
+
+    def name(self, layout: Layout) -> str:
+        # Boxes are compared and not hashed: most tasks share them as one object.
+        alike = self._known.setdefault((layout.shape, layout.placements, layout.grid), [])
+        for name, known in alike:
+            if known.boxes == layout.boxes:
+                return name
+        name = f"L{sum(map(len, self._known.values()))}"
+        alike.append((name, layout))
+        ranks = " | ".join(" ".join(map(str, row)) for row in layout.grid.ranks)
+        shape = "x".join(map(str, layout.shape))
+        self.lines.append(
+            f"layout {name} : {shape} {layout.placements} on {show_grid(layout.grid)} ranks {ranks}"
+        )
+        self.lines.append(f"  boxes {' '.join(map(str, layout.boxes))}")
+        return name
+
+
+def show_grid(grid: Grid) -> str:
+    return f"{grid.replicas}x{grid.shards}"
+
+
+def show_task(task: Task, layout: str) -> str:
+    line = (
+        f"{task.name} : {'x'.join(map(str, task.shape))} index={task.index} group={task.group} "
+        f"template={task.template} layout={layout} {task.layout.placements} "
+        f"on {show_grid(task.layout.grid)}"
+    )
+    if task.placed:
+        line += f" placed={task.placed}"
+    line += f" strategy={task.strategy} owner={show_place(task.owner)}"
+    return f"{line} because {neutral(task.reason)}" if task.reason else line
+
+
+def show_place(owner: tuple[int, int] | None) -> str:
+    return "all" if owner is None else f"({owner[0]}, {owner[1]})"
+
+
+def show_group(step: Step, group: MicroGroup) -> list[str]:
+    lines = [f"group {group.index} {{", f"  tasks {', '.join(group.tasks)}"]
+    for exchange in group.exchanges:
+        grid = step.task(exchange.items[0].task).layout.grid if exchange.items else None
+        lines += indented(show_exchange(step, exchange, grid))
+    for batch in group.batches:
+        how = "stacked" if batch.stacked else "looped"
+        lines.append(
+            f"  batch {batch.placed} group={batch.group} owner={show_place(batch.owner)} {how}: "
+            f"{', '.join(batch.tasks)}"
+        )
+    return [*lines, "}"]
+
+
+def show_exchange(step: Step, exchange: Exchange, grid: Grid | None) -> Iterator[str]:
+    sizes: dict[tuple[int, Shape], int] = {}
+    total = 0
+    yield f"{exchange.phase} {{"
+    for item in exchange.items:
+        size = item_bytes(item, step.task(item.task).shape, sizes)
+        total += size
+        wire = f"%{item.wire.name} {show_tensor(item.wire.dtype, item.wire.shape)}"
+        yield f"  {item.task} {wire} {size} B owner={show_place(item.owner)}"
+    if grid is not None and grid.size <= MATRIX_RANKS:
+        yield from indented(show_blocks(exchange, grid))
+    else:
+        yield f"  total {total} B"
+    yield "}"
+
+
+def item_bytes(item: Item, shape: Shape, sizes: dict[tuple[int, Shape], int]) -> int:
+    """Bytes of all fragments of an item. Boxes tile the parameter: few have to be added up."""
+    if item.wire.shape == shape:
+        return math.prod(shape) * item.wire.itemsize
+    key = id(item.boxes), item.wire.shape
+    if key not in sizes:
+        sizes[key] = sum(item.wire.box(box).numel for box in item.boxes)
+    return sizes[key] * item.wire.itemsize
+
+
+def show_blocks(exchange: Exchange, grid: Grid) -> Iterator[str]:
+    """Bytes of every block, a row per sender and a column per receiver, per process group."""
+    over_shards = exchange.phase is not Phase.EXCHANGE
+    title, peers = ("replica", grid.shards) if over_shards else ("shard", grid.replicas)
+    for fixed in range(grid.replicas if over_shards else grid.shards):
+        places = [(fixed, i) if over_shards else (i, fixed) for i in range(peers)]
+        rows = [[str(exchange.block(a, b)[1]) for b in places] for a in places]
+        width = max(len(cell) for row in rows for cell in row)
+        yield f"blocks of {title} {fixed}"
+        yield from (f"  {' '.join(cell.rjust(width) for cell in row)}" for row in rows)
+
+
+def show_schedule(step: Step) -> Iterator[str]:
+    yield f"schedule depth={step.depth} {{"
+    yield from (f"  {i} {event.act} {event.group}" for i, event in enumerate(step.schedule))
+    yield "}"
+    yield ""
+    yield "buffers {"
+    for buffer in step.buffers:
+        yield (
+            f"  slot {buffer.slot} : group {buffer.group} {buffer.use} "
+            f"from {buffer.first} to {buffer.last}"
+        )
+    yield "}"

@@ -1,0 +1,123 @@
+"""The program of one rank: a graph, and what has to be bound to its placeholders.
+
+`emit` writes programs, the runtime executes them. A program holds no tensors: its inputs say by name
+which tensors, views of buffers, numbers and process groups they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from canzona_compile.instructions import Index
+from canzona_compile.ir import Role
+from canzona_compile.layout import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor of `shape` at a byte offset of a slot, and a part of it where `index` says one."""
+
+    slot: int
+    offset: int
+    dtype: torch.dtype
+    shape: Shape
+    index: tuple[slice, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """This rank's fragments of a leaf (parameter, gradient or state), one per task."""
+
+    role: Role
+    leaf: str
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Residents:
+    """Whole state tensors of tasks that this rank owns."""
+
+    leaf: str
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A hyperparameter of a parameter group, as the oracle of `template` reads it on this step."""
+
+    template: str
+    group: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Task names, for eager steps."""
+
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Views of buffers."""
+
+    views: tuple[View, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One view of a buffer, not in a list."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Indices:
+    """Where in computed values the parts lie that are sent or applied."""
+
+    index: tuple[Index, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes to or from every rank of a process group, in its order."""
+
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The process group of these global ranks, ascending."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """What waits for collectives."""
+
+
+Input = (
+    Fragments | Residents | Number | Names | Views | Whole | Indices | Bytes | Group | Watcher
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Program:
+    """One rank's step.
+
+    Attributes:
+        module: takes the inputs in order, returns nothing; it writes parameters and state in place.
+        inputs: by placeholder name, in order.
+        slots: bytes of each memory slot on this rank.
+        collectives: all-to-alls that this rank starts per step.
+    """
+
+    module: fx.GraphModule
+    inputs: Mapping[str, Input]
+    slots: tuple[int, ...]
+    collectives: int

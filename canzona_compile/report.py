@@ -1,0 +1,290 @@
+"""What a plan amounts to, in figures: for people (rich prints it) and for machines (`to_json`).
+
+Everything here is computed from a step, nothing is measured; seconds follow from the assumed rates
+of `canzona_compile.cost`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
+
+from canzona_compile.cost import GroupLoad, rates_of
+from canzona_compile.errors import InvalidStep
+from canzona_compile.figures import (
+    Facts,
+    Figures,
+    GridReport,
+    GroupReport,
+    LoadReport,
+    LocalTask,
+    Moment,
+    TaskReport,
+    TemplateReport,
+    WireReport,
+)
+from canzona_compile.ir import (
+    Act,
+    Exchange,
+    Form,
+    MicroGroup,
+    Phase,
+    Placed,
+    Step,
+    Strategy,
+    Task,
+)
+from canzona_compile.layout import Box, Grid, Shape
+from canzona_compile.passes.micro_group import load_of
+from canzona_compile.render import plural, render
+
+__all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Report(Figures, JupyterMixin):
+    """A plan in figures: print it, also with rich or in a notebook, or hand on its `to_json()`."""
+
+    def to_json(self) -> str:
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `to_json` says, as plain lists, dicts, strings and numbers."""
+        found: dict[str, Any] = json.loads(self.to_json())
+        return found
+
+    def to_text(self, width: int = 80) -> str:
+        """The rendering without colours, `width` columns wide."""
+        console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from render(self, options)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<{headline(self)}>"
+
+
+def make_report(step: Step, facts: Facts) -> Report:
+    """The figures of a step that is at least SCHEDULED."""
+    if step.form < Form.SCHEDULED:
+        raise InvalidStep(f"a step of form {step.form.name} has no schedule to report")
+    placed = {p.name: p for p in step.placed}
+    group_of = {name: group.index for group in step.groups for name in group.tasks}
+    groups = tuple(report_group(step, group, placed) for group in step.groups)
+    loads = rank_loads(step, placed, group_of)
+    shared = [t for t in step.tasks if t.layout.grid.size > 1]
+    elements = sum(Box.whole(t.shape).numel for t in shared)
+    sent = sum(g.gather_bytes + g.scatter_bytes + g.exchange_bytes for g in groups)
+    work = [load.flops for load in loads]
+    moments = timeline(step, placed)
+    return Report(
+        world_size=facts.world_size,
+        optimizer=step.optimizer,
+        machine=step.machine,
+        numerics=facts.numerics,
+        captures=facts.captures,
+        variants=facts.variants,
+        rank_programs=facts.rank_programs,
+        depth=step.depth,
+        collectives_per_step=sum(g.collectives for g in groups),
+        wire_bytes_per_element=sent / elements if elements else 0.0,
+        imbalance=max(work) * len(work) / sum(work) if sum(work) else 1.0,
+        predicted_seconds=max((m.end for m in moments), default=0.0),
+        templates=tuple(report_template(p, step.tasks) for p in step.placed),
+        micro_groups=groups,
+        tasks=tuple(report_task(t, placed[t.placed], group_of[t.name]) for t in step.tasks),
+        loads=loads,
+        local=facts.local,
+        fallbacks=dict(facts.interpreted),
+        suggestions=facts.suggestions,
+        schedule=moments,
+    )
+
+
+def headline(report: Report) -> str:
+    """The plan in one line, for the log."""
+    count = plural(len(report.tasks), "matrix", "matrices")
+    interpreted = f"{len(report.fallbacks)} interpreted"
+    if not report.tasks:
+        alone = plural(len(report.local), "parameter")
+        return f"canzona: no matrices to distribute, {alone} without communication, {interpreted}"
+    if not report.collectives_per_step:
+        return f"canzona: {count}, all local, no collectives, {interpreted}"
+    owners = {t.owner for t in report.tasks if t.strategy == Strategy.OWNER}
+    where = [f"{count} -> {plural(len(owners), 'owner')}" if owners else count]
+    for strategy, words in ((Strategy.REPLICATED, "on every rank"), (Strategy.LOCAL, "local")):
+        if found := sum(t.strategy == strategy for t in report.tasks):
+            where.append(f"{found} {words}" if found < len(report.tasks) else words)
+    return (
+        f"canzona: {', '.join(where)} in {plural(len(report.micro_groups), 'micro-group')}, "
+        f"{plural(report.collectives_per_step, 'collective')}, "
+        f"{report.wire_bytes_per_element:.2f} wire bytes per element, "
+        f"max/mean load {report.imbalance:.2f}, {interpreted}"
+    )
+
+
+def report_template(placed: Placed, tasks: Sequence[Task]) -> TemplateReport:
+    wires = tuple(
+        WireReport(direction, w.name, w.shape, name_of(w.dtype), Box.whole(w.shape).numel * w.itemsize)
+        for direction, found in (("gather", placed.gather), ("scatter", placed.scatter))
+        for w in found
+    )
+    return TemplateReport(
+        name=placed.name,
+        kind=str(placed.kind),
+        shape=placed.template.shape,
+        dtype=name_of(placed.template.dtype),
+        tasks=sum(t.placed == placed.name for t in tasks),
+        formula=str(placed.cost),
+        flops=placed.flops,
+        wires=wires,
+        resident=placed.resident,
+        interpreted=placed.template.interpreted,
+    )
+
+
+def name_of(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def report_task(task: Task, placed: Placed, group: int) -> TaskReport:
+    return TaskReport(
+        name=task.name,
+        shape=task.shape,
+        template=task.placed,
+        layout=task.layout.placements,
+        owner=None if task.owner is None else task.layout.grid.ranks[task.owner[0]][task.owner[1]],
+        micro_group=group,
+        strategy=str(task.strategy),
+        flops=placed.flops,
+        reason=task.reason,
+    )
+
+
+def report_group(step: Step, group: MicroGroup, placed: Mapping[str, Placed]) -> GroupReport:
+    grid = grid_of(step, group)
+    sent = {e.phase: wire_bytes(e, grid) for e in group.exchanges}
+    return GroupReport(
+        index=group.index,
+        grid=GridReport(grid.replicas, grid.shards, grid.ranks),
+        tasks=group.tasks,
+        gather_bytes=sent.get(Phase.GATHER, 0),
+        scatter_bytes=sent.get(Phase.SCATTER, 0),
+        exchange_bytes=sent.get(Phase.EXCHANGE, 0),
+        makespan_flops=round(load_of_group(step, group, placed).compute_flops),
+        collectives=len(group.exchanges),
+    )
+
+
+def grid_of(step: Step, group: MicroGroup) -> Grid:
+    return step.task(group.tasks[0]).layout.grid
+
+
+def load_of_group(step: Step, group: MicroGroup, placed: Mapping[str, Placed]) -> GroupLoad:
+    return load_of([step.task(name) for name in group.tasks], grid_of(step, group), dict(placed))
+
+
+def wire_bytes(exchange: Exchange, grid: Grid) -> int:
+    """Bytes that leave a rank in an exchange, summed over all ranks.
+
+    It is the sum of `Exchange.block` over all pairs of different ranks, without looking at each pair:
+    most blocks are empty, and the others are found from the owners.
+    """
+    blocks: dict[tuple[Any, int], int] = defaultdict(int)
+    for item in exchange.items:
+        # What one rank sends to one other: keyed by owner, or by source replica in an exchange.
+        end = item.owner[0] if exchange.phase is Phase.EXCHANGE and item.owner else item.owner
+        for shard, count in enumerate(fragment_sizes(item.wire.shape, item.boxes)):
+            blocks[end, shard] += count * item.wire.itemsize
+    total = 0
+    for (end, shard), size in blocks.items():
+        if exchange.phase is Phase.EXCHANGE:
+            copies = grid.replicas - 1
+        elif end is None:
+            copies = (grid.shards - 1) * grid.replicas
+        else:
+            copies = int(shard != end[1])
+        total += copies * -(-size // exchange.alignment) * exchange.alignment
+    return total
+
+
+@lru_cache(maxsize=1024)
+def fragment_sizes(shape: Shape, boxes: tuple[Box, ...]) -> tuple[int, ...]:
+    """Elements that every shard has of a wire of `shape`."""
+    return tuple(box.of(shape).numel for box in boxes)
+
+
+def rank_loads(
+    step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, int]
+) -> tuple[LoadReport, ...]:
+    """Every rank of every grid of two or more ranks."""
+    flops: dict[int, dict[int, int]] = {}
+    tasks: dict[int, int] = defaultdict(int)
+    for task in step.tasks:
+        grid = task.layout.grid
+        if grid.size == 1:
+            continue
+        for rank in grid.members():
+            flops.setdefault(rank, defaultdict(int))
+        owner = task.owner
+        for rank in grid.members() if owner is None else [grid.ranks[owner[0]][owner[1]]]:
+            flops[rank][group_of[task.name]] += placed[task.placed].flops
+            tasks[rank] += 1
+    return tuple(
+        LoadReport(rank, tasks[rank], sum(found.values()), dict(sorted(found.items())))
+        for rank, found in sorted(flops.items())
+    )
+
+
+TRANSFERS = {Act.START_GATHER: Act.WAIT_GATHER, Act.START_SCATTER: Act.WAIT_SCATTER}
+TRANSFERS |= {Act.START_EXCHANGE: Act.WAIT_EXCHANGE}
+
+
+def timeline(step: Step, placed: Mapping[str, Placed]) -> tuple[Moment, ...]:
+    """Play the schedule on one processor and one link, each busy with the busiest rank's share.
+
+    Transfers run in the order in which they start. Where communication takes the cores that compute
+    (gloo), the processor stands still meanwhile.
+    """
+    rates = rates_of(step.machine)
+    last: dict[tuple[int, Act], float] = {}
+    for group in step.groups:
+        load, grid = load_of_group(step, group, placed), grid_of(step, group)
+        # GroupLoad adds the scatter's and the exchange's bytes; the latter are 1/shards as many.
+        parts = {Act.START_SCATTER: grid.shards * (grid.shards > 1), Act.START_EXCHANGE: grid.replicas > 1}
+        sent = {Act.START_GATHER: load.gather_bytes} | {
+            act: load.scatter_bytes * part / max(1, sum(parts.values())) for act, part in parts.items()
+        }
+        last |= {(group.index, act): size / rates.wire + rates.latency for act, size in sent.items()}
+        last[group.index, Act.COMPUTE] = load.compute_flops / rates.flops
+    processor = link = 0.0
+    arrival: dict[tuple[int, Act], float] = {}
+    moments: list[Moment] = []
+    for event in step.schedule:
+        lasts = last.get((event.group, event.act), 0.0)
+        if event.act in TRANSFERS:
+            begin = max(processor, link)
+            link = arrival[event.group, TRANSFERS[event.act]] = begin + lasts
+            processor = processor if rates.overlap else link
+            moments.append(Moment(str(event.act), event.group, "link", begin, link))
+        else:
+            begin = processor
+            processor = max(processor + lasts, arrival.get((event.group, event.act), 0.0))
+            moments.append(Moment(str(event.act), event.group, "compute", begin, processor))
+    return tuple(moments)

@@ -1,0 +1,1 @@
+"""Executing rank programs: process groups, agreement among ranks, memory, collectives."""

@@ -1,0 +1,106 @@
+"""Runs a rank program: owns its memory, binds its inputs, nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from canzona_compile.instructions import Watch
+from canzona_compile.ir import Role
+from canzona_compile.program import (
+    Bytes,
+    Fragments,
+    Group,
+    Indices,
+    Input,
+    Names,
+    Number,
+    Program,
+    Residents,
+    View,
+    Views,
+    Watcher,
+    Whole,
+)
+from canzona_compile.runtime.groups import Groups
+
+
+class Tensors(Protocol):
+    """Where a program's tensors and numbers come from on each step."""
+
+    def fragment(self, role: Role, leaf: str, task: str) -> Tensor: ...
+    def resident(self, leaf: str, task: str) -> Tensor: ...
+    def number_of(self, template: str, group: int, name: str) -> Any: ...
+
+
+class Executor:
+    """One program, bound to memory.
+
+    Buffers, and all views of them, are made here once. On each run only parameters, gradients, state
+    and numbers are looked up.
+    """
+
+    def __init__(
+        self, program: Program, device: torch.device, groups: Groups, watch: Watch, tensors: Tensors
+    ) -> None:
+        self.program, self.tensors, self.watch = program, tensors, watch
+        self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in program.slots]
+        self.bytes = sum(program.slots)
+        self._arguments: list[Any] = []
+        self._lookups: list[tuple[int, Callable[[], Any]]] = []
+        for i, value in enumerate(program.inputs.values()):
+            lookup = self._lookup(value)
+            self._arguments.append(self._bound(value, groups, device) if lookup is None else None)
+            if lookup is not None:
+                self._lookups.append((i, lookup))
+
+    def run(self) -> None:
+        """Run the program once. Parameters and state are written in place."""
+        arguments = self._arguments
+        for i, lookup in self._lookups:
+            arguments[i] = lookup()
+        try:
+            with torch.no_grad():
+                self.program.module(*arguments)
+        finally:
+            for i, _ in self._lookups:  # do not keep gradients alive between steps
+                arguments[i] = None
+
+    def view(self, view: View) -> Tensor:
+        size = math.prod(view.shape) * view.dtype.itemsize
+        whole = self.slots[view.slot][view.offset : view.offset + size].view(view.dtype).view(view.shape)
+        return whole if view.index is None else whole[view.index]
+
+    def _bound(self, value: Input, groups: Groups, device: torch.device) -> Any:
+        match value:
+            case Views(views):
+                return [self.view(v) for v in views]
+            case Whole(view):
+                return self.view(view)
+            case Indices(index):
+                return list(index)
+            case Bytes(counts):
+                return list(counts)
+            case Names(tasks):
+                return list(tasks)
+            case Group(ranks):
+                groups.warm_up(ranks, device)
+                return groups.of(ranks)
+            case Watcher():
+                return self.watch
+        raise AssertionError(value)
+
+    def _lookup(self, value: Input) -> Callable[[], Any] | None:
+        tensors = self.tensors
+        match value:
+            case Fragments(role, leaf, tasks):
+                return lambda: [tensors.fragment(role, leaf, t) for t in tasks]
+            case Residents(leaf, tasks):
+                return lambda: [tensors.resident(leaf, t) for t in tasks]
+            case Number(template, group, name):
+                return lambda: tensors.number_of(template, group, name)
+        return None

@@ -1,0 +1,162 @@
+"""How ranks agree: before they run a plan, and when one of them cannot go on with it.
+
+Planning ends with a collective comparison. In a steady step nothing is compared: a rank whose
+gradients are the same ones as before just goes on. A rank that finds a change does not start the
+agreed collectives. It *calls* the others through the store (a key-value server on the host, no
+collective) and waits for them. If all call, because all saw the same change, they go on with another
+program. Ranks that did not see it are waiting for a collective by then; after a second of waiting they
+look for a call, answer it, and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
+
+PATIENCE = timedelta(seconds=1)
+
+
+class Forum:
+    """Some ranks that run collectives together.
+
+    Every member makes its forums in the same order, so that their numbers in the store agree.
+    """
+
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
+        self.ranks, self.group, self.device = tuple(ranks), group, device
+        self.rank = dist.get_rank()
+        token = self.share(f"{time.time_ns()}")[0]
+        store = dist.distributed_c10d._get_default_store()
+        self.store = dist.PrefixStore(f"canzona/{token}/{'-'.join(map(str, self.ranks))}", store)
+
+    def share(self, value: str) -> list[str]:
+        """Everybody's value, by member; a collective."""
+        values: list[str | None] = [None] * len(self.ranks)
+        dist.all_gather_object(values, value, group=self.group)
+        return [v or "" for v in values]
+
+    def agree(self, text: str, error: CanzonaError | None) -> None:
+        """Compare plans before the first collective of a plan.
+
+        Args:
+            text: the plan, line by line.
+            error: what kept this rank from making one.
+
+        Raises:
+            CanzonaError: on every member, if any member failed or plans differ.
+        """
+        failures = self.share(str(error or ""))
+        if error is not None:
+            raise error
+        for rank, failure in zip(self.ranks, failures, strict=True):
+            if failure:
+                raise RankMismatch(f"rank {rank} cannot run this step:\n{failure}")
+        if len(set(self.share(str(hash_of(text))))) == 1:
+            return
+        texts = [json.loads(t) for t in self.share(json.dumps(text))]
+        raise RankMismatch(
+            "ranks made different plans; " + first_difference(self.ranks, texts),
+            hint="build the optimizer from the same parameters, in the same order, with the same options "
+            "on every rank",
+        )
+
+    # -- when something changes in a steady state ---------------------------------------------------
+
+    def call(self, number: int, finding: str, error: CanzonaError | None) -> None:
+        """Tell the others that this rank cannot run what was agreed for step `number`, and hear them.
+
+        Returns when every member called with the same finding.
+
+        Raises:
+            CanzonaError: on every member otherwise; nothing was updated.
+        """
+        self.store.set(f"call/{number}", str(self.rank))
+        self.store.set(f"{number}/{self.rank}", json.dumps([finding, str(error or "")]))
+        others = [r for r in self.ranks if r != self.rank]
+        findings = {self.rank: finding}
+        deadline = time.monotonic() + dist.default_pg_timeout.total_seconds()
+        while others and error is None:
+            if time.monotonic() > deadline:
+                raise RankMismatch(f"ranks {others} did not answer before the process group's timeout")
+            for rank in list(others):
+                if self.store.check([f"{number}/{rank}"]):
+                    findings[rank], failure = json.loads(self.store.get(f"{number}/{rank}"))
+                    if failure:
+                        raise RankMismatch(f"rank {rank} cannot run this step:\n{failure}")
+                    others.remove(rank)
+            if len(set(findings.values())) > 1:
+                raise self._disagreement(findings)
+            time.sleep(0.001)
+        if error is not None:
+            raise error
+
+    def listen(self, number: int) -> None:
+        """While waiting for a collective of step `number`: has anybody called? Then answer and raise."""
+        if not self.store.check([f"call/{number}"]):
+            return
+        self.store.set(f"{number}/{self.rank}", json.dumps(["", ""]))
+        caller = int(self.store.get(f"call/{number}"))
+        finding, failure = json.loads(self.store.get(f"{number}/{caller}"))
+        if failure:
+            raise RankMismatch(f"rank {caller} cannot run this step:\n{failure}")
+        raise self._disagreement({caller: finding, self.rank: ""})
+
+    def _disagreement(self, findings: dict[int, str]) -> CanzonaError:
+        said = "; ".join(
+            f"rank {r}: {finding or 'no change'}" for r, finding in sorted(findings.items())
+        )
+        return InvalidGradient(
+            f"gradients are missing on some ranks only ({said}); nothing was updated",
+            hint="give every rank the gradient (zeros count) or none (grad=None on all ranks skips the parameter)",
+        )
+
+
+def hash_of(text: str) -> str:
+
+
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def first_difference(ranks: Sequence[int], texts: Sequence[str]) -> str:
+    """The first line in which two members' plans differ."""
+    base = texts[0].splitlines()
+    for rank, text in zip(ranks[1:], texts[1:], strict=True):
+        lines = text.splitlines()
+        for i in range(max(len(base), len(lines))):
+            here = base[i] if i < len(base) else "(nothing)"
+            there = lines[i] if i < len(lines) else "(nothing)"
+            if here != there:
+                return f"the first difference:\n  rank {ranks[0]}: {here.strip()}\n  rank {rank}: {there.strip()}"
+    return "no line differs"
+
+
+class Waiter:
+    """Waits for the collectives of one step, listening for calls. Implements `instructions.Watch`."""
+
+    def __init__(self, forums: Sequence[Forum], device: torch.device) -> None:
+        self.forums, self.device, self.number = list(forums), device, 0
+
+    def wait(self, work: dist.Work) -> None:
+        if self.device.type != "cpu":  # the stream waits, not the host; NCCL's watchdog ends a hang
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(PATIENCE)
+                return
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower() or work.is_completed():
+                    raise CanzonaError(
+                        f"a collective of this step failed: {str(error).splitlines()[0]}",
+                        hint="a peer died or left the step; what belongs to this micro-group was not updated",
+                    ) from error
+            for forum in self.forums:
+                forum.listen(self.number)

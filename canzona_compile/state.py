@@ -1,0 +1,240 @@
+"""Where state lives: fragments beside their parameters, whole tensors on owners, and how both travel.
+
+`optimizer.state` stays the one place of all state. On an owner it holds whole tensors for the leaves
+that the plan made resident, on other ranks nothing for them. *Portable* state is what the unwrapped
+optimizer would hold: laid out like the parameter. Plans end and begin with portable state, and so do
+`state_dict` and `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from canzona_compile.binding import Bound
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir import Leaf, Role, Task
+from canzona_compile.layout import Shape
+from canzona_compile.planner import Plan
+from canzona_compile.runtime.groups import Groups
+
+
+class StateStore:
+    """The tensors of a plan's tasks on this rank. Implements `runtime.executor.Tensors` but for numbers."""
+
+    def __init__(self, optimizer: Optimizer, plan: Plan, groups: Groups, rank: int) -> None:
+        self.optimizer, self.plan, self.groups, self.rank = optimizer, plan, groups, rank
+        self.params: dict[str, Tensor] = {t.name: plan.bound[t.name].param for t in plan.owned.tasks}
+        self.fragments: dict[tuple[str, str], Tensor] = {}
+        self.residents: dict[tuple[str, str], Tensor] = {}
+        self.initialised: set[str] = set()
+
+    # -- lookups of a running program ----------------------------------------------------------------
+
+    def fragment(self, role: Role, leaf: str, task: str) -> Tensor:
+        if role is Role.STATE:
+            return self.fragments[task, leaf]
+        param = self.params[task]
+        tensor = param if role is Role.PARAM else param.grad
+        assert tensor is not None
+        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+    def resident(self, leaf: str, task: str) -> Tensor:
+        return self.residents[task, leaf]
+
+    # -- creation ------------------------------------------------------------------------------------
+
+    def leaves(self, task: str) -> tuple[Leaf, ...]:
+        return self.plan.bound[task].kind.state
+
+    def is_resident(self, leaf: Leaf, task: str) -> bool:
+        return leaf.name in self.plan.placed(task).resident
+
+    def owns(self, task: Task) -> bool:
+        return task.computes_on(task.layout.grid.find(self.rank))
+
+    def allocate(self, name: str) -> None:
+        """Memory for the state that a task's first step will write."""
+        task, param = self.plan.owned.task(name), self.params[name]
+        for leaf in self.leaves(name):
+            if not self.is_resident(leaf, name):
+                shape = self._fragment_shape(task, leaf)
+                self.fragments[name, leaf.name] = torch.zeros(shape, dtype=leaf.dtype, device=param.device)
+            elif self.owns(task):
+                whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=param.device)
+                self.residents[name, leaf.name] = whole
+
+    def _fragment_shape(self, task: Task, leaf: Leaf) -> Shape:
+        _, shard = task.layout.grid.find(self.rank)
+        return task.layout.boxes[shard].size if leaf.shape == task.shape else leaf.shape
+
+    def install(self, name: str) -> None:
+        """Show a task's state in `optimizer.state`, as the plain optimizer would on this parameter."""
+        bound = self.plan.bound[name]
+        state = self.optimizer.state[bound.param]
+        for leaf in self.leaves(name):
+            if (name, leaf.name) in self.fragments:
+                state[leaf.name] = like_param(self.fragments[name, leaf.name], bound.param, leaf)
+            elif (name, leaf.name) in self.residents:
+                state[leaf.name] = self.residents[name, leaf.name]
+        state.update((k, v) for k, v in bound.kind.python_state.items() if k not in state)
+        self.initialised.add(name)
+
+    # -- portable state ------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Take over portable state from `optimizer.state`: of a plain optimizer, a checkpoint, an old plan.
+
+        A collective if state is resident. Every rank must hold the same leaves.
+        """
+        for task in self.plan.owned.tasks:
+            param = self.params[task.name]
+            if param not in self.optimizer.state or not self.optimizer.state[param]:
+                continue
+            self.initialised.add(task.name)
+            if self.plan.bound[task.name].kind.oracle is None:
+                continue
+            for leaf in self.leaves(task.name):
+                self._adopt(task, leaf, self.optimizer.state[param])
+
+    def _adopt(self, task: Task, leaf: Leaf, state: dict[str, Any]) -> None:
+        if leaf.name not in state:
+            raise CanzonaError(
+                f"the state has no {leaf.name!r}", at=task.name, hint="load a checkpoint of this optimizer"
+            )
+        value = state[leaf.name]
+        param, key = self.params[task.name], (task.name, leaf.name)
+        if not self.is_resident(leaf, task.name):
+            local = self._own_fragment(task, leaf, value, param)
+            self.fragments[key] = local
+            state[leaf.name] = like_param(local, param, leaf)
+            return
+        whole = self._whole(task, leaf, value)
+        if self.owns(task):
+            self.residents[key] = state[leaf.name] = whole
+        else:
+            del state[leaf.name]
+
+    def _own_fragment(self, task: Task, leaf: Leaf, value: Tensor, param: Tensor) -> Tensor:
+        expected = self._fragment_shape(task, leaf)
+        if isinstance(value, DTensor) and isinstance(param, DTensor):
+            if value.placements != param.placements:
+                value = value.redistribute(param.device_mesh, param.placements)
+            value = value._local_tensor
+        elif isinstance(param, DTensor) and value.shape == param.shape and leaf.shape:
+            _, shard = task.layout.grid.find(self.rank)
+            if value.shape == task.shape:
+                value = value[task.layout.boxes[shard].slices()].contiguous()
+        if tuple(value.shape) != expected:
+            raise CanzonaError(
+                f"state {leaf.name!r} is {list(value.shape)}, this rank's fragment {list(expected)}",
+                at=task.name,
+                hint="load a checkpoint of the same layout, or through torch.distributed.checkpoint",
+            )
+        return value.to(leaf.dtype)
+
+    def _whole(self, task: Task, leaf: Leaf, value: Tensor) -> Tensor:
+        """The whole tensor of a leaf, from portable state; every rank of a replica gets it."""
+        if not isinstance(value, DTensor):
+            if tuple(value.shape) != leaf.shape:
+                raise CanzonaError(
+                    f"state {leaf.name!r} is {list(value.shape)}, expected {list(leaf.shape)}", at=task.name
+                )
+            return value
+        r, _ = task.layout.grid.find(self.rank)
+        peers = task.layout.grid.shard_peers(r)
+        local = value._local_tensor.contiguous()
+        if len(peers) == 1:
+            return local.reshape(leaf.shape)
+        boxes = [task.layout.boxes[s].of(leaf.shape) for s in peers]
+        group = self.groups.of(tuple(task.layout.grid.ranks[r][s] for s in peers))
+        received = torch.empty(sum(b.numel for b in boxes), dtype=local.dtype, device=local.device)
+        sent = local.flatten().repeat(len(peers))
+        sizes = [b.numel for b in boxes]
+        dist.all_to_all_single(received, sent, sizes, [local.numel()] * len(peers), group=group)
+        whole = torch.empty(leaf.shape, dtype=local.dtype, device=local.device)
+        for box, part in zip(boxes, received.split(sizes), strict=True):
+            whole[box.slices()] = part.view(box.size)
+        return whole
+
+    def portable(self, task: Task) -> dict[str, Any]:
+        """A task's state as the unwrapped optimizer would hold it; a collective if some of it is resident."""
+        bound = self.plan.bound[task.name]
+        state: dict[str, Any] = self.optimizer.state[bound.param]
+        if bound.kind.oracle is None:
+            return self._from_owner(task, state)
+        merged: dict[str, Any] = {}
+        for leaf in self.leaves(task.name):
+            if self.is_resident(leaf, task.name) and task.name in self.initialised:
+                merged[leaf.name] = self._distribute(task, leaf, bound)
+            elif leaf.name in state:
+                merged[leaf.name] = state[leaf.name]
+        return {**merged, **{k: v for k, v in state.items() if k not in merged}}
+
+    def _distribute(self, task: Task, leaf: Leaf, bound: Bound) -> Tensor:
+        grid = task.layout.grid
+        whole = self.residents.get((task.name, leaf.name))
+        if grid.size > 1 and task.owner is not None:
+            if whole is None:
+                whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=bound.param.device)
+            source = grid.ranks[task.owner[0]][task.owner[1]]
+            dist.broadcast(whole, source, group=self.groups.of(grid.members()))
+        assert whole is not None
+        if not isinstance(bound.param, DTensor) or leaf.shape != task.shape:
+            return whole.clone()
+        _, shard = grid.find(self.rank)
+        return like_param(whole[task.layout.boxes[shard].slices()].contiguous(), bound.param, leaf)
+
+    def _from_owner(self, task: Task, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of an interpreted task, whole on every rank: it may hold any object."""
+        grid = task.layout.grid
+        if grid.size == 1 or task.owner is None:
+            return state
+        source = grid.ranks[task.owner[0]][task.owner[1]]
+        box: list[Any] = [state if self.owns(task) else None]
+        dist.broadcast_object_list(box, source, group=self.groups.of(grid.members()))
+        return state if self.owns(task) else box[0]
+
+    @contextlib.contextmanager
+    def shown_portably(self) -> Iterator[None]:
+        """While open, `optimizer.state` is portable."""
+        own = {}
+        for task in self.plan.owned.tasks:
+            param = self.params[task.name]
+            if param in self.optimizer.state:
+                own[param] = self.optimizer.state[param]
+                self.optimizer.state[param] = self.portable(task)
+        try:
+            yield
+        finally:
+            self.optimizer.state.update(own)
+
+    def release(self) -> None:
+        """Leave portable state behind, for the next plan."""
+        for task in self.plan.owned.tasks:
+            param = self.params[task.name]
+            if param in self.optimizer.state and task.name in self.initialised:
+                self.optimizer.state[param] = self.portable(task)
+
+
+def like_param(local: Tensor, param: Tensor, leaf: Leaf) -> Tensor:
+    """A fragment of state as a DTensor where the parameter is one."""
+    if not isinstance(param, DTensor) or not leaf.shape:
+        return local
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+

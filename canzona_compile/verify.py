@@ -1,0 +1,317 @@
+"""What each form promises, checked after every pass: one function per form.
+
+A violation is a bug in a pass, never of the user. The error names the promise that is broken and
+the node, task or group that breaks it. The checks look at the step as it is and ask no pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise, product
+
+from canzona_compile.errors import InvalidStep
+from canzona_compile.ir import (
+    Act,
+    Batch,
+    Exchange,
+    Form,
+    MicroGroup,
+    Phase,
+    Piece,
+    Placed,
+    Step,
+    Strategy,
+    Task,
+    Wire,
+)
+from canzona_compile.layout import Box, Grid
+from canzona_compile.verify_graphs import captured, placed
+
+Place = tuple[int, int]
+ALL_PAIRS_RANKS = 16  # of larger grids only some pairs of ranks are checked
+SAMPLED_PAIRS = 128
+
+
+def verify(step: Step) -> None:
+    """Check the promises of the step's form and of all forms before it.
+
+    Raises:
+        InvalidStep: one is broken.
+    """
+    for form, check in CHECKS.items():
+        if form <= step.form:
+            check(step)
+
+
+# -- OWNED -------------------------------------------------------------------------------------
+
+
+def owned(step: Step) -> None:
+    cuts = {p.name: p for p in step.placed}
+    for task in step.tasks:
+        grid, owner = task.layout.grid, task.owner
+        if cuts[task.placed].elementwise:
+            raise InvalidStep("elementwise tasks have no place in a step with owners", at=task.name)
+        if (grid.size == 1) != (task.strategy is Strategy.LOCAL):
+            raise InvalidStep(
+                f"its strategy is {task.strategy} on a grid of {grid.size}", at=task.name
+            )
+        if task.strategy is Strategy.REPLICATED:
+            if owner is not None:
+                raise InvalidStep(f"every rank computes it, yet {owner} owns it", at=task.name)
+        elif owner is None:
+            raise InvalidStep(f"its strategy is {task.strategy}, but it has no owner", at=task.name)
+        elif not (0 <= owner[0] < grid.replicas and 0 <= owner[1] < grid.shards):
+            raise InvalidStep(f"its owner {owner} is outside of grid {grid}", at=task.name)
+
+
+# -- GROUPED -----------------------------------------------------------------------------------
+
+
+def grouped(step: Step) -> None:
+    known, home = {t.name for t in step.tasks}, dict[str, int]()
+    for i, group in enumerate(step.groups):
+        if group.index != i:
+            raise InvalidStep(f"group {i} calls itself {group.index}", at=f"group {i}")
+        if not group.tasks:
+            raise InvalidStep("it has no tasks", at=f"group {i}")
+        for name in group.tasks:
+            if name not in known:
+                raise InvalidStep(f"there is no task {name!r}", at=f"group {i}")
+            if name in home:
+                raise InvalidStep(f"it is in group {home[name]} and in group {i}", at=name)
+            home[name] = i
+            if step.task(name).layout.grid != grid_of(step, group):
+                raise InvalidStep(f"its grid is not that of the others in group {i}", at=name)
+    for task in step.tasks:
+        if task.name not in home:
+            raise InvalidStep("it is in no group", at=task.name)
+
+
+def grid_of(step: Step, group: MicroGroup) -> Grid:
+    return step.task(group.tasks[0]).layout.grid
+
+
+# -- ROUTED ------------------------------------------------------------------------------------
+
+
+def routed(step: Step) -> None:
+    cuts = {p.name: p for p in step.placed}
+    for group in step.groups:
+        tasks, grid = [step.task(name) for name in group.tasks], grid_of(step, group)
+        for phase, exchange in (
+            (Phase.GATHER, group.gather),
+            (Phase.SCATTER, group.scatter),
+            (Phase.EXCHANGE, group.exchange),
+        ):
+            routes = wanted(phase, tasks, grid, cuts)
+            where = f"{phase} of group {group.index}"
+            if (exchange is not None) != bool(routes):
+                raise InvalidStep(
+                    "it exists, but has nothing to carry" if exchange else "it is missing", at=where
+                )
+            if exchange is not None:
+                fused(exchange, phase, routes, grid, where)
+
+
+def wanted(
+    phase: Phase, tasks: Iterable[Task], grid: Grid, cuts: dict[str, Placed]
+) -> list[tuple[Task, Wire]]:
+    """What has to travel in a phase."""
+    if phase is Phase.GATHER:
+        return [(t, w) for t in tasks for w in cuts[t.placed].gather if grid.shards > 1]
+    needed = grid.shards > 1 if phase is Phase.SCATTER else grid.replicas > 1
+    return [(t, w) for t in tasks for w in cuts[t.placed].scatter if needed and t.owner is not None]
+
+
+def fused(
+    exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], grid: Grid, where: str
+) -> None:
+    if exchange.phase is not phase:
+        raise InvalidStep(f"it says that it is a {exchange.phase}", at=where)
+    counts = Counter((item.task, item.wire) for item in exchange.items)
+    for task, wire in routes:
+        if (times := counts.pop((task.name, wire), 0)) != 1:
+            raise InvalidStep(f"wire {wire.name} of {task.name} is in it {times} times", at=where)
+    if counts:
+        task_name, wire = next(iter(counts))
+        raise InvalidStep(f"wire {wire.name} of {task_name} should not be in it", at=where)
+    pairs = all_pairs(phase, grid)
+    if grid.size > ALL_PAIRS_RANKS:
+        stride = len(pairs) // SAMPLED_PAIRS + 1
+        while math.gcd(stride, grid.shards * grid.replicas) > 1:  # else one target, again and again
+            stride += 1
+        pairs = pairs[::stride]
+
+    @cache
+    def box_of(route: int, shard: int) -> Box:
+        task, wire = routes[route]
+        return wire.box(task.layout.boxes[shard])
+
+    number = {(task.name, wire.name): i for i, (task, wire) in enumerate(routes)}
+    by_home: dict[Place | int | None, list[int]] = defaultdict(list)  # None: to everywhere
+    for i, (task, _) in enumerate(routes):
+        by_home[home(phase, task)].append(i)
+    for source, target in pairs:
+        pieces, size = exchange.block(source, target)
+        at = f"block from {source} to {target} in {where}"
+        aligned(pieces, size, at)
+        shard = source[1] if phase is Phase.GATHER else target[1]
+        end = target if phase is Phase.GATHER else source
+        own = end[0] if phase is Phase.EXCHANGE else end
+        missing = {i for i in (*by_home[own], *by_home[None]) if box_of(i, shard).numel}
+        for piece in pieces:
+            what = f"{piece.box} of {piece.task}.{piece.wire.name}"
+            found = number.get((piece.task, piece.wire.name), -1)
+            if found not in missing or piece.box != box_of(found, shard):
+                raise InvalidStep(f"{what} does not belong there", at=at)
+            missing.remove(found)
+        if missing:
+            task, wire = routes[first := min(missing)]
+            raise InvalidStep(
+                f"{box_of(first, shard)} of {task.name}.{wire.name} is missing", at=at
+            )
+
+
+def all_pairs(phase: Phase, grid: Grid) -> list[tuple[Place, Place]]:
+    """Source and target of every block: ranks of one replica, or holders of one shard."""
+    rows, columns = range(grid.replicas), range(grid.shards)
+    if phase is Phase.EXCHANGE:
+        return [((r, s), (other, s)) for s, r, other in product(columns, rows, rows)]
+    return [((r, s), (r, other)) for r, s, other in product(rows, columns, columns)]
+
+
+def home(phase: Phase, task: Task) -> Place | int | None:
+    """Where its values go to or come from: its owner, or for an exchange the owner's replica."""
+    return task.owner[0] if phase is Phase.EXCHANGE and task.owner else task.owner
+
+
+def aligned(pieces: Sequence[Piece], size: int, where: str) -> None:
+    """Pieces lie in their block, one after the other, each where its elements can be read."""
+    end = 0
+    for piece in sorted(pieces, key=lambda p: p.offset):
+        what = f"{piece.task}.{piece.wire.name} at byte {piece.offset}"
+        if piece.offset % piece.wire.itemsize:
+            raise InvalidStep(f"{what} is not aligned to {piece.wire.itemsize} bytes", at=where)
+        if piece.offset < end:
+            raise InvalidStep(f"{what} overlaps the piece before it", at=where)
+        end = piece.offset + piece.box.numel * piece.wire.itemsize
+        if end > size:
+            raise InvalidStep(f"{what} ends after its block of {size} bytes", at=where)
+
+
+# -- BATCHED -----------------------------------------------------------------------------------
+
+
+def batched(step: Step) -> None:
+    cuts = {p.name: p for p in step.placed}
+    for group in step.groups:
+        counts = Counter(name for batch in group.batches for name in batch.tasks)
+        for name in (*group.tasks, *counts):
+            if name not in group.tasks:
+                raise InvalidStep(f"a batch of group {group.index} has a task of another", at=name)
+            if counts[name] != 1:
+                raise InvalidStep(
+                    f"it is in {counts[name]} batches of group {group.index}", at=name
+                )
+        for batch in group.batches:
+            for name in batch.tasks:
+                alike(batch, step.task(name))
+            if batch.stacked and cuts[batch.placed].stacked is None:
+                raise InvalidStep(
+                    f"a batch is stacked, but cut {batch.placed} has no stacked graph",
+                    at=f"group {group.index}",
+                )
+
+
+def alike(batch: Batch, task: Task) -> None:
+    for what, own, expected in (
+        ("owner", task.owner, batch.owner),
+        ("cut", task.placed, batch.placed),
+        ("parameter group", task.group, batch.group),
+    ):
+        if own != expected:
+            raise InvalidStep(f"its {what} is {own}, that of its batch {expected}", at=task.name)
+
+
+# -- SCHEDULED ---------------------------------------------------------------------------------
+
+
+def scheduled(step: Step) -> None:
+    at: dict[int, dict[Act, int]] = {group.index: {} for group in step.groups}
+    for i, event in enumerate(step.schedule):
+        where = f"event {i}, {event.act} of group {event.group}"
+        if event.group not in at:
+            raise InvalidStep("there is no such group", at=where)
+        if event.act in at[event.group]:
+            raise InvalidStep("it happens twice", at=where)
+        at[event.group][event.act] = i
+    for group in step.groups:
+        found, expected = at[group.index], list(acts(group))
+        for act in expected:
+            if act not in found:
+                raise InvalidStep(f"{act} never happens", at=f"group {group.index}")
+        for act in found:
+            if act not in expected:
+                raise InvalidStep(f"{act} of what does not exist", at=f"group {group.index}")
+        for before, after in pairwise(expected):
+            if found[before] > found[after]:
+                raise InvalidStep(f"{after} comes before {before}", at=f"group {group.index}")
+    slots(step)
+
+
+def acts(group: MicroGroup) -> Iterator[Act]:
+    """What happens to a group, in order."""
+    yield Act.PREPARE
+    if group.gather:
+        yield from (Act.START_GATHER, Act.WAIT_GATHER)
+    yield Act.COMPUTE
+    if group.scatter:
+        yield from (Act.START_SCATTER, Act.WAIT_SCATTER)
+    if group.exchange:
+        yield from (Act.START_EXCHANGE, Act.WAIT_EXCHANGE)
+    yield Act.APPLY
+
+
+def slots(step: Step) -> None:
+    """No two buffers of a slot are in use at one event."""
+    for buffer in step.buffers:
+        if not 0 <= buffer.first <= buffer.last < len(step.schedule):
+            raise InvalidStep(
+                f"buffer {buffer.use!r} lives from event {buffer.first} to {buffer.last}",
+                at=f"group {buffer.group}",
+            )
+    order = sorted(step.buffers, key=lambda b: (b.slot, b.first))
+    for a, b in pairwise(order):
+        if a.slot == b.slot and b.first <= a.last:
+            raise InvalidStep(
+                f"{a.use!r} of group {a.group} and {b.use!r} of group {b.group} overlap",
+                at=f"slot {a.slot}",
+            )
+
+
+# -- EMITTED -----------------------------------------------------------------------------------
+
+
+def emitted(step: Step) -> None:
+    if step.program is None:
+        raise InvalidStep("it has no program", at=f"step @{step.optimizer}")
+    try:
+        step.program.module.graph.lint()
+    except RuntimeError as error:
+        raise InvalidStep(f"the rank program is malformed: {error}", at="program") from error
+
+
+CHECKS: dict[Form, Callable[[Step], None]] = {
+    Form.CAPTURED: captured,
+    Form.PLACED: placed,
+    Form.OWNED: owned,
+    Form.GROUPED: grouped,
+    Form.ROUTED: routed,
+    Form.BATCHED: batched,
+    Form.SCHEDULED: scheduled,
+    Form.EMITTED: emitted,
+}

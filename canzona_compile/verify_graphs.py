@@ -1,0 +1,218 @@
+"""What CAPTURED and PLACED promise of templates, layouts and cuts. `verify` is the entrance."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+import torch
+from torch import fx
+
+from canzona_compile.errors import InvalidStep
+from canzona_compile.exactness import pointwise
+from canzona_compile.ir import (
+    LayoutKind,
+    Placed,
+    Role,
+    Step,
+    Template,
+    Wire,
+    outputs,
+    placeholders,
+    tensor_value,
+)
+from canzona_compile.layout import Box, Layout, Shape
+
+# -- CAPTURED ----------------------------------------------------------------------------------
+
+
+def captured(step: Step) -> None:
+    unique((t.name for t in step.templates), "templates")
+    unique((t.name for t in step.tasks), "tasks")
+    for template in step.templates:
+        captured_template(template)
+    templates = {t.name: t for t in step.templates}
+    checked: dict[tuple[Shape, str], list[Layout]] = {}
+    for task in step.tasks:
+        if task.template not in templates:
+            raise InvalidStep(f"there is no template {task.template!r}", at=task.name)
+        shape = templates[task.template].shape
+        if task.layout.shape != shape:
+            raise InvalidStep(
+                f"its layout is of {list(task.layout.shape)}, its template of {list(shape)}",
+                at=task.name,
+            )
+        alike = checked.setdefault((shape, task.layout.placements), [])
+        if all(task.layout.boxes != known.boxes for known in alike):
+            tiled(task.layout, task.name)
+            alike.append(task.layout)
+
+
+def captured_template(template: Template) -> None:
+    sound(template.graph, f"template {template.name}")
+    unique((leaf.name for leaf in template.inputs), f"leaves of template {template.name}")
+    unique(template.writes, f"writes of template {template.name}")
+    found = ", ".join(str(n.target) for n in placeholders(template.graph))
+    leaves = ", ".join(leaf.name for leaf in template.inputs)
+    if found != leaves:
+        raise InvalidStep(
+            f"its graph has the placeholders {found}, not its leaves {leaves}",
+            at=f"template {template.name}",
+        )
+    roles = {leaf.name: leaf.role for leaf in template.inputs}
+    for name in template.writes:
+        # The first step, which is interpreted, writes state that it does not read.
+        role = roles.get(name, Role.STATE if template.interpreted else None)
+        if role not in (Role.PARAM, Role.STATE):
+            raise InvalidStep(
+                f"it writes {name}, which is neither parameter nor state",
+                at=f"template {template.name}",
+            )
+    returns(template.graph, len(template.writes), f"template {template.name}")
+
+
+def sound(graph: fx.Graph, where: str) -> None:
+    """The graph is well formed and functional."""
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise InvalidStep(f"its graph is malformed: {error}", at=where) from error
+    for node in graph.nodes:
+        if node.op not in ("call_function", "placeholder", "output"):
+            raise InvalidStep(f"a node of kind {node.op} in {where}", at=f"%{node.name}")
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise InvalidStep(f"{node.target} writes to its operand in {where}", at=f"%{node.name}")
+
+
+def returns(graph: fx.Graph, count: int, where: str) -> None:
+    if len(outputs(graph)) != count:
+        raise InvalidStep(f"it returns {len(outputs(graph))} values, not {count}", at=where)
+
+
+def unique(names: Iterable[str], what: str) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise InvalidStep(f"{count} {what} share a name", at=name)
+
+
+def tiled(layout: Layout, where: str) -> None:
+    """The boxes lie in the matrix, are disjoint and cover it."""
+    for box in layout.boxes:
+        inside = len(box.size) == len(layout.shape) and all(
+            0 <= a <= a + n <= length
+            for a, n, length in zip(box.start, box.size, layout.shape, strict=True)
+        )
+        if not inside:
+            raise InvalidStep(f"box {box} is not inside of {list(layout.shape)}", at=where)
+    boxes = [box for box in layout.boxes if box.numel]
+    # All boundaries cut the matrix in cells; a cell in two boxes is an overlap.
+    cuts = [
+        sorted({edge for b in boxes for edge in (b.start[d], b.start[d] + b.size[d])})
+        for d in range(len(layout.shape))
+    ]
+    owner: dict[tuple[int, ...], Box] = {}
+    for box in boxes:
+        ranges = [
+            range(bisect_left(own, a), bisect_left(own, a + n))
+            for own, a, n in zip(cuts, box.start, box.size, strict=True)
+        ]
+        for cell in product(*ranges):
+            if owner.setdefault(cell, box) is not box:
+                raise InvalidStep(f"boxes {owner[cell]} and {box} overlap", at=where)
+    if sum(box.numel for box in boxes) != math.prod(layout.shape):
+        raise InvalidStep(f"its boxes do not cover {list(layout.shape)}", at=where)
+
+
+# -- PLACED ------------------------------------------------------------------------------------
+
+
+def placed(step: Step) -> None:
+    unique((p.name for p in step.placed), "cuts")
+    for cut in step.placed:
+        placed_graphs(cut)
+    cuts, templates = {p.name: p for p in step.placed}, {t.name: t for t in step.templates}
+    kinds: dict[int, LayoutKind] = {}
+    for task in step.tasks:
+        if task.placed not in cuts:
+            raise InvalidStep(f"there is no cut {task.placed!r}", at=task.name)
+        cut = cuts[task.placed]
+        if cut.template is not templates[task.template]:
+            raise InvalidStep(
+                f"its cut {cut.name} is not of its template {task.template}", at=task.name
+            )
+        kind = kinds.setdefault(id(task.layout), LayoutKind.of(task.layout))
+        if cut.kind != kind:
+            raise InvalidStep(
+                f"its cut {cut.name} is for layouts {cut.kind}, its layout is {kind}", at=task.name
+            )
+
+
+def placed_graphs(cut: Placed) -> None:
+    leaves = {leaf.name: leaf for leaf in cut.template.inputs}
+    state = {n for n in cut.template.writes if n not in leaves} | {
+        leaf.name for leaf in cut.template.inputs if leaf.role is Role.STATE
+    }
+    everywhere = {name for name, leaf in leaves.items() if not leaf.shape}
+    where = f"cut {cut.name}"
+    if not set(cut.fragment_writes) <= set(cut.template.writes):
+        raise InvalidStep("fragment_writes names leaves that the template does not write", at=where)
+    for name in cut.resident:
+        if name not in state:
+            raise InvalidStep(f"resident {name} is no state of its template", at=where)
+    for name in cut.owner_writes:
+        if name not in cut.resident:
+            raise InvalidStep(f"the owner writes {name}, which does not live there", at=where)
+    for name in cut.fragment_writes:
+        if name in cut.resident:
+            raise InvalidStep(f"fragments write {name}, which lives on the owner", at=where)
+    wires_in, wires_out = [w.name for w in cut.gather], [w.name for w in cut.scatter]
+    on_fragments = leaves.keys() - set(cut.resident)
+    for title, graph, first, allowed in (
+        ("prepare", cut.prepare, [], on_fragments),
+        ("compute", cut.compute, wires_in, everywhere | set(cut.resident)),
+        ("apply", cut.apply, [*wires_out, *cut.kept], on_fragments),
+    ):
+        sound(graph, f"{title} of {where}")
+        names = [str(n.target) for n in placeholders(graph)]
+        if names[: len(first)] != first:
+            raise InvalidStep(
+                f"{title} takes {', '.join(names) or 'nothing'}, but first should come "
+                f"{', '.join(first)}",
+                at=where,
+            )
+        for name in names[len(first) :]:
+            if name not in allowed:
+                raise InvalidStep(f"{title} reads %{name}, which is not where it runs", at=where)
+    for title, graph in (("prepare", cut.prepare), ("apply", cut.apply)):
+        elementwise(graph, f"{title} of {where}")
+    returns(cut.prepare, len(cut.gather) + len(cut.kept), f"prepare of {where}")
+    returns(cut.compute, len(cut.scatter) + len(cut.owner_writes), f"compute of {where}")
+    returns(cut.apply, len(cut.fragment_writes), f"apply of {where}")
+    for graph, wires in ((cut.prepare, cut.gather), (cut.compute, cut.scatter)):
+        typed(graph, wires, where)
+
+
+def elementwise(graph: fx.Graph, where: str) -> None:
+    """Every node is pointwise, or arithmetic of numbers and of 0-d tensors that every rank has."""
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = tensor_value(node)
+        small = value is None or value.ndim == 0
+        if small and node.op != "output" and free.issuperset(node.all_input_nodes):
+            free.add(node)
+        elif node.op == "call_function" and not pointwise(node):
+            raise InvalidStep(f"{node.target} is not pointwise, in {where}", at=f"%{node.name}")
+
+
+def typed(graph: fx.Graph, wires: Sequence[Wire], where: str) -> None:
+    for wire, node in zip(wires, outputs(graph), strict=False):
+        value = tensor_value(node) if isinstance(node, fx.Node) else None
+        if value is not None and (tuple(value.shape), value.dtype) != (wire.shape, wire.dtype):
+            raise InvalidStep(
+                f"wire {wire.name} is {wire.dtype} {list(wire.shape)}, its value "
+                f"{value.dtype} {list(value.shape)}",
+                at=where,
+            )

@@ -1,0 +1,187 @@
+"""`wrap`: the same optimizer object, of a class that steps through canzona_compile.
+
+A delegating wrapper would break schedulers, hooks, pickling and checkpoints; swapping the class, as
+`fully_shard` does to modules, keeps them (the contract is in docs/architecture.md). All of ours hangs on
+one attribute, `optimizer.canzona`; nothing of it goes into `state` or `param_groups`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from canzona_compile.capture.twin import check_step_signature, plain_class
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.inspection import Canzona
+from canzona_compile.options import Numerics, Options, Strategy
+
+O = TypeVar("O", bound=Optimizer)
+
+LOST = "replicate= is lost: process groups cannot be pickled"
+
+
+def wrap(
+    optimizer: O,
+    *,
+    replicate: DeviceMesh | ProcessGroup | None = None,
+    strategy: Strategy = "auto",
+    numerics: Numerics = "exact",
+    capacity: int = 512 * 2**20,
+    groups: int | None = None,
+    depth: int = 2,
+) -> O:
+    """Make every `step` of an optimizer compute each matrix once, on one rank, whatever the sharding.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer` that updates its parameters independently of one
+            another. Parameters may be plain tensors or DTensors.
+        replicate: mesh (one-dimensional) or group over which plain parameters, or DTensors of a mesh
+            beside it (tensor parallel), are equal copies, as under DDP. The work is then shared among
+            these ranks. Without it such parameters belong to their rank alone.
+        strategy: "owner", "replicated" (every rank computes everything) or "auto".
+        numerics: "exact": the bits of the plain optimizer on one device, given the same gradients.
+            "fast": also rewrites that change rounding.
+        capacity: most bytes that a micro-group gathers to one rank.
+        groups: number of micro-groups to aim at; None chooses by predicted time.
+        depth: micro-groups in flight at once.
+
+    Returns:
+        The same object. Its class is now a subclass of the old one, and it has `.canzona`.
+
+    Raises:
+        CanzonaError: `optimizer` is none, takes a closure several times per step, or is wrapped with
+            other options. What depends on parameters and gradients is found at the first `step`.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise CanzonaError(
+            f"wrap takes a torch.optim.Optimizer, not a {type(optimizer).__name__}",
+            hint="pass the optimizer itself, before frameworks wrap it",
+        )
+    options = Options(replicate, strategy, numerics, capacity, groups, depth)
+    if is_wrapped(optimizer):
+        session = optimizer.canzona.session  # type: ignore[attr-defined]
+        if session.options != options and not session.lost:
+            raise CanzonaError(
+                "the optimizer is wrapped already, with other options",
+                hint="unwrap it first, or call wrap once",
+            )
+        if not session.lost:
+            return optimizer
+        unwrap(optimizer)
+    kind = type(optimizer)
+    check_step_signature(kind)
+    if kind.__module__ == "torch.distributed.optim.zero_redundancy_optimizer":
+        raise UnsupportedOptimizer(
+            "ZeroRedundancyOptimizer communicates by itself",
+            hint="wrap the optimizer class that you gave to it, with replicate=",
+        )
+    return _attach(optimizer, options)
+
+
+def unwrap(optimizer: O) -> O:
+    """Undo `wrap`: the same object, its old class, its state in portable form (a collective)."""
+    if is_wrapped(optimizer):
+        optimizer.canzona.session.close()  # type: ignore[attr-defined]
+        optimizer.__class__ = plain_class(optimizer)  # type: ignore[assignment]
+        del optimizer.canzona  # type: ignore[attr-defined]
+        _rebind_scheduled_step(optimizer)
+    return optimizer
+
+
+def is_wrapped(optimizer: object) -> bool:
+    return hasattr(type(optimizer), "_canzona_plain_class")
+
+
+def _attach(optimizer: O, options: Options, lost: str = "") -> O:
+    optimizer.__class__ = wrapped_class(type(optimizer))
+    optimizer.canzona = Canzona(optimizer, options, lost)  # type: ignore[attr-defined]
+    _rebind_scheduled_step(optimizer)
+    return optimizer
+
+
+def _rebind_scheduled_step(optimizer: Optimizer) -> None:
+    """A scheduler made before `wrap` has put a counting `step` on the instance; make it call the new class."""
+    patched = optimizer.__dict__.get("step")
+    if patched is None or not getattr(patched, "_wrapped_by_lr_sched", False):
+        return
+    own = weakref.ref(optimizer)
+
+    @functools.wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        alive = own()
+        assert alive is not None
+        alive._opt_called = True  # type: ignore[attr-defined]
+        return type(alive).step(alive, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.__dict__["step"] = step
+
+
+@functools.cache
+def wrapped_class(plain: type[Optimizer]) -> type[Any]:
+    """The subclass of an optimizer class whose `step` goes through canzona_compile."""
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.canzona.session.step()
+        return loss
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        with self.canzona.session.portable_state():
+            return plain.state_dict(self)  # type: ignore[no-any-return]
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        plain.load_state_dict(self, state_dict)
+        self.canzona.session.forget_plan()
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        options: Options = self.canzona.session.options
+        lost = LOST if options.replicate is not None else self.canzona.session.lost
+        with self.canzona.session.portable_state():
+            state = {k: v for k, v in self.__getstate__().items() if k != "canzona"}
+            state["state"] = copy.copy(state["state"])
+        return _restore, (plain, replace(options, replicate=None), lost), state
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        restore, (kind, options, lost), state = reduce(self, 4)
+        same = self.canzona.session
+        made = restore(kind, same.options if not same.lost else options, same.lost)
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(state, memo))
+        return made
+
+    step.__doc__ = plain.step.__doc__
+    members = {
+        "step": step,
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
+        "__reduce_ex__": reduce,
+        "__deepcopy__": deepcopy,
+        "__module__": plain.__module__,
+        "__doc__": plain.__doc__,
+        "_canzona_plain_class": plain,
+    }
+    made = type(f"Canzona{plain.__name__}", (plain,), members)
+    hooked = Optimizer.profile_hook_step(step)  # what Optimizer.__init__ does to a class on first use
+    hooked.hooked = True  # type: ignore[attr-defined]
+    made.step = hooked  # type: ignore[method-assign]
+    return made
+
+
+def _restore(plain: type[Optimizer], options: Options, lost: str) -> Any:
+    """An empty wrapped optimizer, for pickle and deepcopy to fill."""
+    return _attach(object.__new__(plain), options, lost)
+
+

@@ -1,0 +1,162 @@
+"""Four ways to spread one model over ranks, as torch itself offers them.
+
+Nothing here knows of `canzona_compile`: it reads the layout off the parameters. Only where torch
+leaves no trace of it, because the parameters are replicated plain tensors (DDP) or DTensors of the
+tensor-parallel mesh alone, does the caller have to say so: `Parallel.replicate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from lm_model import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """A model on this rank.
+
+    Attributes:
+        forward: what to call for the loss.
+        data_rank: which part of each batch this rank sees.
+        num_data_ranks: parts of a batch.
+        replicate: what `canzona_compile.wrap` has to be told, if anything.
+        average: ranks over which the backward pass leaves the gradients to be averaged, if any.
+    """
+
+    forward: nn.Module
+    data_rank: int
+    num_data_ranks: int
+    replicate: DeviceMesh | None = None
+    average: DeviceMesh | None = None
+
+    def finish_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave each gradient laid out like its parameter and averaged over all data."""
+        gradients = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                # A norm that saw some of the heads: its gradient is still a sum over ranks.
+                gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+            if gradient is not None:
+                gradients.append(local(gradient))
+        if self.average is not None:
+            average(gradients, self.average)
+
+
+def ddp(model: Decoder) -> Parallel:
+    """Whole parameters on every rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    forward = DistributedDataParallel(model, process_group=mesh.get_group())
+    return Parallel(forward, dist.get_rank(), dist.get_world_size(), replicate=mesh)
+
+
+def fsdp(model: Decoder) -> Parallel:
+    """Rows of every parameter on one rank each."""
+    return sharded(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def hsdp(model: Decoder) -> Parallel:
+    """Two replicas, rows of every parameter spread within each."""
+    mesh = init_device_mesh("cpu", two_by_half(), mesh_dim_names=("replicate", "shard"))
+    return sharded(model, mesh)
+
+
+def sharded(model: Decoder, mesh: DeviceMesh) -> Parallel:
+    """Shard each block by itself, so that one block at a time is whole, then the rest."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Parallel(model, dist.get_rank(), dist.get_world_size())
+
+
+def tp(model: Decoder) -> Parallel:
+    """Heads and hidden units split in two; the other ranks see other data."""
+    ways, replicas = two_by_half()
+    mesh = init_device_mesh("cpu", (replicas, ways), mesh_dim_names=("data", "tensor"))
+    plan = {
+        "attention.q_proj": ColwiseParallel(),
+        "attention.k_proj": ColwiseParallel(),
+        "attention.v_proj": ColwiseParallel(),
+        # Not sequence parallelism: dim 2 of their input are the heads, of which a rank has some.
+        "attention.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "attention.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "attention.o_proj": RowwiseParallel(),
+        "feed_forward.gate_proj": ColwiseParallel(),
+        "feed_forward.up_proj": ColwiseParallel(),
+        "feed_forward.down_proj": RowwiseParallel(),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], plan)
+    data = mesh["data"]
+    return Parallel(model, data.get_local_rank(), data.size(), replicate=data, average=data)
+
+
+PARALLEL: dict[str, Callable[[Decoder], Parallel]] = {
+    "fsdp": fsdp,
+    "ddp": ddp,
+    "tp": tp,
+    "hsdp": hsdp,
+}
+
+
+def two_by_half() -> tuple[int, int]:
+    """Shape a mesh of two rows."""
+    ranks = dist.get_world_size()
+    if ranks % 2:
+        raise ValueError(f"tp and hsdp split the ranks in two: {ranks} is odd")
+    return 2, ranks // 2
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
+    """Scale all gradients so that their common norm is at most `limit`; return what it was.
+
+    torch.nn.utils.clip_grad_norm_ stacks the norms, which fails where parameters of several meshes
+    (here: plain ones and tensor-parallel ones) meet. So: a norm per mesh, then theirs.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for gradient in gradients:
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(gradient)
+    norms = [whole(torch.nn.utils.get_total_norm(group)) for group in by_mesh.values()]
+    norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+    scale = min(1.0, limit / (norm + 1e-6))
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return norm
+
+
+def average(tensors: list[Tensor], mesh: DeviceMesh) -> None:
+    """Average tensors over a mesh in place, all in one collective."""
+    bucket = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(bucket, group=mesh.get_group())
+    bucket /= mesh.size()
+    means = torch.split(bucket, [tensor.numel() for tensor in tensors])
+    for tensor, mean in zip(tensors, means, strict=True):
+        tensor.copy_(mean.view_as(tensor))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor; a collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,68 @@
+"""The same optimizer without any compiler, on whole matrices, in one process: the judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lm_parallel import whole
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+class PlainOptimizer:
+    """Steps beside the sharded optimizer, on rank 0 alone, fed the gathered gradients.
+
+    Equal weights after every step mean that placement, grouping and communication changed nothing:
+    not the last bit of any element, on any rank.
+    """
+
+    def __init__(
+        self,
+        sharded: Optimizer,
+        matrices: NamedParameters,
+        build: Callable[[NamedParameters], Optimizer],
+    ) -> None:
+        self.sharded = sharded
+        self.matrices = matrices
+        self.copies = [
+            (name, nn.Parameter(whole(matrix.detach()).clone())) for name, matrix in matrices
+        ]
+        self.plain = build(self.copies) if dist.get_rank() == 0 else None
+
+    def step(self) -> None:
+        """Gather the gradients (all ranks) and step (rank 0). Call before the sharded step."""
+        for (_, copy), (_, matrix) in zip(self.copies, self.matrices, strict=True):
+            assert matrix.grad is not None
+            copy.grad = whole(matrix.grad).clone()
+        if self.plain is None:
+            return
+        # The schedule writes the learning rate of the sharded optimizer only.
+        groups = zip(self.plain.param_groups, self.sharded.param_groups, strict=True)
+        for mine, theirs in groups:
+            mine["lr"] = theirs["lr"]
+        self.plain.step()
+
+    def differing(self) -> list[str]:
+        """Name the matrices in which any rank differs from rank 0's plain step in any bit.
+
+        Call after the sharded step, on all ranks. Rank 0 sends its result to all, and each compares
+        it with what it gathered itself: replicas that drifted apart would show as well.
+        """
+        differs = torch.zeros(len(self.matrices), dtype=torch.int32)
+        for index, ((_, copy), (_, matrix)) in enumerate(
+            zip(self.copies, self.matrices, strict=True)
+        ):
+            dist.broadcast(copy.detach(), src=0)
+            differs[index] = not same_bits(copy.detach(), whole(matrix.detach()))
+        dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+        return [name for (name, _), d in zip(self.matrices, differs.tolist(), strict=True) if d]
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Compare bit patterns: a NaN equals itself here, and -0 is not +0."""
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

@@ -1,0 +1,212 @@
+"""Train a small language model with Muon on sharded weights: one line makes it distributed.
+
+    python examples/train_lm.py
+    python examples/train_lm.py --parallel tp --steps 100
+
+The line is `optimizer = canzona_compile.wrap(torch.optim.Muon(...), ...)` in `train`. Everything
+around it is plain PyTorch: gloo ranks that this script starts itself, a decoder spread over them,
+a schedule, clipping. During the first steps plain Muon runs beside it in one process; the script
+exits with 1 if a single bit of a weight differs, or if the loss did not fall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import canzona_compile
+from lm_data import Batches, standard_library
+from lm_model import Decoder, ModelConfig
+from lm_parallel import PARALLEL, clip_gradients
+from lm_show import Display, History
+from lm_verify import NamedParameters, PlainOptimizer
+
+# What the hidden matrices may be trained with. Muon's updates are scaled to the size of AdamW's, so
+# that one learning rate serves both.
+OPTIMIZERS: dict[str, Callable[[NamedParameters, float], Optimizer]] = {
+    "muon": lambda named, lr: torch.optim.Muon(named, lr=lr, adjust_lr_fn="match_rms_adamw"),
+    "adamw": lambda named, lr: torch.optim.AdamW(named, lr=lr, betas=(0.9, 0.95)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    steps: int
+    verify: int
+    ranks: int
+    parallel: str
+    optimizer: str
+    lr: float
+    batch: int
+    clip: float
+    seed: int
+    tied: bool
+
+
+def main() -> int:
+    """Start the ranks, wait for them, and say with the exit code whether all went well."""
+    options = parse()
+    Console().print(
+        f"[bold]{options.optimizer}[/] on [bold]{options.parallel}[/] over {options.ranks} ranks: "
+        "a byte-level decoder learns Python from the standard library",
+        highlight=False,
+        soft_wrap=True,
+    )
+    spawn = get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(options.ranks, mp_context=spawn) as pool,
+    ):
+        meeting_point = f"file://{folder}/store"  # unlike a port, never taken by others
+        ranks = range(options.ranks)
+        futures = [pool.submit(worker, rank, options, meeting_point) for rank in ranks]
+        good = [future.result() for future in as_completed(futures)]
+    return 0 if all(good) else 1
+
+
+def parse() -> Options:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = partial(parser.add_argument, metavar="N")
+    add("--steps", type=int, default=60, help="training steps (60)")
+    add("--verify", type=int, default=3, help="steps with the plain optimizer beside (3)")
+    add("--ranks", type=int, default=4, help="processes to start (4)")
+    add("--batch", type=int, default=32, help="sequences per step, over all ranks (32)")
+    add("--lr", type=float, default=4e-3, help="peak learning rate (0.004)")
+    add("--clip", type=float, default=1.0, help="largest norm of the gradient (1.0)")
+    add("--seed", type=int, default=0, help="of weights and batches (0)")
+    choose = parser.add_argument
+    choose("--parallel", choices=PARALLEL, default="fsdp", help="how the model is spread (fsdp)")
+    choose("--optimizer", choices=OPTIMIZERS, default="muon", help="of hidden matrices (muon)")
+    choose("--untied", dest="tied", action="store_false", help="give the head its own weight")
+    options = Options(**vars(parser.parse_args()))
+    if options.steps < 2 or options.ranks < 1:
+        parser.error("a falling loss takes at least 2 steps and 1 rank")
+    if options.ranks % 2 and options.parallel in ("tp", "hsdp"):
+        parser.error(f"--parallel {options.parallel} splits the ranks in two: give an even number")
+    if options.batch % options.ranks:
+        parser.error("--batch has to be a multiple of --ranks")
+    return options
+
+
+def worker(rank: int, options: Options, meeting_point: str) -> bool:
+    """Train as one rank among others."""
+    torch.set_num_threads(1)  # the ranks share the cores
+    dist.init_process_group(
+        "gloo",
+        init_method=meeting_point,
+        rank=rank,
+        world_size=options.ranks,
+        timeout=timedelta(minutes=2),
+    )
+    try:
+        return train(options)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(options: Options) -> bool:
+    """Train, and say whether the loss fell and every weight that was verified was equal."""
+    begin = time.perf_counter()
+    torch.manual_seed(options.seed)  # the same weights on every rank
+    config = ModelConfig(tied=options.tied)
+    model = Decoder(config)
+    parallel = PARALLEL[options.parallel](model)
+    parameters = list(model.parameters())
+    hidden = model.hidden_matrices()
+    names = {name for name, _ in hidden}
+    rest = [p for name, p in model.named_parameters() if name not in names]
+
+    def build(matrices: NamedParameters) -> Optimizer:
+        return OPTIMIZERS[options.optimizer](matrices, options.lr)
+
+    optimizer = canzona_compile.wrap(build(hidden), replicate=parallel.replicate)
+    others = torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedules = [LambdaLR(o, partial(warm_cosine, options.steps)) for o in (optimizer, others)]
+    plain = PlainOptimizer(optimizer, hidden, build)
+
+    batches = Batches(
+        standard_library(),
+        batch=options.batch // parallel.num_data_ranks,
+        context=config.context,
+        seed=options.seed,
+        part=parallel.data_rank,
+    )
+    history = History()
+    with Display(options.steps, silent=dist.get_rank() != 0) as display:
+        for step in range(1, options.steps + 1):
+            loss = parallel.forward(*batches.draw())
+            loss.backward()
+            parallel.finish_gradients(parameters)
+            norm = clip_gradients(parameters, options.clip)
+
+            verify = step <= options.verify
+            if verify:
+                plain.step()
+            step_begin = time.perf_counter()
+            optimizer.step()
+            seconds = time.perf_counter() - step_begin
+            others.step()
+            optimizer.zero_grad()
+            others.zero_grad()
+
+            history.losses.append(average_over_ranks(loss.detach()))
+            note = f"gradient {norm:.2f}  {options.optimizer} {1000 * seconds:.0f} ms"
+            if verify:
+                note += f"  {verdict(plain, history)}"
+            if step == 1:
+                display.say(optimizer.canzona.report())  # type: ignore[attr-defined]
+            learning_rate = float(schedules[0].get_last_lr()[0])
+            display.advance(history.losses[-1], learning_rate, note, always=verify)
+            for schedule in schedules:
+                schedule.step()
+        display.outcome(history, time.perf_counter() - begin)
+    return history.good
+
+
+def verdict(plain: PlainOptimizer, history: History) -> str:
+    """Compare the weights with the plain optimizer's, and say it."""
+    differing = plain.differing()
+    history.verified += 1
+    history.differing += [name for name in differing if name not in history.differing]
+    if differing:
+        return f"[red]{differing[0]} differs from plain, {len(differing)} in all[/]"
+    return f"[green]{len(plain.matrices)} matrices bitwise equal to plain[/]"
+
+
+def average_over_ranks(value: torch.Tensor) -> float:
+    """Return the mean of a number over all ranks."""
+    dist.all_reduce(value)
+    return float(value) / dist.get_world_size()
+
+
+def warm_cosine(steps: int, step: int) -> float:
+    """Scale the learning rate: up over the first steps, then half a cosine down to a tenth."""
+    warmup = max(1, min(5, steps // 4))
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""GPU kernels, one operation per file: Triton kernel, wrapper and plain torch reference."""

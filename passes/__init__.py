@@ -1,0 +1,21 @@
+"""The passes, one per file, in the order in which the default pipeline runs them."""
+
+from canzona_compile.passes.assign_owners import AssignOwners
+from canzona_compile.passes.batch import Batching
+from canzona_compile.passes.canonicalize import Canonicalize
+from canzona_compile.passes.emit import Emit
+from canzona_compile.passes.fuse_collectives import FuseCollectives
+from canzona_compile.passes.micro_group import FormMicroGroups
+from canzona_compile.passes.place import Place
+from canzona_compile.passes.schedule import Schedule
+
+__all__ = [
+    "AssignOwners",
+    "Batching",
+    "Canonicalize",
+    "Emit",
+    "FormMicroGroups",
+    "FuseCollectives",
+    "Place",
+    "Schedule",
+]

@@ -1,0 +1,86 @@
+"""Tasks alike of one owner become one computation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from canzona_compile.cost import factors
+from canzona_compile.exactness import batches_equal, pointwise
+from canzona_compile.ir import Batch, Form, Machine, MicroGroup, Placed, Role, Step, tensor_value
+from canzona_compile.lifting import lift_stacked, product
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """Group the tasks of a micro-group by owner, graph and hyperparameters, and stack them where equal.
+
+    Under exact numerics only matrix products whose batched form is known to give the same bits run on
+    stacks [n, ...] (see `canzona_compile.exactness`), and elementwise work and transposes around them;
+    all else (norms, decompositions) loops over the tasks. Without a product to batch nothing is stacked.
+    """
+
+    exact: bool = True
+
+    name: ClassVar[str] = "batch"
+    requires: ClassVar[Form] = Form.ROUTED
+    ensures: ClassVar[Form] = Form.BATCHED
+
+    def __call__(self, step: Step) -> Step:
+        placed = tuple(self._stacked(p, step.machine) for p in step.placed)
+        by_name = {p.name: p for p in placed}
+        groups = tuple(replace(g, batches=batches(step, g, by_name)) for g in step.groups)
+        return replace(step, form=Form.BATCHED, placed=placed, groups=groups)
+
+    def _stacked(self, placed: Placed, machine: Machine) -> Placed:
+        def stackable(node: fx.Node) -> bool:
+            return self._stackable(node, machine)
+
+        if not any(product(n) and stackable(n) for n in placed.compute.nodes):
+            return placed
+        wires = [w.name for w in placed.gather] if placed.kind.sharded else []
+        lifted = lift_stacked(
+            placed.compute, wires, numbers(placed), stackable, foreach=machine.device == "cpu"
+        )
+        return replace(placed, stacked=lifted)
+
+    def _stackable(self, node: fx.Node, machine: Machine) -> bool:
+        value = tensor_value(node)
+        if value is None:
+            return False
+        if pair := factors(node):
+            left, right = pair[0].meta["val"], pair[1].meta["val"]
+            dims = (*left.shape, right.shape[-1])
+            bias = node.args[0] if len(node.args) == 3 else None
+            plain = bias is None or tuple(bias.meta["val"].shape) == tuple(value.shape)  # type: ignore[union-attr]
+            equal = not self.exact or batches_equal(node.target, dims, value.dtype, machine)
+            return product(node) and plain and equal
+        if node.target is aten.permute.default:
+            return True
+        # A 0-d operand never widens the result's dtype, a stack of them [n, 1, 1] could.
+        operands = [v for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
+        same = all(v.dtype == value.dtype for v in operands)
+        return pointwise(node) and (same or node.target is aten._to_copy.default)
+
+
+def numbers(placed: Placed) -> list[str]:
+    """Names of the leaves that are the same for all tasks of a batch: hyperparameters."""
+    return [leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR]
+
+
+def batches(step: Step, group: MicroGroup, placed: dict[str, Placed]) -> tuple[Batch, ...]:
+    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for task in sorted(map(step.task, group.tasks), key=lambda t: t.index):
+        alike[task.owner is not None, task.owner or (), task.placed, task.group].append(task.name)
+    found = []
+    for key in sorted(alike, key=repr):
+        first = step.task(alike[key][0])
+        stacked = placed[first.placed].stacked is not None and len(alike[key]) > 1
+        found.append(Batch(first.placed, first.group, first.owner, tuple(alike[key]), stacked))
+    return tuple(found)

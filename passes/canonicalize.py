@@ -1,0 +1,85 @@
+"""One spelling per idiom, so that later passes have few cases to know."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from canzona_compile.ir import Form, Role, Step, Template, placeholders
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Canonicalize:
+    """Simplify every template's graph without changing a bit.
+
+    1. `.item()` of a hyperparameter that is a Python number is that number.
+    2. Views that undo each other (a transpose of a transpose), detach and alias disappear.
+    3. Equal computations are done once; what nothing uses is dropped.
+    """
+
+    name: ClassVar[str] = "canonicalize"
+    requires: ClassVar[Form] = Form.CAPTURED
+    ensures: ClassVar[Form] = Form.CAPTURED
+
+    def __call__(self, step: Step) -> Step:
+        return replace(step, templates=tuple(map(canonical, step.templates)))
+
+
+def canonical(template: Template) -> Template:
+    graph = copy.deepcopy(template.graph)
+    numbers = {leaf.name for leaf in template.inputs if leaf.role is Role.SCALAR and leaf.dtype is None}
+    for node in list(graph.nodes):
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            continue
+        if node.target is aten._local_scalar_dense.default and source.name in numbers:
+            node.replace_all_uses_with(source)
+        elif node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(source)
+        elif node.target is aten.permute.default and source.target is aten.permute.default:
+            undo(node, source)
+    share_equal_nodes(graph)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+    used = [leaf for leaf, node in zip(template.inputs, placeholders(graph), strict=True) if keep(leaf, node)]
+    for leaf, node in zip(template.inputs, placeholders(graph), strict=True):
+        if leaf not in used:
+            graph.erase_node(node)
+    graph.lint()
+    return replace(template, graph=graph, inputs=tuple(used))
+
+
+def keep(leaf: Any, node: fx.Node) -> bool:
+    return bool(node.users) or leaf.role is not Role.SCALAR
+
+
+def undo(node: fx.Node, source: fx.Node) -> None:
+    """Replace a permutation of a permutation by its operand if together they are the identity."""
+    inner, outer = source.args[1], node.args[1]
+    assert isinstance(inner, list | tuple) and isinstance(outer, list | tuple)
+    if [inner[i] for i in outer] == list(range(len(inner))):  # type: ignore[index]
+        operand = source.args[0]
+        assert isinstance(operand, fx.Node)
+        node.replace_all_uses_with(operand)
+
+
+def share_equal_nodes(graph: fx.Graph) -> None:
+    """Common subexpressions: captured graphs are functional, so equal calls give equal values."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            if not (node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"):
+                continue
+        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue
+        key = (node.target, repr(node.args), repr(sorted(node.kwargs.items(), key=lambda kv: kv[0])))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)

@@ -1,0 +1,503 @@
+"""The program of one rank, from a step that is the same on all of them."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from canzona_compile import instructions
+from canzona_compile.ir import (
+    Act,
+    Batch,
+    Event,
+    Exchange,
+    Form,
+    MicroGroup,
+    Phase,
+    Piece,
+    Placed,
+    Role,
+    Step,
+    Task,
+    Wire,
+)
+from canzona_compile.layout import Box, Grid
+from canzona_compile.lifting import lift_apply, lift_compute, lift_prepare
+from canzona_compile.program import (
+    Bytes,
+    Fragments,
+    Group,
+    Indices,
+    Input,
+    Names,
+    Number,
+    Program,
+    Residents,
+    View,
+    Views,
+    Watcher,
+    Whole,
+)
+
+Coordinate = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Write the program of `rank`: an FX graph over lists of tensors, one entry per task.
+
+    Every send and receive buffer is addressed through views that are made once; a steady step packs
+    straight into them. Elementwise graphs run once per list, compute graphs once per batch. What a group
+    changes (parameters, state) is written by its `apply` alone.
+    """
+
+    rank: int
+
+    name: ClassVar[str] = "emit"
+    requires: ClassVar[Form] = Form.SCHEDULED
+    ensures: ClassVar[Form] = Form.EMITTED
+
+    def __call__(self, step: Step) -> Step:
+        writer = Writer(step, self.rank)
+        for event in step.schedule:
+            writer.write(event)
+        return replace(step, form=Form.EMITTED, program=writer.program())
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tasks of a group that share graphs and numbers, with fragments on this rank.
+
+    `near`: their gather runs in this rank's replica.
+    """
+
+    placed: Placed
+    group: int
+    near: bool
+    tasks: tuple[Task, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(t.name for t in self.tasks)
+
+
+class GroupView:
+    """A micro-group as one rank sees it: its coordinate, its segments, and where pieces lie in buffers."""
+
+    def __init__(self, step: Step, group: MicroGroup, rank: int) -> None:
+        self.step, self.group = step, group
+        self.tasks = [step.task(name) for name in group.tasks]
+        self.grid: Grid = self.tasks[0].layout.grid
+        self.at: Coordinate = self.grid.find(rank)
+        self.slot = {b.use: b.slot for b in step.buffers if b.group == group.index}
+        self.wires: dict[tuple[int, str], fx.Node] = {}  # prepared wires and kept values, by segment
+        self.results: dict[str, tuple[Batch, tuple[fx.Node, ...]]] = {}  # computed values, by task
+        self.work: dict[Phase, fx.Node] = {}
+        self.commits: list[tuple[fx.Node, fx.Node]] = []
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        found: dict[tuple[str, int, bool], list[Task]] = {}
+        for task in sorted(self.tasks, key=lambda t: t.index):
+            near = task.owner is None or task.owner[0] == self.at[0]
+            if task.layout.boxes[self.at[1]].numel:
+                found.setdefault((task.placed, task.group, near), []).append(task)
+        return [
+            Segment(self.step.placed_of(own[0]), group, near, tuple(own))
+            for (_, group, near), own in sorted(found.items())
+        ]
+
+    def peers(self, phase: Phase) -> list[Coordinate]:
+        """The coordinates of this rank's process group for a phase, in the group's order."""
+        r, s = self.at
+        if phase is Phase.EXCHANGE:
+            return [(other, s) for other in self.grid.replica_peers(s)]
+        return [(r, other) for other in self.grid.shard_peers(r)]
+
+    @cached_property
+    def exchanges(self) -> dict[Phase, Exchange]:
+        return {e.phase: e for e in self.group.exchanges}
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[Phase, bool], list[tuple[int, tuple[Piece, ...], int]]]:
+        """By phase and direction (True: sent): start, pieces and size of every peer's block."""
+        found: dict[tuple[Phase, bool], list[tuple[int, tuple[Piece, ...], int]]] = {}
+        for phase, exchange in self.exchanges.items():
+            for sent in (True, False):
+                start, blocks = 0, []
+                for peer in self.peers(phase):
+                    pieces, size = exchange.block(self.at, peer) if sent else exchange.block(peer, self.at)
+                    blocks.append((start, pieces, size))
+                    start += size
+                found[phase, sent] = blocks
+        return found
+
+    def byte_counts(self, phase: Phase, sent: bool) -> tuple[int, ...]:
+        return tuple(size for _, _, size in self._blocks[phase, sent])
+
+    @cached_property
+    def _places(self) -> dict[tuple[Phase, bool], dict[tuple[str, str], list[tuple[int, Box]]]]:
+        places: dict[tuple[Phase, bool], dict[tuple[str, str], list[tuple[int, Box]]]] = {}
+        for key, blocks in self._blocks.items():
+            own = places.setdefault(key, {})
+            for start, pieces, _ in blocks:
+                for piece in pieces:
+                    own.setdefault((piece.task, piece.wire.name), []).append((start + piece.offset, piece.box))
+        return places
+
+    def places(self, phase: Phase, sent: bool, task: str, wire: Wire) -> list[tuple[int, Box]]:
+        """Byte offsets and boxes of a task's wire in the send or receive buffer of a phase."""
+        return self._places[phase, sent].get((task, wire.name), [])
+
+    def view(self, phase: Phase, sent: bool, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
+        return View(self.slot[f"{phase.value} {'send' if sent else 'recv'}"], offset, dtype, shape)
+
+
+def runs(
+    places: Sequence[list[tuple[int, Box]]], itemsize: int
+) -> list[tuple[int, Box, int]] | None:
+    """Places of n tasks' wires as runs of n neighbours: (offset, box, n); None if they are not neighbours."""
+    columns = list(zip(*places, strict=True)) if len({len(p) for p in places}) == 1 else []
+    found = []
+    for column in columns:
+        offset, box = column[0]
+        step = box.numel * itemsize
+        if any(other != (offset + i * step, box) for i, other in enumerate(column)):
+            return None
+        found.append((offset, box, len(column)))
+    return found or None
+
+
+class Writer:
+    """Writes the rank program event by event."""
+
+    def __init__(self, step: Step, rank: int) -> None:
+        self.step = step
+        self.views = {g.index: GroupView(step, g, rank) for g in step.groups}
+        self.graph = fx.Graph()
+        self.root = torch.nn.Module()
+        self.inputs: dict[str, Input] = {}
+        self.placeholders: dict[Input, fx.Node] = {}
+        self.foreach = step.machine.device == "cpu"
+        self.last_input: fx.Node | None = None
+        self.sizes: dict[int, int] = {}
+        self.collectives = 0
+
+    def write(self, event: Event) -> None:
+        actions: dict[Act, Callable[[GroupView], None]] = {
+            Act.PREPARE: self.prepare,
+            Act.START_GATHER: lambda g: self.start(g, Phase.GATHER),
+            Act.WAIT_GATHER: lambda g: self.finish(g, Phase.GATHER),
+            Act.COMPUTE: self.compute,
+            Act.START_SCATTER: lambda g: self.start(g, Phase.SCATTER),
+            Act.WAIT_SCATTER: lambda g: self.finish(g, Phase.SCATTER),
+            Act.START_EXCHANGE: lambda g: self.start(g, Phase.EXCHANGE),
+            Act.WAIT_EXCHANGE: lambda g: self.finish(g, Phase.EXCHANGE),
+            Act.APPLY: self.apply,
+        }
+        actions[event.act](self.views[event.group])
+
+    def program(self) -> Program:
+        self.graph.output(())
+        module = fx.GraphModule(self.root, self.graph, class_name="RankProgram")
+        module.graph.lint()
+        slots = [0] * (1 + max((b.slot for b in self.step.buffers), default=-1))
+        for slot, size in self.sizes.items():
+            slots[slot] = size
+        order = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+        inputs = {name: self.inputs[name] for name in order}
+        return Program(module, inputs, tuple(slots), self.collectives)
+
+    # -- inputs and calls ----------------------------------------------------------------------
+
+    def bind(self, label: str, value: Input) -> fx.Node:
+        """The placeholder of an input; one per distinct input (views are distinct already)."""
+        shared = not isinstance(value, Views | Whole | Indices | Bytes)
+        if shared and value in self.placeholders:
+            return self.placeholders[value]
+        if self.last_input is None:
+            with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
+                node = self.graph.placeholder(label)
+        else:
+            with self.graph.inserting_after(self.last_input):
+                node = self.graph.placeholder(label)
+        node.target = node.name  # FX made the name unique; the generated signature shows the target
+        self.inputs[node.name] = value
+        self.last_input = node
+        if shared:
+            self.placeholders[value] = node
+        return node
+
+    def call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
+        return self.graph.call_function(function, args)
+
+    def module(self, name: str, build: Callable[[], fx.Graph], lookup: Callable[[str], fx.Node]) -> fx.Node:
+        """Call the lifted graph `name`, built on first use; its inputs are looked up by name."""
+        name = name.replace("@", "_on_").replace("+", "_")
+        if not hasattr(self.root, name):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.root.add_module(name, fx.GraphModule(torch.nn.Module(), build(), class_name=name))
+        own = self.root.get_submodule(name)
+        assert isinstance(own, fx.GraphModule)
+        arguments = [lookup(n.name) for n in own.graph.nodes if n.op == "placeholder"]
+        return self.graph.call_module(name, tuple(arguments))
+
+    def items(self, node: fx.Node, count: int) -> list[fx.Node]:
+        return [self.graph.call_function(operator.getitem, (node, i)) for i in range(count)]
+
+    def leaf(self, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str) -> fx.Node:
+        """The input for leaf `name` of a template, for these tasks."""
+        known = {leaf.name: leaf for leaf in placed.template.inputs}
+        role = known[name].role if name in known else Role.STATE
+        match role:
+            case Role.SCALAR:
+                return self.bind(f"{name}_{group}", Number(placed.template.name, group, name))
+            case Role.TASK:
+                return self.bind(f"{where}_tasks", Names(names))
+            case Role.STATE if name in placed.resident:
+                return self.bind(f"{where}_{name}_resident", Residents(name, names))
+        return self.bind(f"{where}_{name}", Fragments(role, name, names))
+
+    def scalars(self, placed: Placed) -> list[str]:
+        return [leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR]
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def prepare(self, g: GroupView) -> None:
+        for i, segment in enumerate(g.segments):
+            placed, packs = segment.placed, segment.near and Phase.GATHER in g.exchanges
+            if not placed.kept and not (segment.near and placed.gather):
+                continue
+            where = f"g{g.group.index}_s{i}"
+            sharded = placed.kind.sharded
+
+            def build(placed: Placed = placed, sharded: bool = sharded) -> fx.Graph:
+                casting = len(placed.gather) if sharded else 0
+                return lift_prepare(
+                    placed.prepare, self.scalars(placed), foreach=self.foreach, casting=casting
+                )
+
+            def lookup(name: str, segment: Segment = segment, where: str = where) -> fx.Node:
+                return self.leaf(segment.placed, segment.group, segment.names, name, where)
+
+            out = self.module(f"{placed.name}_prepare", build, lookup)
+            names = [w.name for w in placed.gather] + list(placed.kept)
+            for name, node in zip(names, self.items(out, len(names)), strict=True):
+                g.wires[i, name] = node
+            if packs:
+                for wire in placed.gather:
+                    self.pack_prepared(g, i, segment, wire)
+
+    def pack_prepared(self, g: GroupView, i: int, segment: Segment, wire: Wire) -> None:
+        """Copy a wire of all tasks of a segment to every place from which it is sent."""
+        places = [g.places(Phase.GATHER, True, t.name, wire) for t in segment.tasks]
+        for c in range(len(places[0])):
+            views = tuple(g.view(Phase.GATHER, True, p[c][0], wire.dtype, p[c][1].size) for p in places)
+            self.call(
+                instructions.copy,
+                self.bind(f"g{g.group.index}_s{i}_{wire.name}_send{c}", Views(views)),
+                g.wires[i, wire.name],
+            )
+
+    def start(self, g: GroupView, phase: Phase) -> None:
+        if phase is Phase.EXCHANGE and Phase.SCATTER in g.exchanges:
+            self.forward(g)
+        label = f"g{g.group.index}_{phase.value}"
+        ends = []
+        for sent in (False, True):
+            total = sum(g.byte_counts(phase, sent))
+            view = g.view(phase, sent, 0, torch.uint8, (total,))
+            self.sizes[view.slot] = max(self.sizes.get(view.slot, 0), total)
+            ends.append(self.bind(f"{label}_{'sent' if sent else 'received'}", Whole(view)))
+        counts = [
+            self.bind(f"{label}_bytes_{'out' if sent else 'in'}", Bytes(g.byte_counts(phase, sent)))
+            for sent in (False, True)
+        ]
+        ranks = tuple(g.grid.ranks[r][s] for r, s in g.peers(phase))
+        group = self.bind(f"ranks_{'_'.join(map(str, ranks[:4]))}", Group(ranks))
+        g.work[phase] = self.call(instructions.start_all_to_all, *ends, *counts, group)
+        self.collectives += 1
+
+    def finish(self, g: GroupView, phase: Phase) -> None:
+        self.call(instructions.finish, g.work[phase], self.bind("watch", Watcher()))
+
+    def compute(self, g: GroupView) -> None:
+        gathered = 0
+        for b, batch in enumerate(g.group.batches):
+            if batch.owner not in (None, g.at):
+                continue
+            placed = next(p for p in self.step.placed if p.name == batch.placed)
+            where = f"g{g.group.index}_b{b}"
+            inputs: dict[str, fx.Node] = {}
+            for wire in placed.gather:
+                if Phase.GATHER in g.exchanges:
+                    inputs[wire.name], gathered = self.unpack(g, batch, wire, where, gathered)
+                else:
+                    segment = next(
+                        i
+                        for i, s in enumerate(g.segments)
+                        if s.near and (s.placed.name, s.group) == (batch.placed, batch.group)
+                    )
+                    inputs[wire.name] = g.wires[segment, wire.name]
+
+            def lookup(
+                name: str,
+                inputs: dict[str, fx.Node] = inputs,
+                batch: Batch = batch,
+                placed: Placed = placed,
+                where: str = where,
+            ) -> fx.Node:
+                return inputs.get(name) or self.leaf(placed, batch.group, batch.tasks, name, where)
+
+            def looped(placed: Placed = placed) -> fx.Graph:
+                return lift_compute(placed.compute, self.scalars(placed), foreach=self.foreach)
+
+            if batch.stacked:
+                assert placed.stacked is not None
+                stacked = placed.stacked
+                out = self.module(f"{placed.name}_compute_stacked", lambda s=stacked: s.graph, lookup)  # type: ignore[misc]
+            else:
+                out = self.module(f"{placed.name}_compute", looped, lookup)
+            results = self.items(out, len(placed.scatter) + len(placed.owner_writes))
+            for name in batch.tasks:
+                g.results[name] = (batch, tuple(results))
+            self.commit_later(g, placed, batch, results[len(placed.scatter) :], where)
+            phase = next((p for p in (Phase.SCATTER, Phase.EXCHANGE) if p in g.exchanges), None)
+            if phase is not None and batch.owner is not None:
+                for wire, node in zip(placed.scatter, results, strict=False):
+                    self.pack_computed(g, phase, batch, wire, node, where)
+        if gathered:
+            slot = g.slot["gathered"]
+            self.sizes[slot] = max(self.sizes.get(slot, 0), gathered)
+
+    def unpack(
+        self, g: GroupView, batch: Batch, wire: Wire, where: str, offset: int
+    ) -> tuple[fx.Node, int]:
+        """Assemble a batch's whole wire values [n, ...] from the receive buffer, at `offset` of a slot."""
+        n, slot = len(batch.tasks), g.slot["gathered"]
+        offset = -(-offset // 64) * 64
+        shape = (n, *wire.shape)
+        size = wire.itemsize * n
+        for d in wire.shape:
+            size *= d
+        places = [g.places(Phase.GATHER, False, name, wire) for name in batch.tasks]
+        targets, sources = [], []
+        if together := runs(places, wire.itemsize):
+            for start, box, count in together:
+                targets.append(View(slot, offset, wire.dtype, shape, (slice(None), *box.slices())))
+                sources.append(g.view(Phase.GATHER, False, start, wire.dtype, (count, *box.size)))
+        else:
+            for i, own in enumerate(places):
+                for start, box in own:
+                    targets.append(View(slot, offset, wire.dtype, shape, (slice(i, i + 1), *box.slices())))
+                    sources.append(g.view(Phase.GATHER, False, start, wire.dtype, (1, *box.size)))
+        label = f"{where}_{wire.name}"
+        self.call(
+            instructions.copy,
+            self.bind(f"{label}_whole", Views(tuple(targets))),
+            self.bind(f"{label}_recv", Views(tuple(sources))),
+        )
+        if batch.stacked:
+            return self.bind(f"{label}_stack", Whole(View(slot, offset, wire.dtype, shape))), offset + size
+        each = size // n
+        whole = tuple(View(slot, offset + i * each, wire.dtype, wire.shape) for i in range(n))
+        return self.bind(f"{label}_list", Views(whole)), offset + size
+
+    def pack_computed(
+        self, g: GroupView, phase: Phase, batch: Batch, wire: Wire, node: fx.Node, where: str
+    ) -> None:
+        """Copy the parts of a computed value to the places from which they are sent."""
+        places = [g.places(phase, True, name, wire) for name in batch.tasks]
+        views: list[View] = []
+        index: list[tuple[Any, ...]] = []
+        together = runs(places, wire.itemsize) if batch.stacked else None
+        if together:
+            for start, box, count in together:
+                views.append(g.view(phase, True, start, wire.dtype, (count, *box.size)))
+                index.append((slice(None), *box.slices()))
+        else:
+            for i, own in enumerate(places):
+                for start, box in own:
+                    views.append(g.view(phase, True, start, wire.dtype, box.size))
+                    index.append((i, *box.slices()))
+        label = f"{where}_{wire.name}"
+        found = self.call(instructions.parts, node, self.bind(f"{label}_parts", Indices(tuple(index))))
+        self.call(instructions.copy, self.bind(f"{label}_send", Views(tuple(views))), found)
+
+    def forward(self, g: GroupView) -> None:
+        """Copy the fragments that this replica's owners computed to where they are sent to the others."""
+        for i, segment in enumerate(g.segments):
+            for wire in segment.placed.scatter if segment.near else ():
+                here = [g.places(Phase.SCATTER, False, t.name, wire)[0] for t in segment.tasks]
+                sources = tuple(g.view(Phase.SCATTER, False, o, wire.dtype, b.size) for o, b in here)
+                places = [g.places(Phase.EXCHANGE, True, t.name, wire) for t in segment.tasks]
+                label = f"g{g.group.index}_s{i}_{wire.name}"
+                for c in range(len(places[0])):
+                    targets = tuple(
+                        g.view(Phase.EXCHANGE, True, p[c][0], wire.dtype, p[c][1].size) for p in places
+                    )
+                    self.call(
+                        instructions.copy,
+                        self.bind(f"{label}_forward{c}", Views(targets)),
+                        self.bind(f"{label}_scattered", Views(sources)),
+                    )
+
+    def commit_later(
+        self, g: GroupView, placed: Placed, batch: Batch, values: Sequence[fx.Node], where: str
+    ) -> None:
+        """New resident state is written with the group's apply."""
+        for place, (name, node) in enumerate(zip(placed.owner_writes, values, strict=True)):
+            whole = placed.stacked is not None and batch.stacked
+            if whole and placed.stacked is not None and placed.stacked.outputs[len(placed.scatter) + place]:
+                node = self.call(instructions.unstack, node)
+            g.commits.append((self.leaf(placed, batch.group, batch.tasks, name, where), node))
+
+    def apply(self, g: GroupView) -> None:
+        last = next((p for p in (Phase.EXCHANGE, Phase.SCATTER) if p in g.exchanges), None)
+        for i, segment in enumerate(g.segments):
+            placed = segment.placed
+            where = f"g{g.group.index}_s{i}"
+            wires: dict[str, fx.Node] = {}
+            for j, wire in enumerate(placed.scatter):
+                if last is not None and segment.tasks[0].owner is not None:
+                    here = [g.places(last, False, t.name, wire)[0] for t in segment.tasks]
+                    views = tuple(g.view(last, False, o, wire.dtype, b.size) for o, b in here)
+                    wires[wire.name] = self.bind(f"{where}_{wire.name}_recv", Views(views))
+                else:
+                    wires[wire.name] = self.own_part(g, segment, wire, j, where)
+
+            def build(placed: Placed = placed) -> fx.Graph:
+                return lift_apply(
+                    placed.apply, placed.fragment_writes, self.scalars(placed), foreach=self.foreach
+                )
+
+            def lookup(
+                name: str,
+                i: int = i,
+                wires: dict[str, fx.Node] = wires,
+                segment: Segment = segment,
+                where: str = where,
+            ) -> fx.Node:
+                ready = wires.get(name) or g.wires.get((i, name))
+                return ready or self.leaf(segment.placed, segment.group, segment.names, name, where)
+
+            self.module(f"{placed.name}_apply", build, lookup)
+        for target, value in g.commits:
+            self.call(instructions.copy, target, value)
+
+    def own_part(self, g: GroupView, segment: Segment, wire: Wire, j: int, where: str) -> fx.Node:
+        """This rank's fragments of values that it computed itself."""
+        batch, results = g.results[segment.names[0]]
+        boxes = [wire.box(t.layout.boxes[g.at[1]]) for t in segment.tasks]
+        index = tuple((batch.tasks.index(t.name), *b.slices()) for t, b in zip(segment.tasks, boxes, strict=True))
+        return self.call(
+            instructions.parts, results[j], self.bind(f"{where}_{wire.name}_parts", Indices(index))
+        )

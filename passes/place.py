@@ -1,0 +1,281 @@
+"""Cut every template in what runs on fragments and what runs on the owner, moving the fewest bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import networkx as nx
+from torch import fx
+
+from canzona_compile.cost import flops_of, symbolic_flops
+from canzona_compile.exactness import pointwise, position_free
+from canzona_compile.ir import (
+    Form,
+    LayoutKind,
+    Machine,
+    Placed,
+    Role,
+    Step,
+    Template,
+    Wire,
+    outputs,
+    placeholders,
+    tensor_value,
+)
+from canzona_compile.layout import Shape
+
+# Work and state that every replica repeats, as a fraction of the same bytes on a wire: memory is about
+# this much faster. It decides where a transfer is free (DDP: the momentum goes to the owner) and never
+# where one costs (HSDP: the momentum stays with its fragments).
+REDUNDANT = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Label every node FRAGMENT or OWNER by a minimum cut.
+
+    A value that crosses costs its bytes once per direction, however many users it has. Parameter,
+    gradient and new parameter are FRAGMENT. A node may be FRAGMENT only if it is pointwise on values
+    of the parameter's shape; under exact numerics also only if its bits do not depend on where in the
+    tensor an element stands. A state leaf and its new value share a label. Numbers and 0-d tensors
+    made of numbers are everywhere and never cross.
+
+    On dims that replicate, gathering is free and FRAGMENT work and state are repeated: unary costs.
+    """
+
+    exact: bool = True
+
+    name: ClassVar[str] = "place"
+    requires: ClassVar[Form] = Form.CAPTURED
+    ensures: ClassVar[Form] = Form.PLACED
+
+    def __call__(self, step: Step) -> Step:
+        placed: dict[tuple[str, LayoutKind], Placed] = {}
+        for task in step.tasks:
+            kind = LayoutKind.of(task.layout)
+            if (task.template, kind) not in placed:
+                template = step.template_of(task)
+                name = unique_name(template, kind, placed)
+                placed[task.template, kind] = self.cut(template, kind, step.machine, name)
+        tasks = tuple(
+            replace(task, placed=placed[task.template, LayoutKind.of(task.layout)].name) for task in step.tasks
+        )
+        return replace(step, form=Form.PLACED, placed=tuple(placed.values()), tasks=tasks)
+
+    def cut(self, template: Template, kind: LayoutKind, machine: Machine, name: str) -> Placed:
+        cutter = Cutter(template, kind, machine, self.exact and not kind.aligned)
+        return split(template, kind, cutter.fragment_nodes(), name)
+
+
+def unique_name(template: Template, kind: LayoutKind, placed: dict[tuple[str, LayoutKind], Placed]) -> str:
+    """The template's name; if it is cut for several kinds of layout, the kind as well."""
+    taken = {p.name for p in placed.values()}
+    return template.name if template.name not in taken else f"{template.name}@{kind}"
+
+
+def everywhere(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that every rank can compute for itself: numbers, and 0-d tensors made of such nodes alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        value = tensor_value(node)
+        small = value is None or value.ndim == 0
+        if node.op == "placeholder" and small:
+            found.add(node)
+        elif node.op == "call_function" and small and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+class Cutter:
+    """The flow network of one template on one kind of layout."""
+
+    def __init__(self, template: Template, kind: LayoutKind, machine: Machine, fixed_bits: bool) -> None:
+        self.template, self.kind, self.machine, self.fixed_bits = template, kind, machine, fixed_bits
+        self.graph = template.graph
+        self.everywhere = everywhere(self.graph)
+        self.nodes = [n for n in self.graph.nodes if n.op != "output" and n not in self.everywhere]
+        self.leaf = {n: leaf for n, leaf in zip(placeholders(self.graph), template.inputs, strict=True)}
+        self.new = dict(zip(template.writes, outputs(self.graph), strict=True))
+
+    def may_be_fragment(self, node: fx.Node) -> bool:
+        value = tensor_value(node)
+        if value is None or tuple(value.shape) != self.template.shape:
+            return False
+        if node.op == "placeholder":
+            return True
+        if not pointwise(node) or (self.fixed_bits and not position_free(node, self.machine)):
+            return False
+        operands = [tensor_value(n) for n in node.all_input_nodes]
+        return all(t is None or broadcasts(tuple(t.shape), self.template.shape) for t in operands)
+
+    def fragment_nodes(self) -> set[fx.Node]:
+        """The FRAGMENT side of the cheapest cut in which no value crosses back and forth again."""
+        owner: set[fx.Node] = {n for n in self.nodes if not self.may_be_fragment(n)}
+        while True:
+            fragment = self._minimum_cut(owner)
+            downstream = after({n for n in self.nodes if n not in fragment})
+            returning = {
+                n
+                for n in fragment
+                if n in downstream and any(u in self.nodes and u not in fragment for u in n.users)
+            }
+            if not returning:
+                return fragment
+            owner |= returning
+
+    def _minimum_cut(self, owner: set[fx.Node]) -> set[fx.Node]:
+        net: nx.DiGraph[Any] = nx.DiGraph()
+        net.add_nodes_from(["fragment", "owner"])
+        up = 1.0 if self.kind.sharded or not self.kind.replicated else 0.0
+        down = float(self.kind.sharded or not self.kind.replicated) + float(self.kind.replicated)
+        for node in self.nodes:
+            size = bytes_of(node)
+            users = [u for u in node.users if u in self.leaf or u in self.nodes]
+            if node in owner:
+                net.add_edge(node, "owner", capacity=math.inf)
+            elif self.kind.replicated and (node.op != "placeholder" or self.leaf[node].role is Role.STATE):
+                net.add_edge(node, "owner", capacity=size * REDUNDANT)
+            if users:
+                net.add_edge(node, (node, "up"), capacity=size * up)
+                net.add_edge((node, "down"), node, capacity=size * down)
+                for user in users:
+                    net.add_edge((node, "up"), user, capacity=math.inf)
+                    net.add_edge(user, (node, "down"), capacity=math.inf)
+        for pinned in self._pinned():
+            net.add_edge("fragment", pinned, capacity=math.inf)
+        states = {leaf.name: n for n, leaf in self.leaf.items() if leaf.role is Role.STATE}
+        for name, value in self.new.items():
+            old = states.get(name)
+            if old in self.nodes and value in self.nodes and old is not value:
+                net.add_edge(old, value, capacity=math.inf)
+                net.add_edge(value, old, capacity=math.inf)
+        _, (fragment, _) = nx.minimum_cut(net, "fragment", "owner")
+        return {n for n in self.nodes if n in fragment}
+
+    def _pinned(self) -> Iterable[fx.Node]:
+        """Parameter, gradient and new parameter; a new parameter that the owner made is scattered as it is."""
+        for node, leaf in self.leaf.items():
+            if leaf.role in (Role.PARAM, Role.GRAD) and node in self.nodes:
+                yield node
+        new = self.new.get("param")
+        if isinstance(new, fx.Node) and self.may_be_fragment(new):
+            yield new
+
+
+def broadcasts(shape: Shape, to: Shape) -> bool:
+    """Can a fragment of a value of `shape` stand beside the same fragment of a value of shape `to`?"""
+    return not shape or (len(shape) == len(to) and all(a in (1, b) for a, b in zip(shape, to, strict=True)))
+
+
+def bytes_of(node: fx.Node) -> float:
+    value = tensor_value(node)
+    return math.inf if value is None else float(value.numel() * value.element_size())
+
+
+def after(nodes: set[fx.Node]) -> set[fx.Node]:
+    """Everything that depends on `nodes`."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        for user in todo.pop().users:
+            if user not in found:
+                found.add(user)
+                todo.append(user)
+    return found
+
+
+def split(template: Template, kind: LayoutKind, fragment: set[fx.Node], name: str) -> Placed:
+    """Three graphs from one, given its FRAGMENT nodes."""
+    graph = template.graph
+    free = everywhere(graph)
+    leaf = {n: leaf for n, leaf in zip(placeholders(graph), template.inputs, strict=True)}
+    owner = [n for n in graph.nodes if n.op != "output" and n not in free and n not in fragment]
+    late = after(set(owner))
+    crossing_up = [n for n in fragment if any(u in owner for u in n.users)]
+    new = dict(zip(template.writes, outputs(graph), strict=True))
+
+    def on_fragment(write: str, value: Any) -> bool:
+        if template.resident is not None:
+            return write not in template.resident
+        return value in fragment or value in free or write == "param"
+
+    fragment_writes = tuple(w for w, v in new.items() if on_fragment(w, v))
+    owner_writes = tuple(w for w in new if w not in fragment_writes)
+    resident = tuple(
+        leaf[n].name for n in owner if n.op == "placeholder" and leaf[n].role is Role.STATE
+    ) + tuple(w for w in owner_writes if w not in {x.name for x in template.inputs})
+    ordered = list(graph.nodes)
+    gather = sorted(crossing_up, key=ordered.index)
+    early = ancestors(gather) & fragment
+    wanted = {new[w] for w in fragment_writes}
+    apply_nodes = [n for n in ordered if n in fragment and n.op != "placeholder" and n not in early]
+    needed = {a for n in apply_nodes for a in n.all_input_nodes} | wanted
+    scatter = [n for n in ordered if n in owner and n in needed]
+    kept = [n for n in ordered if n in early and n.op != "placeholder" and n in needed]
+    assert not late & early, "a value crosses to the owner after it came from there"
+    prepare = subgraph(graph, [], [*gather, *kept])
+    compute = subgraph(graph, gather, [*scatter, *(new[w] for w in owner_writes)])
+    apply = subgraph(graph, [*scatter, *kept], [new[w] for w in fragment_writes])
+    cost = symbolic_flops(compute, template)
+    return Placed(
+        name=name,
+        template=template,
+        kind=kind,
+        prepare=prepare,
+        compute=compute,
+        apply=apply,
+        gather=tuple(wire(n) for n in gather),
+        kept=tuple(n.name for n in kept),
+        scatter=tuple(wire(n) for n in scatter),
+        fragment_writes=fragment_writes,
+        resident=resident,
+        cost=cost,
+        flops=flops_of(cost, template.shape),
+    )
+
+
+def wire(node: fx.Node) -> Wire:
+    value = tensor_value(node)
+    assert value is not None
+    return Wire(node.name, tuple(value.shape), value.dtype)
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def subgraph(graph: fx.Graph, inputs: list[fx.Node], results: list[Any]) -> fx.Graph:
+    """The part of `graph` that computes `results`, with `inputs` as placeholders beside the leaves it reads."""
+    part = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = part.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    stop = set(inputs)
+    wanted: set[fx.Node] = set()
+    todo = [n for n in results if isinstance(n, fx.Node) and n not in stop]
+    while todo:
+        node = todo.pop()
+        if node not in wanted:
+            wanted.add(node)
+            todo += [n for n in node.all_input_nodes if n not in stop]
+    for node in graph.nodes:
+        if node in wanted:
+            if node.op == "placeholder":
+                env[node] = part.placeholder(node.name)
+                env[node].meta = dict(node.meta)
+            else:
+                env[node] = part.node_copy(node, lambda n: env[n])
+    part.output(tuple(env[n] if isinstance(n, fx.Node) else n for n in results))
+    part.lint()
+    return part

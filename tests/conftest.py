@@ -1,0 +1,38 @@
+"""Fixtures."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from canzona_compile.printer import differences
+
+GOLDEN = Path(__file__).parent / "golden"
+Golden = Callable[..., None]
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """Compare a text with tests/golden/<test>.ir, or with the file of a given name."""
+
+    def check(text: str, name: str = "") -> None:
+        path = GOLDEN / (name or f"{re.sub(r'[^A-Za-z0-9_]+', '-', request.node.name).strip('-')}.ir")
+        if os.environ.get("GOLDEN") == "accept":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        expected = path.read_text(encoding="utf-8") if path.exists() else ""
+        if text != expected:
+            where = path.relative_to(GOLDEN.parents[1])
+            state = "differs from" if path.exists() else "does not exist, unlike"
+            pytest.fail(
+                f"{where} {state} what this test prints:\n{differences(expected, text)}"
+                f"If that is wanted: GOLDEN=accept pytest '{request.node.nodeid}'",
+                pytrace=False,
+            )
+
+    return check
