@@ -1,7 +1,7 @@
 """Matrix optimizers on sharded models: one line makes any of them distributed.
 
-    import canzona_compile
-    optimizer = canzona_compile.wrap(torch.optim.Muon(model.parameters(), lr=2e-2))
+import canzona_compile
+optimizer = canzona_compile.wrap(torch.optim.Muon(model.parameters(), lr=2e-2))
 """
 
 from canzona_compile.errors import (

@@ -174,9 +174,7 @@ def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
         )
     if grad.is_complex():
         raise InvalidGradient("the gradient is complex", at=name)
-    if isinstance(param, DTensor) and not (
-        isinstance(grad, DTensor) and grad.placements == param.placements
-    ):
+    if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
         raise InvalidGradient(
             f"the gradient is laid out as {getattr(grad, 'placements', 'a plain tensor')}, "
             f"the parameter as {param.placements}",

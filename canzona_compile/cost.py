@@ -192,5 +192,3 @@ def readable_bytes(count: float) -> str:
     """1.5 MiB."""
     power = min(4, int(math.log(count, 1024))) if count >= 1 else 0
     return f"{count / 1024**power:.4g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
-
-

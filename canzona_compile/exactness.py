@@ -77,6 +77,30 @@ def scaled(node: fx.Node) -> bool:
     return node.target.overloadpacket is not aten.add or node.kwargs.get("alpha", 1) != 1
 
 
+def placed_equally(node: fx.Node, machine: Machine, aligned: bool) -> bool:
+    """Does a pointwise node give a fragment the bits that it gives the whole tensor?
+
+    Where the position of an element matters, it still does if neither the whole tensor nor a fragment
+    leaves a scalar tail (`aligned`) and every operand is contiguous: strided operands are scalar code.
+    """
+    if position_free(node, machine):
+        return True
+    operands = [v for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
+    return aligned and all(v.is_contiguous() for v in operands)
+
+
+def foreach_equal(node: fx.Node, in_place: bool) -> bool:
+    """Is torch's foreach function on CPU the operator in a loop, bit for bit?
+
+    `_foreach_mul_` by a number is not in 16 bits (it rounds the number first).
+    """
+    value = tensor_value(node)
+    by_number = not isinstance(node.args[1], fx.Node) if len(node.args) > 1 else False
+    by_number = by_number or (len(node.args) > 1 and tensor_value(node.args[1]) is None)  # type: ignore[arg-type]
+    narrow = value is None or value.dtype.itemsize <= 2
+    return not (in_place and narrow and by_number and node.target is aten.mul.Tensor)
+
+
 def batches_equal(op: Any, dims: Shape, dtype: torch.dtype, machine: Machine) -> bool:
     """Is a batch of products [m, k] @ [k, n] bit-equal to the products one by one?
 

@@ -45,7 +45,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class WireReport:
-    """A value of one whole matrix that crosses the cut; `bytes` of all of it."""
+    """A value that travels between fragments and owner; `bytes` of that of one whole matrix."""
 
     direction: str  # "gather" or "scatter"
     name: str
@@ -135,7 +135,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An event of the schedule and when it is predicted to happen, in seconds from the step's start.
+    """An event of the schedule and when it is predicted, in seconds from the begin of the step.
 
     A `start ...` event lasts as long as its transfer, a `wait ...` event as long as it has to wait;
     elementwise work (prepare, apply) counts as nothing.
@@ -155,10 +155,12 @@ class Figures:
     Attributes:
         captures, variants, rank_programs, numerics: see `Facts`.
         depth: micro-groups in flight at once.
-        collectives_per_step: two per micro-group on a sharded grid, one on a replicated one, three on both.
-        wire_bytes_per_element: bytes that leave a rank in one step, summed over all ranks, per element
-            of a distributed matrix.
-        imbalance: FLOPs of the busiest rank over those of the mean rank; 1 if nothing is distributed.
+        collectives_per_step: two per micro-group where it is sharded, one where it is replicated,
+            three where it is both.
+        wire_bytes_per_element: bytes that leave a rank in one step, summed over all ranks, per
+            element of a distributed matrix.
+        imbalance: FLOPs of the busiest rank over those of the mean rank; 1 if nothing is
+            distributed.
         predicted_seconds: per step, without elementwise work.
         fallbacks: task name -> why it is interpreted.
     """

@@ -47,9 +47,7 @@ class Canzona:
             raise CanzonaError(f"no template {wanted!r}", hint=f"there are {', '.join(names) or 'none'}")
         if stage == "captured":
             return graph_module(found.template.graph, found.template.name)
-        return PlacedModule(
-            {"prepare": found.prepare, "compute": found.compute, "apply": found.apply}, found.name
-        )
+        return PlacedModule({"prepare": found.prepare, "compute": found.compute, "apply": found.apply}, found.name)
 
     @property
     def step(self) -> Step:
@@ -100,5 +98,3 @@ class PlacedModule(nn.Module):
         if print_output:
             print(text)
         return text
-
-

@@ -27,9 +27,7 @@ def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Returns a list, or a tuple of lists where `op` returns tuples.
     """
     count = next(len(a) for a in [*args, *kwargs.values()] if per_task(a))
-    results = [
-        op(*(pick(a, i) for a in args), **{k: pick(v, i) for k, v in kwargs.items()}) for i in range(count)
-    ]
+    results = [op(*(pick(a, i) for a in args), **{k: pick(v, i) for k, v in kwargs.items()}) for i in range(count)]
     if results and isinstance(results[0], tuple):
         return tuple(map(list, zip(*results, strict=True)))
     return results
@@ -74,6 +72,11 @@ def parts(values: Tensor | Sequence[Tensor], index: Sequence[Index]) -> list[Ten
     if isinstance(values, Tensor):
         return [values[i] for i in index]
     return [values[i[0]][i[1:]] for i in index]
+
+
+def compact(values: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous copies of parts that are strided: strided operands are other code, and other bits."""
+    return [v.contiguous() for v in values]
 
 
 def start_all_to_all(

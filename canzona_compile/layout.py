@@ -197,9 +197,7 @@ def dtensor_layout(tensor: DTensor, rank: int, *, batch_dims: int = 0) -> Layout
         )
     batch = range(batch_dims)
     fixed = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and p.dim in batch]
-    shards = [
-        i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and i not in fixed
-    ]
+    shards = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and i not in fixed]
     rows = [i for i in range(len(sizes)) if i not in fixed and i not in shards]
 
     def coordinates(dims: list[int]) -> list[dict[int, int]]:
@@ -208,9 +206,7 @@ def dtensor_layout(tensor: DTensor, rank: int, *, batch_dims: int = 0) -> Layout
     def at(row: dict[int, int], column: dict[int, int]) -> tuple[int, ...]:
         return tuple((row | column).get(i, own[i]) for i in range(len(sizes)))
 
-    grid = Grid(
-        tuple(tuple(int(mesh.mesh[at(r, s)]) for s in coordinates(shards)) for r in coordinates(rows))
-    )
+    grid = Grid(tuple(tuple(int(mesh.mesh[at(r, s)]) for s in coordinates(shards)) for r in coordinates(rows)))
     shape = tuple(mine.size[i] if i in batch else n for i, n in enumerate(tensor.shape))
     boxes = tuple(
         Box(tuple(0 if i in batch else a for i, a in enumerate(b.start)), b.size)

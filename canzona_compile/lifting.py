@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from canzona_compile import instructions
-from canzona_compile.exactness import pointwise
+from canzona_compile.exactness import foreach_equal, pointwise
 from canzona_compile.ir import Stacked, outputs, tensor_value
 
 aten = torch.ops.aten
@@ -90,7 +90,8 @@ class Lifter:
     def _listed_call(self, node: fx.Node) -> fx.Node:
         args = fx.map_arg(node.args, self.listed)
         kwargs = fx.map_arg(node.kwargs, self.listed)
-        name = FOREACH.get(node.target) if self.foreach and self._uniform(node) else None  # type: ignore[arg-type]
+        usable = self.foreach and self._uniform(node) and foreach_equal(node, node in self.in_place)
+        name = FOREACH.get(node.target) if usable else None  # type: ignore[arg-type]
         if node in self.in_place:
             first = args[0]  # type: ignore[index]
             if name is not None:
@@ -186,9 +187,7 @@ def lift_stacked(
     lifter.lift(graph)
     results = outputs(graph)
     whole = tuple(n in lifter.stacks for n in results)
-    lifter.graph.output(
-        tuple(lifter.stacks[n] if s else lifter.listed(n) for n, s in zip(results, whole, strict=True))
-    )
+    lifter.graph.output(tuple(lifter.stacks[n] if s else lifter.listed(n) for n, s in zip(results, whole, strict=True)))
     return Stacked(lifter.graph, names, whole)
 
 

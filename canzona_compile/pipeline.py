@@ -51,7 +51,7 @@ class Record:
 class Observer(Protocol):
     """Sees every pass from outside, after its result was verified."""
 
-    def __call__(self, record: Record) -> None: ...
+    def __call__(self, record: Record, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,7 @@ class History:
         steps |= {step.form.name.lower(): step for step in self._steps()}
         name = where.name.lower() if isinstance(where, Form) else where
         if name not in steps:
-            raise CanzonaError(
-                f"no step {name!r} was kept", hint=f"there are {', '.join(steps) or 'none'}"
-            )
+            raise CanzonaError(f"no step {name!r} was kept", hint=f"there are {', '.join(steps) or 'none'}")
         return steps[name]
 
     def _steps(self) -> Iterator[Step]:
@@ -83,19 +81,26 @@ class History:
 
     def __rich__(self) -> Table:
         table = Table(title="passes")
-        for column in ("pass", "form", "operators"):
-            table.add_column(column)
+        table.add_column("pass")
+        table.add_column("form")
         table.add_column("ms", justify="right")
         table.add_column("nodes", justify="right")
+        table.add_column("operators")
         for record in self.records:
+            changed = sorted(record.ops.items(), key=lambda op: (-abs(op[1]), op[0]))
             table.add_row(
                 record.name,
                 record.after.form.name.lower(),
-                some(f"{count:+d} {name}" for name, count in sorted(record.ops.items())),
                 f"{record.seconds * 1e3:.1f}",
                 f"{record.nodes:+d}" if record.nodes else "",
+                some(f"{count:+d} {brief(name)}" for name, count in changed),
             )
         return table
+
+
+def brief(op: str) -> str:
+    """mm for aten.mm.default."""
+    return op.removeprefix("aten.").removesuffix(".default")
 
 
 def check_order(passes: Sequence[Pass], start: Form) -> None:
@@ -110,7 +115,7 @@ def check_order(passes: Sequence[Pass], start: Form) -> None:
         if form != needed:
             hint = f"put a pass that ensures {needed.name.lower()} before {name}"
             if form > needed:  # it would drop or contradict what was added since
-                hint = f"put {name} before every pass that leaves a form after {needed.name.lower()}"
+                hint = f"put {name} before the passes that go beyond {needed.name.lower()}"
             raise PipelineError(
                 f"{name} needs form {needed.name.lower()}, but {source} form {form.name.lower()}",
                 hint=hint,
@@ -118,9 +123,7 @@ def check_order(passes: Sequence[Pass], start: Form) -> None:
         form, source = current.ensures, f"{name} leaves"
 
 
-def run(
-    step: Step, passes: Sequence[Pass], observers: Sequence[Observer] = ()
-) -> tuple[Step, History]:
+def run(step: Step, passes: Sequence[Pass], observers: Sequence[Observer] = ()) -> tuple[Step, History]:
     """Apply passes in order and verify the step before the first and after each of them.
 
     Raises:
@@ -168,17 +171,14 @@ def checked(current: Pass, after: Step) -> None:
     hint = f"a bug in {current.name}: the step before it was valid"
     if after.form is not current.ensures:
         raise InvalidStep(
-            f"{current.name} promises form {current.ensures.name.lower()} and returned "
-            f"{after.form.name.lower()}",
+            f"{current.name} promises form {current.ensures.name.lower()} and returned {after.form.name.lower()}",
             at=f"after pass {current.name}",
             hint=hint,
         )
     try:
         verify(after)
     except InvalidStep as error:
-        raise InvalidStep(
-            error.problem, at=f"{error.at}, after pass {current.name}", hint=hint
-        ) from error
+        raise InvalidStep(error.problem, at=f"{error.at}, after pass {current.name}", hint=hint) from error
 
 
 def graphs(step: Step) -> Iterator[fx.Graph]:

@@ -71,9 +71,7 @@ def machine_of(params: Iterable[torch.Tensor]) -> Machine:
     return Machine(device, backend, torch.get_num_threads() if device == "cpu" else 1)
 
 
-def make_plan(
-    bound: Sequence[Bound], optimizer: str, options: Options, observers: Sequence[Observer] = ()
-) -> Plan:
+def make_plan(bound: Sequence[Bound], optimizer: str, options: Options, observers: Sequence[Observer] = ()) -> Plan:
     """Own every task that needs an owner."""
     templates = {b.kind.template.name: b.kind.template for b in bound}
     captured = Step(

@@ -49,14 +49,14 @@ def show(step: Step) -> str:
     for placed in step.placed:
         lines += ["", *show_placed(placed)]
     layouts = Layouts()
-    tasks = [show_task(task, layouts.name(task.layout)) for task in step.tasks]
+    tasks = [show_task(step.form, task, layouts.name(task.layout)) for task in step.tasks]
     lines += ["", *layouts.lines, "", "tasks {", *indented(tasks), "}"]
     for group in step.groups:
         lines += ["", *show_group(step, group)]
     if step.form >= Form.SCHEDULED:
         lines += ["", *show_schedule(step)]
     if step.program is not None:
-        lines += ["", "program {", *indented(step.program.module.code.strip().splitlines()), "}"]
+        lines += ["", *show_program(step.program)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -228,9 +228,7 @@ class Layouts:
         alike.append((name, layout))
         ranks = " | ".join(" ".join(map(str, row)) for row in layout.grid.ranks)
         shape = "x".join(map(str, layout.shape))
-        self.lines.append(
-            f"layout {name} : {shape} {layout.placements} on {show_grid(layout.grid)} ranks {ranks}"
-        )
+        self.lines.append(f"layout {name} : {shape} {layout.placements} on {show_grid(layout.grid)} ranks {ranks}")
         self.lines.append(f"  boxes {' '.join(map(str, layout.boxes))}")
         return name
 
@@ -239,15 +237,16 @@ def show_grid(grid: Grid) -> str:
     return f"{grid.replicas}x{grid.shards}"
 
 
-def show_task(task: Task, layout: str) -> str:
+def show_task(form: Form, task: Task, layout: str) -> str:
     line = (
         f"{task.name} : {'x'.join(map(str, task.shape))} index={task.index} group={task.group} "
         f"template={task.template} layout={layout} {task.layout.placements} "
         f"on {show_grid(task.layout.grid)}"
     )
-    if task.placed:
+    if form >= Form.PLACED:
         line += f" placed={task.placed}"
-    line += f" strategy={task.strategy} owner={show_place(task.owner)}"
+    if form >= Form.OWNED:
+        line += f" strategy={task.strategy} owner={show_place(task.owner)}"
     return f"{line} because {neutral(task.reason)}" if task.reason else line
 
 
@@ -314,8 +313,16 @@ def show_schedule(step: Step) -> Iterator[str]:
     yield ""
     yield "buffers {"
     for buffer in step.buffers:
-        yield (
-            f"  slot {buffer.slot} : group {buffer.group} {buffer.use} "
-            f"from {buffer.first} to {buffer.last}"
-        )
+        yield (f"  slot {buffer.slot} : group {buffer.group} {buffer.use} from {buffer.first} to {buffer.last}")
+    yield "}"
+
+
+def show_program(program: Any) -> Iterator[str]:
+    """The generated code of one rank and of the graphs that it calls."""
+    slots = ", ".join(map(str, program.slots))
+    yield f"program collectives={program.collectives} slots=[{slots}] {{"
+    for name, module in program.module.named_modules():
+        if isinstance(module, fx.GraphModule):
+            yield f"  # {name or 'the program'}"
+            yield from indented(module.code.strip().splitlines())
     yield "}"

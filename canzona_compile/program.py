@@ -101,9 +101,7 @@ class Watcher:
     """What waits for collectives."""
 
 
-Input = (
-    Fragments | Residents | Number | Names | Views | Whole | Indices | Bytes | Group | Watcher
-)
+Input = Fragments | Residents | Number | Names | Views | Whole | Indices | Bytes | Group | Watcher
 
 
 @dataclass(frozen=True, eq=False, slots=True)

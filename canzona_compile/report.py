@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 
+from canzona_compile.charts import plural
 from canzona_compile.cost import GroupLoad, rates_of
 from canzona_compile.errors import InvalidStep
 from canzona_compile.figures import (
@@ -44,7 +45,7 @@ from canzona_compile.ir import (
 )
 from canzona_compile.layout import Box, Grid, Shape
 from canzona_compile.passes.micro_group import load_of
-from canzona_compile.render import plural, render
+from canzona_compile.render import render
 
 __all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]
 
@@ -68,7 +69,8 @@ class Report(Figures, JupyterMixin):
         console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
         console.print(self)
         assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
+        lines = console.file.getvalue().splitlines()
+        return "".join(f"{line.rstrip()}\n" for line in lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from render(self, options)
@@ -140,17 +142,24 @@ def headline(report: Report) -> str:
 
 
 def report_template(placed: Placed, tasks: Sequence[Task]) -> TemplateReport:
+    users = [t for t in tasks if t.placed == placed.name]
+    owned = any(t.owner is not None for t in users)
+    moves = {
+        "gather": placed.kind.sharded,
+        "scatter": owned and (placed.kind.sharded or placed.kind.replicated),
+    }
     wires = tuple(
-        WireReport(direction, w.name, w.shape, name_of(w.dtype), Box.whole(w.shape).numel * w.itemsize)
-        for direction, found in (("gather", placed.gather), ("scatter", placed.scatter))
+        WireReport(way, w.name, w.shape, name_of(w.dtype), Box.whole(w.shape).numel * w.itemsize)
+        for way, found in (("gather", placed.gather), ("scatter", placed.scatter))
         for w in found
+        if moves[way]
     )
     return TemplateReport(
         name=placed.name,
         kind=str(placed.kind),
         shape=placed.template.shape,
         dtype=name_of(placed.template.dtype),
-        tasks=sum(t.placed == placed.name for t in tasks),
+        tasks=len(users),
         formula=str(placed.cost),
         flops=placed.flops,
         wires=wires,
@@ -203,7 +212,7 @@ def load_of_group(step: Step, group: MicroGroup, placed: Mapping[str, Placed]) -
 def wire_bytes(exchange: Exchange, grid: Grid) -> int:
     """Bytes that leave a rank in an exchange, summed over all ranks.
 
-    It is the sum of `Exchange.block` over all pairs of different ranks, without looking at each pair:
+    The sum of `Exchange.block` over all pairs of different ranks, without looking at each pair:
     most blocks are empty, and the others are found from the owners.
     """
     blocks: dict[tuple[Any, int], int] = defaultdict(int)
@@ -212,7 +221,7 @@ def wire_bytes(exchange: Exchange, grid: Grid) -> int:
         end = item.owner[0] if exchange.phase is Phase.EXCHANGE and item.owner else item.owner
         for shard, count in enumerate(fragment_sizes(item.wire.shape, item.boxes)):
             blocks[end, shard] += count * item.wire.itemsize
-    total = 0
+    total, unit = 0, exchange.alignment
     for (end, shard), size in blocks.items():
         if exchange.phase is Phase.EXCHANGE:
             copies = grid.replicas - 1
@@ -220,7 +229,7 @@ def wire_bytes(exchange: Exchange, grid: Grid) -> int:
             copies = (grid.shards - 1) * grid.replicas
         else:
             copies = int(shard != end[1])
-        total += copies * -(-size // exchange.alignment) * exchange.alignment
+        total += copies * -(-size // unit) * unit
     return total
 
 
@@ -230,9 +239,7 @@ def fragment_sizes(shape: Shape, boxes: tuple[Box, ...]) -> tuple[int, ...]:
     return tuple(box.of(shape).numel for box in boxes)
 
 
-def rank_loads(
-    step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, int]
-) -> tuple[LoadReport, ...]:
+def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, int]) -> tuple[LoadReport, ...]:
     """Every rank of every grid of two or more ranks."""
     flops: dict[int, dict[int, int]] = {}
     tasks: dict[int, int] = defaultdict(int)
@@ -267,7 +274,10 @@ def timeline(step: Step, placed: Mapping[str, Placed]) -> tuple[Moment, ...]:
     for group in step.groups:
         load, grid = load_of_group(step, group, placed), grid_of(step, group)
         # GroupLoad adds the scatter's and the exchange's bytes; the latter are 1/shards as many.
-        parts = {Act.START_SCATTER: grid.shards * (grid.shards > 1), Act.START_EXCHANGE: grid.replicas > 1}
+        parts = {
+            Act.START_SCATTER: grid.shards * (grid.shards > 1),
+            Act.START_EXCHANGE: grid.replicas > 1,
+        }
         sent = {Act.START_GATHER: load.gather_bytes} | {
             act: load.scatter_bytes * part / max(1, sum(parts.values())) for act, part in parts.items()
         }

@@ -85,7 +85,7 @@ class Session:
         if fresh:
             self._first_step(fresh)
         self._step_elementwise()
-        if fresh:
+        if fresh or self._last is None:
             self._executor(False, tuple(sorted({*ready, *fresh}, key=self._position)))
             self._announce()
 
@@ -294,7 +294,7 @@ class Session:
             for template in emitted.templates:
                 for eager in eager_steps(template):
                     eager.tasks = self
-            device = self.store.params[names[0]].device
+            device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
             executor = Executor(emitted.program, device, self.groups, self._waiter, self)
             self.programs[key] = (emitted, history, executor)
         emitted, history, executor = self.programs[key]
@@ -359,7 +359,6 @@ class Session:
         bound = self.plan.bound[task]
         return self.optimizer.state[bound.param] if bound.kind.oracle is None else self._scratch[task]
 
-
     # -- questions -----------------------------------------------------------------------------------
 
     @property
@@ -417,5 +416,3 @@ def suggestions(plan: Plan, options: Options) -> tuple[str, ...]:
 
 def python_leaves(state: dict[str, Any]) -> dict[str, Any]:
     return {name: v for name, v in state_leaves(state) if not isinstance(v, Tensor)}
-
-

@@ -236,5 +236,3 @@ def like_param(local: Tensor, param: Tensor, leaf: Leaf) -> Tensor:
         shape=param.shape,
         stride=param.stride(),
     )
-
-

@@ -26,9 +26,10 @@ from canzona_compile.ir import (
     Strategy,
     Task,
     Wire,
+    outputs,
 )
 from canzona_compile.layout import Box, Grid
-from canzona_compile.verify_graphs import captured, placed
+from canzona_compile.verify_graphs import captured, placed, returns, sound
 
 Place = tuple[int, int]
 ALL_PAIRS_RANKS = 16  # of larger grids only some pairs of ranks are checked
@@ -56,9 +57,7 @@ def owned(step: Step) -> None:
         if cuts[task.placed].elementwise:
             raise InvalidStep("elementwise tasks have no place in a step with owners", at=task.name)
         if (grid.size == 1) != (task.strategy is Strategy.LOCAL):
-            raise InvalidStep(
-                f"its strategy is {task.strategy} on a grid of {grid.size}", at=task.name
-            )
+            raise InvalidStep(f"its strategy is {task.strategy} on a grid of {grid.size}", at=task.name)
         if task.strategy is Strategy.REPLICATED:
             if owner is not None:
                 raise InvalidStep(f"every rank computes it, yet {owner} owns it", at=task.name)
@@ -110,16 +109,12 @@ def routed(step: Step) -> None:
             routes = wanted(phase, tasks, grid, cuts)
             where = f"{phase} of group {group.index}"
             if (exchange is not None) != bool(routes):
-                raise InvalidStep(
-                    "it exists, but has nothing to carry" if exchange else "it is missing", at=where
-                )
+                raise InvalidStep("it exists, but has nothing to carry" if exchange else "it is missing", at=where)
             if exchange is not None:
                 fused(exchange, phase, routes, grid, where)
 
 
-def wanted(
-    phase: Phase, tasks: Iterable[Task], grid: Grid, cuts: dict[str, Placed]
-) -> list[tuple[Task, Wire]]:
+def wanted(phase: Phase, tasks: Iterable[Task], grid: Grid, cuts: dict[str, Placed]) -> list[tuple[Task, Wire]]:
     """What has to travel in a phase."""
     if phase is Phase.GATHER:
         return [(t, w) for t in tasks for w in cuts[t.placed].gather if grid.shards > 1]
@@ -127,9 +122,7 @@ def wanted(
     return [(t, w) for t in tasks for w in cuts[t.placed].scatter if needed and t.owner is not None]
 
 
-def fused(
-    exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], grid: Grid, where: str
-) -> None:
+def fused(exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], grid: Grid, where: str) -> None:
     if exchange.phase is not phase:
         raise InvalidStep(f"it says that it is a {exchange.phase}", at=where)
     counts = Counter((item.task, item.wire) for item in exchange.items)
@@ -171,9 +164,7 @@ def fused(
             missing.remove(found)
         if missing:
             task, wire = routes[first := min(missing)]
-            raise InvalidStep(
-                f"{box_of(first, shard)} of {task.name}.{wire.name} is missing", at=at
-            )
+            raise InvalidStep(f"{box_of(first, shard)} of {task.name}.{wire.name} is missing", at=at)
 
 
 def all_pairs(phase: Phase, grid: Grid) -> list[tuple[Place, Place]]:
@@ -208,15 +199,19 @@ def aligned(pieces: Sequence[Piece], size: int, where: str) -> None:
 
 def batched(step: Step) -> None:
     cuts = {p.name: p for p in step.placed}
+    for cut in step.placed:
+        if cut.stacked is not None:
+            where = f"stacked compute of cut {cut.name}"
+            sound(cut.stacked.graph, where)
+            returns(cut.stacked.graph, len(outputs(cut.compute)), where)
+            returns(cut.stacked.graph, len(cut.stacked.outputs), where)
     for group in step.groups:
         counts = Counter(name for batch in group.batches for name in batch.tasks)
         for name in (*group.tasks, *counts):
             if name not in group.tasks:
                 raise InvalidStep(f"a batch of group {group.index} has a task of another", at=name)
             if counts[name] != 1:
-                raise InvalidStep(
-                    f"it is in {counts[name]} batches of group {group.index}", at=name
-                )
+                raise InvalidStep(f"it is in {counts[name]} batches of group {group.index}", at=name)
         for batch in group.batches:
             for name in batch.tasks:
                 alike(batch, step.task(name))

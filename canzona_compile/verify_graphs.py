@@ -102,16 +102,14 @@ def tiled(layout: Layout, where: str) -> None:
     """The boxes lie in the matrix, are disjoint and cover it."""
     for box in layout.boxes:
         inside = len(box.size) == len(layout.shape) and all(
-            0 <= a <= a + n <= length
-            for a, n, length in zip(box.start, box.size, layout.shape, strict=True)
+            0 <= a <= a + n <= length for a, n, length in zip(box.start, box.size, layout.shape, strict=True)
         )
         if not inside:
             raise InvalidStep(f"box {box} is not inside of {list(layout.shape)}", at=where)
     boxes = [box for box in layout.boxes if box.numel]
     # All boundaries cut the matrix in cells; a cell in two boxes is an overlap.
     cuts = [
-        sorted({edge for b in boxes for edge in (b.start[d], b.start[d] + b.size[d])})
-        for d in range(len(layout.shape))
+        sorted({edge for b in boxes for edge in (b.start[d], b.start[d] + b.size[d])}) for d in range(len(layout.shape))
     ]
     owner: dict[tuple[int, ...], Box] = {}
     for box in boxes:
@@ -140,14 +138,10 @@ def placed(step: Step) -> None:
             raise InvalidStep(f"there is no cut {task.placed!r}", at=task.name)
         cut = cuts[task.placed]
         if cut.template is not templates[task.template]:
-            raise InvalidStep(
-                f"its cut {cut.name} is not of its template {task.template}", at=task.name
-            )
+            raise InvalidStep(f"its cut {cut.name} is not of its template {task.template}", at=task.name)
         kind = kinds.setdefault(id(task.layout), LayoutKind.of(task.layout))
         if cut.kind != kind:
-            raise InvalidStep(
-                f"its cut {cut.name} is for layouts {cut.kind}, its layout is {kind}", at=task.name
-            )
+            raise InvalidStep(f"its cut {cut.name} is for layouts {cut.kind}, its layout is {kind}", at=task.name)
 
 
 def placed_graphs(cut: Placed) -> None:
@@ -179,8 +173,7 @@ def placed_graphs(cut: Placed) -> None:
         names = [str(n.target) for n in placeholders(graph)]
         if names[: len(first)] != first:
             raise InvalidStep(
-                f"{title} takes {', '.join(names) or 'nothing'}, but first should come "
-                f"{', '.join(first)}",
+                f"{title} takes {', '.join(names) or 'nothing'}, but first should come {', '.join(first)}",
                 at=where,
             )
         for name in names[len(first) :]:
@@ -212,7 +205,6 @@ def typed(graph: fx.Graph, wires: Sequence[Wire], where: str) -> None:
         value = tensor_value(node) if isinstance(node, fx.Node) else None
         if value is not None and (tuple(value.shape), value.dtype) != (wire.shape, wire.dtype):
             raise InvalidStep(
-                f"wire {wire.name} is {wire.dtype} {list(wire.shape)}, its value "
-                f"{value.dtype} {list(value.shape)}",
+                f"wire {wire.name} is {wire.dtype} {list(wire.shape)}, its value {value.dtype} {list(value.shape)}",
                 at=where,
             )

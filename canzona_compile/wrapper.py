@@ -183,5 +183,3 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
 def _restore(plain: type[Optimizer], options: Options, lost: str) -> Any:
     """An empty wrapped optimizer, for pickle and deepcopy to fill."""
     return _attach(object.__new__(plain), options, lost)
-
-

@@ -76,6 +76,4 @@ class Display:
         if history.differing:
             self.say(f"[red]weights differ[/] from plain: {', '.join(history.differing)}")
         elif history.verified:
-            self.say(
-                f"weights [green]bitwise equal[/] to plain, steps verified: {history.verified}"
-            )
+            self.say(f"weights [green]bitwise equal[/] to plain, steps verified: {history.verified}")

@@ -29,9 +29,7 @@ class PlainOptimizer:
     ) -> None:
         self.sharded = sharded
         self.matrices = matrices
-        self.copies = [
-            (name, nn.Parameter(whole(matrix.detach()).clone())) for name, matrix in matrices
-        ]
+        self.copies = [(name, nn.Parameter(whole(matrix.detach()).clone())) for name, matrix in matrices]
         self.plain = build(self.copies) if dist.get_rank() == 0 else None
 
     def step(self) -> None:
@@ -54,9 +52,7 @@ class PlainOptimizer:
         it with what it gathered itself: replicas that drifted apart would show as well.
         """
         differs = torch.zeros(len(self.matrices), dtype=torch.int32)
-        for index, ((_, copy), (_, matrix)) in enumerate(
-            zip(self.copies, self.matrices, strict=True)
-        ):
+        for index, ((_, copy), (_, matrix)) in enumerate(zip(self.copies, self.matrices, strict=True)):
             dist.broadcast(copy.detach(), src=0)
             differs[index] = not same_bits(copy.detach(), whole(matrix.detach()))
         dist.all_reduce(differs, op=dist.ReduceOp.MAX)

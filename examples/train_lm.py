@@ -83,9 +83,7 @@ def main() -> int:
 
 def parse() -> Options:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = partial(parser.add_argument, metavar="N")
     add("--steps", type=int, default=60, help="training steps (60)")
     add("--verify", type=int, default=3, help="steps with the plain optimizer beside (3)")

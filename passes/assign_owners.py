@@ -46,9 +46,7 @@ class AssignOwners:
                 share = [owned[t.name] for t in tasks if t.layout.grid == grid]
                 reason = self._replicate(share, grid, placed, step)
                 for task in share if reason else ():
-                    owned[task.name] = replace(
-                        task, owner=None, strategy=Strategy.REPLICATED, reason=reason
-                    )
+                    owned[task.name] = replace(task, owner=None, strategy=Strategy.REPLICATED, reason=reason)
         return replace(step, form=Form.OWNED, tasks=tuple(owned[t.name] for t in tasks))
 
     def _replicate(self, tasks: list[Task], grid: Grid, placed: dict[str, Placed], step: Step) -> str:
@@ -81,5 +79,3 @@ def own(task: Task, flops: int, load: Load) -> Task:
     rank = min(grid.members(), key=lambda r: (load[r], r))
     load[rank] += flops
     return replace(task, owner=grid.find(rank), strategy=Strategy.OWNER, reason="least loaded rank")
-
-

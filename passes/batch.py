@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from canzona_compile.cost import factors
-from canzona_compile.exactness import batches_equal, pointwise
+from canzona_compile.exactness import batches_equal, pointwise, position_free
 from canzona_compile.ir import Batch, Form, Machine, MicroGroup, Placed, Role, Step, tensor_value
 from canzona_compile.lifting import lift_stacked, product
 
@@ -45,9 +45,7 @@ class Batching:
         if not any(product(n) and stackable(n) for n in placed.compute.nodes):
             return placed
         wires = [w.name for w in placed.gather] if placed.kind.sharded else []
-        lifted = lift_stacked(
-            placed.compute, wires, numbers(placed), stackable, foreach=machine.device == "cpu"
-        )
+        lifted = lift_stacked(placed.compute, wires, numbers(placed), stackable, foreach=machine.device == "cpu")
         return replace(placed, stacked=lifted)
 
     def _stackable(self, node: fx.Node, machine: Machine) -> bool:
@@ -66,7 +64,8 @@ class Batching:
         # A 0-d operand never widens the result's dtype, a stack of them [n, 1, 1] could.
         operands = [v for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
         same = all(v.dtype == value.dtype for v in operands)
-        return pointwise(node) and (same or node.target is aten._to_copy.default)
+        equal = not self.exact or position_free(node, machine)
+        return pointwise(node) and equal and (same or node.target is aten._to_copy.default)
 
 
 def numbers(placed: Placed) -> list[str]:

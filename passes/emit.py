@@ -160,9 +160,7 @@ class GroupView:
         return View(self.slot[f"{phase.value} {'send' if sent else 'recv'}"], offset, dtype, shape)
 
 
-def runs(
-    places: Sequence[list[tuple[int, Box]]], itemsize: int
-) -> list[tuple[int, Box, int]] | None:
+def runs(places: Sequence[list[tuple[int, Box]]], itemsize: int) -> list[tuple[int, Box, int]] | None:
     """Places of n tasks' wires as runs of n neighbours: (offset, box, n); None if they are not neighbours."""
     columns = list(zip(*places, strict=True)) if len({len(p) for p in places}) == 1 else []
     found = []
@@ -281,9 +279,7 @@ class Writer:
 
             def build(placed: Placed = placed, sharded: bool = sharded) -> fx.Graph:
                 casting = len(placed.gather) if sharded else 0
-                return lift_prepare(
-                    placed.prepare, self.scalars(placed), foreach=self.foreach, casting=casting
-                )
+                return lift_prepare(placed.prepare, self.scalars(placed), foreach=self.foreach, casting=casting)
 
             def lookup(name: str, segment: Segment = segment, where: str = where) -> fx.Node:
                 return self.leaf(segment.placed, segment.group, segment.names, name, where)
@@ -378,9 +374,7 @@ class Writer:
             slot = g.slot["gathered"]
             self.sizes[slot] = max(self.sizes.get(slot, 0), gathered)
 
-    def unpack(
-        self, g: GroupView, batch: Batch, wire: Wire, where: str, offset: int
-    ) -> tuple[fx.Node, int]:
+    def unpack(self, g: GroupView, batch: Batch, wire: Wire, where: str, offset: int) -> tuple[fx.Node, int]:
         """Assemble a batch's whole wire values [n, ...] from the receive buffer, at `offset` of a slot."""
         n, slot = len(batch.tasks), g.slot["gathered"]
         offset = -(-offset // 64) * 64
@@ -411,9 +405,7 @@ class Writer:
         whole = tuple(View(slot, offset + i * each, wire.dtype, wire.shape) for i in range(n))
         return self.bind(f"{label}_list", Views(whole)), offset + size
 
-    def pack_computed(
-        self, g: GroupView, phase: Phase, batch: Batch, wire: Wire, node: fx.Node, where: str
-    ) -> None:
+    def pack_computed(self, g: GroupView, phase: Phase, batch: Batch, wire: Wire, node: fx.Node, where: str) -> None:
         """Copy the parts of a computed value to the places from which they are sent."""
         places = [g.places(phase, True, name, wire) for name in batch.tasks]
         views: list[View] = []
@@ -441,18 +433,14 @@ class Writer:
                 places = [g.places(Phase.EXCHANGE, True, t.name, wire) for t in segment.tasks]
                 label = f"g{g.group.index}_s{i}_{wire.name}"
                 for c in range(len(places[0])):
-                    targets = tuple(
-                        g.view(Phase.EXCHANGE, True, p[c][0], wire.dtype, p[c][1].size) for p in places
-                    )
+                    targets = tuple(g.view(Phase.EXCHANGE, True, p[c][0], wire.dtype, p[c][1].size) for p in places)
                     self.call(
                         instructions.copy,
                         self.bind(f"{label}_forward{c}", Views(targets)),
                         self.bind(f"{label}_scattered", Views(sources)),
                     )
 
-    def commit_later(
-        self, g: GroupView, placed: Placed, batch: Batch, values: Sequence[fx.Node], where: str
-    ) -> None:
+    def commit_later(self, g: GroupView, placed: Placed, batch: Batch, values: Sequence[fx.Node], where: str) -> None:
         """New resident state is written with the group's apply."""
         for place, (name, node) in enumerate(zip(placed.owner_writes, values, strict=True)):
             whole = placed.stacked is not None and batch.stacked
@@ -475,9 +463,7 @@ class Writer:
                     wires[wire.name] = self.own_part(g, segment, wire, j, where)
 
             def build(placed: Placed = placed) -> fx.Graph:
-                return lift_apply(
-                    placed.apply, placed.fragment_writes, self.scalars(placed), foreach=self.foreach
-                )
+                return lift_apply(placed.apply, placed.fragment_writes, self.scalars(placed), foreach=self.foreach)
 
             def lookup(
                 name: str,
@@ -498,6 +484,5 @@ class Writer:
         batch, results = g.results[segment.names[0]]
         boxes = [wire.box(t.layout.boxes[g.at[1]]) for t in segment.tasks]
         index = tuple((batch.tasks.index(t.name), *b.slices()) for t, b in zip(segment.tasks, boxes, strict=True))
-        return self.call(
-            instructions.parts, results[j], self.bind(f"{where}_{wire.name}_parts", Indices(index))
-        )
+        found = self.call(instructions.parts, results[j], self.bind(f"{where}_{wire.name}_parts", Indices(index)))
+        return self.call(instructions.compact, found) if g.grid.shards > 1 else found

@@ -51,13 +51,11 @@ class FormMicroGroups:
         groups = tuple(MicroGroup(i, tuple(t.name for t in own)) for i, own in enumerate(bins))
         return replace(step, form=Form.GROUPED, groups=groups)
 
-    def _best(
-        self, tasks: Sequence[Task], grid: Grid, placed: dict[str, Placed], step: Step
-    ) -> list[list[Task]]:
-        total = makespan(tasks, placed)
+    def _best(self, tasks: Sequence[Task], grid: Grid, placed: dict[str, Placed], step: Step) -> list[list[Task]]:
+        total, largest = makespan(tasks, placed), max(placed[t.placed].flops for t in tasks)
         plans: dict[int, list[list[Task]]] = {}
         for count in (self.groups,) if self.groups else COUNTS:
-            plan = pack(tasks, placed, math.ceil(total / count), self.capacity)
+            plan = pack(tasks, placed, max(math.ceil(total / count), largest), self.capacity)
             plans.setdefault(len(plan), plan)
         rates = rates_of(step.machine)
 
@@ -68,9 +66,7 @@ class FormMicroGroups:
         return plans[min(plans, key=lambda count: (seconds(count), count))]
 
 
-def pack(
-    tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most_bytes: int
-) -> list[list[Task]]:
+def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most_bytes: int) -> list[list[Task]]:
     """Consecutive groups, each the longest whose makespan and bytes are within the limits."""
     bins: list[list[Task]] = []
     flops: dict[object, int] = defaultdict(int)

@@ -11,7 +11,7 @@ import networkx as nx
 from torch import fx
 
 from canzona_compile.cost import flops_of, symbolic_flops
-from canzona_compile.exactness import pointwise, position_free
+from canzona_compile.exactness import placed_equally, pointwise
 from canzona_compile.ir import (
     Form,
     LayoutKind,
@@ -66,7 +66,7 @@ class Place:
         return replace(step, form=Form.PLACED, placed=tuple(placed.values()), tasks=tasks)
 
     def cut(self, template: Template, kind: LayoutKind, machine: Machine, name: str) -> Placed:
-        cutter = Cutter(template, kind, machine, self.exact and not kind.aligned)
+        cutter = Cutter(template, kind, machine, self.exact)
         return split(template, kind, cutter.fragment_nodes(), name)
 
 
@@ -92,8 +92,8 @@ def everywhere(graph: fx.Graph) -> set[fx.Node]:
 class Cutter:
     """The flow network of one template on one kind of layout."""
 
-    def __init__(self, template: Template, kind: LayoutKind, machine: Machine, fixed_bits: bool) -> None:
-        self.template, self.kind, self.machine, self.fixed_bits = template, kind, machine, fixed_bits
+    def __init__(self, template: Template, kind: LayoutKind, machine: Machine, exact: bool) -> None:
+        self.template, self.kind, self.machine, self.exact = template, kind, machine, exact
         self.graph = template.graph
         self.everywhere = everywhere(self.graph)
         self.nodes = [n for n in self.graph.nodes if n.op != "output" and n not in self.everywhere]
@@ -106,7 +106,9 @@ class Cutter:
             return False
         if node.op == "placeholder":
             return True
-        if not pointwise(node) or (self.fixed_bits and not position_free(node, self.machine)):
+        if not pointwise(node):
+            return False
+        if self.exact and not placed_equally(node, self.machine, self.kind.aligned):
             return False
         operands = [tensor_value(n) for n in node.all_input_nodes]
         return all(t is None or broadcasts(tuple(t.shape), self.template.shape) for t in operands)
@@ -118,9 +120,7 @@ class Cutter:
             fragment = self._minimum_cut(owner)
             downstream = after({n for n in self.nodes if n not in fragment})
             returning = {
-                n
-                for n in fragment
-                if n in downstream and any(u in self.nodes and u not in fragment for u in n.users)
+                n for n in fragment if n in downstream and any(u in self.nodes and u not in fragment for u in n.users)
             }
             if not returning:
                 return fragment
@@ -204,9 +204,9 @@ def split(template: Template, kind: LayoutKind, fragment: set[fx.Node], name: st
 
     fragment_writes = tuple(w for w, v in new.items() if on_fragment(w, v))
     owner_writes = tuple(w for w in new if w not in fragment_writes)
-    resident = tuple(
-        leaf[n].name for n in owner if n.op == "placeholder" and leaf[n].role is Role.STATE
-    ) + tuple(w for w in owner_writes if w not in {x.name for x in template.inputs})
+    resident = tuple(leaf[n].name for n in owner if n.op == "placeholder" and leaf[n].role is Role.STATE) + tuple(
+        w for w in owner_writes if w not in {x.name for x in template.inputs}
+    )
     ordered = list(graph.nodes)
     gather = sorted(crossing_up, key=ordered.index)
     early = ancestors(gather) & fragment

@@ -15,6 +15,11 @@ GOLDEN = Path(__file__).parent / "golden"
 Golden = Callable[..., None]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Dynamo imports deprecated parts of torch; were that an error, every capture would fail.
+    config.addinivalue_line("filterwarnings", "ignore:`torch.jit:DeprecationWarning")
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
     """Compare a text with tests/golden/<test>.ir, or with the file of a given name."""
@@ -28,7 +33,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
         expected = path.read_text(encoding="utf-8") if path.exists() else ""
         if text != expected:
             where = path.relative_to(GOLDEN.parents[1])
-            state = "differs from" if path.exists() else "does not exist, unlike"
+            state = "differs from" if path.exists() else "does not exist; expected is"
             pytest.fail(
                 f"{where} {state} what this test prints:\n{differences(expected, text)}"
                 f"If that is wanted: GOLDEN=accept pytest '{request.node.nodeid}'",

@@ -5,7 +5,6 @@ The toy is made without any pass, so that tests of the verifier do not depend on
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -24,8 +23,8 @@ from canzona_compile.ir import (
     Exchange,
     Form,
     Item,
-    Leaf,
     LayoutKind,
+    Leaf,
     Machine,
     MicroGroup,
     Phase,
@@ -38,6 +37,7 @@ from canzona_compile.ir import (
     Wire,
 )
 from canzona_compile.layout import Box, Grid, Layout, Shape, local_layout
+from canzona_compile.program import Program
 
 aten = torch.ops.aten
 CPU = Machine("cpu", "gloo", 1)
@@ -64,12 +64,13 @@ def muon_template(shape: Shape) -> Template:
     """torch.optim.Muon's step for one matrix of float32."""
     optimizer = torch.optim.Muon([torch.nn.Parameter(torch.zeros(2, 2))], lr=2e-2)
     spec = ParameterSpec(shape, torch.float32, torch.float32, torch.device("cpu"))
-    return Capture(optimizer).kind_of(optimizer.param_groups[0], spec, "weight").template
+    template = Capture(optimizer).kind_of(optimizer.param_groups[0], spec, "weight").template
+    assert not template.interpreted, template.interpreted
+    return template
 
 
 def muon_step(grid: Grid, *shapes: Shape) -> Step:
-    """A captured step of one matrix per shape; two of (64, 32) and one of (6, 20) by default."""
-    shapes = shapes or ((64, 32), (64, 32), (6, 20))
+    """A captured step of one matrix per shape."""
     templates = {shape: muon_template(shape) for shape in shapes}
     tasks = tuple(
         Task(f"layers.{i}.weight", i, 0, templates[shape].name, rows_layout(shape, grid))
@@ -188,16 +189,24 @@ def toy_step(form: Form, replicas: int = 2, shards: int = 2) -> Step:
         owners = {"a": (0, 0), "b": (replicas - 1, shards - 1), "c": (0, 0)}
         kinds["c"] = Strategy.LOCAL
     tasks = tuple(
-        Task(name, i, 0, "toy", alone if name == "c" else near, names[name], kinds[name], "", owners[name])
+        Task(
+            name,
+            i,
+            0,
+            "toy",
+            alone if name == "c" else near,
+            names[name],
+            kinds[name],
+            "",
+            owners[name],
+        )
         for i, name in enumerate("abc")
     )
     groups = tuple(toy_groups(form, tasks, cuts[0])) if form >= Form.GROUPED else ()
     schedule = toy_schedule(groups) if form >= Form.SCHEDULED else ()
     buffers = toy_buffers(schedule) if form >= Form.SCHEDULED else ()
-    program = types.SimpleNamespace(module=toy_module()) if form >= Form.EMITTED else None
-    return Step(
-        form, "Toy", CPU, (template,), tasks, cuts, groups, schedule, buffers, program=program
-    )
+    program = Program(toy_module(), {}, (), 0) if form >= Form.EMITTED else None
+    return Step(form, "Toy", CPU, (template,), tasks, cuts, groups, schedule, buffers, program=program)
 
 
 def toy_groups(form: Form, tasks: tuple[Task, ...], cut: Placed) -> list[MicroGroup]:
@@ -236,11 +245,16 @@ def toy_schedule(groups: tuple[MicroGroup, ...]) -> tuple[Event, ...]:
         if exchange is None
     }
     local = (Act.PREPARE, Act.COMPUTE, Act.APPLY)
-    return (*(Event(act, 0) for act in Act if act not in skipped), *(Event(act, 1) for act in local))
+    return (
+        *(Event(act, 0) for act in Act if act not in skipped),
+        *(Event(act, 1) for act in local),
+    )
 
 
 def toy_buffers(schedule: tuple[Event, ...]) -> tuple[Buffer, ...]:
     at = {event.act: i for i, event in enumerate(schedule) if event.group == 0}
+    if Act.START_GATHER not in at:
+        return ()
     return (
         Buffer(0, "gather send", at[Act.PREPARE], at[Act.WAIT_GATHER], 0),
         Buffer(0, "gather recv", at[Act.START_GATHER], at[Act.COMPUTE], 1),

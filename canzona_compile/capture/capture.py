@@ -41,6 +41,7 @@ class Capture:
     kinds: dict[Key, Kind] = field(default_factory=dict)
     captures: int = 0
     _separable: set[Key] = field(default_factory=set)
+    _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
     def kind_of(self, group: Mapping[str, Any], spec: ParameterSpec, name: str) -> Kind:
         """The kind of a parameter `name` of `group`; captured now if it is the first of its kind.
@@ -60,7 +61,7 @@ class Capture:
     def _capture(self, group: Mapping[str, Any], spec: ParameterSpec) -> Kind:
         label = self._label(spec)
         try:
-            oracle = Oracle(self.optimizer, group, spec)
+            oracle = Oracle(self.optimizer, group, spec, bake=self._bake)
         except Untraceable as reason:
             log.info("%s is interpreted: %s", label, reason)
             return Kind(interpreted_template(label, spec, str(reason)), None, None, (), {})
@@ -68,9 +69,7 @@ class Capture:
         variant = oracle.variants[-1]
         leaves = oracle.first_state[0]
         tensors = tuple(
-            Leaf(Role.STATE, name, tuple(v.shape), v.dtype)
-            for name, v in leaves.items()
-            if isinstance(v, torch.Tensor)
+            Leaf(Role.STATE, name, tuple(v.shape), v.dtype) for name, v in leaves.items() if isinstance(v, torch.Tensor)
         )
         python = {name: v for name, v in leaves.items() if not isinstance(v, torch.Tensor)}
         return Kind(template_of(variant, label, spec), oracle, variant, tensors, python)
@@ -102,9 +101,7 @@ def template_of(variant: Variant, name: str, spec: ParameterSpec) -> Template:
     returned = outputs(variant.graph)
     writes: list[str] = []
     values: list[fx.Node] = []
-    for node, source, place in zip(
-        placeholders(variant.graph), variant.sources, variant.results, strict=True
-    ):
+    for node, source, place in zip(placeholders(variant.graph), variant.sources, variant.results, strict=True):
         value = returned[place]
         if node in env and value is not node and source[0] in ("param", "state"):
             writes.append(leaf_of(node, source).name)

@@ -7,7 +7,7 @@ run keeps `.item()` and the scalar arithmetic after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ def functional(
     static: Mapping[str, Tensor],
     inputs: Sequence[Any],
     values: Mapping[int, float],
+    bake: Iterable[int] = (),
 ) -> tuple[fx.Graph, dict[int, float]]:
     """A functional form of Dynamo's `gm`.
 
@@ -30,6 +31,7 @@ def functional(
         static: tensors that the graph reads as attributes, by attribute name.
         inputs: one per placeholder: a tensor to imitate, or a number.
         values: what the scalar placeholders (0-d float64 tensors), by position, hold now.
+        bake: scalars known to have to be constants, from a graph alike.
 
     Returns:
         A graph over placeholders [*static, *inputs], whose output is a flat tuple: Dynamo's outputs
@@ -37,7 +39,7 @@ def functional(
         scalars that had to become constants, because an operator's shape rule asks for their value
         (torch.addmm does for beta): positions and the values that were baked in.
     """
-    baked: dict[int, float] = {}
+    baked = {i: values[i] for i in bake if i in values}
     while True:
         try:
             return _trace(gm, static, inputs, baked), baked
@@ -101,7 +103,7 @@ def _trace(
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.no_grad():
-        traced = make_fx(
-            functionalize(run, remove="mutations"), tracing_mode="real", _allow_non_fake_inputs=True
-        )([like(t) for t in static.values()], [like(v) for v in inputs])
+        traced = make_fx(functionalize(run, remove="mutations"), tracing_mode="real", _allow_non_fake_inputs=True)(
+            [like(t) for t in static.values()], [like(v) for v in inputs]
+        )
     return traced.graph

@@ -66,9 +66,7 @@ def _getitem(graph: fx.Graph, node: fx.Node, index: int, example: Tensor) -> fx.
     return item
 
 
-def interpreted_template(
-    name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = ()
-) -> Template:
+def interpreted_template(name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = ()) -> Template:
     """A template whose whole step is one opaque node.
 
     Args:
@@ -92,9 +90,7 @@ def interpreted_template(
         for i, leaf in enumerate(written)
     ]
     graph.output(tuple(results))
-    return Template(
-        name, spec.shape, spec.dtype, leaves, tuple(leaf.name for leaf in written), graph, reason
-    )
+    return Template(name, spec.shape, spec.dtype, leaves, tuple(leaf.name for leaf in written), graph, reason)
 
 
 def eager_steps(template: Template) -> list[EagerStep]:
@@ -102,4 +98,3 @@ def eager_steps(template: Template) -> list[EagerStep]:
 
 
 __all__ = ["EagerStep", "EagerTasks", "eager_steps", "interpreted_template"]
-

@@ -84,8 +84,20 @@ class Oracle:
     """Captures the step of one kind of parameter and is asked about it on every later step."""
 
     def __init__(
-        self, optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, count: int = 1
+        self,
+        optimizer: Optimizer,
+        group: Mapping[str, Any],
+        spec: ParameterSpec,
+        count: int = 1,
+        bake: set[str] | None = None,
     ) -> None:
+        """Capture now.
+
+        Args:
+            count: how many parameters alike the twin holds.
+            bake: names of scalars known to have to be constants; what is learned is added.
+        """
+        self._bake = set() if bake is None else bake
         self.variants: list[Variant] = []
         self._mode = FakeTensorMode(shape_env=ShapeEnv())
         self._asked: tuple[Variant, Scalars] | None = None
@@ -124,9 +136,7 @@ class Oracle:
         Python side effects of the step (counters in the state) happen on the twin.
         """
         own = self.twin.param_groups[0]
-        own.update(
-            (k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own
-        )
+        own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
         before = self._snapshot()
         self._asked = None
         with torch.no_grad(), quiet():
@@ -157,7 +167,9 @@ class Oracle:
             values = {i: number(a) for i, a in enumerate(args) if number(a) is not None}
             variant = next((v for v in found if matches(v, values)), None)
             if variant is None:
-                graph, baked = functional(gm, static, examples, values)
+                known = [i for i, name in enumerate(names) if name in self._bake]
+                graph, baked = functional(gm, static, examples, values, known)
+                self._bake.update(names[i] for i in baked)
                 sources = [self._source(t, "constant") for t in static.values()]
                 sources += [self._source(a, name) for a, name in zip(args, names, strict=True)]
                 offset = len(returned)

@@ -16,9 +16,7 @@ from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir import outputs, placeholders
 
 
-def check_separable(
-    optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, name: str
-) -> None:
+def check_separable(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, name: str) -> None:
     """Capture two parameters alike and check that no value of one reaches the other.
 
     What cannot be traced is run instead, on small matrices: two parameters together must give the
@@ -84,9 +82,7 @@ def alone_as_together(optimizer: Optimizer, group: Mapping[str, Any], spec: Para
         generator = torch.Generator(device="cpu").manual_seed(0)
         made = []
         for scale in (1.0, 100.0):
-            param = torch.nn.Parameter(
-                (torch.randn(shape, generator=generator) * scale).to(spec.device, spec.dtype)
-            )
+            param = torch.nn.Parameter((torch.randn(shape, generator=generator) * scale).to(spec.device, spec.dtype))
             param.grad = (torch.randn(shape, generator=generator) * scale).to(param)
             made.append(param)
         return made

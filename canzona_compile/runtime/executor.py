@@ -44,9 +44,7 @@ class Executor:
     and numbers are looked up.
     """
 
-    def __init__(
-        self, program: Program, device: torch.device, groups: Groups, watch: Watch, tensors: Tensors
-    ) -> None:
+    def __init__(self, program: Program, device: torch.device, groups: Groups, watch: Watch, tensors: Tensors) -> None:
         self.program, self.tensors, self.watch = program, tensors, watch
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in program.slots]
         self.bytes = sum(program.slots)

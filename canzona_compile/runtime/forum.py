@@ -64,8 +64,7 @@ class Forum:
         texts = [json.loads(t) for t in self.share(json.dumps(text))]
         raise RankMismatch(
             "ranks made different plans; " + first_difference(self.ranks, texts),
-            hint="build the optimizer from the same parameters, in the same order, with the same options "
-            "on every rank",
+            hint="build the optimizer from the same parameters, in the same order, with the same options on every rank",
         )
 
     # -- when something changes in a steady state ---------------------------------------------------
@@ -110,9 +109,7 @@ class Forum:
         raise self._disagreement({caller: finding, self.rank: ""})
 
     def _disagreement(self, findings: dict[int, str]) -> CanzonaError:
-        said = "; ".join(
-            f"rank {r}: {finding or 'no change'}" for r, finding in sorted(findings.items())
-        )
+        said = "; ".join(f"rank {r}: {finding or 'no change'}" for r, finding in sorted(findings.items()))
         return InvalidGradient(
             f"gradients are missing on some ranks only ({said}); nothing was updated",
             hint="give every rank the gradient (zeros count) or none (grad=None on all ranks skips the parameter)",
@@ -120,7 +117,6 @@ class Forum:
 
 
 def hash_of(text: str) -> str:
-
 
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,0 +1,75 @@
+"""Results for people."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from latency_first_step import FirstStep
+from latency_results import CaseResult, ModelResult, Spread
+from latency_variants import OURS
+
+
+def case_table(case: CaseResult) -> Group:
+    """Every variant of a case, then its first step."""
+    table = Table(title=f"{case.name}: {case.about}", title_justify="left", title_style="bold")
+    table.add_column("variant")
+    for column in (
+        "step ms (p10-p90)",
+        "by ours (p10-p90)",
+        "collectives",
+        "bytes sent",
+        "B/element",
+        "CPU us/matrix",
+        "bits",
+    ):
+        table.add_column(column, justify="right")
+    for name, result in case.variants.items():
+        if result.step_ms is None or result.cpu_us_per_matrix is None:
+            table.add_row(name, Text(f"does not run: {result.failure}", style="yellow"))
+            continue
+        table.add_row(
+            name,
+            show(result.step_ms, "{:.1f}"),
+            "1" if name == OURS else show(case.ratios[name], "{:.2f}x"),
+            str(result.collectives),
+            f"{result.bytes_sent:,}",
+            f"{result.bytes_per_element:.3f}",
+            f"{result.cpu_us_per_matrix.median:.0f}",
+            {True: "equal", False: "differ", None: ""}[result.same_bits],
+        )
+    chosen = ", ".join(f"{n} {name}" for name, n in case.decision.strategies.items())
+    plan = (
+        f"{case.matrices} matrices, {case.elements:,} elements; plan: {chosen}, "
+        f"{case.decision.micro_groups} micro-group(s), load max/mean {case.decision.imbalance:.3f}"
+    )
+    return Group(table, plan, first_step_line(case.first_step), "")
+
+
+def model_table(model: ModelResult) -> Group:
+    """A model of `--first-step`."""
+    table = Table(title=f"{model.name}: {model.about}", title_justify="left", title_style="bold")
+    table.add_column(f"{model.matrices} matrices")
+    table.add_column("us/matrix (p10-p90)", justify="right")
+    table.add_row("steady step, wall", show(model.step_us_per_matrix, "{:.1f}"))
+    table.add_row("steady step, CPU", show(model.cpu_us_per_matrix, "{:.1f}"))
+    return Group(table, first_step_line(model.first_step), passes_line(model.first_step), "")
+
+
+def first_step_line(first: FirstStep) -> str:
+    staged = first.capture + first.passes + first.emit
+    return (
+        f"first step {first.total:.2f} s: capture {first.capture:.2f} ({first.templates} templates)"
+        f" + passes {first.passes:.2f} + emit {first.emit:.2f} = {staged:.2f} s,"
+        f" rest {first.rest:.2f} s"
+    )
+
+
+def passes_line(first: FirstStep) -> str:
+    return "passes, ms: " + ", ".join(f"{n} {s * 1e3:.1f}" for n, s in first.by_pass.items())
+
+
+def show(values: Spread, form: str) -> str:
+    ends = f"{form.format(values.p10)}-{form.format(values.p90)}"
+    return f"{form.format(values.median)} ({ends})"

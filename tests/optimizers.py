@@ -1,0 +1,156 @@
+"""Optimizers to test with: torch's Muon with every kind of group, and small Muons of stacks [experts, m, n]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Muon, Optimizer
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A parameter group: its matrices and its hyperparameters."""
+
+    shapes: tuple[Shape, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+# Every pair of nesterov and adjust_lr_fn, each with a shape of its own: six templates. Rows that two
+# ranks cannot share evenly, fewer rows than ranks, columns likewise, and shapes that batch.
+MUON_GROUPS = (
+    GroupSpec(((64, 48),) * 3, {"nesterov": True, "adjust_lr_fn": None}),
+    GroupSpec(((31, 17),), {"nesterov": False, "adjust_lr_fn": None, "weight_decay": 0.0}),
+    GroupSpec(((2, 30),), {"nesterov": True, "adjust_lr_fn": "match_rms_adamw"}),
+    GroupSpec(((48, 64),) * 2, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "lr": 3e-3}),
+    GroupSpec(((17, 31),), {"nesterov": True, "adjust_lr_fn": "original", "momentum": 0.8}),
+    GroupSpec(((5, 40),), {"nesterov": False, "adjust_lr_fn": "original", "weight_decay": 0.3}),
+)
+# Stacks of experts: entries and rows that do not divide, fewer entries than ranks.
+STACK_GROUPS = (
+    GroupSpec(((8, 32, 16),) * 2, {"nesterov": True}),
+    GroupSpec(((6, 20, 12),), {"nesterov": False}),
+    GroupSpec(((3, 5, 7),), {"nesterov": True, "weight_decay": 0.0}),
+)
+
+
+def shapes_of(groups: Sequence[GroupSpec]) -> list[Shape]:
+    return [shape for group in groups for shape in group.shapes]
+
+
+def param_groups(groups: Sequence[GroupSpec], params: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer, in the order of `shapes_of`."""
+    left = iter(params)
+    return [{"params": [next(left) for _ in g.shapes], **g.options} for g in groups]
+
+
+def reschedule(optimizer: Optimizer, step: int) -> None:
+    """Set what a schedule may change, differently on every step: lr, momentum and weight decay."""
+    for i, group in enumerate(optimizer.param_groups):
+        first = group.setdefault("first", {k: group[k] for k in ("lr", "momentum", "weight_decay")})
+        group["lr"] = first["lr"] * (0.3 + abs((step + i) % 9 - 4) / 4)
+        group["momentum"] = first["momentum"] * (1 - 0.01 * (step % 7))
+        group["weight_decay"] = first["weight_decay"] * (1 + 0.1 * step)
+
+
+def muon(params: Iterable[dict[str, Any]]) -> Optimizer:
+    return Muon(params, lr=2e-2, weight_decay=0.1)
+
+
+class StackMuon(Optimizer):
+    """Muon of stacks of matrices: one device, batched products, no loop over the experts."""
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 2e-2,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        nesterov: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+
+    def rate(self, lr: float, shape: Shape) -> float:
+        return lr * max(1.0, shape[-2] / shape[-1]) ** 0.5
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, param.grad, group)
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        average = state["momentum_buffer"]
+        average.lerp_(grad, 1 - group["momentum"])
+        update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(orthogonal(update), alpha=-self.rate(group["lr"], tuple(param.shape)))
+
+
+class EntriesMuon(StackMuon):
+    """Steps further the more entries a stack has: a part of the stack is not to be taken for the whole."""
+
+    def rate(self, lr: float, shape: Shape) -> float:
+        return float(lr * shape[0] ** 0.5)
+
+
+def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
+    """Newton-Schulz on every matrix of a stack, in bfloat16."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = stack.bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.transpose(-2, -1) if tall else x
+    x = x / x.square().sum(dim=(-2, -1), keepdim=True).sqrt().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.transpose(-2, -1))
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.transpose(-2, -1) if tall else x
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to make an optimizer, and for which groups."""
+
+    make: Callable[[list[dict[str, Any]]], Optimizer]
+    groups: tuple[GroupSpec, ...]
+
+
+RECIPES = {
+    "muon": Recipe(muon, MUON_GROUPS),
+    "stack": Recipe(StackMuon, STACK_GROUPS),
+    "entries": Recipe(EntriesMuon, STACK_GROUPS),
+}
+
+
+# -- shared captures -------------------------------------------------------------------------------
+
+_captured: dict[type[Optimizer], tuple[Any, Any]] = {}
+
+
+def share_captures(optimizer: Any) -> None:
+    """Let a wrapped optimizer use what others of its class captured in this process.
+
+    A capture takes a third of a second, depends on no layout, and tests of layouts need the same ones over
+    and over. All ranks must do the same, as templates are numbered.
+    """
+    capture = optimizer.canzona.session.capture
+    kind = type(optimizer)._canzona_plain_class
+    capture.kinds, capture._separable = _captured.setdefault(
+        kind, (capture.kinds, capture._separable)
+    )
