@@ -40,7 +40,7 @@ class VariantResult:
         collectives: per rank and step.
         bytes_sent: per step, that leave a rank, summed over ranks.
         same_bits: whether its parameters ended equal to those of the local variant, bit for bit;
-            None where it took part in fewer rounds.
+            None for the stock variant, which takes part in fewer rounds.
         failure: why there is nothing else.
     """
 

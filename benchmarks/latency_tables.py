@@ -60,7 +60,7 @@ def model_table(model: ModelResult) -> Group:
 def first_step_line(first: FirstStep) -> str:
     staged = first.capture + first.passes + first.emit
     return (
-        f"first step {first.total:.2f} s: capture {first.capture:.2f} ({first.templates} templates)"
+        f"first step {first.total:.2f} s: capture {first.capture:.2f} ({first.captures} graphs)"
         f" + passes {first.passes:.2f} + emit {first.emit:.2f} = {staged:.2f} s,"
         f" rest {first.rest:.2f} s"
     )

@@ -24,7 +24,7 @@ class Traffic:
     bytes_sent: int
 
 
-class TrafficCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TrafficCounter(TorchDispatchMode):
     """While active, sees the operators through which every collective reaches its process group.
 
     These are c10d's own (`torch.distributed` calls them) and the functional ones, which DTensor
@@ -33,7 +33,7 @@ class TrafficCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.collectives = 0
         self.bytes_sent = 0
 

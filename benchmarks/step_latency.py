@@ -72,7 +72,7 @@ def main() -> None:
     settings = parse()
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder, "ranks").as_uri()
-        spawn(run_rank, args=(settings, meeting), nprocs=settings.ranks)  # type: ignore[no-untyped-call]
+        spawn(run_rank, args=(settings, meeting), nprocs=settings.ranks)
 
 
 def run_rank(rank: int, settings: Settings, meeting: str) -> None:

@@ -102,12 +102,11 @@ class Binder:
             )
         layout = self.layout(param)
         kind = self._kind(group, layout, param, name)
-        if isinstance(param, DTensor) and param.ndim > 2 and cut_along_first_dim(param):
-            if first_dim_is_batch(kind.template):
-                own = self._spread(dtensor_layout(param, self.rank, batch_dims=1))
-                local = self._kind(group, own, param, name)
-                if same_but_sizes(kind, local):
-                    layout, kind = own, local
+        if isinstance(param, DTensor) and cut_along_experts(param) and first_dim_is_batch(kind.template):
+            own = self._spread(dtensor_layout(param, self.rank, batch_dims=1))
+            local = self._kind(group, own, param, name)
+            if same_but_sizes(kind, local):
+                layout, kind = own, local
         task = Task(name, index, g, kind.template.name, layout)
         return Bound(param, g, task, kind)
 
@@ -140,8 +139,9 @@ class Binder:
         return self._rows[rows]
 
 
-def cut_along_first_dim(param: DTensor) -> bool:
-    return any(isinstance(p, Shard) and p.dim == 0 for p in param.placements)
+def cut_along_experts(param: DTensor) -> bool:
+    """Is it a stack of matrices whose first dim is sharded?"""
+    return param.ndim > 2 and any(isinstance(p, Shard) and p.dim == 0 for p in param.placements)
 
 
 def same_but_sizes(whole: Kind, part: Kind) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-
 import sympy
 import torch
 from torch import fx
@@ -79,7 +78,7 @@ def factors(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     }
     if node.target not in products:
         return None
-    first = products[node.target]  # type: ignore[index]
+    first = products[node.target]
     left, right = node.args[first], node.args[first + 1]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     return left, right

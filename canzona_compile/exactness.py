@@ -37,14 +37,13 @@ COPIES = frozenset(
 # On CPU these give an element the same bits wherever it stands, in every floating dtype. `add` and
 # `sub` do so unless a 16-bit result is scaled by alpha. Left out after measurement: rsqrt in 16 bits,
 # pow in 32 and 64 bits; left out unmeasured: everything else.
+POSITION_FREE_NAMES = """
+    add sub rsub mul div lerp addcmul addcdiv sqrt square neg abs sign reciprocal maximum minimum
+    clamp clamp_min clamp_max where eq ne lt le gt ge copy _to_copy clone detach alias zeros_like
+    ones_like full_like
+"""
 POSITION_FREE_ON_CPU = frozenset(
-    packet
-    for name in (
-        "add sub mul div lerp addcmul addcdiv sqrt neg abs sign reciprocal maximum minimum clamp "
-        "clamp_min clamp_max where eq ne lt le gt ge copy _to_copy clone detach alias zeros_like "
-        "ones_like full_like square rsub"
-    ).split()
-    if (packet := getattr(aten, name, None)) is not None
+    packet for name in POSITION_FREE_NAMES.split() if (packet := getattr(aten, name, None)) is not None
 )
 ALIGNMENT = 64  # elements; a multiple of every CPU vector loop's step, so that no scalar tail is left
 
@@ -74,7 +73,7 @@ def position_free(node: fx.Node, machine: Machine) -> bool:
 def scaled(node: fx.Node) -> bool:
     """Has an addition or subtraction a factor alpha? Subtraction is an addition with alpha -1."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    return node.target.overloadpacket is not aten.add or node.kwargs.get("alpha", 1) != 1
+    return node.target.overloadpacket is not aten.add or bool(node.kwargs.get("alpha", 1) != 1)
 
 
 def placed_equally(node: fx.Node, machine: Machine, aligned: bool) -> bool:

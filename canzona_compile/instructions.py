@@ -83,8 +83,7 @@ def start_all_to_all(
     received: Tensor, sent: Tensor, received_bytes: list[int], sent_bytes: list[int], group: dist.ProcessGroup
 ) -> dist.Work:
     """Start one fused exchange of bytes. The buffers must stay untouched until `finish`."""
-    work = dist.all_to_all_single(received, sent, received_bytes, sent_bytes, group=group, async_op=True)
-    assert work is not None
+    work: dist.Work = dist.all_to_all_single(received, sent, received_bytes, sent_bytes, group=group, async_op=True)
     return work
 
 

@@ -15,7 +15,7 @@ from canzona_compile.ir import Stacked, outputs, tensor_value
 aten = torch.ops.aten
 
 # On CPU torch's foreach functions are these operators in a loop in C++: the same bits, less Python.
-FOREACH = {
+FOREACH: Mapping[Any, str] = {
     aten.mul.Tensor: "mul",
     aten.add.Tensor: "add",
     aten.sub.Tensor: "sub",
@@ -58,11 +58,11 @@ class Lifter:
         for node in graph.nodes:
             if node.op == "placeholder":
                 home = self.lists
-                if node.name in self._stacked_names:
+                if node.target in self._stacked_names:
                     home = self.stacks
-                elif node.name in self._single_names:
+                elif node.target in self._single_names:
                     home = self.singles
-                home[node] = self.graph.placeholder(node.name)
+                home[node] = self.graph.placeholder(str(node.target))
             elif node.op == "call_function":
                 self._call(node)
 
@@ -88,24 +88,24 @@ class Lifter:
         return self.stacks[node]
 
     def _listed_call(self, node: fx.Node) -> fx.Node:
-        args = fx.map_arg(node.args, self.listed)
-        kwargs = fx.map_arg(node.kwargs, self.listed)
-        usable = self.foreach and self._uniform(node) and foreach_equal(node, node in self.in_place)
-        name = FOREACH.get(node.target) if usable else None  # type: ignore[arg-type]
-        if node in self.in_place:
-            first = args[0]  # type: ignore[index]
+        target: Any = node.target
+        args: Any = fx.map_arg(node.args, self.listed)
+        kwargs: Any = fx.map_arg(node.kwargs, self.listed)
+        overwrites = node in self.in_place
+        usable = self.foreach and self._uniform(node) and foreach_equal(node, overwrites)
+        name = FOREACH.get(target) if usable else None
+        if overwrites:
             if name is not None:
-                self.graph.call_function(getattr(torch, f"_foreach_{name}_"), args, kwargs)  # type: ignore[arg-type]
+                self.graph.call_function(getattr(torch, f"_foreach_{name}_"), args, kwargs)
             else:
-                target = in_place_variant(node.target)
-                self.graph.call_function(instructions.each, (target, *args), kwargs)  # type: ignore[arg-type,misc]
-            assert isinstance(first, fx.Node)
+                self.graph.call_function(instructions.each, (in_place_variant(target), *args), kwargs)
+            first: fx.Node = args[0]
             return first
         if name is not None:
-            return self.graph.call_function(getattr(torch, f"_foreach_{name}"), args, kwargs)  # type: ignore[arg-type]
-        if not isinstance(node.target, torch._ops.OpOverload):  # it takes lists: getitem, eager steps
-            return self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        return self.graph.call_function(instructions.each, (node.target, *args), kwargs)  # type: ignore[arg-type,misc]
+            return self.graph.call_function(getattr(torch, f"_foreach_{name}"), args, kwargs)
+        if not isinstance(target, torch._ops.OpOverload):  # it takes lists: getitem, eager steps
+            return self.graph.call_function(target, args, kwargs)
+        return self.graph.call_function(instructions.each, (target, *args), kwargs)
 
     def _uniform(self, node: fx.Node) -> bool:
         """Foreach takes a list first and lists of tensors or one number after it."""
@@ -113,7 +113,7 @@ class Lifter:
         return all(n in self.lists or n in self.stacks for n in tensors) and node.args[0] in tensors
 
     def _stacked_call(self, node: fx.Node) -> fx.Node:
-        ndim = max((v.ndim for n in [node, *node.all_input_nodes] if (v := tensor_value(n)) is not None))
+        ndim = max(v.ndim for n in [node, *node.all_input_nodes] if (v := tensor_value(n)) is not None)
 
         def operand(n: fx.Node) -> fx.Node:
             if n in self.singles:
@@ -125,12 +125,12 @@ class Lifter:
                 return self.graph.call_function(instructions.spread, (whole, ndim))
             return whole
 
-        args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
-        target: Any = STACKED_PRODUCTS.get(node.target, node.target)  # type: ignore[arg-type]
-        if node.target is aten.permute.default:
-            assert isinstance(args, tuple)
-            args = (args[0], [0, *(d + 1 for d in args[1])])  # type: ignore[union-attr,operator]
-        return self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        args: Any = fx.map_arg(node.args, operand)
+        kwargs: Any = fx.map_arg(node.kwargs, operand)
+        source: Any = node.target
+        if source is aten.permute.default:
+            args = (args[0], [0, *(d % ndim + 1 for d in args[1])])
+        return self.graph.call_function(STACKED_PRODUCTS.get(source, source), args, kwargs)
 
 
 STACKED_PRODUCTS: Mapping[Any, Any] = {
@@ -194,7 +194,7 @@ def lift_stacked(
 def lift_apply(graph: fx.Graph, writes: Iterable[str], single: Iterable[str], *, foreach: bool) -> fx.Graph:
     """An apply graph over lists that writes its results into the leaves `writes` instead of returning them."""
     pairs = list(zip(writes, outputs(graph), strict=True))
-    leaf = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    leaf = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
     in_place: set[fx.Node] = set()
     for name, node in pairs:
         in_place |= overwriting_chain(node, leaf.get(name), [n for _, n in pairs])

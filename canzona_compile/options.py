@@ -37,6 +37,12 @@ class Options:
     groups: int | None = None
     depth: int = 2
 
+    @property
+    def text(self) -> str:
+        """What ranks must have in common."""
+        o = self
+        return f"{o.strategy} {o.numerics} capacity {o.capacity} groups {o.groups} depth {o.depth}"
+
     def __post_init__(self) -> None:
         for name, kind in (("strategy", Strategy), ("numerics", Numerics)):
             value, allowed = getattr(self, name), get_args(kind)

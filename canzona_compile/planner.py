@@ -101,9 +101,8 @@ def first_steps(owned: Step, bound: dict[str, Bound]) -> Step:
         placed, kind = owned.placed_of(task), bound[task.name].kind
         name = f"{placed.name}_first"
         if name not in templates:
-            grad = kind.template.leaf("grad")
-            assert grad.dtype is not None
-            spec = ParameterSpec(task.shape, kind.template.dtype, grad.dtype, bound[task.name].param.device)
+            device = bound[task.name].param.device
+            spec = ParameterSpec(task.shape, kind.template.dtype, kind.grad_dtype, device)
             made = interpreted_template(name, spec, "first step: creates the state", kind.state)
             templates[name] = replace(made, resident=placed.resident)
         tasks.append(replace(task, template=name))

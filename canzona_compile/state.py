@@ -46,9 +46,6 @@ class StateStore:
         assert tensor is not None
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
-    def resident(self, leaf: str, task: str) -> Tensor:
-        return self.residents[task, leaf]
-
     # -- creation ------------------------------------------------------------------------------------
 
     def leaves(self, task: str) -> tuple[Leaf, ...]:

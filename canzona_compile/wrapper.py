@@ -24,13 +24,13 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.inspection import Canzona
 from canzona_compile.options import Numerics, Options, Strategy
 
-O = TypeVar("O", bound=Optimizer)
+Opt = TypeVar("Opt", bound=Optimizer)
 
 LOST = "replicate= is lost: process groups cannot be pickled"
 
 
 def wrap(
-    optimizer: O,
+    optimizer: Opt,
     *,
     replicate: DeviceMesh | ProcessGroup | None = None,
     strategy: Strategy = "auto",
@@ -38,7 +38,7 @@ def wrap(
     capacity: int = 512 * 2**20,
     groups: int | None = None,
     depth: int = 2,
-) -> O:
+) -> Opt:
     """Make every `step` of an optimizer compute each matrix once, on one rank, whatever the sharding.
 
     Args:
@@ -87,7 +87,7 @@ def wrap(
     return _attach(optimizer, options)
 
 
-def unwrap(optimizer: O) -> O:
+def unwrap(optimizer: Opt) -> Opt:
     """Undo `wrap`: the same object, its old class, its state in portable form (a collective)."""
     if is_wrapped(optimizer):
         optimizer.canzona.session.close()  # type: ignore[attr-defined]
@@ -101,8 +101,9 @@ def is_wrapped(optimizer: object) -> bool:
     return hasattr(type(optimizer), "_canzona_plain_class")
 
 
-def _attach(optimizer: O, options: Options, lost: str = "") -> O:
-    optimizer.__class__ = wrapped_class(type(optimizer))
+def _attach(optimizer: Opt, options: Options, lost: str = "") -> Opt:
+    plain: Any = type(optimizer)
+    optimizer.__class__ = wrapped_class(plain)
     optimizer.canzona = Canzona(optimizer, options, lost)  # type: ignore[attr-defined]
     _rebind_scheduled_step(optimizer)
     return optimizer
@@ -140,7 +141,7 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
 
     def state_dict(self: Any) -> dict[str, Any]:
         with self.canzona.session.portable_state():
-            return plain.state_dict(self)  # type: ignore[no-any-return]
+            return plain.state_dict(self)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         plain.load_state_dict(self, state_dict)
@@ -155,7 +156,7 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
         return _restore, (plain, replace(options, replicate=None), lost), state
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-        restore, (kind, options, lost), state = reduce(self, 4)
+        restore, (kind, options, _), state = reduce(self, 4)
         same = self.canzona.session
         made = restore(kind, same.options if not same.lost else options, same.lost)
         memo[id(self)] = made
@@ -173,11 +174,12 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
         "__doc__": plain.__doc__,
         "_canzona_plain_class": plain,
     }
-    made = type(f"Canzona{plain.__name__}", (plain,), members)
+    made: Any = type(f"Canzona{plain.__name__}", (plain,), members)
     hooked = Optimizer.profile_hook_step(step)  # what Optimizer.__init__ does to a class on first use
     hooked.hooked = True  # type: ignore[attr-defined]
-    made.step = hooked  # type: ignore[method-assign]
-    return made
+    made.step = hooked
+    wrapped: type[Any] = made
+    return wrapped
 
 
 def _restore(plain: type[Optimizer], options: Options, lost: str) -> Any:

@@ -38,9 +38,8 @@ def canonical(template: Template) -> Template:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             continue
-        if node.target is aten._local_scalar_dense.default and source.name in numbers:
-            node.replace_all_uses_with(source)
-        elif node.target in (aten.detach.default, aten.alias.default):
+        number = node.target is aten._local_scalar_dense.default and source.target in numbers
+        if number or node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(source)
         elif node.target is aten.permute.default and source.target is aten.permute.default:
             undo(node, source)
@@ -62,9 +61,10 @@ def keep(leaf: Any, node: fx.Node) -> bool:
 
 def undo(node: fx.Node, source: fx.Node) -> None:
     """Replace a permutation of a permutation by its operand if together they are the identity."""
-    inner, outer = source.args[1], node.args[1]
-    assert isinstance(inner, list | tuple) and isinstance(outer, list | tuple)
-    if [inner[i] for i in outer] == list(range(len(inner))):  # type: ignore[index]
+    inner: Any = source.args[1]
+    outer: Any = node.args[1]
+    ndim = len(inner)
+    if [inner[i % ndim] % ndim for i in outer] == list(range(ndim)):
         operand = source.args[0]
         assert isinstance(operand, fx.Node)
         node.replace_all_uses_with(operand)
@@ -74,12 +74,16 @@ def share_equal_nodes(graph: fx.Graph) -> None:
     """Common subexpressions: captured graphs are functional, so equal calls give equal values."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            if not (node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"):
-                continue
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if node.op != "call_function" or not repeatable(node.target):
             continue
         key = (node.target, repr(node.args), repr(sorted(node.kwargs.items(), key=lambda kv: kv[0])))
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
+
+
+def repeatable(target: Any) -> bool:
+    """Does an equal call give an equal value? Number arithmetic and all operators but random ones."""
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded not in target.tags
+    return getattr(target, "__module__", "") == "_operator"

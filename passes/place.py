@@ -76,15 +76,29 @@ def unique_name(template: Template, kind: LayoutKind, placed: dict[tuple[str, La
     return template.name if template.name not in taken else f"{template.name}@{kind}"
 
 
-def everywhere(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that every rank can compute for itself: numbers, and 0-d tensors made of such nodes alone."""
+def everywhere(template: Template) -> set[fx.Node]:
+    """Nodes that every rank can compute for itself: numbers, and 0-d tensors made of such nodes alone.
+
+    A 0-d state leaf is one only if its new value is; a running norm of the matrix is not.
+    """
+    new = dict(zip(template.writes, outputs(template.graph), strict=True))
+    barred: set[str] = set()
+    while True:
+        found = from_numbers(template.graph, barred)
+        names = {n.target for n in found if n.op == "placeholder"}
+        dependent = {name for name, value in new.items() if name in names and value not in found}
+        if not dependent:
+            return found
+        barred |= dependent
+
+
+def from_numbers(graph: fx.Graph, barred: set[str]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.nodes:
         value = tensor_value(node)
-        small = value is None or value.ndim == 0
-        if node.op == "placeholder" and small:
-            found.add(node)
-        elif node.op == "call_function" and small and found.issuperset(node.all_input_nodes):
+        small = node.op != "output" and (value is None or value.ndim == 0)
+        inputs_free = node.target not in barred if node.op == "placeholder" else found.issuperset(node.all_input_nodes)
+        if small and inputs_free:
             found.add(node)
     return found
 
@@ -95,9 +109,9 @@ class Cutter:
     def __init__(self, template: Template, kind: LayoutKind, machine: Machine, exact: bool) -> None:
         self.template, self.kind, self.machine, self.exact = template, kind, machine, exact
         self.graph = template.graph
-        self.everywhere = everywhere(self.graph)
+        self.everywhere = everywhere(template)
         self.nodes = [n for n in self.graph.nodes if n.op != "output" and n not in self.everywhere]
-        self.leaf = {n: leaf for n, leaf in zip(placeholders(self.graph), template.inputs, strict=True)}
+        self.leaf = dict(zip(placeholders(self.graph), template.inputs, strict=True))
         self.new = dict(zip(template.writes, outputs(self.graph), strict=True))
 
     def may_be_fragment(self, node: fx.Node) -> bool:
@@ -190,8 +204,8 @@ def after(nodes: set[fx.Node]) -> set[fx.Node]:
 def split(template: Template, kind: LayoutKind, fragment: set[fx.Node], name: str) -> Placed:
     """Three graphs from one, given its FRAGMENT nodes."""
     graph = template.graph
-    free = everywhere(graph)
-    leaf = {n: leaf for n, leaf in zip(placeholders(graph), template.inputs, strict=True)}
+    free = everywhere(template)
+    leaf = dict(zip(placeholders(graph), template.inputs, strict=True))
     owner = [n for n in graph.nodes if n.op != "output" and n not in free and n not in fragment]
     late = after(set(owner))
     crossing_up = [n for n in fragment if any(u in owner for u in n.users)]
@@ -272,7 +286,7 @@ def subgraph(graph: fx.Graph, inputs: list[fx.Node], results: list[Any]) -> fx.G
     for node in graph.nodes:
         if node in wanted:
             if node.op == "placeholder":
-                env[node] = part.placeholder(node.name)
+                env[node] = part.placeholder(str(node.target))
                 env[node].meta = dict(node.meta)
             else:
                 env[node] = part.node_copy(node, lambda n: env[n])

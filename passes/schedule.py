@@ -28,7 +28,7 @@ class Schedule:
 
     def __call__(self, step: Step) -> Step:
         events = tuple(pipelined(step.groups, self.depth))
-        buffers = tuple(color(lives(step.groups, events)))
+        buffers = tuple(color(lives(step, events)))
         return replace(step, form=Form.SCHEDULED, schedule=events, buffers=buffers, depth=self.depth)
 
 
@@ -70,18 +70,24 @@ def pipelined(groups: tuple[MicroGroup, ...], depth: int) -> Iterator[Event]:
             yield from (Event(act, group.index) for stage in stages(group) for act in stage)
 
 
-def lives(groups: tuple[MicroGroup, ...], events: tuple[Event, ...]) -> Iterator[Buffer]:
-    """Every buffer from the first event that writes it to the last that reads it; slots still open."""
+def lives(step: Step, events: tuple[Event, ...]) -> Iterator[Buffer]:
+    """Every buffer from the first event that writes it to the last that reads it; slots still open.
+
+    Computed values may be views of what was gathered; where they are used at apply (no scatter, or new
+    resident state) the gathered values live until then.
+    """
     at = {event: i for i, event in enumerate(events)}
 
     def life(group: MicroGroup, use: str, first: Act, last: Act) -> Buffer:
         return Buffer(group.index, use, at[Event(first, group.index)], at[Event(last, group.index)], -1)
 
-    for group in groups:
+    resident = {p.name for p in step.placed if p.resident}
+    for group in step.groups:
+        late = not group.scatter or any(step.task(name).placed in resident for name in group.tasks)
         if group.gather:
             yield life(group, "gather send", Act.PREPARE, Act.WAIT_GATHER)
             yield life(group, "gather recv", Act.START_GATHER, Act.COMPUTE)
-            yield life(group, "gathered", Act.COMPUTE, Act.COMPUTE)
+            yield life(group, "gathered", Act.COMPUTE, Act.APPLY if late else Act.COMPUTE)
         if group.scatter:
             yield life(group, "scatter send", Act.COMPUTE, Act.WAIT_SCATTER)
             last = Act.START_EXCHANGE if group.exchange else Act.APPLY

@@ -212,9 +212,7 @@ class Laid:
         if not isinstance(param, DTensor):
             return part
         mesh, placements = param.device_mesh, param.placements
-        return DTensor.from_local(
-            part, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -49,13 +49,19 @@ def param_groups(groups: Sequence[GroupSpec], params: Iterable[Tensor]) -> list[
     return [{"params": [next(left) for _ in g.shapes], **g.options} for g in groups]
 
 
-def reschedule(optimizer: Optimizer, step: int) -> None:
-    """Set what a schedule may change, differently on every step: lr, momentum and weight decay."""
-    for i, group in enumerate(optimizer.param_groups):
-        first = group.setdefault("first", {k: group[k] for k in ("lr", "momentum", "weight_decay")})
-        group["lr"] = first["lr"] * (0.3 + abs((step + i) % 9 - 4) / 4)
-        group["momentum"] = first["momentum"] * (1 - 0.01 * (step % 7))
-        group["weight_decay"] = first["weight_decay"] * (1 + 0.1 * step)
+class Scheduler:
+    """Changes on every step what a schedule may change: lr, momentum and weight decay."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups = optimizer.param_groups
+        names = ("lr", "momentum", "weight_decay")
+        self.first = [{name: group[name] for name in names} for group in self.groups]
+
+    def set(self, step: int) -> None:
+        for i, (group, first) in enumerate(zip(self.groups, self.first, strict=True)):
+            group["lr"] = first["lr"] * (0.3 + abs((step + i) % 9 - 4) / 4)
+            group["momentum"] = first["momentum"] * (1 - 0.01 * (step % 7))
+            group["weight_decay"] = first["weight_decay"] * (1 + 0.1 * step)
 
 
 def muon(params: Iterable[dict[str, Any]]) -> Optimizer:
@@ -151,6 +157,4 @@ def share_captures(optimizer: Any) -> None:
     """
     capture = optimizer.canzona.session.capture
     kind = type(optimizer)._canzona_plain_class
-    capture.kinds, capture._separable = _captured.setdefault(
-        kind, (capture.kinds, capture._separable)
-    )
+    capture.kinds, capture._separable = _captured.setdefault(kind, (capture.kinds, capture._separable))

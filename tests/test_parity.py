@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,8 +16,8 @@ import canzona_compile
 from tests.layouts import Case, Laid, full, local, replicate_of
 from tests.optimizers import (
     RECIPES,
+    Scheduler,
     param_groups,
-    reschedule,
     shapes_of,
     share_captures,
 )
@@ -57,8 +56,9 @@ def plain_run(recipe: str, dtype: torch.dtype) -> Run:
     grads = tuple(draw(1e-3) for _ in range(STEPS))
     params = [torch.nn.Parameter(v.clone()) for v in first]
     optimizer = RECIPES[recipe].make(param_groups(RECIPES[recipe].groups, params))
+    scheduler = Scheduler(optimizer)
     for step, values in enumerate(grads):
-        reschedule(optimizer, step)
+        scheduler.set(step)
         for param, grad in zip(params, values, strict=True):
             param.grad = grad.clone()
         optimizer.step()
@@ -88,8 +88,9 @@ def train(recipe: str, case: Case, dtype: torch.dtype, **options: Any) -> Outcom
     optimizer = RECIPES[recipe].make(param_groups(RECIPES[recipe].groups, laid.params))
     canzona_compile.wrap(optimizer, replicate=replicate_of(case), **options)
     share_captures(optimizer)
+    scheduler = Scheduler(optimizer)
     for step, values in enumerate(plain.grads):
-        reschedule(optimizer, step)
+        scheduler.set(step)
         for i, param in enumerate(laid.params):
             param.grad = laid.like_param(values[i], i)
         optimizer.step()
@@ -120,11 +121,7 @@ def differences(plain: Run, laid: Laid, optimizer: Optimizer) -> list[str]:
 LINES = ("fsdp", "fsdp_columns", "tp_rows", "tp_columns", "ddp", "replicated")
 CASES = [
     *(Case(layout, (ranks,)) for ranks in (2, 3, 4, 8) for layout in LINES),
-    *(
-        Case(layout, mesh)
-        for mesh in ((2, 2), (2, 4), (4, 2))
-        for layout in ("hsdp", "fsdp_tp", "tp_ddp")
-    ),
+    *(Case(layout, mesh) for mesh in ((2, 2), (2, 4), (4, 2)) for layout in ("hsdp", "fsdp_tp", "tp_ddp")),
     Case("hsdp", (3, 1)),
     Case("fsdp_tp", (1, 3)),
     Case("both_dims", (2, 2)),

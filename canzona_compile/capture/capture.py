@@ -16,6 +16,7 @@ from canzona_compile.capture.oracle import Oracle, ParameterSpec, Scalars, Untra
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.ir import Leaf, Role, Template, outputs, placeholders, tensor_value
+from canzona_compile.printer import dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,12 @@ class Kind:
     variant: Variant | None
     state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
     python_state: Mapping[str, Any]  # its other leaves then
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        dtype = self.template.leaf("grad").dtype
+        assert dtype is not None
+        return dtype
 
 
 @dataclass(eq=False)
@@ -76,7 +83,7 @@ class Capture:
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"
-        label = f"{plain_class(self.optimizer).__name__.lower()}_{dims}_{short_dtype(spec.dtype)}"
+        label = f"{plain_class(self.optimizer).__name__.lower()}_{dims}_{dtype_name(spec.dtype)}"
         taken = {kind.template.name for kind in self.kinds.values()}
         names = [label, *(f"{label}_{i}" for i in range(2, len(taken) + 3))]
         return next(name for name in names if name not in taken)
@@ -118,16 +125,10 @@ def leaf_of(node: fx.Node, source: Sequence[Any]) -> Leaf:
             return Leaf(Role(source[0]), source[0], tuple(value.shape), value.dtype)
         case "state":
             assert value is not None
-            return Leaf(Role.STATE, source[2].replace(".", "_"), tuple(value.shape), value.dtype)
+            return Leaf(Role.STATE, source[2], tuple(value.shape), value.dtype)
     if value is not None and value.dtype != torch.float64:
         return Leaf(Role.SCALAR, source[1], tuple(value.shape), value.dtype)
     return Leaf(Role.SCALAR, source[1])
-
-
-def short_dtype(dtype: torch.dtype) -> str:
-    """bf16, f32, i64."""
-    name = str(dtype).removeprefix("torch.")
-    return name.replace("bfloat", "bf").replace("float", "f").replace("int", "i")
 
 
 def scalars_of(kind: Kind, group: Mapping[str, Any]) -> tuple[Variant | None, Scalars]:

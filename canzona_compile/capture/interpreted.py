@@ -56,7 +56,7 @@ class EagerStep:
         twin = make_twin(self.tasks.eager_optimizer(), self.tasks.group_of(task), [own], {own: state})
         step_plainly(twin)
         state.update(twin.state[own])
-        found = {name.replace(".", "_"): leaf for name, leaf in state_leaves(twin.state[own])}
+        found = dict(state_leaves(twin.state[own]))
         return (own.detach(), *(found[name] for name in self.leaves))
 
 

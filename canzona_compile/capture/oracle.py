@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import re
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +71,9 @@ class Untraceable(Exception):
 class _NoCollectives(TorchDispatchMode):
     """Refuses an optimizer that communicates by itself, before it does."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -107,12 +112,21 @@ class Oracle:
             self.twin = make_twin(optimizer, group, self._params)
             self._first_step()
         self.first_state = self._snapshot()
+        if odd := [name for leaves in self.first_state for name in leaves if not name.isidentifier()]:
+            raise Untraceable(f"its state is nested or has unusual keys: {odd[0]!r}")
+        if clash := {"param", "grad"} & set(self.first_state[0]):
+            raise Untraceable(f"its state has a leaf called {clash.pop()!r}")
         step = plain_step(type(self.twin))
         self._step = torch.compile(own_code(step), backend=self._backend, dynamic=True, **isolation())
         for tensor, _ in self._tensors():
             torch._dynamo.mark_static(tensor)
         self.consult(group)
         self._restore(self.first_state)
+
+    def twin_state(self) -> dict[str, Any]:
+        """The state of the twin's first parameter."""
+        state: dict[str, Any] = self.twin.state[self._params[0]]
+        return state
 
     def _parameter(self, spec: ParameterSpec) -> Tensor:
         param = torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device=spec.device))
@@ -158,9 +172,10 @@ class Oracle:
     def _backend(self, gm: fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
         static = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        returned = [n for n in gm.graph.nodes if n.op == "output"][0].args[0]
+        returned = next(n for n in gm.graph.nodes if n.op == "output").args[0]
         examples = [n.meta.get("example_value") for n in inputs]
-        names = [scalar_name(n.target) for n in inputs]
+        taken = {"param", "grad", *(name for leaves in self._snapshot() for name in leaves)}
+        names = [unlike(scalar_name(n.target), taken) for n in inputs]
         found: list[Variant] = []
 
         def call(*args: Any) -> tuple[Any, ...]:
@@ -243,6 +258,11 @@ def scalar_name(target: str) -> str:
     return re.sub(r"^param_groups_0_+", "", name).strip("_")
 
 
+def unlike(name: str, taken: set[str]) -> str:
+    """A hyperparameter's name if no tensor of the step has it, else one that tells them apart."""
+    return f"{name}_hyper" if name in taken else name
+
+
 def own_code(step: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with a code object of its own: Dynamo counts recompiles per code object."""
     assert isinstance(step, types.FunctionType)
@@ -266,13 +286,13 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Any:
-    """Silence Dynamo's remark that it ignores profiler ranges; there is nothing to profile in a twin."""
-    import logging
-
+    """Silence what Dynamo says of a twin: that it ignores profiler ranges, deprecations of its own."""
     logger = logging.getLogger("torch._logging._internal")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logger.setLevel(level)

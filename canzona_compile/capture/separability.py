@@ -51,8 +51,9 @@ def mixes(variant: Variant) -> bool:
     for node, source in sources:
         origin[node] = {source[1]} if source[0] in ("param", "grad", "state") else set()
     for node in nx.topological_sort(net):
-        before = [origin[n] for n in net.predecessors(node)]
-        origin.setdefault(node, set()).update(*before)
+        for predecessor in net.predecessors(node):
+            origin.setdefault(node, set()).update(origin[predecessor])
+        origin.setdefault(node, set())
     returned = [n for n in outputs(variant.graph) if isinstance(n, fx.Node)]
     return any(len(origin[n]) > 1 for n in returned)
 

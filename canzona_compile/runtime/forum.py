@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 
@@ -35,7 +36,7 @@ class Forum:
         self.rank = dist.get_rank()
         token = self.share(f"{time.time_ns()}")[0]
         store = dist.distributed_c10d._get_default_store()
-        self.store = dist.PrefixStore(f"canzona/{token}/{'-'.join(map(str, self.ranks))}", store)
+        self.store = PrefixStore(f"canzona/{token}/{'-'.join(map(str, self.ranks))}", store)
 
     def share(self, value: str) -> list[str]:
         """Everybody's value, by member; a collective."""

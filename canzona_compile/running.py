@@ -1,0 +1,164 @@
+"""A plan at work: which tasks take part in a step, their programs, and their execution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from canzona_compile.binding import check_gradient
+from canzona_compile.capture.interpreted import eager_steps
+from canzona_compile.capture.twin import hypers, make_twin, step_plainly
+from canzona_compile.errors import InvalidGradient
+from canzona_compile.instructions import Watch
+from canzona_compile.ir import Role, Step
+from canzona_compile.numbers import Numbers
+from canzona_compile.options import Options
+from canzona_compile.pipeline import History, Observer
+from canzona_compile.planner import Plan, emit, lower
+from canzona_compile.runtime.executor import Executor
+from canzona_compile.runtime.groups import Groups
+from canzona_compile.state import StateStore
+
+Names = tuple[str, ...]
+
+
+class Running:
+    """Executes the steps of one plan.
+
+    Programs are made for the tasks that take part and kept. `agreed` are the tasks of the last step:
+    those that had state, and those that did not.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, plan: Plan, options: Options, groups: Groups, rank: int, observers: list[Observer]
+    ) -> None:
+        self.optimizer, self.plan, self.options = optimizer, plan, options
+        self.groups, self.rank, self.observers = groups, rank, observers
+        self.store = StateStore(optimizer, plan, groups, rank)
+        self.numbers = Numbers(optimizer, plan)
+        self.programs: dict[tuple[bool, Names], Executor] = {}
+        self.agreed: tuple[Names, Names] = ((), ())
+        self.last: tuple[Step, History] | None = None
+        self._scratch: dict[str, dict[str, Any]] = {}
+
+    def bound_to(self, optimizer: Optimizer) -> bool:
+        """Are the optimizer's parameters still the ones of this plan?"""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        bound = self.plan.bound.values()
+        return len(params) == len(bound) and all(p is b.param for p, b in zip(params, bound, strict=True))
+
+    def taking_part(self) -> tuple[Names, Names]:
+        """Tasks with gradients: those that have state, and those that have none yet."""
+        present = [name for name, param in self.store.params.items() if param.grad is not None]
+        fresh = tuple(n for n in present if n not in self.store.initialised and self._has_first_step(n))
+        waiting = set(fresh)
+        return tuple(n for n in present if n not in waiting), fresh
+
+    def _has_first_step(self, name: str) -> bool:
+        kind = self.plan.bound[name].kind
+        return kind.oracle is not None and bool(kind.state or kind.python_state)
+
+    def check_gradients(self) -> None:
+        """Raise InvalidGradient for a gradient that the plan was not made for."""
+        for name, param in self.store.params.items():
+            grad = param.grad
+            if grad is None:
+                continue
+            own = grad._local_tensor if isinstance(grad, DTensor) else grad
+            part = param._local_tensor if isinstance(param, DTensor) else param
+            expected = self.plan.bound[name].kind.grad_dtype
+            if own.shape != part.shape or own.dtype != expected or own.layout is not torch.strided:
+                check_gradient(param, name, expected)
+                raise InvalidGradient("the gradient does not fit its parameter", at=name)
+
+    def change(self) -> str:
+        """What is not as in the last step, in words that are equal on ranks that see the same; or nothing."""
+        here = {name for names in self.taking_part() for name in names}
+        if here == {name for names in self.agreed for name in names}:
+            return ""
+        missing = [t.name for t in self.plan.owned.tasks if t.name not in here]
+        return f"no gradient for {', '.join(missing) or 'none'}"
+
+    # -- execution ---------------------------------------------------------------------------------
+
+    def step(self, watch: Watch) -> bool:
+        """Update all parameters once; tells whether this was the first step of some."""
+        ready, fresh = self.agreed = self.taking_part()
+        if ready:
+            self._executor(False, ready, watch).run()
+            self.numbers.show_counters(ready)
+        if fresh:
+            self._first_step(fresh, watch)
+        self._step_elementwise()
+        if fresh or self.last is None:  # make the next step's program now: it is what the report shows
+            order = {t.name: i for i, t in enumerate(self.plan.owned.tasks)}
+            self._executor(False, tuple(sorted({*ready, *fresh}, key=order.__getitem__)), watch)
+            return True
+        return False
+
+    def _executor(self, first: bool, names: Names, watch: Watch) -> Executor:
+        key = (first, names)
+        if key not in self.programs:
+            owned = self.plan.first if first else self.plan.owned
+            scheduled, history = lower(owned, names, self.options, self.observers)
+            emitted, last = emit(scheduled, self.rank, self.observers)
+            for template in emitted.templates:
+                for eager in eager_steps(template):
+                    eager.tasks = self
+            device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
+            self.programs[key] = Executor(emitted.program, device, self.groups, watch, self)
+            if not first:
+                records = (*self.plan.history.records, *history.records, *last.records)
+                self.last = emitted, History(records)
+        return self.programs[key]
+
+    def _first_step(self, fresh: Names, watch: Watch) -> None:
+        self._scratch = {name: {} for name in fresh}
+        for name in fresh:
+            self.store.allocate(name)
+        self._executor(True, fresh, watch).run()
+        for name in fresh:
+            self.store.install(name)
+        del self.programs[True, fresh]  # its buffers are large and it is not needed again
+        self._scratch = {}
+
+    def _step_elementwise(self) -> None:
+        """Let the optimizer's own step update what needs no communication, fragment by fragment."""
+        own = [b for b in self.plan.elementwise if b.param.grad is not None]
+        if not own:
+            return
+        twin = make_twin(self.optimizer, {}, [])
+        twin.state = self.optimizer.state
+        groups = sorted({b.group for b in own})
+        twin.param_groups = [
+            {**self.optimizer.param_groups[g], "params": [b.param for b in own if b.group == g]} for g in groups
+        ]
+        step_plainly(twin)
+        for g, group in zip(groups, twin.param_groups, strict=True):
+            self.optimizer.param_groups[g].update(hypers(group))
+
+    # -- what programs and eager steps ask for -------------------------------------------------------
+
+    def fragment(self, role: Role, leaf: str, task: str) -> Tensor:
+        return self.store.fragment(role, leaf, task)
+
+    def resident(self, leaf: str, task: str) -> Tensor:
+        return self.store.residents[task, leaf]
+
+    def number_of(self, template: str, group: int, name: str) -> Any:
+        return self.numbers.of(template, group, name)
+
+    def eager_optimizer(self) -> Optimizer:
+        return self.optimizer
+
+    def group_of(self, task: str) -> dict[str, Any]:
+        return self.optimizer.param_groups[self.plan.bound[task].group]
+
+    def state_of(self, task: str) -> dict[str, Any]:
+        """Scratch for the first step of a compiled task; the task's own state where every step is eager."""
+        bound = self.plan.bound[task]
+        return self.optimizer.state[bound.param] if bound.kind.oracle is None else self._scratch[task]

@@ -1,0 +1,43 @@
+"""What a report says beside the plan itself: fallbacks, counts, and what the user could change."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from canzona_compile.figures import Facts, LocalTask
+from canzona_compile.options import Options
+from canzona_compile.planner import Plan
+from canzona_compile.running import Running
+
+
+def facts_of(running: Running, captures: int) -> Facts:
+    """The facts of a plan at work."""
+    plan = running.plan
+    kinds = {b.kind.template.name: b.kind for b in plan.bound.values()}
+    reasons = {t.name: plan.bound[t.name].kind.template.interpreted for t in plan.owned.tasks}
+    return Facts(
+        world_size=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        captures=captures,
+        local=tuple(
+            LocalTask(b.task.name, b.task.shape, "elementwise: each rank updates its fragment")
+            for b in plan.elementwise
+        ),
+        interpreted={name: why for name, why in reasons.items() if why},
+        suggestions=suggestions(plan, running.options),
+        numerics=running.options.numerics,
+        variants=sum(len(k.oracle.variants) for k in kinds.values() if k.oracle is not None),
+        rank_programs=len(running.programs),
+    )
+
+
+def suggestions(plan: Plan, options: Options) -> tuple[str, ...]:
+    """What the user could change to share work that every rank repeats now."""
+    if not (dist.is_available() and dist.is_initialized()) or options.replicate is not None:
+        return ()
+    alone = [t for t in plan.owned.tasks if t.layout.grid.size == 1 and t.layout.placements == "local"]
+    if not alone or dist.get_world_size() == 1:
+        return ()
+    return (
+        f"{len(alone)} matrices are plain tensors, computed on their rank alone. If ranks hold equal "
+        "copies of them (DDP), wrap(..., replicate=group) shares the work.",
+    )
