@@ -34,12 +34,16 @@ def qwen_layer(hidden: int, intermediate: int, q: int, kv: int) -> tuple[Shape, 
 CASES = {
     case.name: case
     for case in (
-        Case("even", "shards of equal size", ((768, 768), (768, 768), (2048, 768), (768, 2048)) * 2),
-        Case("uneven", "odd dim 0", ((767, 768), (769, 768), (2047, 768), (765, 2048)) * 2),
+        Case(
+            "even",
+            "shards of equal size",
+            ((1024, 1024), (1024, 1024), (1536, 1024), (1024, 1536)) * 2,
+        ),
+        Case("uneven", "odd dim 0", ((1023, 1024), (1025, 1024), (1537, 1024), (1021, 1536)) * 2),
         Case(
             "one-per-shape",
             "12 matrices, 12 shapes",
-            one_per_shape(range(512, 705, 64), range(720, 977, 128)),
+            one_per_shape(range(768, 961, 64), range(1024, 1281, 128)),
         ),
         Case("many-small", "128 matrices", ((64, 64), (128, 64), (64, 192), (192, 64)) * 32),
         Case("tall-wide", "aspect ratio 8", ((4096, 512), (512, 4096)) * 2),

@@ -24,6 +24,7 @@ from canzona_compile.runtime.groups import Groups
 from canzona_compile.state import StateStore
 
 Names = tuple[str, ...]
+TakingPart = tuple[Names, Names]  # tasks that have state, and tasks before their first step
 
 
 class Running:
@@ -41,7 +42,7 @@ class Running:
         self.store = StateStore(optimizer, plan, groups, rank)
         self.numbers = Numbers(optimizer, plan)
         self.programs: dict[tuple[bool, Names], Executor] = {}
-        self.agreed: tuple[Names, Names] = ((), ())
+        self.agreed: TakingPart = ((), ())
         self.last: tuple[Step, History] | None = None
         self._scratch: dict[str, dict[str, Any]] = {}
 
@@ -51,7 +52,7 @@ class Running:
         bound = self.plan.bound.values()
         return len(params) == len(bound) and all(p is b.param for p, b in zip(params, bound, strict=True))
 
-    def taking_part(self) -> tuple[Names, Names]:
+    def taking_part(self) -> TakingPart:
         """Tasks with gradients: those that have state, and those that have none yet."""
         present = [name for name, param in self.store.params.items() if param.grad is not None]
         fresh = tuple(n for n in present if n not in self.store.initialised and self._has_first_step(n))
@@ -75,19 +76,21 @@ class Running:
                 check_gradient(param, name, expected)
                 raise InvalidGradient("the gradient does not fit its parameter", at=name)
 
-    def change(self) -> str:
+    def change(self, taking: TakingPart) -> str:
         """What is not as in the last step, in words that are equal on ranks that see the same; or nothing."""
-        here = {name for names in self.taking_part() for name in names}
-        if here == {name for names in self.agreed for name in names}:
+        if taking == self.agreed:
+            return ""
+        here = {*taking[0], *taking[1]}
+        if here == {*self.agreed[0], *self.agreed[1]}:
             return ""
         missing = [t.name for t in self.plan.owned.tasks if t.name not in here]
         return f"no gradient for {', '.join(missing) or 'none'}"
 
     # -- execution ---------------------------------------------------------------------------------
 
-    def step(self, watch: Watch) -> bool:
+    def step(self, taking: TakingPart, watch: Watch) -> bool:
         """Update all parameters once; tells whether this was the first step of some."""
-        ready, fresh = self.agreed = self.taking_part()
+        ready, fresh = self.agreed = taking
         if ready:
             self._executor(False, ready, watch).run()
             self.numbers.show_counters(ready)

@@ -21,7 +21,7 @@ from canzona_compile.options import Options
 from canzona_compile.pipeline import History, Observer
 from canzona_compile.planner import Plan, make_plan
 from canzona_compile.report import Report, headline, make_report
-from canzona_compile.running import Running
+from canzona_compile.running import Running, TakingPart
 from canzona_compile.runtime.forum import Waiter
 from canzona_compile.runtime.groups import Groups
 from canzona_compile.suggestions import facts_of
@@ -60,31 +60,34 @@ class Session:
         if self.lost:
             raise CanzonaError(self.lost, hint="call canzona_compile.wrap(optimizer, replicate=...) again")
         self.number += 1
-        if self.running is not None and self._changed(self.running):
+        taking = None if self.running is None else self._taking_part(self.running)
+        if taking is None:
             self.close()
-        if self.running is None:
             self.running = self._start()
+            taking = self.running.agreed
+        assert self.running is not None
         self._waiter.number = self.number
-        if self.running.step(self._waiter) and self.rank == 0:
+        if self.running.step(taking, self._waiter) and self.rank == 0:
             log.info("%s", headline(self.report()))
 
-    def _changed(self, running: Running) -> bool:
-        """Is a new plan needed? Ranks that see any change make sure that all see it."""
-        change, error = "", None
+    def _taking_part(self, running: Running) -> TakingPart | None:
+        """The tasks of this step; None if it needs a new plan. A change that a rank sees all must see."""
+        change, error, taking = "", None, running.agreed
         try:
             if not running.bound_to(self.optimizer):
                 change = REPLAN + "the parameters changed"
             else:
                 running.check_gradients()
-                running.numbers.consult(running.taking_part()[0])
-                change = running.change()
+                taking = running.taking_part()
+                running.numbers.consult(taking[0])
+                change = running.change(taking)
         except Untraceable as reason:
             change = REPLAN + str(reason)
         except CanzonaError as found:
             error = found
         if (change or error) and self._council is not None:
             self._council.call(self.number, change, error)
-        return change.startswith(REPLAN)
+        return None if change.startswith(REPLAN) else taking
 
     def _start(self) -> Running:
         """Bind, plan and agree. A rank that fails tells the others, so that all raise."""

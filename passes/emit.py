@@ -64,6 +64,11 @@ class Emit:
         return replace(step, form=Form.EMITTED, program=writer.program())
 
 
+def is_stacked(placed: Placed, batch: Batch, place: int) -> bool:
+    """Does a batch compute result `place` as one tensor [n, ...], or as a list?"""
+    return batch.stacked and placed.stacked is not None and placed.stacked.outputs[place]
+
+
 class Writer:
     """Writes the rank program event by event."""
 
@@ -247,10 +252,9 @@ class Writer:
             def looped(placed: Placed = placed) -> fx.Graph:
                 return lift_compute(placed.compute, self.scalars(placed), foreach=self.foreach)
 
-            if batch.stacked:
-                assert placed.stacked is not None
-                stacked = placed.stacked
-                out = self.module(f"{placed.name}_compute_stacked", lambda s=stacked: s.graph, lookup)  # type: ignore[misc]
+            if batch.stacked and placed.stacked is not None:
+                whole = placed.stacked.graph
+                out = self.module(f"{placed.name}_compute_stacked", lambda g=whole: g, lookup)  # type: ignore[misc]
             else:
                 out = self.module(f"{placed.name}_compute", looped, lookup)
             results = self.items(out, len(placed.scatter) + len(placed.owner_writes))
@@ -259,8 +263,9 @@ class Writer:
             self.commit_later(g, placed, batch, results[len(placed.scatter) :], where)
             phase = next((p for p in (Phase.SCATTER, Phase.EXCHANGE) if p in g.exchanges), None)
             if phase is not None and batch.owner is not None:
-                for wire, node in zip(placed.scatter, results, strict=False):
-                    self.pack_computed(g, phase, batch, wire, node, where)
+                for place, (wire, node) in enumerate(zip(placed.scatter, results, strict=False)):
+                    stacked = is_stacked(placed, batch, place)
+                    self.pack_computed(g, phase, batch.tasks, wire, node, where, stacked)
         if gathered:
             slot = g.slot["gathered"]
             self.sizes[slot] = max(self.sizes.get(slot, 0), gathered)
@@ -296,12 +301,21 @@ class Writer:
         whole = tuple(View(slot, offset + i * each, wire.dtype, wire.shape) for i in range(n))
         return self.bind(f"{label}_list", Views(whole)), offset + size
 
-    def pack_computed(self, g: GroupView, phase: Phase, batch: Batch, wire: Wire, node: fx.Node, where: str) -> None:
+    def pack_computed(
+        self,
+        g: GroupView,
+        phase: Phase,
+        tasks: Sequence[str],
+        wire: Wire,
+        node: fx.Node,
+        where: str,
+        stacked: bool,
+    ) -> None:
         """Copy the parts of a computed value to the places from which they are sent."""
-        places = [g.places(phase, True, name, wire) for name in batch.tasks]
+        places = [g.places(phase, True, name, wire) for name in tasks]
         views: list[View] = []
         index: list[tuple[Any, ...]] = []
-        together = runs(places, wire.itemsize) if batch.stacked else None
+        together = runs(places, wire.itemsize) if stacked else None
         if together:
             for start, box, count in together:
                 views.append(g.view(phase, True, start, wire.dtype, (count, *box.size)))
@@ -334,8 +348,7 @@ class Writer:
     def commit_later(self, g: GroupView, placed: Placed, batch: Batch, values: Sequence[fx.Node], where: str) -> None:
         """New resident state is written with the group's apply."""
         for place, (name, node) in enumerate(zip(placed.owner_writes, values, strict=True)):
-            whole = placed.stacked is not None and batch.stacked
-            if whole and placed.stacked is not None and placed.stacked.outputs[len(placed.scatter) + place]:
+            if is_stacked(placed, batch, len(placed.scatter) + place):
                 node = self.call(instructions.unstack, node)
             g.commits.append((self.leaf(placed, batch.group, batch.tasks, name, where), node))
 

@@ -165,6 +165,23 @@ def placed(*placements: Placement) -> Callable[[Values, Case], list[nn.Parameter
     return build
 
 
+def backwards(values: Values, case: Case) -> list[nn.Parameter]:
+    """Shard(0) over a mesh whose ranks descend."""
+    mesh = descending(case.world)
+    parts = [distribute_tensor(v.clone(), mesh, [Shard(0)], src_data_rank=None) for v in values]
+    return [nn.Parameter(part) for part in parts]
+
+
+@cache
+def descending(world: int) -> DeviceMesh:
+    return DeviceMesh("cpu", list(reversed(range(world))))
+
+
+def tp_alone(values: Values, case: Case) -> list[nn.Parameter]:
+    """DTensors of the tp mesh whose copies along dp nobody mentions: every row works for itself."""
+    return tp_ddp(values, case)
+
+
 BUILDERS: dict[str, Callable[[Values, Case], list[nn.Parameter]]] = {
     "fsdp": fsdp,
     "fsdp_columns": fsdp_columns,
@@ -174,6 +191,8 @@ BUILDERS: dict[str, Callable[[Values, Case], list[nn.Parameter]]] = {
     "fsdp_tp": fsdp_tp,
     "hsdp_tp": hsdp_tp,
     "tp_ddp": tp_ddp,
+    "tp_alone": tp_alone,
+    "backwards": backwards,
     "ddp": plain,
     "plain": plain,
     "replicated": placed(Replicate()),
@@ -190,17 +209,27 @@ def replicate_of(case: Case) -> DeviceMesh | dist.ProcessGroup | None:
     """What to tell `wrap` of replicas that parameters do not show."""
     if case.layout == "ddp":
         return dist.group.WORLD
-    return mesh_of(case.mesh, ("dp", "tp"))["dp"] if case.layout == "tp_ddp" else None
+    if case.layout == "tp_ddp":
+        return mesh_of(case.mesh, ("dp", "tp"))["dp"]
+    return None
 
 
 class Laid:
-    """Parameters of these values in a layout, and the way from whole tensors to this rank's fragments."""
+    """Parameters of these values, dealt to one layout after the other, and the way from whole tensors to
+    this rank's fragments of them."""
 
-    def __init__(self, values: Values, case: Case) -> None:
-        build = BUILDERS[case.layout]
-        self.params = build(values, case)
+    def __init__(self, values: Values, *cases: Case) -> None:
         counted = [torch.arange(float(v.numel())).view(v.shape) for v in values]
-        self.indices = [local(p).long() for p in build(counted, case)]
+        params: dict[int, nn.Parameter] = {}
+        indices: dict[int, Tensor] = {}
+        for k, case in enumerate(cases):
+            build = BUILDERS[case.layout]
+            own = range(k, len(values), len(cases))
+            params.update(zip(own, build([values[i] for i in own], case), strict=True))
+            numbers = build([counted[i] for i in own], case)
+            indices.update(zip(own, (local(n).long() for n in numbers), strict=True))
+        self.params = [params[i] for i in range(len(values))]
+        self.indices = [indices[i] for i in range(len(values))]
 
     def fragment(self, whole: Tensor, i: int) -> Tensor:
         """This rank's part of a tensor shaped like parameter i."""

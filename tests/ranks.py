@@ -244,6 +244,15 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+# -- on a rank -------------------------------------------------------------------------------------
+
+
+def collectives() -> int:
+    """How many collectives this rank has started, as its process groups count them."""
+    groups = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
 # -- a rank ----------------------------------------------------------------------------------------
 
 

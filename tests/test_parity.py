@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import canzona_compile
-from tests.layouts import Case, Laid, full, local, replicate_of
+from tests.layouts import Case, Laid, Net, full, local, mesh_of, replicate_of
 from tests.optimizers import (
+    MUON_GROUPS,
     RECIPES,
     Scheduler,
+    muon,
     param_groups,
     shapes_of,
     share_captures,
 )
-from tests.ranks import run
+from tests.ranks import collectives, run
 
 STEPS = 12
 DTYPES = [
@@ -73,74 +79,349 @@ class Outcome:
     Attributes:
         different: what has other bits than the plain run: "parameter 3", "momentum 0".
         elements: of each parameter's fragment.
+        collectives: that the last step started, counted by the process groups.
         report: of the wrapped optimizer.
     """
 
     different: list[str]
     elements: list[int]
+    collectives: int
     report: dict[str, Any]
 
 
-def train(recipe: str, case: Case, dtype: torch.dtype, **options: Any) -> Outcome:
+def train(recipe: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
     """STEPS steps of the wrapped optimizer on this rank's fragments, fed the plain run's gradients."""
     plain = plain_run(recipe, dtype)
-    laid = Laid(plain.first, case)
+    laid = Laid(plain.first, *cases)
     optimizer = RECIPES[recipe].make(param_groups(RECIPES[recipe].groups, laid.params))
-    canzona_compile.wrap(optimizer, replicate=replicate_of(case), **options)
+    replicate = next(filter(None, map(replicate_of, cases)), None)
+    canzona_compile.wrap(optimizer, replicate=replicate, **options)
     share_captures(optimizer)
     scheduler = Scheduler(optimizer)
+    before = 0
     for step, values in enumerate(plain.grads):
         scheduler.set(step)
         for i, param in enumerate(laid.params):
             param.grad = laid.like_param(values[i], i)
+        before = collectives()
         optimizer.step()
-    different = differences(plain, laid, optimizer)
-    elements = [index.numel() for index in laid.indices]
-    return Outcome(different, elements, optimizer.canzona.report().to_dict())
-
-
-def differences(plain: Run, laid: Laid, optimizer: Optimizer) -> list[str]:
-    """Compare this rank's fragments, and what torch gathers from all of them."""
+    started = collectives() - before
     state = optimizer.state_dict()["state"]
-    found = []
-    for i, param in enumerate(laid.params):
-        for name, got, expected in (
-            (f"parameter {i}", param, plain.params[i]),
-            (f"momentum {i}", state[i]["momentum_buffer"], plain.momenta[i]),
-        ):
-            same = local(got).dtype == expected.dtype
-            same &= torch.equal(local(got), laid.fragment(expected, i))
-            same &= torch.equal(full(got), expected)
-            if not same:
-                found.append(name)
-    return found
+    momenta = [state[i]["momentum_buffer"] for i in range(len(laid.params))]
+    different = [
+        *differences("parameter", laid.params, plain.params, laid),
+        *differences("momentum", momenta, plain.momenta, laid),
+    ]
+    elements = [index.numel() for index in laid.indices]
+    return Outcome(different, elements, started, optimizer.canzona.report().to_dict())
+
+
+def differences(what: str, found: Sequence[Tensor], expected: Sequence[Tensor], laid: Laid) -> Iterator[str]:
+    """Compare this rank's fragments, and what torch gathers from all of them."""
+    for i, (got, whole) in enumerate(zip(found, expected, strict=True)):
+        same = got.dtype == whole.dtype and torch.equal(local(got), laid.fragment(whole, i))
+        if not (torch.equal(full(got), whole) and same):
+            yield f"{what} {i}"
+
+
+def check(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The right bits everywhere, by graphs, with as many collectives as reported: the report."""
+    assert [o.different for o in outcomes] == [[]] * len(outcomes)
+    report = outcomes[0].report
+    assert report["fallbacks"] == {}
+    assert {o.collectives for o in outcomes} == {report["collectives_per_step"]}
+    return report
 
 
 # -- layouts ---------------------------------------------------------------------------------------
 
 LINES = ("fsdp", "fsdp_columns", "tp_rows", "tp_columns", "ddp", "replicated")
+PLANES = ("hsdp", "fsdp_tp", "tp_ddp")
 CASES = [
     *(Case(layout, (ranks,)) for ranks in (2, 3, 4, 8) for layout in LINES),
-    *(Case(layout, mesh) for mesh in ((2, 2), (2, 4), (4, 2)) for layout in ("hsdp", "fsdp_tp", "tp_ddp")),
+    *(Case(layout, mesh) for mesh in ((2, 2), (2, 4), (4, 2)) for layout in PLANES),
     Case("hsdp", (3, 1)),
     Case("fsdp_tp", (1, 3)),
     Case("both_dims", (2, 2)),
     Case("replicated_rows", (4, 2)),
+    Case("backwards", (4,)),
     Case("hsdp_tp", (2, 2, 2)),
 ]
-
-
-def check(outcomes: Sequence[Outcome]) -> None:
-    assert [o.different for o in outcomes] == [[]] * len(outcomes)
-    assert all(o.report["fallbacks"] == {} for o in outcomes)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layout(case: Case, dtype: torch.dtype) -> None:
-    outcomes = run(case.world, train, "muon", case, dtype, strategy="owner")
-    check(outcomes)
-    report = outcomes[0].report
+    outcomes = run(case.world, train, "muon", [case], dtype, strategy="owner")
+    report = check(outcomes)
     assert {task["strategy"] for task in report["tasks"]} == {"owner"}
     assert len({task["owner"] for task in report["tasks"]}) == min(case.world, 9)
+
+
+def fragments(case: Case) -> tuple[list[int], list[str]]:
+    """Of this rank: how many elements it has of each parameter, and its placements."""
+    laid = Laid(plain_run("muon", torch.float32).first, case)
+    placements = [str(getattr(p, "placements", "")) for p in laid.params]
+    return [index.numel() for index in laid.indices], placements
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "copies", "placement"),
+    [
+        (Case("fsdp", (3,)), 1, "(Shard(dim=0),)"),
+        (Case("fsdp", (8,)), 1, "(Shard(dim=0),)"),
+        (Case("fsdp_columns", (3,)), 1, "(Shard(dim=1),)"),
+        (Case("tp_columns", (8,)), 1, "(Shard(dim=1),)"),
+        (Case("hsdp", (2, 4)), 2, "(Replicate(), Shard(dim=0))"),
+        (Case("fsdp_tp", (2, 4)), 1, "(_StridedShard(dim=0, sf=4), Shard(dim=0))"),
+        (Case("fsdp_tp", (4, 2)), 1, "(Shard(dim=0), Shard(dim=1))"),
+        (Case("hsdp_tp", (2, 2, 2)), 2, "(Replicate(), _StridedShard(dim=0, sf=2), Shard(dim=0))"),
+        (Case("tp_ddp", (2, 4)), 2, "(Shard(dim=1),)"),
+    ],
+    ids=str,
+)
+def test_layouts_are_what_they_are_called(case: Case, copies: int, placement: str) -> None:
+    """Uneven and empty fragments, real strided shards: otherwise the tests above would show little."""
+    found = run(case.world, fragments, case)
+    by_param = list(zip(*(elements for elements, _ in found), strict=True))
+    sizes = [math.prod(shape) for shape in shapes_of(MUON_GROUPS)]
+    assert [sum(own) for own in by_param] == [copies * size for size in sizes]
+    assert placement in found[0][1]
+    assert any(len(set(own)) > 1 for own in by_param)
+    assert (case.world < 3) or any(0 in own for own in by_param)
+
+
+# -- one device ------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "ddp", "replicated", "plain"])
+def test_world_of_one(layout: str, dtype: torch.dtype) -> None:
+    case = Case(layout, (1, 1) if layout == "hsdp" else (1,))
+    report = check(run(1, train, "muon", [case], dtype))
+    assert {task["strategy"] for task in report["tasks"]} == {"local"}
+    assert (report["world_size"], report["collectives_per_step"]) == (1, 0)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_process_without_groups(dtype: torch.dtype) -> None:
+    report = check(run(1, train, "muon", [Case("plain", ())], dtype, group=False))
+    assert (report["world_size"], report["collectives_per_step"]) == (1, 0)
+
+
+# -- several layouts in one optimizer ---------------------------------------------------------------
+
+MIXES = {
+    "fsdp and ddp": (3, [Case("fsdp", (3,)), Case("ddp", (3,))]),
+    "fsdp and plain": (2, [Case("fsdp", (2,)), Case("plain", (2,))]),
+    "three meshes": (4, [Case("fsdp", (4,)), Case("hsdp", (2, 2)), Case("tp_alone", (2, 2))]),
+    "two orders": (3, [Case("fsdp", (3,)), Case("backwards", (3,))]),
+    "all": (
+        8,
+        [
+            Case("fsdp", (8,)),
+            Case("hsdp", (2, 4)),
+            Case("fsdp_tp", (4, 2)),
+            Case("backwards", (8,)),
+            Case("tp_ddp", (4, 2)),
+        ],
+    ),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", MIXES)
+def test_several_layouts(mix: str, dtype: torch.dtype) -> None:
+    world, cases = MIXES[mix]
+    report = check(run(world, train, "muon", cases, dtype, strategy="owner"))
+    grids = {str(group["grid"]) for group in report["micro_groups"]}
+    assert len(grids) >= 2
+
+
+# -- stacks of experts -----------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_experts_on_their_ranks(ranks: int, dtype: torch.dtype) -> None:
+    """A stack cut along its entries stays where it is: 0 collectives, counted."""
+    case = Case("stack_dim0", (ranks,))
+    outcomes = run(ranks, train, "stack", [case], dtype)
+    report = check(outcomes)
+    assert {o.collectives for o in outcomes} == {0}
+    assert {task["strategy"] for task in report["tasks"]} == {"local"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(layout, (r,)) for r in (2, 3, 4, 8) for layout in ("stack_dim1", "stack_dim2")),
+        Case("stack_dims", (2, 2)),
+        Case("stack_dims", (4, 2)),
+    ],
+    ids=str,
+)
+def test_experts_cut_along_a_matrix_dim(case: Case, dtype: torch.dtype) -> None:
+    outcomes = run(case.world, train, "stack", [case], dtype, strategy="owner")
+    check(outcomes)
+    assert min(o.collectives for o in outcomes) > 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_entries_that_are_not_independent(ranks: int, dtype: torch.dtype) -> None:
+    """Whose learning rate follows the number of entries needs the whole stack."""
+    outcomes = run(ranks, train, "entries", [Case("stack_dim0", (ranks,))], dtype, strategy="owner")
+    check(outcomes)
+    assert min(o.collectives for o in outcomes) > 0
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "depth 1": {"groups": 3, "depth": 1, "strategy": "owner"},
+    "depth 2": {"groups": 3, "depth": 2, "strategy": "owner"},
+    "depth 3": {"groups": 3, "depth": 3, "strategy": "owner"},
+    "small capacity": {"capacity": 8192, "strategy": "owner"},
+    "replicated": {"strategy": "replicated"},
+    "replicated groups": {"groups": 3, "strategy": "replicated"},
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("case", [Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,))], ids=str)
+def test_options(case: Case, options: str, dtype: torch.dtype) -> None:
+    chosen: dict[str, Any] = OPTIONS[options]
+    report = check(run(case.world, train, "muon", [case], dtype, **chosen))
+    assert {task["strategy"] for task in report["tasks"]} == {chosen["strategy"]}
+    assert (len(report["micro_groups"]) > 1) == (len(chosen) > 1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [Case("fsdp", (2,)), Case("fsdp", (8,)), Case("ddp", (4,))], ids=str)
+def test_automatic_strategy(case: Case) -> None:
+    check(run(case.world, train, "muon", [case], torch.float32))
+
+
+# -- tensors that belong to one rank ---------------------------------------------------------------
+
+
+def train_own(dtype: torch.dtype) -> tuple[list[bool], int]:
+    """Plain tensors without replicate=, different ones on every rank; one shape for all."""
+    random = torch.Generator().manual_seed(dist.get_rank())
+    values = [torch.randn(16, 8, generator=random).to(dtype) for _ in range(2)]
+    own = [torch.nn.Parameter(v.clone()) for v in values]
+    alone = [torch.nn.Parameter(v.clone()) for v in values]
+    optimizers = [torch.optim.Muon(own, lr=2e-2), torch.optim.Muon(alone, lr=2e-2)]
+    canzona_compile.wrap(optimizers[0])
+    before = 0
+    for _ in range(4):
+        for x, y in zip(own, alone, strict=True):
+            x.grad = torch.randn(x.shape, generator=random).to(dtype)
+            y.grad = x.grad.clone()
+        before = collectives()
+        for optimizer in optimizers:
+            optimizer.step()
+    states = [o.state_dict()["state"] for o in optimizers]
+    same = [torch.equal(x, y) for x, y in zip(own, alone, strict=True)]
+    same += [
+        torch.equal(x["momentum_buffer"], y["momentum_buffer"])
+        for x, y in zip(states[0].values(), states[1].values(), strict=True)
+    ]
+    return same, collectives() - before
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_tensors_belong_to_their_rank(dtype: torch.dtype) -> None:
+    assert run(2, train_own, dtype) == [([True] * 4, 0)] * 2
+
+
+def train_stage(dtype: torch.dtype) -> tuple[list[bool], int, list[str]]:
+    """Two pipeline stages with other shapes and numbers of parameters, each on two replicas."""
+    mesh = mesh_of((2, 2), ("stages", "replicas"))
+    stage = mesh.get_local_rank("stages")
+    random = torch.Generator().manual_seed(stage)
+    shapes = [[(16, 8)] * 3, [(24, 40)] * 2][stage]
+    values = [torch.randn(s, generator=random).to(dtype) for s in shapes]
+    own = [torch.nn.Parameter(v.clone()) for v in values]
+    alone = [torch.nn.Parameter(v.clone()) for v in values]
+    optimizers = [torch.optim.Muon(own, lr=2e-2), torch.optim.Muon(alone, lr=2e-2)]
+    canzona_compile.wrap(optimizers[0], replicate=mesh["replicas"], strategy="owner")
+    before = 0
+    for _ in range(4):
+        for x, y in zip(own, alone, strict=True):
+            x.grad = torch.randn(x.shape, generator=random).to(dtype)
+            y.grad = x.grad.clone()
+        before = collectives()
+        for optimizer in optimizers:
+            optimizer.step()
+    started = collectives() - before
+    tasks = optimizers[0].canzona.report().to_dict()["tasks"]  # type: ignore[attr-defined]
+    same = [torch.equal(x, y) for x, y in zip(own, alone, strict=True)]
+    return same, started, [str(task["owner"]) for task in tasks]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pipeline_stages(dtype: torch.dtype) -> None:
+    first, second = ([True] * 3, 1, ["0", "1", "0"]), ([True] * 2, 1, ["2", "3"])
+    assert run(4, train_stage, dtype) == [first, first, second, second]
+
+
+# -- whole training --------------------------------------------------------------------------------
+
+
+def train_model(parallelism: str, dtype: torch.dtype) -> tuple[list[bool], float]:
+    """Forward, backward, clipping, scheduler: by FSDP2 or DDP, beside plain Muon with gathered gradients."""
+    random = torch.Generator().manual_seed(7)
+    shapes = shapes_of(MUON_GROUPS)
+    values = [(torch.randn(s, generator=random) * 0.1).to(dtype) for s in shapes]
+    alone = [torch.nn.Parameter(v.clone()) for v in values]
+    net = Net(values)
+    if parallelism == "fsdp":
+        fully_shard(net, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
+    model = DistributedDataParallel(net) if parallelism == "ddp" else net
+    plain, optimizer = (muon(param_groups(MUON_GROUPS, p)) for p in (alone, net.weights()))
+    schedulers = [CosineAnnealingLR(o, STEPS) for o in (plain, optimizer)]
+    replicate = dist.group.WORLD if parallelism == "ddp" else None
+    canzona_compile.wrap(optimizer, replicate=replicate, strategy="owner")
+    share_captures(optimizer)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    first = last = 0.0
+    for step in range(STEPS):
+        inputs = [torch.randn(3, n, generator=data).to(dtype) for _, n in shapes]
+        optimizer.zero_grad()
+        loss = model(inputs)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        for x, y in zip(alone, net.weights(), strict=True):
+            assert y.grad is not None
+            x.grad = full(y.grad).clone()
+        for o in (plain, optimizer):
+            o.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        first, last = (float(loss), 0.0) if step == 0 else (first, float(loss))
+    same = [torch.equal(x, full(y)) for x, y in zip(alone, net.weights(), strict=True)]
+    return same, last / first
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("parallelism", "ranks"), [("fsdp", 3), ("ddp", 2)])
+def test_training(parallelism: str, ranks: int, dtype: torch.dtype) -> None:
+    for same, progress in run(ranks, train_model, parallelism, dtype):
+        assert same == [True] * 9
+        assert progress < 0.9

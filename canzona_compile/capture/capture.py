@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
+from canzona_compile.capture.faithful import holistic, same_bits
 from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Scalars, Untraceable, Variant
 from canzona_compile.capture.separability import check_separable
@@ -21,6 +22,7 @@ from canzona_compile.printer import dtype_name
 log = logging.getLogger(__name__)
 
 Key = tuple[Any, ...]
+NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
 
 
 @dataclass(eq=False)
@@ -74,12 +76,16 @@ class Capture:
             return Kind(interpreted_template(label, spec, str(reason)), None, None, (), {})
         self.captures += len(oracle.variants)
         variant = oracle.variants[-1]
+        template = template_of(variant, label, spec)
+        if holistic(template) and not same_bits(self.optimizer, group, spec, template, oracle):
+            log.info("%s is interpreted: %s", label, NOT_FAITHFUL)
+            return Kind(interpreted_template(label, spec, NOT_FAITHFUL), None, None, (), {})
         leaves = oracle.first_state[0]
         tensors = tuple(
             Leaf(Role.STATE, name, tuple(v.shape), v.dtype) for name, v in leaves.items() if isinstance(v, torch.Tensor)
         )
         python = {name: v for name, v in leaves.items() if not isinstance(v, torch.Tensor)}
-        return Kind(template_of(variant, label, spec), oracle, variant, tensors, python)
+        return Kind(template, oracle, variant, tensors, python)
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"

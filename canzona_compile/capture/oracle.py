@@ -13,7 +13,7 @@ import logging
 import re
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class _NoCollectives(TorchDispatchMode):
     """Refuses an optimizer that communicates by itself, before it does."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -121,7 +121,7 @@ class Oracle:
         for tensor, _ in self._tensors():
             torch._dynamo.mark_static(tensor)
         self.consult(group)
-        self._restore(self.first_state)
+        self.rewind()
 
     def twin_state(self) -> dict[str, Any]:
         """The state of the twin's first parameter."""
@@ -153,7 +153,7 @@ class Oracle:
         own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
         before = self._snapshot()
         self._asked = None
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), undecomposed():
             try:
                 self._step(self.twin)
             except CanzonaError:
@@ -225,8 +225,9 @@ class Oracle:
     def _snapshot(self) -> list[dict[str, Any]]:
         return [dict(state_leaves(self.twin.state.get(p, {}))) for p in self._params]
 
-    def _restore(self, leaves: list[dict[str, Any]]) -> None:
-        for param, own in zip(self._params, leaves, strict=True):
+    def rewind(self) -> None:
+        """Put the twin back to where its first step left it."""
+        for param, own in zip(self._params, self.first_state, strict=True):
             for name, value in own.items():
                 set_leaf(self.twin.state[param], name, value)
 
@@ -284,15 +285,28 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
+def undecomposed() -> contextlib.AbstractContextManager[Any]:
+    """Keep Dynamo from spelling addcmul_, addcdiv_ and scaled add_ as products and sums, which round otherwise."""
+    name = "enable_dynamo_decompositions"
+    known = hasattr(torch._dynamo.config, name)
+    return torch._dynamo.config.patch({name: False}) if known else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def quiet() -> Any:
-    """Silence what Dynamo says of a twin: that it ignores profiler ranges, deprecations of its own."""
+def quiet() -> Iterator[None]:
+    """Silence what Dynamo says of a twin: that it ignores profiler ranges, deprecations of its own.
+
+    A filter, not a level: setting a level empties the caches of every logger of the process.
+    """
     logger = logging.getLogger("torch._logging._internal")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.addFilter(nothing)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(nothing)
+
+
+def nothing(_record: logging.LogRecord) -> bool:
+    return False

@@ -1,0 +1,70 @@
+"""Does a captured graph give the bits of the eager step? Code may ask whether it is being compiled.
+
+torch's own optimizers do: under Dynamo, bias corrections become tensors and additions become fused
+multiply-adds. Such a graph is right, but not equal, and exact numerics then run the eager step instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.optim import Optimizer
+
+from canzona_compile.capture.oracle import Oracle, ParameterSpec
+from canzona_compile.capture.twin import make_twin, state_leaves, step_plainly
+from canzona_compile.exactness import pointwise
+from canzona_compile.ir import Role, Template, tensor_value
+
+LARGEST = 2**24  # elements; the branch that this looks for does not depend on the size
+
+
+def holistic(template: Template) -> bool:
+    """Is there more in the graph than elementwise work?"""
+    calls = [n for n in template.graph.nodes if n.op == "call_function" and tensor_value(n) is not None]
+    return not all(pointwise(n) for n in calls)
+
+
+def same_bits(
+    optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, template: Template, oracle: Oracle
+) -> bool:
+    """Run the second step of a random matrix both ways and compare every written leaf.
+
+    Every rank does the same on the same numbers, so all come to the same verdict. Tensors above
+    `LARGEST` elements are not tried.
+    """
+    if math.prod(spec.shape) > LARGEST:
+        return True
+    generator = torch.Generator().manual_seed(0)
+
+    def random(dtype: torch.dtype) -> Tensor:
+        return torch.randn(spec.shape, generator=generator).to(spec.device, dtype)
+
+    param = torch.nn.Parameter(random(spec.dtype))
+    if spec.grad_dtype != spec.dtype:
+        param.grad_dtype = spec.grad_dtype
+    param.grad = random(spec.grad_dtype)
+    twin = make_twin(optimizer, group, [param])
+    step_plainly(twin)
+    param.grad = random(spec.grad_dtype)
+    before = {name: leaf.clone() for name, leaf in state_leaves(twin.state[param]) if isinstance(leaf, Tensor)}
+    _, scalars = oracle.consult(group)
+    oracle.rewind()
+    values = {Role.PARAM: param.detach().clone(), Role.GRAD: param.grad.clone()}
+    arguments = [
+        before[leaf.name] if leaf.role is Role.STATE else values.get(leaf.role, scalars.get(leaf.name))
+        for leaf in template.inputs
+    ]
+    with torch.no_grad():
+        found = fx.Interpreter(fx.GraphModule(torch.nn.Module(), template.graph)).run(*map(as_input, arguments))
+    step_plainly(twin)
+    expected = {**dict(state_leaves(twin.state[param])), "param": param.detach()}
+    return all(torch.equal(value, expected[name]) for name, value in zip(template.writes, found, strict=True))
+
+
+def as_input(value: Any) -> Any:
+    """A number as the 0-d tensor that `.item()` in the captured graph expects."""
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value
