@@ -95,6 +95,7 @@ class ModelResult:
     matrices: int
     elements: int
     first_step: FirstStep
+    decision: Decision
     step_us_per_matrix: Spread
     cpu_us_per_matrix: Spread
 

@@ -32,8 +32,7 @@ from latency_traffic import Traffic, TrafficCounter
 from latency_variants import LOCAL, OURS, STOCK, Variant, make_variants, same_bits, shard
 
 GRADIENT_SETS = 2  # steps alternate between them
-WARM_UP = 2  # steps after the first one that are not timed; collectives are counted in the last
-STOCK_SECONDS = 8.0  # that the stock variant may spend in timed rounds of a case, or one round
+STOCK_SECONDS = 6.0  # that the stock variant may spend in timed rounds of a case, or one round
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class Gradients:
 
 
 def measure_case(case: Case, mesh: DeviceMesh, strategy: Strategy, rounds: int) -> CaseResult:
-    """First step, warm-up, one step with the counter on, then `rounds` timed rounds."""
+    """First step, one step with the traffic counter on, then `rounds` timed rounds."""
     full = random_matrices(case.shapes, seed=0)
     variants = make_variants(full, mesh, strategy)
     gradients = Gradients(case.shapes, mesh)
@@ -125,14 +124,11 @@ def begin(variants: Sequence[Variant], gradients: Gradients, rounds: int) -> tup
             try_step(variant)
         if variant.failure:
             continue
-        for number in range(1, WARM_UP):
-            gradients.give(variant, number)
-            variant.step()
-        gradients.give(variant, WARM_UP)
+        gradients.give(variant, 1)
         with TrafficCounter() as counter:
-            begin_counted = time.perf_counter()
+            start = time.perf_counter()
             variant.step()
-            seconds = time.perf_counter() - begin_counted
+            seconds = time.perf_counter() - start
         traffic[variant.name] = counter.total()
         if variant.name == STOCK:
             variant.every = min(rounds, math.ceil(rounds * agreed(seconds) / STOCK_SECONDS))
@@ -206,8 +202,8 @@ def measure_model(case: Case, mesh: DeviceMesh, strategy: Strategy, rounds: int)
     gradients.give(variant, 0)
     dist.barrier()
     first = slowest(run_first_step(optimizer))
-    for _ in range(WARM_UP):
-        variant.step()
+    gradients.give(variant, 1)
+    variant.step()
     samples = Samples()
     for number in range(rounds):
         gradients.give(variant, number)
@@ -224,6 +220,7 @@ def measure_model(case: Case, mesh: DeviceMesh, strategy: Strategy, rounds: int)
         matrices=matrices,
         elements=case.elements,
         first_step=first,
+        decision=decision_of(optimizer),
         step_us_per_matrix=per_matrix([s.wall for s in steps]),
         cpu_us_per_matrix=per_matrix([s.cpu for s in steps]),
     )

@@ -39,12 +39,7 @@ def case_table(case: CaseResult) -> Group:
             f"{result.cpu_us_per_matrix.median:.0f}",
             {True: "equal", False: "differ", None: ""}[result.same_bits],
         )
-    chosen = ", ".join(f"{n} {name}" for name, n in case.decision.strategies.items())
-    plan = (
-        f"{case.matrices} matrices, {case.elements:,} elements; plan: {chosen}, "
-        f"{case.decision.micro_groups} micro-group(s), load max/mean {case.decision.imbalance:.3f}"
-    )
-    return Group(table, plan, first_step_line(case.first_step), "")
+    return Group(table, plan_line(case), first_step_line(case.first_step), "")
 
 
 def model_table(model: ModelResult) -> Group:
@@ -54,7 +49,17 @@ def model_table(model: ModelResult) -> Group:
     table.add_column("us/matrix (p10-p90)", justify="right")
     table.add_row("steady step, wall", show(model.step_us_per_matrix, "{:.1f}"))
     table.add_row("steady step, CPU", show(model.cpu_us_per_matrix, "{:.1f}"))
-    return Group(table, first_step_line(model.first_step), passes_line(model.first_step), "")
+    stages = first_step_line(model.first_step)
+    return Group(table, plan_line(model), stages, passes_line(model.first_step), "")
+
+
+def plan_line(result: CaseResult | ModelResult) -> str:
+    chosen = ", ".join(f"{n} {name}" for name, n in result.decision.strategies.items())
+    return (
+        f"{result.matrices} matrices, {result.elements:,} elements; plan: {chosen}, "
+        f"{result.decision.micro_groups} micro-group(s), "
+        f"load max/mean {result.decision.imbalance:.3f}"
+    )
 
 
 def first_step_line(first: FirstStep) -> str:
@@ -71,5 +76,7 @@ def passes_line(first: FirstStep) -> str:
 
 
 def show(values: Spread, form: str) -> str:
-    ends = f"{form.format(values.p10)}-{form.format(values.p90)}"
-    return f"{form.format(values.median)} ({ends})"
+    median = form.format(values.median)
+    if values.count < 3:
+        return f"{median} ({values.count} steps)" if values.count > 1 else f"{median} (1 step)"
+    return f"{median} ({form.format(values.p10)}-{form.format(values.p90)})"

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.capture import Capture, Kind
 from canzona_compile.capture.independence import first_dim_is_batch
 from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.twin import python_leaves
 from canzona_compile.errors import InvalidGradient, UnsupportedLayout, UnsupportedOptimizer
 from canzona_compile.ir import Task
 from canzona_compile.layout import (
@@ -112,7 +113,8 @@ class Binder:
 
     def _kind(self, group: dict[str, Any], layout: Layout, param: Tensor, name: str) -> Kind:
         spec = ParameterSpec(layout.shape, param.dtype, grad_dtype(param), param.device)
-        return self.capture.kind_of(group, spec, name)
+        state = self.optimizer.state.get(param)
+        return self.capture.kind_of(group, spec, name, python_leaves(state) if state else None)
 
     def layout(self, param: Tensor) -> Layout:
         """How a parameter lies on the ranks."""

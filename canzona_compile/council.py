@@ -41,7 +41,7 @@ class Council:
             own = [t for t in owned.tasks if t.layout.grid.members() == ranks]
             names = {t.name for t in own}
             lines = [options, *(line for line in present if line.split(" has ")[0] in names)]
-            if len(grids) == 1:
+            if len(own) == len(owned.tasks):
                 lines.append(show(owned))
             else:
                 lines += [f"{t.name} {list(t.shape)} {t.placed} {t.layout.placements} owner {t.owner}" for t in own]

@@ -34,9 +34,10 @@ COPIES = frozenset(
     }
 )
 
-# On CPU these give an element the same bits wherever it stands, in every floating dtype. `add` and
-# `sub` do so unless a 16-bit result is scaled by alpha. Left out after measurement: rsqrt in 16 bits,
-# pow in 32 and 64 bits; left out unmeasured: everything else.
+# On CPU these give an element the same bits wherever it stands, in every floating dtype. `add`, `sub`
+# and `rsub` with a factor alpha do so only in 32 and 64 bits and only where both operands have the
+# shape of the result. Left out after measurement: rsqrt in 16 bits, pow and sigmoid in 32 and 64 bits;
+# left out unmeasured: everything else.
 POSITION_FREE_NAMES = """
     add sub rsub mul div lerp addcmul addcdiv sqrt square neg abs sign reciprocal maximum minimum
     clamp clamp_min clamp_max where eq ne lt le gt ge copy _to_copy clone detach alias zeros_like

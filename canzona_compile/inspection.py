@@ -31,7 +31,7 @@ class Canzona:
 
         Args:
             stage: "captured" (one template as if on one device), "placed" (its prepare, compute and
-                apply as submodules) or "program" (what this rank executes).
+                apply_updates as submodules) or "program" (what this rank executes).
             template: which template; the first one by default.
         """
         if stage not in STAGES:
@@ -47,7 +47,8 @@ class Canzona:
             raise CanzonaError(f"no template {wanted!r}", hint=f"there are {', '.join(names) or 'none'}")
         if stage == "captured":
             return graph_module(found.template.graph, found.template.name)
-        return PlacedModule({"prepare": found.prepare, "compute": found.compute, "apply": found.apply}, found.name)
+        parts = {"prepare": found.prepare, "compute": found.compute, "apply_updates": found.apply}
+        return PlacedModule(parts, found.name)
 
     @property
     def step(self) -> Step:

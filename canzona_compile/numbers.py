@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.capture import Kind
 from canzona_compile.capture.oracle import Scalars, Untraceable
-from canzona_compile.capture.twin import set_leaf, state_leaves
+from canzona_compile.capture.twin import python_leaves, set_leaf
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.planner import Plan
 
@@ -65,7 +64,3 @@ class Numbers:
             if bound.kind.python_state and bound.kind.oracle is not None:
                 for leaf, value in python_leaves(bound.kind.oracle.twin_state()).items():
                     set_leaf(self.optimizer.state[bound.param], leaf, value)
-
-
-def python_leaves(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: v for name, v in state_leaves(state) if not isinstance(v, Tensor)}

@@ -52,7 +52,7 @@ class GroupView:
         found: dict[tuple[str, int, bool], list[Task]] = {}
         for task in sorted(self.tasks, key=lambda t: t.index):
             near = task.owner is None or task.owner[0] == self.at[0]
-            if task.layout.boxes[self.at[1]].numel:
+            if task.layout.boxes[self.at[1]].numel or not self.group.exchanges:
                 found.setdefault((task.placed, task.group, near), []).append(task)
         return [
             Segment(self.step.placed_of(own[0]), group, near, tuple(own))

@@ -44,6 +44,7 @@ class Running:
         self.programs: dict[tuple[bool, Names], Executor] = {}
         self.agreed: TakingPart = ((), ())
         self.last: tuple[Step, History] | None = None
+        self._made: dict[Names, tuple[Step, History]] = {}
         self._scratch: dict[str, dict[str, Any]] = {}
 
     def bound_to(self, optimizer: Optimizer) -> bool:
@@ -65,13 +66,13 @@ class Running:
 
     def check_gradients(self) -> None:
         """Raise InvalidGradient for a gradient that the plan was not made for."""
-        for name, param in self.store.params.items():
-            grad = param.grad
+        for name, bound in self.plan.bound.items():
+            param, grad = bound.param, bound.param.grad
             if grad is None:
                 continue
             own = grad._local_tensor if isinstance(grad, DTensor) else grad
             part = param._local_tensor if isinstance(param, DTensor) else param
-            expected = self.plan.bound[name].kind.grad_dtype
+            expected = bound.kind.grad_dtype
             if own.shape != part.shape or own.dtype != expected or own.layout is not torch.strided:
                 check_gradient(param, name, expected)
                 raise InvalidGradient("the gradient does not fit its parameter", at=name)
@@ -116,7 +117,9 @@ class Running:
             self.programs[key] = Executor(emitted.program, device, self.groups, watch, self)
             if not first:
                 records = (*self.plan.history.records, *history.records, *last.records)
-                self.last = emitted, History(records)
+                self._made[names] = emitted, History(records)
+        if not first:
+            self.last = self._made[names]
         return self.programs[key]
 
     def _first_step(self, fresh: Names, watch: Watch) -> None:

@@ -120,6 +120,10 @@ class Session:
             return make_plan(binder.bind(), plain_class(self.optimizer).__name__, self.options, self.observers), None
         except CanzonaError as error:
             return None, error
+        except Exception as error:  # whatever it is, peers must hear of it instead of waiting
+            failure = CanzonaError(f"planning failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            return None, failure
 
     def last(self) -> tuple[Step, History]:
         """The step that the next `step()` will run again, emitted, and the passes that made it."""

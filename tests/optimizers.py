@@ -31,11 +31,12 @@ MUON_GROUPS = (
     GroupSpec(((17, 31),), {"nesterov": True, "adjust_lr_fn": "original", "momentum": 0.8}),
     GroupSpec(((5, 40),), {"nesterov": False, "adjust_lr_fn": "original", "weight_decay": 0.3}),
 )
-# Stacks of experts: entries and rows that do not divide, fewer entries than ranks.
+# Stacks of experts: entries that ranks cannot share evenly, or fewer than there are ranks. Their dims are
+# such that a batched product of any number of entries gives the bits of the single ones.
 STACK_GROUPS = (
-    GroupSpec(((8, 32, 16),) * 2, {"nesterov": True}),
-    GroupSpec(((6, 20, 12),), {"nesterov": False}),
-    GroupSpec(((3, 5, 7),), {"nesterov": True, "weight_decay": 0.0}),
+    GroupSpec(((8, 64, 32),) * 2, {"nesterov": True}),
+    GroupSpec(((6, 32, 48),), {"nesterov": False}),
+    GroupSpec(((3, 32, 64),), {"nesterov": True, "weight_decay": 0.0}),
 )
 
 

@@ -169,8 +169,9 @@ class Pool:
                 break
         if failures:
             self.close(kill=True)
+            failures.sort(key=lambda failure: " died " not in failure.splitlines()[0])
             first, *others = failures
-            rest = "".join(f"\n\nand {other}" for other in others)
+            rest = "".join(f"\n\nand {brief(other)}" for other in others)
             raise RankFailure(f"{function.__qualname__} on {len(self._ends)} ranks: {first}{rest}")
         return [results[rank] for rank in range(len(self._ends))]
 
@@ -213,6 +214,12 @@ class Pool:
                 process.join()
         self._store = None
         self._logs.cleanup()
+
+
+def brief(failure: str, lines: int = 4) -> str:
+    """The beginning and the end of what another rank said: it mostly follows from the first failure."""
+    said = failure.splitlines()
+    return "\n".join([*said[:lines], "...", *said[-lines:]] if len(said) > 2 * lines else said)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from canzona_compile.capture.faithful import holistic, same_bits
 from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Scalars, Untraceable, Variant
 from canzona_compile.capture.separability import check_separable
-from canzona_compile.capture.twin import plain_class, signature
+from canzona_compile.capture.twin import plain_class, set_leaf, signature
 from canzona_compile.ir import Leaf, Role, Template, outputs, placeholders, tensor_value
 from canzona_compile.printer import dtype_name
 
@@ -52,8 +52,13 @@ class Capture:
     _separable: set[Key] = field(default_factory=set)
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
-    def kind_of(self, group: Mapping[str, Any], spec: ParameterSpec, name: str) -> Kind:
+    def kind_of(
+        self, group: Mapping[str, Any], spec: ParameterSpec, name: str, counters: Mapping[str, Any] | None = None
+    ) -> Kind:
         """The kind of a parameter `name` of `group`; captured now if it is the first of its kind.
+
+        Args:
+            counters: the Python leaves of its state; None if it has no state yet.
 
         Raises:
             UnsupportedOptimizer: the optimizer couples parameters or communicates by itself.
@@ -65,27 +70,53 @@ class Capture:
                 check_separable(self.optimizer, group, spec, name)
                 self._separable.add((style, len(spec.shape)))
             self.kinds[key] = self._capture(group, spec)
-        return self.kinds[key]
+        return self._taken(key, group, spec, counters)
+
+    def _taken(
+        self, key: Key, group: Mapping[str, Any], spec: ParameterSpec, counters: Mapping[str, Any] | None
+    ) -> Kind:
+        """The kind with the graph that the code takes now: hyperparameters and counters may lead to another."""
+        kind = self.kinds[key]
+        if kind.oracle is None:
+            return kind
+        known = len(kind.oracle.variants)
+        for leaf, value in (kind.python_state if counters is None else counters).items():
+            set_leaf(kind.oracle.twin_state(), leaf, value)
+        try:
+            variant, _ = kind.oracle.consult(group)
+        except Untraceable as reason:
+            return self.kinds.setdefault((*key, str(reason)), self._interpreted(spec, str(reason)))
+        self.captures += len(kind.oracle.variants) - known
+        if variant is kind.variant:
+            return kind
+        own = (*key, kind.oracle.variants.index(variant))
+        if own not in self.kinds:
+            template = template_of(variant, self._label(spec), spec)
+            self.kinds[own] = replace(kind, template=template, variant=variant)
+        return self.kinds[own]
 
     def _capture(self, group: Mapping[str, Any], spec: ParameterSpec) -> Kind:
         label = self._label(spec)
         try:
             oracle = Oracle(self.optimizer, group, spec, bake=self._bake)
         except Untraceable as reason:
-            log.info("%s is interpreted: %s", label, reason)
-            return Kind(interpreted_template(label, spec, str(reason)), None, None, (), {})
+            return self._interpreted(spec, str(reason))
         self.captures += len(oracle.variants)
         variant = oracle.variants[-1]
         template = template_of(variant, label, spec)
         if holistic(template) and not same_bits(self.optimizer, group, spec, template, oracle):
-            log.info("%s is interpreted: %s", label, NOT_FAITHFUL)
-            return Kind(interpreted_template(label, spec, NOT_FAITHFUL), None, None, (), {})
+            return self._interpreted(spec, NOT_FAITHFUL)
         leaves = oracle.first_state[0]
         tensors = tuple(
             Leaf(Role.STATE, name, tuple(v.shape), v.dtype) for name, v in leaves.items() if isinstance(v, torch.Tensor)
         )
         python = {name: v for name, v in leaves.items() if not isinstance(v, torch.Tensor)}
         return Kind(template, oracle, variant, tensors, python)
+
+    def _interpreted(self, spec: ParameterSpec, reason: str) -> Kind:
+        label = self._label(spec)
+        log.info("%s is interpreted: %s", label, reason)
+        return Kind(interpreted_template(label, spec, reason), None, None, (), {})
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"

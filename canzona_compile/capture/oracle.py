@@ -116,6 +116,9 @@ class Oracle:
             raise Untraceable(f"its state is nested or has unusual keys: {odd[0]!r}")
         if clash := {"param", "grad"} & set(self.first_state[0]):
             raise Untraceable(f"its state has a leaf called {clash.pop()!r}")
+        plain = Tensor | float | int | str | None
+        if objects := [name for name, v in self.first_state[0].items() if not isinstance(v, plain)]:
+            raise Untraceable(f"its state holds a Python object: {objects[0]!r}")
         step = plain_step(type(self.twin))
         self._step = torch.compile(own_code(step), backend=self._backend, dynamic=True, **isolation())
         for tensor, _ in self._tensors():
@@ -195,7 +198,8 @@ class Oracle:
             if self._asked is not None:
                 raise Untraceable("the step breaks into several graphs with tensor work")
             self._asked = variant, {names[i]: value for i, value in values.items()}
-            return tuple(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in returned)
+            given = dict(zip(inputs, args, strict=True))
+            return tuple(result_of(n, given) if isinstance(n, fx.Node) else n for n in returned)
 
         return call
 
@@ -251,6 +255,18 @@ def number(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item()
     return value
+
+
+def result_of(node: fx.Node, given: Mapping[fx.Node, Any]) -> Any:
+    """What Dynamo's graph returns for `node`: a fake tensor as it is, a number (a counter) computed."""
+    example = node.meta.get("example_value")
+    if not isinstance(example, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return example
+    if node in given:
+        return number(given[node])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: result_of(n, given))
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
 
 
 def scalar_name(target: str) -> str:

@@ -100,6 +100,11 @@ def state_leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path), leaf
 
 
+def python_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of one parameter's state that are no tensors: counters."""
+    return {name: v for name, v in state_leaves(state) if not isinstance(v, Tensor)}
+
+
 def set_leaf(state: dict[str, Any], name: str, value: Any) -> None:
     """Replace the leaf `name` (as `state_leaves` names it) of a parameter's state."""
     leaves, spec = pytree.tree_flatten_with_path(state)

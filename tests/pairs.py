@@ -1,0 +1,98 @@
+"""A plain optimizer and a wrapped one side by side: equal parameters, equal gradients, equal bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Muon, Optimizer
+from torch.utils import _pytree as pytree
+
+import canzona_compile
+
+Shape = tuple[int, ...]
+Make = Callable[[list[Any]], Optimizer]
+
+TALL_AND_WIDE: tuple[Shape, ...] = ((6, 4), (4, 6))
+
+
+def parameters(shapes: Iterable[Shape] = TALL_AND_WIDE, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Any]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=random).to(dtype)) for shape in shapes]
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def feed(optimizer: Optimizer, step: int) -> None:
+    """Gradients that depend on the number of the step and on nothing else."""
+    random = torch.Generator().manual_seed(1000 + step)
+    for param in params_of(optimizer):
+        param.grad = torch.randn(param.shape, generator=random).to(param.dtype)
+
+
+def muon(params: list[Any], **hypers: Any) -> Muon:
+    return Muon(params, **{"lr": 0.1, **hypers})
+
+
+def wrapped_muon(shapes: Iterable[Shape] = TALL_AND_WIDE, **hypers: Any) -> Any:
+    return canzona_compile.wrap(muon(parameters(shapes), **hypers))
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Are two tensors, or two other leaves of a state, the same? NaNs too."""
+    if not isinstance(a, Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+def different(plain: Optimizer, other: Optimizer) -> list[str]:
+    """Parameters, and leaves of their states, that differ between two optimizers."""
+    pairs = zip(params_of(plain), params_of(other), strict=True)
+    found = [f"parameter {i}" for i, (a, b) in enumerate(pairs) if not same_bits(a, b)]
+    one, two = (pytree.tree_flatten_with_path(o.state_dict()["state"])[0] for o in (plain, other))
+    mine, yours = ({pytree.keystr(path): leaf for path, leaf in leaves} for leaves in (one, two))
+    found += [f"state {name} is on one side" for name in mine.keys() ^ yours.keys()]
+    return found + [f"state {name}" for name in mine.keys() & yours.keys() if not same_bits(mine[name], yours[name])]
+
+
+class Pair:
+    """A plain and a wrapped optimizer made alike."""
+
+    def __init__(self, make: Make = muon, shapes: Sequence[Shape] = TALL_AND_WIDE, **options: Any) -> None:
+        self.plain = make(parameters(shapes))
+        self.wrapped: Any = canzona_compile.wrap(make(parameters(shapes)), **options)
+        self.number = 0
+
+    @property
+    def both(self) -> tuple[Optimizer, Any]:
+        return self.plain, self.wrapped
+
+    @property
+    def report(self) -> canzona_compile.Report:
+        found: canzona_compile.Report = self.wrapped.canzona.report()
+        return found
+
+    def set(self, name: str, value: Any, group: int = 0) -> None:
+        """Change a hyperparameter of both."""
+        for optimizer in self.both:
+            optimizer.param_groups[group][name] = value
+
+    def step(self, *missing: int) -> None:
+        """One step of both; parameters at the positions `missing` have no gradient."""
+        for optimizer in self.both:
+            feed(optimizer, self.number)
+            for i in missing:
+                params_of(optimizer)[i].grad = None
+            optimizer.step()
+        self.number += 1
+        assert different(self.plain, self.wrapped) == [], f"after step {self.number}"
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
