@@ -20,9 +20,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """Seconds of a first step.
+    """Seconds of a first step, of wall time where nothing else is said.
 
     Attributes:
+        cpu: CPU time of the whole process; on fewer cores than ranks, and beside other jobs, it says
+            more than wall time.
         capture: tracing every kind of parameter once.
         passes: all passes but emit, with the verifier after each.
         emit: writing the two programs of this rank, for the first step and for all later ones.
@@ -33,6 +35,7 @@ class FirstStep:
     """
 
     total: float
+    cpu: float
     capture: float
     passes: float
     emit: float
@@ -66,11 +69,14 @@ def run_first_step(optimizer: Any) -> FirstStep:
     capture = watch.timed(Capture.kind_of, lambda *_: "capture")
     passes = watch.timed(run, stage_of)
     with patch.object(Capture, "kind_of", capture), patch("canzona_compile.planner.run", passes):
+        cpu = time.process_time()
         watch.timed(optimizer.step, lambda: "total")()
+        cpu = time.process_time() - cpu
     seconds = watch.seconds
     known = seconds["capture"] + seconds["passes"] + seconds["emit"]
     return FirstStep(
         total=seconds["total"],
+        cpu=cpu,
         capture=seconds["capture"],
         passes=seconds["passes"],
         emit=seconds["emit"],

@@ -112,28 +112,42 @@ def measure_case(case: Case, mesh: DeviceMesh, strategy: Strategy, rounds: int) 
 
 
 def begin(variants: Sequence[Variant], gradients: Gradients, rounds: int) -> tuple[FirstStep, dict[str, Traffic]]:
-    """Everything before the timed rounds; finds what cannot run, and what is to run less often."""
+    """First steps, and one step with the traffic counter on.
+
+    Finds out whether stock Muon runs and how often; its collectives are counted in its first step,
+    because it may take many seconds per step and does the same in each.
+    """
     first: FirstStep | None = None
     traffic: dict[str, Traffic] = {}
     for variant in variants:
         gradients.give(variant, 0)
         dist.barrier()
-        if variant.name == OURS:
-            first = slowest(run_first_step(variant.optimizer))
-        else:
-            try_step(variant)
-        if variant.failure:
-            continue
-        gradients.give(variant, 1)
-        with TrafficCounter() as counter:
-            start = time.perf_counter()
-            variant.step()
-            seconds = time.perf_counter() - start
-        traffic[variant.name] = counter.total()
         if variant.name == STOCK:
+            with TrafficCounter() as counter:
+                seconds = try_step(variant)
             variant.every = min(rounds, math.ceil(rounds * agreed(seconds) / STOCK_SECONDS))
+        else:
+            if variant.name == OURS:
+                first = slowest(run_first_step(variant.optimizer))
+            else:
+                variant.step()
+            gradients.give(variant, 1)
+            with TrafficCounter() as counter:
+                variant.step()
+        traffic[variant.name] = counter.total()
     assert first is not None
     return first, traffic
+
+
+def try_step(variant: Variant) -> float:
+    """Seconds of a step that may fail: on an unsupported layout it does so on every rank alike."""
+    start = time.perf_counter()
+    try:
+        variant.step()
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        text = str(error).strip() or type(error).__name__
+        variant.failure = f"{type(error).__name__}: {text.splitlines()[0]}"
+    return time.perf_counter() - start
 
 
 def agreed(seconds: float) -> float:
@@ -141,17 +155,6 @@ def agreed(seconds: float) -> float:
     value = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
-
-
-def try_step(variant: Variant) -> None:
-    """Take a step; stock Muon may not support the layout, which then fails on every rank alike."""
-    try:
-        variant.step()
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        if variant.name != STOCK:
-            raise
-        text = str(error).strip() or type(error).__name__
-        variant.failure = f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 def same_bits_or_none(variant: Variant, local: Variant) -> bool | None:

@@ -25,9 +25,11 @@ def case_table(case: CaseResult) -> Group:
         "bits",
     ):
         table.add_column(column, justify="right")
+    notes: list[Text] = []
     for name, result in case.variants.items():
         if result.step_ms is None or result.cpu_us_per_matrix is None:
-            table.add_row(name, Text(f"does not run: {result.failure}", style="yellow"))
+            table.add_row(name, "does not run")
+            notes.append(Text(f"{name} does not run: {result.failure}", style="yellow"))
             continue
         table.add_row(
             name,
@@ -39,12 +41,12 @@ def case_table(case: CaseResult) -> Group:
             f"{result.cpu_us_per_matrix.median:.0f}",
             {True: "equal", False: "differ", None: ""}[result.same_bits],
         )
-    return Group(table, plan_line(case), first_step_line(case.first_step), "")
+    return Group(table, *notes, plan_line(case), first_step_line(case.first_step), "")
 
 
 def model_table(model: ModelResult) -> Group:
     """A model of `--first-step`."""
-    table = Table(title=f"{model.name}: {model.about}", title_justify="left", title_style="bold")
+    table = Table(title=f"{model.name}: {model.about}", title_justify="left", title_style="bold", min_width=76)
     table.add_column(f"{model.matrices} matrices")
     table.add_column("us/matrix (p10-p90)", justify="right")
     table.add_row("steady step, wall", show(model.step_us_per_matrix, "{:.1f}"))
@@ -65,7 +67,7 @@ def plan_line(result: CaseResult | ModelResult) -> str:
 def first_step_line(first: FirstStep) -> str:
     staged = first.capture + first.passes + first.emit
     return (
-        f"first step {first.total:.2f} s: capture {first.capture:.2f} ({first.captures} graphs)"
+        f"first step {first.total:.2f} s (CPU {first.cpu:.2f}): capture {first.capture:.2f} ({first.captures} graphs)"
         f" + passes {first.passes:.2f} + emit {first.emit:.2f} = {staged:.2f} s,"
         f" rest {first.rest:.2f} s"
     )

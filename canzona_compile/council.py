@@ -25,7 +25,7 @@ class Council:
     def report(self, members: Iterable[Ranks], error: CanzonaError | None) -> None:
         """Tell the ranks of every mesh whether this rank could plan; raises on all of them if one could not."""
         for ranks in sorted(r for r in members if len(r) > 1):
-            self._forum(ranks).agree("", error)
+            error = self._agree(ranks, "", error)
         if error is not None:
             raise error
 
@@ -37,6 +37,7 @@ class Council:
         """
         grids = {t.layout.grid.members() for t in owned.tasks if t.layout.grid.size > 1}
         present = list(present)
+        error: CanzonaError | None = None
         for ranks in sorted(grids):
             own = [t for t in owned.tasks if t.layout.grid.members() == ranks]
             names = {t.name for t in own}
@@ -45,14 +46,32 @@ class Council:
                 lines.append(show(owned))
             else:
                 lines += [f"{t.name} {list(t.shape)} {t.placed} {t.layout.placements} owner {t.owner}" for t in own]
-            self._forum(ranks).agree("\n".join(lines), None)
+            error = self._agree(ranks, "\n".join(lines), error)
+        if error is not None:
+            raise error
+
+    def _agree(self, ranks: Ranks, text: str, error: CanzonaError | None) -> CanzonaError | None:
+        """Agree in one forum, and hand on to the next what failed here: its ranks may not be in this one."""
+        try:
+            self._forum(ranks).agree(text, error)
+        except CanzonaError as found:
+            return found
+        return None
 
     def call(self, number: int, change: str, error: CanzonaError | None) -> None:
         """In a steady state: make sure that everybody saw this change, or raise on every rank."""
-        for forum in self._forums.values():
+        forums = list(self._forums.values())
+        for forum in forums:  # all of them before waiting for any: who hears one raises in all
             forum.call(number, change, error)
         if error is not None:
             raise error
+        try:
+            for forum in forums:
+                forum.hear(number, change)
+        except CanzonaError as failure:
+            for forum in forums:
+                forum.fail(failure, number)
+            raise
 
     def waiter(self) -> Waiter:
         return Waiter(list(self._forums.values()), self.device)

@@ -36,8 +36,8 @@ COPIES = frozenset(
 
 # On CPU these give an element the same bits wherever it stands, in every floating dtype. `add`, `sub`
 # and `rsub` with a factor alpha do so only in 32 and 64 bits and only where both operands have the
-# shape of the result. Left out after measurement: rsqrt in 16 bits, pow and sigmoid in 32 and 64 bits;
-# left out unmeasured: everything else.
+# shape of the result; `maximum`, `minimum` and `clamp` may take either of 0.0 and -0.0. Left out after
+# measurement: rsqrt in 16 bits, pow and sigmoid in 32 and 64 bits; left out unmeasured: everything else.
 POSITION_FREE_NAMES = """
     add sub rsub mul div lerp addcmul addcdiv sqrt square neg abs sign reciprocal maximum minimum
     clamp clamp_min clamp_max where eq ne lt le gt ge copy _to_copy clone detach alias zeros_like
@@ -67,26 +67,31 @@ def position_free(node: fx.Node, machine: Machine) -> bool:
         return False
     if target.overloadpacket in (aten.add, aten.sub, aten.rsub) and scaled(node):
         value = tensor_value(node)
-        return value is not None and value.dtype.itemsize > 2
+        operands = [tensor_value(n) if isinstance(n, fx.Node) else None for n in node.args[:2]]
+        alike = value is not None and all(v is not None and v.shape == value.shape for v in operands)
+        return alike and value is not None and value.dtype.itemsize > 2
     return True
 
 
 def scaled(node: fx.Node) -> bool:
-    """Has an addition or subtraction a factor alpha? Subtraction is an addition with alpha -1."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return node.target.overloadpacket is not aten.add or bool(node.kwargs.get("alpha", 1) != 1)
+    """Has an addition or subtraction a factor alpha, so that it multiplies and adds?"""
+    alpha = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
+    return bool(alpha != 1)
 
 
 def placed_equally(node: fx.Node, machine: Machine, aligned: bool) -> bool:
     """Does a pointwise node give a fragment the bits that it gives the whole tensor?
 
     Where the position of an element matters, it still does if neither the whole tensor nor a fragment
-    leaves a scalar tail (`aligned`) and every operand is contiguous: strided operands are scalar code.
+    leaves a scalar tail (`aligned`) and every operand is contiguous: strided operands are scalar code,
+    and broadcast ones make every row a run of its own, with its own tail.
     """
     if position_free(node, machine):
         return True
+    value = tensor_value(node)
     operands = [v for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
-    return aligned and all(v.is_contiguous() for v in operands)
+    whole = [v for v in operands if v.numel() != 1]
+    return aligned and value is not None and all(v.shape == value.shape and v.is_contiguous() for v in whole)
 
 
 def foreach_equal(node: fx.Node, in_place: bool) -> bool:

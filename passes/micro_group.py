@@ -53,17 +53,15 @@ class FormMicroGroups:
 
     def _best(self, tasks: Sequence[Task], grid: Grid, placed: dict[str, Placed], step: Step) -> list[list[Task]]:
         total, largest = makespan(tasks, placed), max(placed[t.placed].flops for t in tasks)
-        plans: dict[int, list[list[Task]]] = {}
-        for count in (self.groups,) if self.groups else COUNTS:
-            plan = pack(tasks, placed, max(math.ceil(total / count), largest), self.capacity)
-            plans.setdefault(len(plan), plan)
+        counts = (self.groups,) if self.groups else COUNTS
+        plans = [pack(tasks, placed, max(math.ceil(total / count), largest), self.capacity) for count in counts]
         rates = rates_of(step.machine)
 
-        def seconds(count: int) -> float:
-            loads = [load_of(own, grid, placed) for own in plans[count]]
-            return pipeline_seconds(loads, rates, self.depth)
+        def seconds(plan: list[list[Task]]) -> float:
+            loads = [load_of(own, grid, placed) for own in plan]
+            return round(pipeline_seconds(loads, rates, self.depth), 12)  # a tie is a tie, whatever the order of sums
 
-        return plans[min(plans, key=lambda count: (seconds(count), count))]
+        return min(plans, key=lambda plan: (seconds(plan), len(plan)))
 
 
 def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most_bytes: int) -> list[list[Task]]:

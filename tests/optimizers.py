@@ -31,6 +31,9 @@ MUON_GROUPS = (
     GroupSpec(((17, 31),), {"nesterov": True, "adjust_lr_fn": "original", "momentum": 0.8}),
     GroupSpec(((5, 40),), {"nesterov": False, "adjust_lr_fn": "original", "weight_decay": 0.3}),
 )
+# Rows that divide by 2, 3 and 4, and rows that do not.
+EVEN, UNEVEN = ((48, 24), (24, 60), (12, 36)), ((31, 17), (17, 31), (5, 40))
+ONE_GROUP = (GroupSpec((*EVEN, *UNEVEN)),)
 # Stacks of experts: entries that ranks cannot share evenly, or fewer than there are ranks. Their dims are
 # such that a batched product of any number of entries gives the bits of the single ones.
 STACK_GROUPS = (
@@ -132,14 +135,16 @@ def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to make an optimizer, and for which groups."""
+    """How to make an optimizer, and for which groups and dtypes."""
 
     make: Callable[[list[dict[str, Any]]], Optimizer]
     groups: tuple[GroupSpec, ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
 
 RECIPES = {
     "muon": Recipe(muon, MUON_GROUPS),
+    "one group": Recipe(muon, ONE_GROUP, (torch.float32,)),
     "stack": Recipe(StackMuon, STACK_GROUPS),
     "entries": Recipe(EntriesMuon, STACK_GROUPS),
 }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.optim import Muon, Optimizer
 from torch.utils import _pytree as pytree
 
@@ -40,6 +43,16 @@ def muon(params: list[Any], **hypers: Any) -> Muon:
 
 def wrapped_muon(shapes: Iterable[Shape] = TALL_AND_WIDE, **hypers: Any) -> Any:
     return canzona_compile.wrap(muon(parameters(shapes), **hypers))
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A default process group of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def same_bits(a: Any, b: Any) -> bool:

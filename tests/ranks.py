@@ -74,6 +74,7 @@ def run(
     group: bool = True,
     dying: Collection[int] = (),
     limit: float = LIMIT,
+    patience: float = PATIENCE,
     **kwargs: Any,
 ) -> list[Any]:
     """`function(*args, **kwargs)` on `world` ranks; what it returned, by rank.
@@ -84,9 +85,10 @@ def run(
         group: give the ranks a default process group.
         dying: ranks that end their process; their result is `Died`.
         limit: seconds until a rank that has not answered counts as hanging.
+        patience: timeout of the process groups of a fresh pool.
     """
     if fresh or dying:
-        pool = Pool(world, group)
+        pool = Pool(world, group, patience)
         try:
             return pool.run(function, args, kwargs, dying, limit)
         finally:
@@ -125,7 +127,7 @@ def close_all() -> None:
 class Pool:
     """Some ranks, and the store through which they find each other; the store outlives any rank."""
 
-    def __init__(self, world: int, group: bool) -> None:
+    def __init__(self, world: int, group: bool, patience: float = PATIENCE) -> None:
         context = server()
         self._logs = tempfile.TemporaryDirectory(prefix="canzona-ranks-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group else None
@@ -135,7 +137,11 @@ class Pool:
         for rank in range(world):
             mine, theirs = context.Pipe()
             self._ends.append(mine)
-            process = context.Process(target=serve, args=(theirs, rank, world, port, str(self._log(rank))), daemon=True)
+            process = context.Process(
+                target=serve,
+                args=(theirs, rank, world, port, patience, str(self._log(rank))),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -263,7 +269,7 @@ def collectives() -> int:
 # -- a rank ----------------------------------------------------------------------------------------
 
 
-def serve(end: Connection, rank: int, world: int, port: int | None, log: str) -> None:
+def serve(end: Connection, rank: int, world: int, port: int | None, patience: float, log: str) -> None:
     """The life of a rank: run what is asked for until the other end closes."""
     with open(log, "w") as file:
         for standard in (sys.stdout, sys.stderr):
@@ -275,7 +281,7 @@ def serve(end: Connection, rank: int, world: int, port: int | None, log: str) ->
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if port is not None:
-        timeout = timedelta(seconds=PATIENCE)
+        timeout = timedelta(seconds=patience)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     while True:

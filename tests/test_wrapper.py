@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,16 +22,7 @@ from torch.optim.optimizer import (
 
 import canzona_compile
 from canzona_compile import CanzonaError, UnsupportedOptimizer
-from tests.pairs import Pair, different, feed, muon, parameters, params_of, same_bits, wrapped_muon
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A default process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
+from tests.pairs import Pair, different, feed, muon, one_rank, parameters, params_of, same_bits, wrapped_muon
 
 # -- the object --------------------------------------------------------------------------------
 
@@ -86,7 +77,7 @@ def test_state_of_plain_steps_before_wrap_is_adopted() -> None:
 
 
 def test_second_wrap_with_equal_options_returns_the_object() -> None:
-    wrapped = canzona_compile.wrap(muon(parameters()), depth=3)
+    wrapped: Any = canzona_compile.wrap(muon(parameters()), depth=3)
     session = wrapped.canzona.session
     assert canzona_compile.wrap(wrapped, depth=3) is wrapped
     assert wrapped.canzona.session is session
@@ -113,11 +104,11 @@ def test_lbfgs_is_refused() -> None:
     assert type(optimizer) is LBFGS
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_an_optimizer_that_shards_its_state_is_refused() -> None:
-    optimizer = ZeroRedundancyOptimizer(parameters(), optimizer_class=Muon, lr=0.1)
-    with pytest.raises(UnsupportedOptimizer, match="ZeroRedundancyOptimizer communicates by itself"):
-        canzona_compile.wrap(optimizer)
+    with one_rank():
+        optimizer = ZeroRedundancyOptimizer(parameters(), optimizer_class=Muon, lr=0.1)
+        with pytest.raises(UnsupportedOptimizer, match="ZeroRedundancyOptimizer communicates by itself"):
+            canzona_compile.wrap(optimizer)
 
 
 BAD_OPTIONS: list[dict[str, Any]] = [{"strategy": "fastest"}, {"numerics": "loose"}, {"capacity": 0}, {"depth": 0}]
@@ -246,7 +237,7 @@ def test_closures_run_once_with_gradients_and_return_their_loss(keyword: bool) -
             calls.append(torch.is_grad_enabled())
             optimizer.zero_grad()
             loss = torch.stack([(p**2).sum() for p in params_of(optimizer)]).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
         with torch.no_grad():
@@ -270,7 +261,7 @@ def test_zero_grad() -> None:
     feed(wrapped, 0)
     wrapped.step()
     wrapped.zero_grad(set_to_none=False)
-    assert [float(p.grad.abs().sum()) for p in params_of(wrapped)] == [0.0, 0.0]
+    assert [p.grad is not None and float(p.grad.abs().sum()) for p in params_of(wrapped)] == [0.0, 0.0]
     wrapped.zero_grad()
     assert [p.grad for p in params_of(wrapped)] == [None, None]
 
@@ -372,21 +363,21 @@ def test_copies_are_wrapped_and_independent(how: str) -> None:
     pair.steps(2)
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_process_group_is_lost_in_a_pickle_and_says_so() -> None:
-    wrapped = canzona_compile.wrap(muon(parameters()), replicate=dist.group.WORLD, depth=1)
-    feed(wrapped, 0)
-    wrapped.step()
-    loaded = pickle.loads(pickle.dumps(wrapped))
-    before = [p.detach().clone() for p in params_of(loaded)]
-    feed(loaded, 1)
-    with pytest.raises(CanzonaError, match="replicate= is lost") as caught:
-        loaded.step()
-    assert "wrap(optimizer, replicate=" in str(caught.value)
-    assert all(map(same_bits, before, params_of(loaded)))
-    canzona_compile.wrap(loaded, replicate=dist.group.WORLD, depth=1)
-    copied = copy.deepcopy(loaded)  # in one process groups stay
-    for optimizer in (wrapped, loaded, copied):
-        feed(optimizer, 1)
-        optimizer.step()
-    assert different(wrapped, loaded) == different(wrapped, copied) == []
+    with one_rank():
+        wrapped = canzona_compile.wrap(muon(parameters()), replicate=dist.group.WORLD, depth=1)
+        feed(wrapped, 0)
+        wrapped.step()
+        loaded = pickle.loads(pickle.dumps(wrapped))
+        before = [p.detach().clone() for p in params_of(loaded)]
+        feed(loaded, 1)
+        with pytest.raises(CanzonaError, match="replicate= is lost") as caught:
+            loaded.step()
+        assert "wrap(optimizer, replicate=" in str(caught.value)
+        assert all(map(same_bits, before, params_of(loaded)))
+        canzona_compile.wrap(loaded, replicate=dist.group.WORLD, depth=1)
+        copied = copy.deepcopy(loaded)  # in one process groups stay
+        for optimizer in (wrapped, loaded, copied):
+            feed(optimizer, 1)
+            optimizer.step()
+        assert different(wrapped, loaded) == different(wrapped, copied) == []

@@ -116,6 +116,31 @@ class ObjectKeeping(PerParameter):
         param.add_(cube(grad), alpha=-group["lr"] / tally.steps)
 
 
+class Nesting(PerParameter):
+    """The state is not flat."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        inner = state.setdefault("sides", {"left": torch.zeros(len(param), len(param))})
+        inner["left"].lerp_(grad @ grad.T, 0.1)
+        param.add_(inner["left"] @ grad, alpha=-group["lr"])
+
+
+class Replacing(PerParameter):
+    """Every step puts a new tensor in the state instead of writing the old one."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        state["average"] = state["average"] * 0.9 + grad if state else grad.clone()
+        param.add_(cube(state["average"]), alpha=-group["lr"])
+
+
+class CompilationAware(PerParameter):
+    """Rounds otherwise when compiled, as torch's own Adam does."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        update = cube(grad) / 3 if torch.compiler.is_compiling() else cube(grad) * (1 / 3)
+        param.add_(update, alpha=-group["lr"])
+
+
 class CountingOnItself(PerParameter):
     """The counter is an attribute of the optimizer."""
 

@@ -26,7 +26,7 @@ def capture(recipe: Recipe, dtype: torch.dtype) -> None:
 def warm_up() -> None:
     try:
         for recipe in RECIPES.values():
-            for dtype in (torch.float32, torch.bfloat16):
+            for dtype in recipe.dtypes:
                 capture(recipe, dtype)
     except Exception:  # the tests will say what is wrong; without a server they could not
         traceback.print_exc()

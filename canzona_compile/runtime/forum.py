@@ -10,6 +10,7 @@ look for a call, answer it, and every rank raises the same error.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -37,6 +38,7 @@ class Forum:
         token = self.share(f"{time.time_ns()}")[0]
         store = dist.distributed_c10d._get_default_store()
         self.store = PrefixStore(f"canzona/{token}/{'-'.join(map(str, self.ranks))}", store)
+        self.settled = 0  # the last step in which all called with the same finding
 
     def share(self, value: str) -> list[str]:
         """Everybody's value, by member; a collective."""
@@ -71,19 +73,20 @@ class Forum:
     # -- when something changes in a steady state ---------------------------------------------------
 
     def call(self, number: int, finding: str, error: CanzonaError | None) -> None:
-        """Tell the others that this rank cannot run what was agreed for step `number`, and hear them.
+        """Tell the others what this rank found, and that it does not start what was agreed for step `number`."""
+        self.store.set(f"{number}/{self.rank}", json.dumps([finding, str(error or "")]))
+        self.store.set(f"call/{number}", str(self.rank))
 
-        Returns when every member called with the same finding.
+    def hear(self, number: int, finding: str) -> None:
+        """After a call: return when every member called with the same finding.
 
         Raises:
             CanzonaError: on every member otherwise; nothing was updated.
         """
-        self.store.set(f"call/{number}", str(self.rank))
-        self.store.set(f"{number}/{self.rank}", json.dumps([finding, str(error or "")]))
         others = [r for r in self.ranks if r != self.rank]
         findings = {self.rank: finding}
-        deadline = time.monotonic() + dist.default_pg_timeout.total_seconds()
-        while others and error is None:
+        deadline = time.monotonic() + timeout_of(self.group, self.device)
+        while others:
             if time.monotonic() > deadline:
                 raise RankMismatch(f"ranks {others} did not answer before the process group's timeout")
             for rank in list(others):
@@ -94,13 +97,14 @@ class Forum:
                     others.remove(rank)
             if len(set(findings.values())) > 1:
                 raise self._disagreement(findings)
+            self._hear_failure(number)
             time.sleep(0.001)
-        if error is not None:
-            raise error
+        self.settled = number
 
     def listen(self, number: int) -> None:
         """While waiting for a collective of step `number`: has anybody called? Then answer and raise."""
-        if not self.store.check([f"call/{number}"]):
+        self._hear_failure(number)
+        if self.settled == number or not self.store.check([f"call/{number}"]):
             return
         self.store.set(f"{number}/{self.rank}", json.dumps(["", ""]))
         caller = int(self.store.get(f"call/{number}"))
@@ -108,6 +112,19 @@ class Forum:
         if failure:
             raise RankMismatch(f"rank {caller} cannot run this step:\n{failure}")
         raise self._disagreement({caller: finding, self.rank: ""})
+
+    def fail(self, error: CanzonaError, number: int | None = None) -> None:
+        """Tell the others that this rank raised in step `number`, perhaps for something in another forum.
+
+        None: a collective broke, so no later step can work either.
+        """
+        with contextlib.suppress(RuntimeError):  # the store may have died with its host
+            self.store.set("broken" if number is None else f"failed/{number}", str(error))
+
+    def _hear_failure(self, number: int) -> None:
+        for key in (f"failed/{number}", "broken"):
+            if self.store.check([key]):
+                raise RankMismatch(self.store.get(key).decode())
 
     def _disagreement(self, findings: dict[int, str]) -> CanzonaError:
         said = "; ".join(f"rank {r}: {finding or 'no change'}" for r, finding in sorted(findings.items()))
@@ -135,6 +152,13 @@ def first_difference(ranks: Sequence[int], texts: Sequence[str]) -> str:
     return "no line differs"
 
 
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """The timeout of a process group in seconds."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return timeout.total_seconds()
+
+
 class Waiter:
     """Waits for the collectives of one step, listening for calls. Implements `instructions.Watch`."""
 
@@ -151,9 +175,20 @@ class Waiter:
                 return
             except RuntimeError as error:
                 if "timed out" not in str(error).lower() or work.is_completed():
-                    raise CanzonaError(
+                    failure = CanzonaError(
                         f"a collective of this step failed: {str(error).splitlines()[0]}",
                         hint="a peer died or left the step; what belongs to this micro-group was not updated",
-                    ) from error
+                    )
+                    for forum in self.forums:
+                        forum.fail(failure)
+                    raise failure from error
+            self._listen()
+
+    def _listen(self) -> None:
+        try:
             for forum in self.forums:
                 forum.listen(self.number)
+        except CanzonaError as error:
+            for forum in self.forums:
+                forum.fail(error, self.number)
+            raise

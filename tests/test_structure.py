@@ -1,0 +1,171 @@
+"""The structure of the code: imports run one way, files are short, names and packages are what is promised."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import canzona_compile
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "canzona_compile"
+FOLDERS = ("canzona_compile", "passes", "kernels", "tests", "examples", "benchmarks")
+MOST_LINES = 400
+
+# A module may import those before it. Whoever adds one decides where it stands.
+LAYERS = (
+    "kernels",
+    "errors layout ir",
+    "exactness cost instructions program rankview printer verify_graphs verify lifting",
+    "passes.assign_owners passes.batch passes.canonicalize passes.emit passes.fuse_collectives",
+    "passes.micro_group passes.place passes.schedule passes",
+    "pipeline observe",
+    "capture.functional capture.twin capture.oracle capture.interpreted capture.faithful",
+    "capture.separability capture.independence capture.capture capture",
+    "runtime.groups runtime.forum runtime.executor runtime",
+    "options binding planner state numbers running council",
+    "figures charts render report suggestions",
+    "session inspection wrapper",
+)
+ORDER = [name for layer in LAYERS for name in layer.split()]
+
+PUBLIC = {
+    "CanzonaError",
+    "InvalidGradient",
+    "Options",
+    "RankMismatch",
+    "Report",
+    "UnsupportedLayout",
+    "UnsupportedOptimizer",
+    "is_wrapped",
+    "unwrap",
+    "wrap",
+}
+
+
+def sources(*folders: str) -> list[Path]:
+    """Python files below folders of the repository, each once: not through the symlinks."""
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return sorted(p for p in found if not any(parent.is_symlink() for parent in p.parents))
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by the name that imports it."""
+    found = {}
+    for path in sources("canzona_compile", "passes", "kernels"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts if parts[0] == PACKAGE else (PACKAGE, *parts))
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
+    """Names of all modules that a file imports, anywhere in it; `from a import b` is a.b where that is a module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            base = node.module or ""
+            inner = {f"{base}.{alias.name}" for alias in node.names}
+            found.update(inner & modules().keys())
+            if inner - modules().keys():
+                found.add(base)
+    return frozenset(found)
+
+
+def ours(path: Path) -> set[str]:
+    return {name for name in imported(path) if name == PACKAGE or name.startswith(f"{PACKAGE}.")}
+
+
+# -- imports -----------------------------------------------------------------------------------
+
+
+def test_every_module_has_its_place() -> None:
+    placed = {f"{PACKAGE}.{name}" for name in ORDER}
+    assert len(placed) == len(ORDER)
+    assert placed | {PACKAGE} == modules().keys()
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_run_one_way(name: str) -> None:
+    before = {f"{PACKAGE}.{other}" for other in ORDER[: ORDER.index(name)]}
+    assert ours(modules()[f"{PACKAGE}.{name}"]) - before == set()
+
+
+def test_passes_do_not_know_one_another() -> None:
+    for path in sources("passes"):
+        if path.name != "__init__.py":
+            assert not {name for name in ours(path) if name.startswith(f"{PACKAGE}.passes")}, path.name
+
+
+def test_passes_know_neither_tensors_at_work_nor_process_groups() -> None:
+    for path in sources("passes"):
+        names = imported(path)
+        assert not any(n.startswith(("torch.distributed", f"{PACKAGE}.runtime", f"{PACKAGE}.capture")) for n in names)
+
+
+def test_kernels_import_nothing_of_ours() -> None:
+    assert sources("kernels")
+    for path in sources("kernels"):
+        assert ours(path) == set(), path.name
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_nobody_imports_passes_or_kernels_bare(folder: str) -> None:
+    """A bare import would make a second copy of every class."""
+    for path in sources(folder):
+        bare = {name for name in imported(path) if name.split(".")[0] in ("passes", "kernels")}
+        assert bare == set(), path
+
+
+def test_the_package_does_not_import_the_rest_of_the_repository() -> None:
+    for path in modules().values():
+        assert not {n for n in imported(path) if n.split(".")[0] in ("tests", "examples", "benchmarks")}, path
+
+
+# -- files, names and packages -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_file_is_long(folder: str) -> None:
+    lengths = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8").count("\n") for p in sources(folder)}
+    assert lengths
+    assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def test_every_file_says_what_it_is() -> None:
+    silent = [p for p in sources(*FOLDERS) if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))]
+    assert silent == []
+
+
+def test_public_names() -> None:
+    assert set(canzona_compile.__all__) == PUBLIC
+    assert all(hasattr(canzona_compile, name) for name in PUBLIC)
+    assert sorted(canzona_compile.__all__) == canzona_compile.__all__
+
+
+def test_every_package_is_installed() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = {name for name, path in modules().items() if path.name == "__init__.py"}
+    assert set(config["packages"]) == packages
+    for name in packages:
+        folder = config["package-dir"].get(name, name.replace(".", "/"))
+        assert (ROOT / folder).resolve() == modules()[name].parent
+    assert (ROOT / PACKAGE / "py.typed").exists()
+    assert "py.typed" in config["package-data"][PACKAGE]
+
+
+@pytest.mark.parametrize("name", ["passes", "kernels"])
+def test_top_level_folders_are_seen_inside_the_package(name: str) -> None:
+    link = ROOT / PACKAGE / name
+    assert link.is_symlink()
+    assert not link.readlink().is_absolute()
+    assert link.resolve() == ROOT / name
