@@ -60,7 +60,8 @@ class Net(nn.Module):
         return torch.stack([F.silu(y).square().sum() for y in outputs]).sum()
 
     def weights(self) -> list[nn.Parameter]:
-        return [layer.weight for layer in self.layers]
+        layers: list[Any] = list(self.layers)
+        return [layer.weight for layer in layers]
 
 
 @cache
@@ -205,12 +206,13 @@ BUILDERS: dict[str, Callable[[Values, Case], list[nn.Parameter]]] = {
 }
 
 
-def replicate_of(case: Case) -> DeviceMesh | dist.ProcessGroup | None:
+def replicate_of(*cases: Case) -> DeviceMesh | dist.ProcessGroup | None:
     """What to tell `wrap` of replicas that parameters do not show."""
-    if case.layout == "ddp":
-        return dist.group.WORLD
-    if case.layout == "tp_ddp":
-        return mesh_of(case.mesh, ("dp", "tp"))["dp"]
+    for case in cases:
+        if case.layout == "ddp":
+            return dist.group.WORLD
+        if case.layout == "tp_ddp":
+            return mesh_of(case.mesh, ("dp", "tp"))["dp"]
     return None
 
 
@@ -246,9 +248,11 @@ class Laid:
 
 def local(tensor: Tensor) -> Tensor:
     """The fragment on this rank."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    value: Any = tensor.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor, gathered by torch."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    value: Any = tensor.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -92,7 +92,7 @@ class StackMuon(Optimizer):
         super().__init__(params, defaults)
 
     def rate(self, lr: float, shape: Shape) -> float:
-        return lr * max(1.0, shape[-2] / shape[-1]) ** 0.5
+        return float(lr * max(1.0, shape[-2] / shape[-1]) ** 0.5)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

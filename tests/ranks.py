@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 ROOT = Path(__file__).parents[1]
 PRELOAD = (
@@ -130,7 +131,7 @@ class Pool:
     def __init__(self, world: int, group: bool, patience: float = PATIENCE) -> None:
         context = server()
         self._logs = tempfile.TemporaryDirectory(prefix="canzona-ranks-")
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group else None
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group else None
         port = self._store.port if self._store else None
         self._ends: list[Connection] = []
         self._processes: list[ForkServerProcess] = []
@@ -163,9 +164,7 @@ class Pool:
         deadline = time.monotonic() + limit
         while waiting := {e: r for r, e in enumerate(self._ends) if r not in results}:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            for end in ready:
-                assert isinstance(end, Connection)
-                rank = waiting[end]
+            for rank in [rank for end, rank in waiting.items() if end in ready]:
                 results[rank], failure = self._answer(rank, rank in dying)
                 if failure:
                     failures.append(f"rank {rank} {failure}")
@@ -262,7 +261,7 @@ def environment(**values: str) -> Iterator[None]:
 
 def collectives() -> int:
     """How many collectives this rank has started, as its process groups count them."""
-    groups = dist.distributed_c10d._world.pg_map
+    groups: Any = dist.distributed_c10d._world.pg_map
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
@@ -282,7 +281,7 @@ def serve(end: Connection, rank: int, world: int, port: int | None, patience: fl
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if port is not None:
         timeout = timedelta(seconds=patience)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     while True:
         try:
@@ -296,7 +295,9 @@ def serve(end: Connection, rank: int, world: int, port: int | None, patience: fl
 def answer(job: bytes) -> bytes:
     try:
         module, name, args, kwargs = pickle.loads(job)
-        function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
         return pickle.dumps((True, function(*args, **kwargs)))
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))

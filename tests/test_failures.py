@@ -52,10 +52,9 @@ class Trainer:
         values = [torch.randn(s, generator=self.random) for s in shapes]
         self.laid = Laid(values, *cases)
         self.params = self.laid.params
-        replicate = next(filter(None, map(replicate_of, cases)), None)
         named = list(zip(NAMES, self.params, strict=True))
         self.optimizer: Any = torch.optim.Muon(named, lr=2e-2)
-        canzona_compile.wrap(self.optimizer, replicate=replicate, **options)
+        canzona_compile.wrap(self.optimizer, replicate=replicate_of(*cases), **options)
         share_captures(self.optimizer)
 
     def gradients(self) -> list[Tensor]:
@@ -310,7 +309,7 @@ def step_bad(cases: list[Case], steps: int, make: Callable[[Tensor], Tensor]) ->
     if dist.get_rank() == 1:
         param = trainer.params[1]
         param.grad = None
-        param.grad_dtype = None  # type: ignore[attr-defined]
+        param.grad_dtype = None
         param.grad = make(param)
     return trainer.last_step()
 

@@ -94,9 +94,8 @@ def train(recipe: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any
     """STEPS steps of the wrapped optimizer on this rank's fragments, fed the plain run's gradients."""
     plain = plain_run(recipe, dtype)
     laid = Laid(plain.first, *cases)
-    optimizer = RECIPES[recipe].make(param_groups(RECIPES[recipe].groups, laid.params))
-    replicate = next(filter(None, map(replicate_of, cases)), None)
-    canzona_compile.wrap(optimizer, replicate=replicate, **options)
+    optimizer: Any = RECIPES[recipe].make(param_groups(RECIPES[recipe].groups, laid.params))
+    canzona_compile.wrap(optimizer, replicate=replicate_of(*cases), **options)
     share_captures(optimizer)
     scheduler = Scheduler(optimizer)
     before = 0
@@ -297,7 +296,7 @@ def test_entries_that_are_not_independent(ranks: int, dtype: torch.dtype) -> Non
 
 # -- options ---------------------------------------------------------------------------------------
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "depth 1": {"groups": 3, "depth": 1, "strategy": "owner"},
     "depth 2": {"groups": 3, "depth": 2, "strategy": "owner"},
     "depth 3": {"groups": 3, "depth": 3, "strategy": "owner"},
@@ -312,7 +311,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("case", [Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,))], ids=str)
 def test_options(case: Case, options: str, dtype: torch.dtype) -> None:
-    chosen: dict[str, Any] = OPTIONS[options]
+    chosen = OPTIONS[options]
     report = check(run(case.world, train, "muon", [case], dtype, **chosen))
     assert {task["strategy"] for task in report["tasks"]} == {chosen["strategy"]}
     assert len(report["micro_groups"]) > 1 or options == "replicated"
