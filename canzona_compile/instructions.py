@@ -87,6 +87,12 @@ def start_all_to_all(
     return work
 
 
+def start_meeting(device: str, group: dist.ProcessGroup) -> dist.Work:
+    """Start the smallest collective there is: it ends when every rank has come."""
+    work: dist.Work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+    return work
+
+
 def finish(work: dist.Work, watch: Watch) -> None:
-    """Wait for an exchange: the host on CPU, the current stream on CUDA."""
+    """Wait for a collective: the host on CPU, the current stream on CUDA."""
     watch.wait(work)

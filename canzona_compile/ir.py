@@ -290,6 +290,7 @@ class MicroGroup:
 
 
 class Act(StrEnum):
+    MEET = "meet"  # ranks that will exchange nothing make sure that all of them run this step
     PREPARE = "prepare"
     START_GATHER = "start gather"
     WAIT_GATHER = "wait gather"

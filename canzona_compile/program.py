@@ -112,7 +112,7 @@ class Program:
         module: takes the inputs in order, returns nothing; it writes parameters and state in place.
         inputs: by placeholder name, in order.
         slots: bytes of each memory slot on this rank.
-        collectives: all-to-alls that this rank starts per step.
+        collectives: that this rank starts per step.
     """
 
     module: fx.GraphModule

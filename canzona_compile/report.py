@@ -34,6 +34,7 @@ from canzona_compile.figures import (
 )
 from canzona_compile.ir import (
     Act,
+    Event,
     Exchange,
     Form,
     MicroGroup,
@@ -197,7 +198,7 @@ def report_group(step: Step, group: MicroGroup, placed: Mapping[str, Placed]) ->
         scatter_bytes=sent.get(Phase.SCATTER, 0),
         exchange_bytes=sent.get(Phase.EXCHANGE, 0),
         makespan_flops=round(load_of_group(step, group, placed).compute_flops),
-        collectives=len(group.exchanges),
+        collectives=len(group.exchanges) + (Event(Act.MEET, group.index) in step.schedule),
     )
 
 

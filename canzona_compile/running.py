@@ -81,10 +81,11 @@ class Running:
         """What is not as in the last step, in words that are equal on ranks that see the same; or nothing."""
         if taking == self.agreed:
             return ""
-        here = {*taking[0], *taking[1]}
-        if here == {*self.agreed[0], *self.agreed[1]}:
+        here, before = {*taking[0], *taking[1]}, {*self.agreed[0], *self.agreed[1]}
+        shared = [t.name for t in self.plan.owned.tasks if t.layout.grid.size > 1]
+        missing = [name for name in shared if name not in here]
+        if missing == [name for name in shared if name not in before]:
             return ""
-        missing = [t.name for t in self.plan.owned.tasks if t.name not in here]
         return f"no gradient for {', '.join(missing) or 'none'}"
 
     # -- execution ---------------------------------------------------------------------------------

@@ -246,6 +246,8 @@ def scheduled(step: Step) -> None:
         at[event.group][event.act] = i
     for group in step.groups:
         found, expected = at[group.index], list(acts(group))
+        if Act.MEET in found and not group.exchanges:
+            expected.insert(0, Act.MEET)
         for act in expected:
             if act not in found:
                 raise InvalidStep(f"{act} never happens", at=f"group {group.index}")

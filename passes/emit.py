@@ -86,6 +86,7 @@ class Writer:
 
     def write(self, event: Event) -> None:
         actions: dict[Act, Callable[[GroupView], None]] = {
+            Act.MEET: self.meet,
             Act.PREPARE: self.prepare,
             Act.START_GATHER: lambda g: self.start(g, Phase.GATHER),
             Act.WAIT_GATHER: lambda g: self.finish(g, Phase.GATHER),
@@ -164,6 +165,12 @@ class Writer:
         return [leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR]
 
     # -- events ----------------------------------------------------------------------------------
+
+    def meet(self, g: GroupView) -> None:
+        ranks = self.bind("ranks", Group(g.grid.members()))
+        work = self.call(instructions.start_meeting, self.step.machine.device, ranks)
+        self.call(instructions.finish, work, self.bind("watch", Watcher()))
+        self.collectives += 1
 
     def prepare(self, g: GroupView) -> None:
         for i, segment in enumerate(g.segments):

@@ -17,6 +17,9 @@ class Schedule:
     Nothing of a group is written before its last collective has arrived, so a collective that fails
     leaves every group that it belongs to, and all later ones, untouched.
 
+    Ranks that share tasks but exchange nothing, because all of them compute everything, meet first: one
+    that cannot run the step must not find the others updated.
+
     Buffers get slots by their lives in that order, as a linear-scan register allocator gives registers.
     """
 
@@ -27,9 +30,21 @@ class Schedule:
     ensures: ClassVar[Form] = Form.SCHEDULED
 
     def __call__(self, step: Step) -> Step:
-        events = tuple(pipelined(step.groups, self.depth))
+        meetings = (Event(Act.MEET, group.index) for group in silent(step))
+        events = (*meetings, *pipelined(step.groups, self.depth))
         buffers = tuple(color(lives(step, events)))
         return replace(step, form=Form.SCHEDULED, schedule=events, buffers=buffers, depth=self.depth)
+
+
+def silent(step: Step) -> Iterator[MicroGroup]:
+    """One group for each set of ranks that share tasks and have no collective."""
+    grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.groups}
+    met = {grids[group.index].members() for group in step.groups if group.exchanges}
+    for group in step.groups:
+        members = grids[group.index].members()
+        if len(members) > 1 and members not in met:
+            met.add(members)
+            yield group
 
 
 def stages(group: MicroGroup) -> list[list[Act]]:

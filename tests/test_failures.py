@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,95 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-import canzona_compile
-from canzona_compile.errors import CanzonaError
-from tests.layouts import Case, Laid, local, replicate_of
-from tests.optimizers import EVEN, Shape, share_captures
+from tests.layouts import Case, local
 from tests.ranks import PATIENCE, Died, run
-
-SHAPES: tuple[Shape, ...] = (*EVEN, EVEN[0])
-NAMES = ["first", "second", "third", "fourth"]
-
-# -- on the ranks ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a step ended on a rank.
-
-    Attributes:
-        error: name of the exception's class, empty if there was none; `said`: its text.
-        ours: is it one that canzona_compile raises on purpose?
-        changed: names of parameters and state tensors of this rank with other bits than before.
-        seconds: that the step took.
-    """
-
-    error: str
-    said: str
-    ours: bool
-    changed: list[str]
-    seconds: float
-
-
-class Trainer:
-    """A wrapped Muon on this rank's fragments of four matrices."""
-
-    def __init__(self, *cases: Case, shapes: Sequence[Shape] = SHAPES, **options: Any) -> None:
-        self.random = torch.Generator().manual_seed(3)
-        values = [torch.randn(s, generator=self.random) for s in shapes]
-        self.laid = Laid(values, *cases)
-        self.params = self.laid.params
-        named = list(zip(NAMES, self.params, strict=True))
-        self.optimizer: Any = torch.optim.Muon(named, lr=2e-2)
-        canzona_compile.wrap(self.optimizer, replicate=replicate_of(*cases), **options)
-        share_captures(self.optimizer)
-
-    def gradients(self) -> list[Tensor]:
-        """The next gradients, whole; set on the parameters as fragments."""
-        whole = [torch.randn(p.shape, generator=self.random) for p in self.params]
-        for i, param in enumerate(self.params):
-            param.grad = self.laid.like_param(whole[i], i)
-        return whole
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.gradients()
-            self.optimizer.step()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What this rank holds: fragments of parameters, and its part of the state."""
-        found = {}
-        for name, param in zip(NAMES, self.params, strict=True):
-            found[name] = local(param)
-            for leaf, value in self.optimizer.state.get(param, {}).items():
-                found[f"{leaf} of {name}"] = local(value)
-        return found
-
-    def last_step(self) -> Outcome:
-        """A step that is expected to fail."""
-        before = {name: value.clone() for name, value in self.tensors().items()}
-        began = time.monotonic()
-        error: BaseException | None = None
-        try:
-            self.optimizer.step()
-        except Exception as found:
-            error = found
-        seconds = time.monotonic() - began
-        after = self.tensors()
-        changed = [n for n in after.keys() | before.keys() if n not in before or n not in after]
-        changed += [n for n in before.keys() & after.keys() if not torch.equal(before[n], after[n])]
-        kind = "" if error is None else type(error).__name__
-        return Outcome(kind, str(error), isinstance(error, CanzonaError), sorted(changed), seconds)
-
-
-def check(outcomes: Sequence[Outcome], errors: set[str], *words: str) -> None:
-    """Every rank raised one of these errors, with these words in it, and changed nothing."""
-    for outcome in outcomes:
-        assert outcome.error in errors, outcome.said
-        assert all(word in outcome.said for word in words), outcome.said
-        assert outcome.changed == []
-        assert outcome.seconds < PATIENCE / 2, "it waited for the process group's timeout"
-
+from tests.trainer import NAMES, SHAPES, Outcome, Trainer, check
 
 # -- a rank dies -----------------------------------------------------------------------------------
 
@@ -188,13 +101,19 @@ def names(value: Any) -> str:
     return " and ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def step_missing(cases: list[Case], steps: int, missing: dict[int, list[int]]) -> Outcome:
-    """After some steps, `missing` maps ranks to the parameters that get no gradient there."""
-    trainer = Trainer(*cases, strategy="owner")
+def step_missing(
+    cases: list[Case], steps: int, missing: dict[int, list[int]], strategy: str = "owner", late: float = 0.0
+) -> Outcome:
+    """After some steps, `missing` maps ranks to the parameters that get no gradient there.
+
+    These ranks come `late` seconds after the others.
+    """
+    trainer = Trainer(*cases, strategy=strategy)
     trainer.steps(steps)
     trainer.gradients()
     for i in missing.get(dist.get_rank(), []):
         trainer.params[i].grad = None
+        time.sleep(late)
     return trainer.last_step()
 
 
@@ -204,6 +123,25 @@ def step_missing(cases: list[Case], steps: int, missing: dict[int, list[int]]) -
 def test_gradient_missing_on_one_rank(cases: list[Case], steps: int) -> None:
     found = run(cases[0].world, step_missing, cases, steps, {1: [1]}, fresh=True)
     check(found, {"InvalidGradient", "RankMismatch"}, "second", "gradient")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("late", [0.0, 1.5])
+@pytest.mark.parametrize("cases", [GRADIENT_CASES[0], GRADIENT_CASES[1], GRADIENT_CASES[3]], ids=names)
+def test_gradient_missing_where_every_rank_computes_everything(cases: list[Case], late: float) -> None:
+    """Under DDP such a step moves no tensor at all; still no rank may update alone."""
+    found = run(cases[0].world, step_missing, cases, 2, {1: [1]}, "replicated", late, fresh=True)
+    check(found, {"InvalidGradient", "RankMismatch"}, "second", "gradient")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("others", [[], [Case("fsdp", (2,))]], ids=["alone", "beside fsdp"])
+def test_gradient_of_a_tensor_of_one_rank(others: list[Case]) -> None:
+    """What belongs to one rank alone concerns no other: rank 1 skips the parameter, rank 0 does not."""
+    kept, skipped = run(2, step_missing, [Case("plain", (2,)), *others], 2, {1: [0]}, "auto")
+    everything = [f"{what}{name}" for what in ("", "momentum_buffer of ") for name in NAMES]
+    assert (kept.error, sorted(kept.changed)) == ("", sorted(everything))
+    assert (skipped.error, sorted(skipped.changed)) == ("", sorted(n for n in everything if "first" not in n))
 
 
 @pytest.mark.ranks
@@ -360,51 +298,3 @@ def train_nan(ranks: int) -> list[bool]:
 def test_not_a_number() -> None:
     """It does to its matrix what it does in the plain optimizer, and to no other."""
     assert run(2, train_nan, 2) == [[True] * 8] * 2
-
-
-# -- ranks that disagree ---------------------------------------------------------------------------
-
-
-def first_step(case: Case, differ: dict[str, Any]) -> Outcome:
-    """The first step, with something else on rank 1."""
-    odd = dist.get_rank() == 1
-    shapes = differ.get("shapes", SHAPES) if odd else SHAPES
-    options = differ.get("options", {}) if odd else {}
-    trainer = Trainer(case, shapes=shapes, **options)
-    group = trainer.optimizer.param_groups[0]
-    if odd:
-        group.update(differ.get("group", {}))
-        order = differ.get("order")
-        if order:
-            for key in ("params", "param_names"):
-                group[key] = [group[key][i] for i in order]
-        if "fewer" in differ:
-            for key in ("params", "param_names"):
-                group[key] = group[key][: differ["fewer"]]
-    trainer.gradients()
-    return trainer.last_step()
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", [Case("fsdp", (3,)), Case("ddp", (2,))], ids=str)
-@pytest.mark.parametrize(
-    ("differ", "words"),
-    [
-        ({"options": {"capacity": 4096}}, ["capacity 4096"]),
-        ({"options": {"depth": 3}}, ["depth 3"]),
-        ({"options": {"groups": 5}}, ["groups 5"]),
-        ({"options": {"strategy": "replicated"}}, ["replicated"]),
-        ({"options": {"numerics": "fast"}}, ["fast"]),
-        ({"order": [1, 0, 2, 3]}, ["first", "second"]),
-        ({"order": [3, 1, 2, 0]}, ["first", "fourth"]),
-        ({"fewer": 3}, ["fourth"]),
-        ({"shapes": ((48, 24), (24, 60), (36, 12), (48, 24))}, ["12x36", "36x12"]),
-        ({"group": {"nesterov": False}}, []),
-        ({"group": {"adjust_lr_fn": "match_rms_adamw"}}, []),
-        ({"group": {"ns_steps": 3}}, []),
-    ],
-    ids=lambda value: names([f"{k} {v}" for k, v in value.items()]) if isinstance(value, dict) else "",
-)
-def test_ranks_that_differ(case: Case, differ: dict[str, Any], words: list[str]) -> None:
-    found = run(case.world, first_step, case, differ, fresh=True)
-    check(found, {"RankMismatch"}, "difference", "rank 1", *words)
