@@ -55,7 +55,8 @@ class Session:
         """Update all parameters once.
 
         Raises:
-            CanzonaError: before anything was updated, on every rank that shares tasks with this one.
+            CanzonaError: on every rank that shares tasks with this one. Nothing was updated then; only where
+                a collective broke, micro-groups before it were.
         """
         if self.lost:
             raise CanzonaError(self.lost, hint="call canzona_compile.wrap(optimizer, replicate=...) again")

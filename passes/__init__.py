@@ -1,4 +1,4 @@
-"""The passes, one per file, in the order in which the default pipeline runs them."""
+"""The passes, one per file. `canzona_compile.planner` says in which order they run."""
 
 from canzona_compile.passes.assign_owners import AssignOwners
 from canzona_compile.passes.batch import Batching

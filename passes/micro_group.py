@@ -23,8 +23,8 @@ class FormMicroGroups:
     exceed the capacity; then the last task is rolled back into the next group. The bytes are the
     caller's capacity. The makespan follows a cost: of several group counts the one with the shortest
     predicted pipeline is taken, the smaller count on a tie. Where communication and computation share
-    the cores, that is one group; where they overlap, several. A matrix larger than the capacity makes a
-    group of its own.
+    the cores, that is one group; where they overlap, several. An owner gets
+    a matrix larger than the capacity as its only one of a group.
 
     The algorithm is Algorithm 2 of Canzona (arXiv 2602.06079), with owners fixed beforehand.
     """

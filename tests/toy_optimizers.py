@@ -168,6 +168,41 @@ class CountingInGroup(PerParameter):
                 param.add_(cube(param.grad), alpha=-group["lr"] / group["steps"])
 
 
+class CountingInAList(PerParameter):
+    """Keeps a record on the host, so that it can only be found by running it."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.norms: list[float] = []
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        self.norms.append(grad.norm().item())
+        param.add_(cube(grad), alpha=-group["lr"])
+
+
+class AveragingOnItself(PerParameter):
+    """A tensor that belongs to the optimizer."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.average = torch.zeros(())
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        self.average.lerp_(grad.mean(), 0.1)
+        param.add_(cube(grad), alpha=-group["lr"])
+
+
+class Caching(PerParameter):
+    """Makes something at the first step and keeps it."""
+
+    made: Callable[[Tensor], Tensor] | None = None
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if self.made is None:
+            self.made = cube
+        param.add_(self.made(grad), alpha=-group["lr"])
+
+
 class GlobalNorm(PerParameter):
     """Scales every update by the norm of all gradients: parameters are coupled."""
 

@@ -31,7 +31,7 @@ from canzona_compile.capture.twin import (
     plain_step,
     set_leaf,
     state_leaves,
-    step_plainly,
+    step_alone,
 )
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.layout import Shape
@@ -106,6 +106,7 @@ class Oracle:
         self.variants: list[Variant] = []
         self._mode = FakeTensorMode(shape_env=ShapeEnv())
         self._asked: tuple[Variant, Scalars] | None = None
+        group = one_by_one(group)
         with self._mode, _NoCollectives():
             self._params = [self._parameter(spec) for _ in range(count)]
             group = {k: self._mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in group.items()}
@@ -139,9 +140,9 @@ class Oracle:
         return param
 
     def _first_step(self) -> None:
-        """Let the twin create its state, eagerly if fake tensors allow it, else in a throw-away trace."""
+        """Let the twin create its state, eagerly, on fake tensors."""
         try:
-            step_plainly(self.twin)
+            step_alone(self.twin)
         except CanzonaError:
             raise
         except Exception as error:
@@ -152,7 +153,7 @@ class Oracle:
 
         Python side effects of the step (counters in the state) happen on the twin.
         """
-        own = self.twin.param_groups[0]
+        own, group = self.twin.param_groups[0], one_by_one(group)
         own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
         before = self._snapshot()
         self._asked = None
@@ -242,6 +243,15 @@ class Oracle:
             for name, value in own.items():
                 if isinstance(value, Tensor) and now.get(name) is not value:
                     raise Untraceable(f"its step replaces the state tensor {name!r} instead of writing it")
+
+
+def one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group whose step uses plain operators, not those of torch's `foreach` and `fused` implementations.
+
+    The graph tells what work there is. Elementwise work then runs by the optimizer's own step, with the
+    group as it is; other graphs have to give the bits of that step (`faithful`).
+    """
+    return {**group, **{key: False for key in ("foreach", "fused") if key in group}}
 
 
 def matches(variant: Variant, values: Mapping[int, float]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
-from canzona_compile.capture.twin import make_twin, plain_class, step_plainly
+from canzona_compile.capture.twin import make_twin, plain_class, step_alone
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir import outputs, placeholders
 
@@ -93,7 +93,7 @@ def alone_as_together(optimizer: Optimizer, group: Mapping[str, Any], spec: Para
         for subset in subsets:
             twin = make_twin(optimizer, group, [own[i] for i in subset])
             for _ in range(2):
-                step_plainly(twin)
+                step_alone(twin)
         return [p.detach() for p in own]
 
     together, alone = run([0, 1]), run([0], [1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,6 +112,41 @@ def set_leaf(state: dict[str, Any], name: str, value: Any) -> None:
     names = [".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path) for path, _ in leaves]
     values = [value if own == name else leaf for own, (_, leaf) in zip(names, leaves, strict=True)]
     state.update(pytree.tree_unflatten(values, spec))
+
+
+def surroundings(twin: Optimizer) -> dict[str, Any]:
+    """What of an optimizer belongs to no parameter: numbers and tensors in its groups and attributes, by name.
+
+    Tensors are stood for by what tells whether they were written.
+    """
+    found: dict[str, Any] = {}
+    attributes = {k: v for k, v in vars(twin).items() if k not in ("param_groups", "state", "defaults")}
+    for prefix, values in [("self.", attributes), *(("group.", hypers(g)) for g in twin.param_groups)]:
+        for name, value in state_leaves(values):
+            if isinstance(value, Tensor):
+                found[prefix + name] = id(value), value._version
+            elif isinstance(value, int | float | str | torch.SymInt | torch.SymFloat):
+                found[prefix + name] = str(value)
+    return found
+
+
+def step_alone(twin: Optimizer) -> None:
+    """Run the twin's step; it must leave behind nothing outside of its parameters and their state.
+
+    Raises:
+        UnsupportedOptimizer: the optimizer counts, or keeps statistics, in its groups or attributes. Twins
+            step in place of the optimizer, several per step or none, so these would not follow.
+    """
+    vars(twin).update({k: copy.copy(v) for k, v in vars(twin).items() if isinstance(v, list | dict | set)})
+    before = surroundings(twin)
+    step_plainly(twin)
+    after = surroundings(twin)
+    changed = [name for name, value in after.items() if before.get(name) != value]
+    if changed:
+        raise UnsupportedOptimizer(
+            f"{plain_class(twin).__name__}.step changes {' and '.join(changed)}, which belong to no parameter",
+            hint="keep counters and statistics in self.state[param]",
+        )
 
 
 def step_plainly(twin: Optimizer) -> None:
