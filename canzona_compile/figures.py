@@ -156,8 +156,8 @@ class Figures:
         captures, variants, rank_programs, numerics: see `Facts`.
         depth: micro-groups in flight at once.
         collectives_per_step: by each rank of a micro-group's grid: with owners two where it is sharded,
-            one where it is replicated, three where it is both; where every rank computes everything
-            one gather, or one meeting if nothing is sharded.
+            one where it is replicated, three where it is both; where every rank computes everything one
+            gather if it is sharded, and one meeting of all replicas if it is replicated.
         wire_bytes_per_element: bytes that leave a rank in one step, summed over all ranks, per
             element of a distributed matrix.
         imbalance: FLOPs of the busiest rank over those of the mean rank; 1 if nothing is

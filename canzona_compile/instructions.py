@@ -26,8 +26,15 @@ def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Returns a list, or a tuple of lists where `op` returns tuples.
     """
-    count = next(len(a) for a in [*args, *kwargs.values()] if per_task(a))
-    results = [op(*(pick(a, i) for a in args), **{k: pick(v, i) for k, v in kwargs.items()}) for i in range(count)]
+    single = [not per_task(a) for a in args]
+    shared = {k: v for k, v in kwargs.items() if not per_task(v)}
+    own = {k: v for k, v in kwargs.items() if k not in shared}
+    first = next(iter(own.values())) if all(single) else args[single.index(False)]
+    count = len(first) if not per_task(first[0]) else len(first[0])
+    results = []
+    for i in range(count):
+        mine = [a if s else pick(a, i) for a, s in zip(args, single, strict=True)]
+        results.append(op(*mine, **shared, **{k: pick(v, i) for k, v in own.items()}))
     if results and isinstance(results[0], tuple):
         return tuple(map(list, zip(*results, strict=True)))
     return results
@@ -36,12 +43,11 @@ def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def per_task(value: Any) -> bool:
     if not isinstance(value, list | tuple):
         return False
-    return bool(value) and (isinstance(value[0], Tensor | str) or per_task(value[0]))
+    return bool(value) and (isinstance(value[0], (Tensor, str)) or per_task(value[0]))
 
 
 def pick(value: Any, i: int) -> Any:
-    if not per_task(value):
-        return value
+    """Entry i, or of a list of lists (the operands of a concatenation) entry i of each."""
     return [pick(v, i) for v in value] if per_task(value[0]) else value[i]
 
 

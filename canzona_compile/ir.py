@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.layout import Box, Layout, Shape
+from canzona_compile.layout import Box, Grid, Layout, Shape
 
 
 class Form(IntEnum):
@@ -288,9 +288,13 @@ class MicroGroup:
     def exchanges(self) -> tuple[Exchange, ...]:
         return tuple(e for e in (self.gather, self.scatter, self.exchange) if e is not None)
 
+    def joins(self, grid: Grid) -> bool:
+        """Do the exchanges connect all ranks of its grid? What every rank computes never leaves a replica."""
+        return bool(self.exchanges) and (grid.replicas == 1 or self.exchange is not None)
+
 
 class Act(StrEnum):
-    MEET = "meet"  # ranks that will exchange nothing make sure that all of them run this step
+    MEET = "meet"  # ranks whose exchanges do not connect them make sure that all run this step
     PREPARE = "prepare"
     START_GATHER = "start gather"
     WAIT_GATHER = "wait gather"

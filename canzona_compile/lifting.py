@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -103,7 +104,7 @@ class Lifter:
             return first
         if name is not None:
             return self.graph.call_function(getattr(torch, f"_foreach_{name}"), args, kwargs)
-        if not isinstance(target, torch._ops.OpOverload):  # it takes lists: getitem, eager steps
+        if target is operator.getitem:
             return self.graph.call_function(target, args, kwargs)
         return self.graph.call_function(instructions.each, (target, *args), kwargs)
 
@@ -163,14 +164,6 @@ def lift_prepare(graph: fx.Graph, single: Iterable[str], *, foreach: bool, casti
         results.append(lifter.listed(node))
     lifter.graph.output(tuple(results))
     return dead_code_free(lifter.graph)
-
-
-def lift_compute(graph: fx.Graph, single: Iterable[str], *, foreach: bool) -> fx.Graph:
-    """A compute graph over lists: the loop over tasks."""
-    lifter = Lifter((), single, lambda _: False, foreach)
-    lifter.lift(graph)
-    lifter.graph.output(tuple(lifter.listed(n) for n in outputs(graph)))
-    return lifter.graph
 
 
 def lift_stacked(

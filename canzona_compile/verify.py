@@ -246,7 +246,7 @@ def scheduled(step: Step) -> None:
         at[event.group][event.act] = i
     for group in step.groups:
         found, expected = at[group.index], list(acts(group))
-        if Act.MEET in found and not group.exchanges:
+        if Act.MEET in found and not group.joins(step.task(group.tasks[0]).layout.grid):
             expected.insert(0, Act.MEET)
         for act in expected:
             if act not in found:
@@ -257,7 +257,20 @@ def scheduled(step: Step) -> None:
         for before, after in pairwise(expected):
             if found[before] > found[after]:
                 raise InvalidStep(f"{after} comes before {before}", at=f"group {group.index}")
+    meetings(step)
     slots(step)
+
+
+def meetings(step: Step) -> None:
+    """Ranks that share tasks are connected by exchanges, or meet before one of them writes."""
+    grids = {g.index: step.task(g.tasks[0]).layout.grid for g in step.groups}
+    met = {grids[g.index].members() for g in step.groups if g.joins(grids[g.index])}
+    for event in step.schedule:
+        ranks = grids[event.group].members()
+        if event.act is Act.MEET:
+            met.add(ranks)
+        elif event.act is Act.APPLY and len(ranks) > 1 and ranks not in met:
+            raise InvalidStep("its ranks are neither connected by exchanges nor meet before", at=f"group {event.group}")
 
 
 def acts(group: MicroGroup) -> Iterator[Act]:

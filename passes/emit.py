@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -23,22 +21,21 @@ from canzona_compile.ir import (
     Step,
     Wire,
 )
-from canzona_compile.lifting import lift_apply, lift_compute, lift_prepare
+from canzona_compile.lifting import lift_apply, lift_prepare
 from canzona_compile.program import (
     Bytes,
     Fragments,
     Group,
     Indices,
-    Input,
     Names,
     Number,
-    Program,
     Residents,
     View,
     Views,
     Watcher,
     Whole,
 )
+from canzona_compile.program_builder import ProgramBuilder
 from canzona_compile.rankview import GroupView, Segment, runs
 
 
@@ -61,7 +58,8 @@ class Emit:
         writer = Writer(step, self.rank)
         for event in step.schedule:
             writer.write(event)
-        return replace(step, form=Form.EMITTED, program=writer.program())
+        slots = 1 + max((b.slot for b in step.buffers), default=-1)
+        return replace(step, form=Form.EMITTED, program=writer.program(slots))
 
 
 def is_stacked(placed: Placed, batch: Batch, place: int) -> bool:
@@ -69,20 +67,14 @@ def is_stacked(placed: Placed, batch: Batch, place: int) -> bool:
     return batch.stacked and placed.stacked is not None and placed.stacked.outputs[place]
 
 
-class Writer:
+class Writer(ProgramBuilder):
     """Writes the rank program event by event."""
 
     def __init__(self, step: Step, rank: int) -> None:
+        super().__init__()
         self.step = step
         self.views = {g.index: GroupView(step, g, rank) for g in step.groups}
-        self.graph = fx.Graph()
-        self.root = torch.nn.Module()
-        self.inputs: dict[str, Input] = {}
-        self.placeholders: dict[Input, fx.Node] = {}
         self.foreach = step.machine.device == "cpu"
-        self.last_input: fx.Node | None = None
-        self.sizes: dict[int, int] = {}
-        self.collectives = 0
 
     def write(self, event: Event) -> None:
         actions: dict[Act, Callable[[GroupView], None]] = {
@@ -99,54 +91,7 @@ class Writer:
         }
         actions[event.act](self.views[event.group])
 
-    def program(self) -> Program:
-        self.graph.output(())
-        module = fx.GraphModule(self.root, self.graph, class_name="RankProgram")
-        module.graph.lint()
-        slots = [0] * (1 + max((b.slot for b in self.step.buffers), default=-1))
-        for slot, size in self.sizes.items():
-            slots[slot] = size
-        order = [n.name for n in module.graph.nodes if n.op == "placeholder"]
-        inputs = {name: self.inputs[name] for name in order}
-        return Program(module, inputs, tuple(slots), self.collectives)
-
-    # -- inputs and calls ----------------------------------------------------------------------
-
-    def bind(self, label: str, value: Input) -> fx.Node:
-        """The placeholder of an input; one per distinct input (views are distinct already)."""
-        shared = not isinstance(value, Views | Whole | Indices | Bytes)
-        if shared and value in self.placeholders:
-            return self.placeholders[value]
-        if self.last_input is None:
-            with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
-                node = self.graph.placeholder(label)
-        else:
-            with self.graph.inserting_after(self.last_input):
-                node = self.graph.placeholder(label)
-        node.target = node.name  # FX made the name unique; the generated signature shows the target
-        self.inputs[node.name] = value
-        self.last_input = node
-        if shared:
-            self.placeholders[value] = node
-        return node
-
-    def call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
-        return self.graph.call_function(function, args)
-
-    def module(self, name: str, build: Callable[[], fx.Graph], lookup: Callable[[str], fx.Node]) -> fx.Node:
-        """Call the lifted graph `name`, built on first use; its inputs are looked up by name."""
-        name = name.replace("@", "_on_").replace("+", "_")
-        if not hasattr(self.root, name):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.root.add_module(name, fx.GraphModule(torch.nn.Module(), build(), class_name=name))
-        own = self.root.get_submodule(name)
-        assert isinstance(own, fx.GraphModule)
-        arguments = [lookup(str(n.target)) for n in own.graph.nodes if n.op == "placeholder"]
-        return self.graph.call_module(name, tuple(arguments))
-
-    def items(self, node: fx.Node, count: int) -> list[fx.Node]:
-        return [self.graph.call_function(operator.getitem, (node, i)) for i in range(count)]
+    # -- leaves --------------------------------------------------------------------------------------
 
     def leaf(self, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str) -> fx.Node:
         """The input for leaf `name` of a template, for these tasks."""
@@ -256,14 +201,11 @@ class Writer:
             ) -> fx.Node:
                 return inputs.get(name) or self.leaf(placed, batch.group, batch.tasks, name, where)
 
-            def looped(placed: Placed = placed) -> fx.Graph:
-                return lift_compute(placed.compute, self.scalars(placed), foreach=self.foreach)
-
             if batch.stacked and placed.stacked is not None:
                 whole = placed.stacked.graph
                 out = self.module(f"{placed.name}_compute_stacked", lambda g=whole: g, lookup)  # type: ignore[misc]
-            else:
-                out = self.module(f"{placed.name}_compute", looped, lookup)
+            else:  # one task after the other: no more than one has intermediate values
+                out = self.loop(f"{placed.name}_compute", placed.compute, lookup)
             results = self.items(out, len(placed.scatter) + len(placed.owner_writes))
             for name in batch.tasks:
                 g.results[name] = (batch, tuple(results))

@@ -17,8 +17,8 @@ class Schedule:
     Nothing of a group is written before its last collective has arrived, so a collective that fails
     leaves every group that it belongs to, and all later ones, untouched.
 
-    Ranks that share tasks but exchange nothing, because all of them compute everything, meet first: one
-    that cannot run the step must not find the others updated.
+    Ranks that share tasks but are not connected by exchanges, because all replicas compute everything, meet
+    first: one that cannot run the step must not find the others updated.
 
     Buffers get slots by their lives in that order, as a linear-scan register allocator gives registers.
     """
@@ -37,9 +37,9 @@ class Schedule:
 
 
 def silent(step: Step) -> Iterator[MicroGroup]:
-    """One group for each set of ranks that share tasks and have no collective."""
+    """One group for each set of ranks that share tasks and that no exchanges connect."""
     grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.groups}
-    met = {grids[group.index].members() for group in step.groups if group.exchanges}
+    met = {grids[group.index].members() for group in step.groups if group.joins(grids[group.index])}
     for group in step.groups:
         members = grids[group.index].members()
         if len(members) > 1 and members not in met:

@@ -246,7 +246,7 @@ def toy_schedule(groups: tuple[MicroGroup, ...]) -> tuple[Event, ...]:
     }
     local = (Act.PREPARE, Act.COMPUTE, Act.APPLY)
     return (
-        *(Event(act, 0) for act in Act if act not in skipped),
+        *(Event(act, 0) for act in Act if act not in skipped and act is not Act.MEET),
         *(Event(act, 1) for act in local),
     )
 

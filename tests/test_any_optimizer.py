@@ -46,9 +46,6 @@ def test_elementwise_optimizers_stay_on_their_rank(name: str) -> None:
     assert [t.name for t in pair.report.local] == [f"group0.param{i}" for i in range(4)]
 
 
-
-
-
 def test_groups_without_matrices() -> None:
     pair = Pair(lambda params: toys.TwoKinds([{"params": params}, {"params": []}]), ((7,), (3,)))
     pair.steps(3)

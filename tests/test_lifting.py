@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from canzona_compile import instructions
 from canzona_compile.instructions import parts
 from canzona_compile.ir import Leaf, Role, Template, outputs, placeholders
 from canzona_compile.lifting import (
     FOREACH,
     graph_module,
     lift_apply,
-    lift_compute,
     lift_prepare,
     lift_stacked,
     overwriting_chain,
@@ -63,14 +63,32 @@ COUNTS, SEEDS = st.integers(1, 3), st.integers(0, 9)
 
 @untimed(80)
 @given(templates(), COUNTS, SEEDS, st.booleans())
-def test_compute_over_lists(template: Template, count: int, seed: int, foreach: bool) -> None:
+def test_prepare_over_lists(template: Template, count: int, seed: int, foreach: bool) -> None:
     tasks = tasks_of(template, count, seed)
-    lifted = lift_compute(template.graph, SINGLE, foreach=foreach)
+    lifted = lift_prepare(template.graph, SINGLE, foreach=foreach, casting=0)
     values = lists(tasks)
     assert alike(evaluate(lifted, values), one_by_one(template.graph, tasks))
     assert alike(
         [values[n] for n in ("param", "grad", "buffer")], [[t[n] for t in tasks] for n in ("param", "grad", "buffer")]
     )
+
+
+@untimed(80)
+@given(templates(), COUNTS, SEEDS)
+def test_compute_loops_over_tasks(template: Template, count: int, seed: int) -> None:
+    tasks = tasks_of(template, count, seed)
+    values = lists(tasks)
+    module = graph_module(template.graph, "compute")
+    arguments = [values[str(n.target)] for n in placeholders(template.graph)]
+    assert alike(instructions.each(module, *arguments), one_by_one(template.graph, tasks))
+
+
+def test_loops_pick_from_lists_of_lists_and_from_keywords() -> None:
+    a, b = ([torch.full((1,), float(i + j)) for i in range(2)] for j in (0, 10))
+    found = instructions.each(torch.cat, [a, b], dim=0)
+    assert [t.tolist() for t in found] == [[0, 10], [1, 11]]
+    found = instructions.each(torch.sub, a, other=b, alpha=2)
+    assert [t.tolist() for t in found] == [[-20], [-21]]
 
 
 @untimed(80)

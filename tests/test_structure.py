@@ -20,7 +20,7 @@ MOST_LINES = 400
 LAYERS = (
     "kernels",
     "errors layout ir",
-    "exactness cost instructions program rankview printer verify_graphs verify lifting",
+    "exactness cost instructions program rankview printer verify_graphs verify lifting program_builder",
     "passes.assign_owners passes.batch passes.canonicalize passes.emit passes.fuse_collectives",
     "passes.micro_group passes.place passes.schedule passes",
     "pipeline observe",

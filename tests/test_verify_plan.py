@@ -24,10 +24,11 @@ from canzona_compile.ir import (
     Wire,
 )
 from canzona_compile.layout import Box
+from canzona_compile.passes import AssignOwners, Batching, FormMicroGroups, FuseCollectives, Place, Schedule
 from canzona_compile.program import Program
 from canzona_compile.verify import all_pairs, owned, verify
 from tests.breaking import Case, Change, cut, exchange, fires, group, task
-from tests.samples import TOY_SHAPE, grid_of, rows_layout, toy_module, toy_step
+from tests.samples import TOY_SHAPE, grid_of, muon_step, rows_layout, toy_module, toy_step
 
 # -- OWNED -------------------------------------------------------------------------------------
 
@@ -323,11 +324,18 @@ def buffer(number: int, **changes: int) -> Change:
     return change
 
 
+ORDER = [act for act in Act if act is not Act.MEET]
 SCHEDULED: list[Case] = [
-    *((f"no {act}", without(act), f"{act} never happens", "group 0") for act in Act),
+    *((f"no {act}", without(act), f"{act} never happens", "group 0") for act in ORDER),
     *(
         (f"{late} too early", swapped(act, late), f"{late} comes before {act}", "group 0")
-        for act, late in pairwise(Act)
+        for act, late in pairwise(ORDER)
+    ),
+    (
+        "a meeting of ranks that exchange",
+        events(lambda found: (Event(Act.MEET, 0), *found)),
+        "meet of what does not exist",
+        "group 0",
     ),
     ("twice", events(lambda found: (*found, found[0])), "happens twice", "event 12, prepare of"),
     (
@@ -352,6 +360,23 @@ SCHEDULED: list[Case] = [
 @pytest.mark.parametrize("case", SCHEDULED, ids=lambda case: case[0])
 def test_scheduled(case: Case) -> None:
     fires(Form.SCHEDULED, *case[1:])
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_ranks_without_collectives_meet(shards: int, late: bool) -> None:
+    step = muon_step(grid_of(3, shards), (4, 6), (6, 4))
+    passes = [Place(), AssignOwners(strategy="replicated"), FormMicroGroups(capacity=80), FuseCollectives()]
+    for own in (*passes, Batching(), Schedule()):
+        step = own(step)
+    assert len(step.groups) == 2
+    assert [e for e in step.schedule if e.act is Act.MEET] == [step.schedule[0]] == [Event(Act.MEET, 0)]
+    verify(step)
+    with pytest.raises(
+        InvalidStep, match="comes before meet" if late else "neither connected by exchanges nor meet"
+    ) as caught:
+        verify(replace(step, schedule=(*step.schedule[1:], *[step.schedule[0]] * late), buffers=()))
+    assert caught.value.at == "group 0"
 
 
 # -- EMITTED -----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ because it gives each optimizer's lazy state initialisation for free.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +27,7 @@ class EagerTasks(Protocol):
 
 
 class EagerStep:
-    """Graph node of tasks: (names, params, grads) -> (new params, *tensor leaves of the new state), all lists.
+    """Graph node of a task: (name, param, grad) -> (new param, *tensor leaves of the new state).
 
     Runs on the owner. Non-tensor leaves stay in the state of the task, which is the optimizer's own
     on this rank.
@@ -40,13 +39,7 @@ class EagerStep:
         self.leaves = leaves
         self.tasks: EagerTasks | None = None
 
-    def __call__(
-        self, names: Sequence[str], params: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> tuple[list[Tensor], ...]:
-        results = [self._step(*task) for task in zip(names, params, grads, strict=True)]
-        return tuple(map(list, zip(*results, strict=True)))
-
-    def _step(self, task: str, param: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, task: str, param: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         assert self.tasks is not None
         own = torch.nn.Parameter(param.clone())
         if grad.dtype != param.dtype:

@@ -8,6 +8,7 @@ this variant, these values of lr, momentum, ... So guards, recompiles and dynami
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import re
@@ -112,9 +113,10 @@ class Oracle:
             group = {k: self._mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in group.items()}
             self.twin = make_twin(optimizer, group, self._params)
             self._first_step()
-        self.first_state = self._snapshot()
-        if odd := [name for leaves in self.first_state for name in leaves if not name.isidentifier()]:
+        names = {name for p in self._params for name, _ in state_leaves(self.twin.state.get(p, {}))}
+        if odd := sorted(name for name in names if not name.isidentifier()):
             raise Untraceable(f"its state is nested or has unusual keys: {odd[0]!r}")
+        self.first_state = self._snapshot()
         if clash := {"param", "grad"} & set(self.first_state[0]):
             raise Untraceable(f"its state has a leaf called {clash.pop()!r}")
         plain = Tensor | float | int | str | None
@@ -157,13 +159,13 @@ class Oracle:
         own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
         before = self._snapshot()
         self._asked = None
-        with torch.no_grad(), quiet(), undecomposed():
-            try:
+        try:
+            with torch.no_grad(), quiet(), undecomposed():
                 self._step(self.twin)
-            except CanzonaError:
-                raise
-            except Exception as error:
-                raise Untraceable(f"Dynamo cannot trace its step: {first_line(error)}") from error
+        except CanzonaError:
+            raise
+        except Exception as error:
+            raise Untraceable(f"Dynamo cannot trace its step: {first_line(error)}") from error
         if self._asked is None:
             raise Untraceable("its step contains no tensor operation that Dynamo could capture")
         variant, scalars = self._asked
@@ -183,7 +185,7 @@ class Oracle:
         found: list[Variant] = []
 
         def call(*args: Any) -> tuple[Any, ...]:
-            values = {i: number(a) for i, a in enumerate(args) if number(a) is not None}
+            values = {i: n for i, a in enumerate(args) if (n := number(a)) is not None}
             variant = next((v for v in found if matches(v, values)), None)
             if variant is None:
                 known = [i for i, name in enumerate(names) if name in self._bake]
@@ -228,7 +230,7 @@ class Oracle:
     # -- the twin's state ----------------------------------------------------------------------
 
     def _snapshot(self) -> list[dict[str, Any]]:
-        return [dict(state_leaves(self.twin.state.get(p, {}))) for p in self._params]
+        return [dict(self.twin.state.get(p, {})) for p in self._params]
 
     def rewind(self) -> None:
         """Put the twin back to where its first step left it."""
@@ -238,8 +240,7 @@ class Oracle:
 
     def _keep_tensors(self, before: list[dict[str, Any]]) -> None:
         """Put the twin's tensors back where the step replaced them, so that inputs stay identifiable."""
-        for param, own in zip(self._params, before, strict=True):
-            now = dict(state_leaves(self.twin.state.get(param, {})))
+        for own, now in zip(before, self._snapshot(), strict=True):
             for name, value in own.items():
                 if isinstance(value, Tensor) and now.get(name) is not value:
                     raise Untraceable(f"its step replaces the state tensor {name!r} instead of writing it")
@@ -311,6 +312,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
+@functools.cache  # making it takes longer than entering it
 def undecomposed() -> contextlib.AbstractContextManager[Any]:
     """Keep Dynamo from spelling addcmul_, addcdiv_ and scaled add_ as products and sums, which round otherwise."""
     name = "enable_dynamo_decompositions"
