@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.capture import Capture, Kind
 from canzona_compile.capture.independence import first_dim_is_batch
+from canzona_compile.capture.leaves import python_leaves
 from canzona_compile.capture.oracle import ParameterSpec
-from canzona_compile.capture.twin import python_leaves
 from canzona_compile.errors import InvalidGradient, UnsupportedLayout, UnsupportedOptimizer
 from canzona_compile.ir import Task
 from canzona_compile.layout import (

@@ -60,7 +60,7 @@ class TemplateReport:
 
     Attributes:
         kind: of layout that the cut is for, e.g. "sharded+aligned".
-        tasks: number of matrices that use it; 0 for elementwise templates.
+        tasks: number of matrices that use it.
         formula: FLOPs of what the owner computes for one matrix of m x n, a sympy expression.
         flops: its value.
         resident: state that lives on the owner only.

@@ -81,6 +81,13 @@ class Template:
     graph: fx.Graph
     interpreted: str = ""  # why the optimizer's own eager step runs instead of a traced graph
     resident: tuple[str, ...] | None = None  # state that must live on the owner; None: place decides
+    family: str = ""  # templates of one family are variants of one step: their state lives in the same places
+    state: tuple[Leaf, ...] = ()  # all tensors of the state, also those that this variant does not touch
+
+    @property
+    def kin(self) -> str:
+        """The name that its variants share."""
+        return self.family or self.name
 
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.inputs if leaf.name == name)
@@ -359,6 +366,14 @@ class Step:
 
     def placed_of(self, task: Task) -> Placed:
         return next(p for p in self.placed if p.name == task.placed)
+
+    def variants(self) -> dict[Placed, tuple[Placed, ...]]:
+        """The cuts of the same family for the same kind of layout, for every cut."""
+        found: dict[tuple[str, LayoutKind], list[Placed]] = {}
+        for placed in self.placed:
+            if placed.template.family:
+                found.setdefault((placed.template.family, placed.kind), []).append(placed)
+        return {p: tuple(found.get((p.template.family, p.kind), [p])) for p in self.placed}
 
     def template_of(self, task: Task) -> Template:
         return next(t for t in self.templates if t.name == task.template)

@@ -14,7 +14,7 @@ from torch import fx
 
 from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, some
 from canzona_compile.ir import Form, Step
-from canzona_compile.verify import verify
+from canzona_compile.verifier import verify
 
 
 class Pass(Protocol):

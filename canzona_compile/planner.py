@@ -51,6 +51,7 @@ class Plan:
         owned: every task that has holistic work, with its owner.
         first: the same tasks as they run before they have state: interpreted.
         elementwise: parameters that the optimizer's own step updates on their fragments.
+        known: names of all templates, variants included.
         history: of the passes from CAPTURED to OWNED.
     """
 
@@ -58,10 +59,22 @@ class Plan:
     owned: Step
     first: Step
     elementwise: tuple[Bound, ...]
+    known: frozenset[str]
     history: History
 
     def placed(self, task: str) -> Placed:
         return self.owned.placed_of(self.owned.task(task))
+
+    def taking(self, lineup: Iterable[tuple[str, int, Sequence[str]]]) -> Step:
+        """The owned step, with the variant (and the label of its numbers) that the tasks of a lineup take."""
+        cuts = {(p.template.name, p.kind): p.name for p in self.owned.placed}
+        taken = {name: (template, label) for template, label, names in lineup for name in names}
+        tasks = []
+        for task in self.owned.tasks:
+            template, label = taken.get(task.name, (task.template, task.group))
+            placed = cuts[template, self.placed(task.name).kind]
+            tasks.append(replace(task, template=template, placed=placed, group=label))
+        return replace(self.owned, tasks=tuple(tasks))
 
 
 def machine_of(params: Iterable[torch.Tensor]) -> Machine:
@@ -73,7 +86,7 @@ def machine_of(params: Iterable[torch.Tensor]) -> Machine:
 
 def make_plan(bound: Sequence[Bound], optimizer: str, options: Options, observers: Sequence[Observer] = ()) -> Plan:
     """Own every task that needs an owner."""
-    templates = {b.kind.template.name: b.kind.template for b in bound}
+    templates = {t.name: t for b in bound for t in b.kind.templates.values()}
     captured = Step(
         Form.CAPTURED,
         optimizer,
@@ -89,6 +102,7 @@ def make_plan(bound: Sequence[Bound], optimizer: str, options: Options, observer
         owned,
         first_steps(owned, by_name),
         tuple(b for b in bound if b.task.name not in matrices),
+        frozenset(templates),
         history,
     )
 
@@ -115,7 +129,16 @@ def lower(
 ) -> tuple[Step, History]:
     """Schedule the tasks `names` of an owned step; the same on every rank."""
     wanted = set(names)
-    part = replace(step, tasks=tuple(t for t in step.tasks if t.name in wanted))
+    tasks = tuple(t for t in step.tasks if t.name in wanted)
+    placed, variants = {p.name: p for p in step.placed}, step.variants()
+    cuts = {p for t in tasks for p in variants[placed[t.placed]]}
+    templates = {p.template.name for p in cuts}
+    part = replace(
+        step,
+        tasks=tasks,
+        placed=tuple(p for p in step.placed if p in cuts),
+        templates=tuple(t for t in step.templates if t.name in templates),
+    )
     return run(part, lowering_passes(options), observers)
 
 

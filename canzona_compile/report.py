@@ -94,6 +94,7 @@ def make_report(step: Step, facts: Facts) -> Report:
     shared = [t for t in step.tasks if t.layout.grid.size > 1]
     elements = sum(Box.whole(t.shape).numel for t in shared)
     sent = sum(g.gather_bytes + g.scatter_bytes + g.exchange_bytes for g in groups)
+    taken = {t.placed for t in step.tasks}
     work = [load.flops for load in loads]
     moments = timeline(step, placed)
     return Report(
@@ -109,7 +110,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         wire_bytes_per_element=sent / elements if elements else 0.0,
         imbalance=max(work) * len(work) / sum(work) if sum(work) else 1.0,
         predicted_seconds=max((m.end for m in moments), default=0.0),
-        templates=tuple(report_template(p, step.tasks) for p in step.placed),
+        templates=tuple(report_template(p, step.tasks) for p in step.placed if p.name in taken),
         micro_groups=groups,
         tasks=tuple(report_task(t, placed[t.placed], group_of[t.name]) for t in step.tasks),
         loads=loads,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -11,11 +13,12 @@ from torch.optim import Optimizer
 
 from canzona_compile.binding import check_gradient
 from canzona_compile.capture.interpreted import eager_steps
+from canzona_compile.capture.oracle import Untraceable
 from canzona_compile.capture.twin import hypers, make_twin, step_plainly
+from canzona_compile.cohorts import Cohorts
 from canzona_compile.errors import InvalidGradient
 from canzona_compile.instructions import Watch
 from canzona_compile.ir import Role, Step
-from canzona_compile.numbers import Numbers
 from canzona_compile.options import Options
 from canzona_compile.pipeline import History, Observer
 from canzona_compile.planner import Plan, emit, lower
@@ -25,6 +28,11 @@ from canzona_compile.state import StateStore
 
 Names = tuple[str, ...]
 TakingPart = tuple[Names, Names]  # tasks that have state, and tasks before their first step
+Lineup = tuple[tuple[str, int, Names], ...]  # template, label of its numbers, tasks
+Key = tuple[Names, Lineup]
+Made = tuple[Executor, Step, History]
+
+MOST_PROGRAMS = 32  # the least recently used one is made anew when it is needed again
 
 
 class Running:
@@ -40,11 +48,12 @@ class Running:
         self.optimizer, self.plan, self.options = optimizer, plan, options
         self.groups, self.rank, self.observers = groups, rank, observers
         self.store = StateStore(optimizer, plan, groups, rank)
-        self.numbers = Numbers(optimizer, plan)
-        self.programs: dict[tuple[bool, Names], Executor] = {}
+        self.cohorts = Cohorts(optimizer, plan)
+        self.programs: OrderedDict[Key, Made] = OrderedDict()
         self.agreed: TakingPart = ((), ())
         self.last: tuple[Step, History] | None = None
-        self._made: dict[Names, tuple[Step, History]] = {}
+        self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
+        self._met: set[Lineup] = set()
         self._scratch: dict[str, dict[str, Any]] = {}
 
     def bound_to(self, optimizer: Optimizer) -> bool:
@@ -78,15 +87,23 @@ class Running:
                 raise InvalidGradient("the gradient does not fit its parameter", at=name)
 
     def change(self, taking: TakingPart) -> str:
-        """What is not as in the last step, in words that are equal on ranks that see the same; or nothing."""
-        if taking == self.agreed:
-            return ""
+        """What other ranks must see as well before this step, in words that are equal on those that do."""
         here, before = {*taking[0], *taking[1]}, {*self.agreed[0], *self.agreed[1]}
-        shared = [t.name for t in self.plan.owned.tasks if t.layout.grid.size > 1]
-        missing = [name for name in shared if name not in here]
-        if missing == [name for name in shared if name not in before]:
+        if (here ^ before) & self._shared:
+            missing = [t.name for t in self.plan.owned.tasks if t.name in self._shared and t.name not in here]
+            return f"no gradient for {', '.join(missing) or 'none'}"
+        lineup = self._shared_lineup()
+        if lineup in self._met:
             return ""
-        return f"no gradient for {', '.join(missing) or 'none'}"
+        return "new code for " + ", ".join(f"{names[0]} and {len(names) - 1} more" for _, _, names in lineup)
+
+    def _shared_lineup(self) -> Lineup:
+        """The part of the lineup that ranks have in common."""
+        shared = (
+            (template, label, tuple(n for n in names if n in self._shared))
+            for template, label, names in self.cohorts.lineup
+        )
+        return tuple(part for part in shared if part[2])
 
     # -- execution ---------------------------------------------------------------------------------
 
@@ -94,43 +111,57 @@ class Running:
         """Update all parameters once; tells whether this was the first step of some."""
         ready, fresh = self.agreed = taking
         if ready:
-            self._executor(False, ready, watch).run()
-            self.numbers.show_counters(ready)
+            self._met.add(self._shared_lineup())
+            self._program(ready, watch).run()
+            self.cohorts.show_counters()
         if fresh:
             self._first_step(fresh, watch)
         self._step_elementwise()
-        if fresh or self.last is None:  # make the next step's program now: it is what the report shows
-            order = {t.name: i for i, t in enumerate(self.plan.owned.tasks)}
-            self._executor(False, tuple(sorted({*ready, *fresh}, key=order.__getitem__)), watch)
-            return True
-        return False
+        if not fresh and self.last is not None:
+            return False
+        order = {t.name: i for i, t in enumerate(self.plan.owned.tasks)}
+        with contextlib.suppress(Untraceable):  # then the next step will plan anew
+            self._foresee(tuple(sorted({*ready, *fresh}, key=order.__getitem__)), watch)
+        return True
 
-    def _executor(self, first: bool, names: Names, watch: Watch) -> Executor:
-        key = (first, names)
+    def _foresee(self, names: Names, watch: Watch) -> None:
+        """Make the next step's program now: it is what the report shows."""
+        self.cohorts.consult(names)
+        self._met.add(self._shared_lineup())
+        self._program(names, watch)
+
+    def _program(self, names: Names, watch: Watch) -> Executor:
+        """The program in which these tasks do what their code says; made now if it is new."""
+        key = names, self.cohorts.lineup
         if key not in self.programs:
-            owned = self.plan.first if first else self.plan.owned
-            scheduled, history = lower(owned, names, self.options, self.observers)
-            emitted, last = emit(scheduled, self.rank, self.observers)
-            for template in emitted.templates:
-                for eager in eager_steps(template):
-                    eager.tasks = self
-            device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
-            self.programs[key] = Executor(emitted.program, device, self.groups, watch, self)
-            if not first:
-                records = (*self.plan.history.records, *history.records, *last.records)
-                self._made[names] = emitted, History(records)
-        if not first:
-            self.last = self._made[names]
-        return self.programs[key]
+            owned = self.plan.taking(self.cohorts.lineup)
+            executor, emitted, history = self._make(owned, names, watch)
+            self.programs[key] = executor, emitted, History((*self.plan.history.records, *history.records))
+            if len(self.programs) > MOST_PROGRAMS:
+                self.programs.popitem(last=False)
+        self.programs.move_to_end(key)
+        executor, emitted, history = self.programs[key]
+        self.last = emitted, history
+        return executor
+
+    def _make(self, owned: Step, names: Names, watch: Watch) -> Made:
+        scheduled, history = lower(owned, names, self.options, self.observers)
+        emitted, last = emit(scheduled, self.rank, self.observers)
+        for template in emitted.templates:
+            for eager in eager_steps(template):
+                eager.tasks = self
+        device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
+        executor = Executor(emitted.program, device, self.groups, watch, self)
+        return executor, emitted, History((*history.records, *last.records))
 
     def _first_step(self, fresh: Names, watch: Watch) -> None:
         self._scratch = {name: {} for name in fresh}
         for name in fresh:
             self.store.allocate(name)
-        self._executor(True, fresh, watch).run()
+        executor, _, _ = self._make(self.plan.first, fresh, watch)  # not kept: its buffers are large
+        executor.run()
         for name in fresh:
             self.store.install(name)
-        del self.programs[True, fresh]  # its buffers are large and it is not needed again
         self._scratch = {}
 
     def _step_elementwise(self) -> None:
@@ -157,7 +188,7 @@ class Running:
         return self.store.residents[task, leaf]
 
     def number_of(self, template: str, group: int, name: str) -> Any:
-        return self.numbers.of(template, group, name)
+        return self.cohorts.number(template, group, name)
 
     def eager_optimizer(self) -> Optimizer:
         return self.optimizer

@@ -80,7 +80,7 @@ class Session:
             else:
                 running.check_gradients()
                 taking = running.taking_part()
-                running.numbers.consult(taking[0])
+                running.cohorts.consult(taking[0])
                 change = running.change(taking)
         except Untraceable as reason:
             change = REPLAN + str(reason)
@@ -110,7 +110,7 @@ class Session:
         present = [f"{t.name} has {taking.get(t.name, 'no gradient')}" for t in plan.owned.tasks]
         council.compare(plan.owned, self.options.text, present)
         self._waiter = council.waiter()
-        running.numbers.consult(ready)
+        running.cohorts.consult(ready)
         return running
 
     def _plan(self, binder: Binder) -> tuple[Plan | None, CanzonaError | None]:

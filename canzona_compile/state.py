@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.binding import Bound
+from canzona_compile.capture.leaves import drop, read, write
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir import Leaf, Role, Task
 from canzona_compile.layout import Shape
@@ -75,13 +76,16 @@ class StateStore:
     def install(self, name: str) -> None:
         """Show a task's state in `optimizer.state`, as the plain optimizer would on this parameter."""
         bound = self.plan.bound[name]
-        state = self.optimizer.state[bound.param]
+        kind, state = bound.kind, self.optimizer.state[bound.param]
+        found: dict[str, Any] = dict(kind.python_state)
         for leaf in self.leaves(name):
             if (name, leaf.name) in self.fragments:
-                state[leaf.name] = like_param(self.fragments[name, leaf.name], bound.param, leaf)
+                found[leaf.name] = like_param(self.fragments[name, leaf.name], bound.param, leaf)
             elif (name, leaf.name) in self.residents:
-                state[leaf.name] = self.residents[name, leaf.name]
-        state.update((k, v) for k, v in bound.kind.python_state.items() if k not in state)
+                found[leaf.name] = self.residents[name, leaf.name]
+        for leaf_name, path in kind.paths.items():
+            if leaf_name in found:
+                write(state, path, found[leaf_name], kind.structure)
         self.initialised.add(name)
 
     # -- portable state ------------------------------------------------------------------------------
@@ -102,22 +106,24 @@ class StateStore:
                 self._adopt(task, leaf, self.optimizer.state[param])
 
     def _adopt(self, task: Task, leaf: Leaf, state: dict[str, Any]) -> None:
-        if leaf.name not in state:
+        path, structure = self.plan.bound[task.name].kind.paths[leaf.name], self.plan.bound[task.name].kind.structure
+        value = read(state, path)
+        if value is None:
             raise CanzonaError(
                 f"the state has no {leaf.name!r}", at=task.name, hint="load a checkpoint of this optimizer"
             )
-        value = state[leaf.name]
         param, key = self.params[task.name], (task.name, leaf.name)
         if not self.is_resident(leaf, task.name):
             local = self._own_fragment(task, leaf, value, param)
             self.fragments[key] = local
-            state[leaf.name] = like_param(local, param, leaf)
+            write(state, path, like_param(local, param, leaf), structure)
             return
         whole = self._whole(task, leaf, value)
         if self.owns(task):
-            self.residents[key] = state[leaf.name] = whole
+            self.residents[key] = whole
+            write(state, path, whole, structure)
         else:
-            del state[leaf.name]
+            drop(state, path)
 
     def _own_fragment(self, task: Task, leaf: Leaf, value: Tensor, param: Tensor) -> Tensor:
         expected = self._fragment_shape(task, leaf)
@@ -167,12 +173,14 @@ class StateStore:
         state: dict[str, Any] = self.optimizer.state[bound.param]
         if bound.kind.oracle is None:
             return self._from_owner(task, state)
+        kind = bound.kind
         merged: dict[str, Any] = {}
-        for leaf in self.leaves(task.name):
-            if self.is_resident(leaf, task.name) and task.name in self.initialised:
-                merged[leaf.name] = self._distribute(task, leaf, bound)
-            elif leaf.name in state:
-                merged[leaf.name] = state[leaf.name]
+        resident = {leaf.name: leaf for leaf in self.leaves(task.name) if self.is_resident(leaf, task.name)}
+        for name, path in kind.paths.items():
+            if name in resident and task.name in self.initialised:
+                write(merged, path, self._distribute(task, resident[name], bound), kind.structure)
+            elif (value := read(state, path)) is not None or name in kind.python_state:
+                write(merged, path, value, kind.structure)
         return {**merged, **{k: v for k, v in state.items() if k not in merged}}
 
     def _distribute(self, task: Task, leaf: Leaf, bound: Bound) -> Tensor:

@@ -13,7 +13,7 @@ from canzona_compile.running import Running
 def facts_of(running: Running, captures: int) -> Facts:
     """The facts of a plan at work."""
     plan = running.plan
-    kinds = {b.kind.template.name: b.kind for b in plan.bound.values()}
+    kinds = {id(b.kind): b.kind for b in plan.bound.values()}
     reasons = {t.name: plan.bound[t.name].kind.template.interpreted for t in plan.owned.tasks}
     return Facts(
         world_size=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,

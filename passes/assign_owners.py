@@ -23,6 +23,8 @@ class AssignOwners:
     the optimal load (Graham 1969). Ties go to the first parameter and the lowest rank, so that every
     rank finds the same plan without talking. Grids over the same ranks share their load.
 
+    A task that has variants is owned, and weighed, by its heaviest one.
+
     Elementwise tasks leave the step here: they need no owner and no communication, the optimizer's own
     step updates their fragments.
     """
@@ -35,7 +37,12 @@ class AssignOwners:
 
     def __call__(self, step: Step) -> Step:
         placed = {p.name: p for p in step.placed}
-        tasks = [t for t in step.tasks if not placed[t.placed].elementwise]
+        heaviest = {own.name: max(variants, key=weight) for own, variants in step.variants().items()}
+        tasks = [
+            replace(t, placed=most.name, template=most.template.name)
+            for t in step.tasks
+            if not (most := heaviest[t.placed]).elementwise
+        ]
         flops = {t.name: placed[t.placed].flops for t in tasks}
         load: dict[tuple[int, ...], Load] = defaultdict(lambda: defaultdict(int))
         owned: dict[str, Task] = {}
@@ -70,6 +77,10 @@ class AssignOwners:
         if replicated_time >= owner_time:
             return ""
         return f"predicted {replicated_time * 1e3:.3g} ms everywhere, {owner_time * 1e3:.3g} ms with owners"
+
+
+def weight(placed: Placed) -> tuple[bool, int]:
+    return not placed.elementwise, placed.flops
 
 
 def own(task: Task, flops: int, load: Load) -> Task:

@@ -179,6 +179,8 @@ class Writer(ProgramBuilder):
             if batch.owner not in (None, g.at):
                 continue
             placed = next(p for p in self.step.placed if p.name == batch.placed)
+            if not placed.scatter and not placed.owner_writes:  # a variant that only does elementwise work
+                continue
             where = f"g{g.group.index}_b{b}"
             inputs: dict[str, fx.Node] = {}
             for wire in placed.gather:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import networkx as nx
@@ -15,6 +17,7 @@ from canzona_compile.exactness import placed_equally, pointwise
 from canzona_compile.ir import (
     Form,
     LayoutKind,
+    Leaf,
     Machine,
     Placed,
     Role,
@@ -43,6 +46,9 @@ class Place:
     tensor an element stands. A state leaf and its new value share a label. Numbers and 0-d tensors
     made of numbers are everywhere and never cross.
 
+    Variants of one step (a family of templates) are cut together: their graphs share the state leaves, and
+    state that no known variant touches lives on the owner.
+
     On dims that replicate, gathering is free and FRAGMENT work and state are repeated: unary costs.
     """
 
@@ -53,21 +59,22 @@ class Place:
     ensures: ClassVar[Form] = Form.PLACED
 
     def __call__(self, step: Step) -> Step:
+        families: dict[str, list[Template]] = defaultdict(list)
+        for template in step.templates:
+            families[template.kin].append(template)
         placed: dict[tuple[str, LayoutKind], Placed] = {}
         for task in step.tasks:
             kind = LayoutKind.of(task.layout)
             if (task.template, kind) not in placed:
-                template = step.template_of(task)
-                name = unique_name(template, kind, placed)
-                placed[task.template, kind] = self.cut(template, kind, step.machine, name)
+                family = families[step.template_of(task).kin]
+                cut = Cutter(family, kind, step.machine, self.exact).cut()
+                for template in family:
+                    name = unique_name(template, kind, placed)
+                    placed[template.name, kind] = split(template, kind, cut, name)
         tasks = tuple(
             replace(task, placed=placed[task.template, LayoutKind.of(task.layout)].name) for task in step.tasks
         )
         return replace(step, form=Form.PLACED, placed=tuple(placed.values()), tasks=tasks)
-
-    def cut(self, template: Template, kind: LayoutKind, machine: Machine, name: str) -> Placed:
-        cutter = Cutter(template, kind, machine, self.exact)
-        return split(template, kind, cutter.fragment_nodes(), name)
 
 
 def unique_name(template: Template, kind: LayoutKind, placed: dict[tuple[str, LayoutKind], Placed]) -> str:
@@ -76,17 +83,21 @@ def unique_name(template: Template, kind: LayoutKind, placed: dict[tuple[str, La
     return template.name if template.name not in taken else f"{template.name}@{kind}"
 
 
-def everywhere(template: Template) -> set[fx.Node]:
+def everywhere(family: Sequence[Template]) -> set[fx.Node]:
     """Nodes that every rank can compute for itself: numbers, and 0-d tensors made of such nodes alone.
 
-    A 0-d state leaf is one only if its new value is; a running norm of the matrix is not.
+    A 0-d state leaf is one only if its new value is, in every variant; a running norm of the matrix is not.
     """
-    new = dict(zip(template.writes, outputs(template.graph), strict=True))
     barred: set[str] = set()
     while True:
-        found = from_numbers(template.graph, barred)
+        found = {node for template in family for node in from_numbers(template.graph, barred)}
         names = {n.target for n in found if n.op == "placeholder"}
-        dependent = {name for name, value in new.items() if name in names and value not in found}
+        dependent = {
+            name
+            for template in family
+            for name, value in zip(template.writes, outputs(template.graph), strict=True)
+            if name in names and value not in found
+        }
         if not dependent:
             return found
         barred |= dependent
@@ -103,20 +114,39 @@ def from_numbers(graph: fx.Graph, barred: set[str]) -> set[fx.Node]:
     return found
 
 
-class Cutter:
-    """The flow network of one template on one kind of layout."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Of a family: nodes on fragments, nodes that are everywhere, and leaves that live beside the parameter."""
 
-    def __init__(self, template: Template, kind: LayoutKind, machine: Machine, exact: bool) -> None:
-        self.template, self.kind, self.machine, self.exact = template, kind, machine, exact
-        self.graph = template.graph
-        self.everywhere = everywhere(template)
-        self.nodes = [n for n in self.graph.nodes if n.op != "output" and n not in self.everywhere]
-        self.leaf = dict(zip(placeholders(self.graph), template.inputs, strict=True))
-        self.new = dict(zip(template.writes, outputs(self.graph), strict=True))
+    fragment: set[fx.Node]
+    everywhere: set[fx.Node]
+    near: set[str]
+
+
+class Cutter:
+    """The flow network of a family of templates on one kind of layout."""
+
+    def __init__(self, family: Sequence[Template], kind: LayoutKind, machine: Machine, exact: bool) -> None:
+        self.family, self.kind, self.machine, self.exact = family, kind, machine, exact
+        self.shape = family[0].shape
+        self.everywhere = everywhere(family)
+        graphs = [template.graph for template in family]
+        self.nodes = [n for graph in graphs for n in graph.nodes if n.op != "output" and n not in self.everywhere]
+        self.leaf: dict[fx.Node, Leaf] = {}
+        self.new: list[tuple[str, Any]] = []
+        for template in family:
+            self.leaf.update(zip(placeholders(template.graph), template.inputs, strict=True))
+            self.new += zip(template.writes, outputs(template.graph), strict=True)
+
+    def cut(self) -> Cut:
+        fragment = self.fragment_nodes()
+        near = fragment | self.everywhere
+        state = {leaf.name for node, leaf in self.leaf.items() if leaf.role is Role.STATE and node in near}
+        return Cut(fragment, self.everywhere, state | {name for name, value in self.new if value in near})
 
     def may_be_fragment(self, node: fx.Node) -> bool:
         value = tensor_value(node)
-        if value is None or tuple(value.shape) != self.template.shape:
+        if value is None or tuple(value.shape) != self.shape:
             return False
         if node.op == "placeholder":
             return True
@@ -125,7 +155,7 @@ class Cutter:
         if self.exact and not placed_equally(node, self.machine, self.kind.aligned):
             return False
         operands = [tensor_value(n) for n in node.all_input_nodes]
-        return all(t is None or broadcasts(tuple(t.shape), self.template.shape) for t in operands)
+        return all(t is None or broadcasts(tuple(t.shape), self.shape) for t in operands)
 
     def fragment_nodes(self) -> set[fx.Node]:
         """The FRAGMENT side of the cheapest cut in which no value crosses back and forth again."""
@@ -160,12 +190,9 @@ class Cutter:
                     net.add_edge(user, (node, "down"), capacity=math.inf)
         for pinned in self._pinned():
             net.add_edge("fragment", pinned, capacity=math.inf)
-        states = {leaf.name: n for n, leaf in self.leaf.items() if leaf.role is Role.STATE}
-        for name, value in self.new.items():
-            old = states.get(name)
-            if old in self.nodes and value in self.nodes and old is not value:
-                net.add_edge(old, value, capacity=math.inf)
-                net.add_edge(value, old, capacity=math.inf)
+        for one, other in self._same_home():
+            net.add_edge(one, other, capacity=math.inf)
+            net.add_edge(other, one, capacity=math.inf)
         _, (fragment, _) = nx.minimum_cut(net, "fragment", "owner")
         return {n for n in self.nodes if n in fragment}
 
@@ -174,9 +201,21 @@ class Cutter:
         for node, leaf in self.leaf.items():
             if leaf.role in (Role.PARAM, Role.GRAD) and node in self.nodes:
                 yield node
-        new = self.new.get("param")
-        if isinstance(new, fx.Node) and self.may_be_fragment(new):
-            yield new
+        for name, new in self.new:
+            if name == "param" and new in self.nodes and self.may_be_fragment(new):
+                yield new
+
+    def _same_home(self) -> Iterable[tuple[fx.Node, fx.Node]]:
+        """Pairs of values of one state leaf: old and new, and of one variant and another."""
+        values: dict[str, list[fx.Node]] = defaultdict(list)
+        for node, leaf in self.leaf.items():
+            if leaf.role is Role.STATE:
+                values[leaf.name].append(node)
+        for name, value in self.new:
+            if name != "param":
+                values[name].append(value)
+        for found in values.values():
+            yield from pairwise(n for n in dict.fromkeys(found) if n in self.nodes)
 
 
 def broadcasts(shape: Shape, to: Shape) -> bool:
@@ -201,10 +240,10 @@ def after(nodes: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def split(template: Template, kind: LayoutKind, fragment: set[fx.Node], name: str) -> Placed:
-    """Three graphs from one, given its FRAGMENT nodes."""
+def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
+    """Three graphs from one, given the cut of its family."""
     graph = template.graph
-    free = everywhere(template)
+    fragment, free = cut.fragment & set(graph.nodes), cut.everywhere
     leaf = dict(zip(placeholders(graph), template.inputs, strict=True))
     owner = [n for n in graph.nodes if n.op != "output" and n not in free and n not in fragment]
     late = after(set(owner))
@@ -218,9 +257,9 @@ def split(template: Template, kind: LayoutKind, fragment: set[fx.Node], name: st
 
     fragment_writes = tuple(w for w, v in new.items() if on_fragment(w, v))
     owner_writes = tuple(w for w in new if w not in fragment_writes)
-    resident = tuple(leaf[n].name for n in owner if n.op == "placeholder" and leaf[n].role is Role.STATE) + tuple(
-        w for w in owner_writes if w not in {x.name for x in template.inputs}
-    )
+    read = [leaf[n].name for n in owner if n.op == "placeholder" and leaf[n].role is Role.STATE]
+    untouched = [x.name for x in template.state if x.name not in cut.near]
+    resident = tuple(dict.fromkeys([*read, *owner_writes, *untouched]))
     ordered = list(graph.nodes)
     gather = sorted(crossing_up, key=ordered.index)
     early = ancestors(gather) & fragment

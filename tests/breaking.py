@@ -10,7 +10,7 @@ import pytest
 
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir import Exchange, Form, Phase, Step
-from canzona_compile.verify import verify
+from canzona_compile.verifier import verify
 from tests.samples import toy_step
 
 Change = Callable[[Step], Step]

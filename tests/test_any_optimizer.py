@@ -123,7 +123,7 @@ def test_tensor_learning_rates() -> None:
 # -- counters and branches ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [toys.Cubic, toys.Counting, toys.Refreshing])
+@pytest.mark.parametrize("kind", [toys.Cubic, toys.Counting, toys.Refreshing, toys.Nesting, toys.Replacing])
 def test_counters_and_periodic_work_are_compiled(kind: type[Optimizer]) -> None:
     pair = Pair(kind)
     pair.steps(7)
@@ -138,8 +138,6 @@ def test_counters_and_periodic_work_are_compiled(kind: type[Optimizer]) -> None:
     [
         (toys.HostReading, "its step needs tensor values"),
         (toys.ObjectKeeping, "a Python object: 'tally'"),
-        (toys.Nesting, "its state is nested or has unusual keys: 'sides.left'"),
-        (toys.Replacing, "its step replaces the state tensor 'average'"),
         (toys.CompilationAware, "the code depends on being compiled"),
     ],
 )

@@ -87,7 +87,7 @@ def test_numbers_stay_symbolic() -> None:
     for lr, momentum in ((0.5, 0.6), (0.25, 0.75)):
         group = {**optimizer.param_groups[0], "lr": lr, "momentum": momentum}
         variant, numbers = kind.oracle.consult(group)
-        assert variant is kind.variant
+        assert kind.templates[variant] is kind.template
         assert (numbers["lr"], numbers["momentum"], numbers["weight_decay"]) == (lr, momentum, 0.345)
 
 

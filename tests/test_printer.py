@@ -36,7 +36,7 @@ from canzona_compile.printer import (
     show_argument,
     show_graph,
 )
-from canzona_compile.verify import all_pairs
+from canzona_compile.verifier import all_pairs
 from tests.conftest import Golden
 from tests.samples import (
     TOY_SHAPE,

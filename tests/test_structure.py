@@ -20,16 +20,18 @@ MOST_LINES = 400
 LAYERS = (
     "kernels",
     "errors layout ir",
-    "exactness cost instructions program rankview printer verify_graphs verify lifting program_builder",
+    "exactness cost instructions program rankview printer verify_graphs verifier lifting program_builder",
     "passes.assign_owners passes.batch passes.canonicalize passes.emit passes.fuse_collectives",
     "passes.micro_group passes.place passes.schedule passes",
     "pipeline observe",
-    "capture.functional capture.twin capture.oracle capture.interpreted capture.faithful",
+    "capture.leaves capture.functional capture.twin capture.oracle capture.interpreted capture.faithful",
     "capture.separability capture.independence capture.capture capture",
     "runtime.groups runtime.forum runtime.executor runtime",
-    "options binding planner state numbers running council",
+    "options binding planner state cohorts running council",
     "figures charts render report suggestions",
     "session inspection wrapper",
+    "checking.failure checking.compare checking.layouts checking.built checking.journal checking.findings",
+    "checking.work checking.processes checking.table checking.check checking.command checking __main__",
 )
 ORDER = [name for layer in LAYERS for name in layer.split()]
 
@@ -41,8 +43,10 @@ PUBLIC = {
     "Report",
     "UnsupportedLayout",
     "UnsupportedOptimizer",
+    "Verification",
     "is_wrapped",
     "unwrap",
+    "verify",
     "wrap",
 }
 

@@ -12,7 +12,7 @@ from torch import fx
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir import Form, Placed, Wire
 from canzona_compile.layout import Box, Layout
-from canzona_compile.verify import verify
+from canzona_compile.verifier import verify
 from tests.breaking import Case, Change, cut, fires, task, template
 from tests.samples import (
     TOY_SHAPE,

@@ -26,7 +26,7 @@ from canzona_compile.ir import (
 from canzona_compile.layout import Box
 from canzona_compile.passes import AssignOwners, Batching, FormMicroGroups, FuseCollectives, Place, Schedule
 from canzona_compile.program import Program
-from canzona_compile.verify import all_pairs, owned, verify
+from canzona_compile.verifier import all_pairs, owned, verify
 from tests.breaking import Case, Change, cut, exchange, fires, group, task
 from tests.samples import TOY_SHAPE, grid_of, muon_step, rows_layout, toy_module, toy_step
 

@@ -88,6 +88,32 @@ class Refreshing(PerParameter):
         param.add_(state["basis"] @ grad, alpha=-group["lr"])
 
 
+class Alternating(PerParameter):
+    """Elementwise on every other step."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state.update(step=0, average=torch.zeros_like(param))
+        state["step"] += 1
+        state["average"].lerp_(grad, 0.1)
+        update = cube(state["average"]) if state["step"] % 2 == 0 else state["average"]
+        param.add_(update, alpha=-group["lr"])
+
+
+class Listing(PerParameter):
+    """A list of factors, one per side, as many Shampoos keep them, and a counter inside a dict."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state["factors"] = [torch.eye(n) for n in param.shape]
+            state["counts"] = {"step": 0}
+        state["counts"]["step"] += 1
+        left, right = state["factors"]
+        left.lerp_(grad @ grad.T, 0.1)
+        state["factors"][1] = right * 0.9 + grad.T @ grad * 0.1
+        param.add_(left @ grad @ state["factors"][1], alpha=-group["lr"] / state["counts"]["step"])
+
+
 class HostReading(PerParameter):
     """A value read on the host decides what happens: no tracer can follow."""
 

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.faithful import holistic, same_bits
 from canzona_compile.capture.interpreted import interpreted_template
-from canzona_compile.capture.oracle import Oracle, ParameterSpec, Scalars, Untraceable, Variant
+from canzona_compile.capture.leaves import Paths
+from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.separability import check_separable
-from canzona_compile.capture.twin import plain_class, set_leaf, signature
+from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.ir import Leaf, Role, Template, outputs, placeholders, tensor_value
 from canzona_compile.printer import dtype_name
 
@@ -27,13 +28,30 @@ NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code dep
 
 @dataclass(eq=False)
 class Kind:
-    """All parameters alike: one template, one oracle (none where the step is interpreted)."""
+    """All parameters alike: one oracle (none where the step is interpreted) and a template per variant.
 
-    template: Template
+    Variants are learned as the step's control flow takes them: with and without periodic work, ...
+    """
+
     oracle: Oracle | None
-    variant: Variant | None
+    templates: dict[Variant | None, Template]
     state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
     python_state: Mapping[str, Any]  # its other leaves then
+
+    @property
+    def template(self) -> Template:
+        """That of the variant that was captured first."""
+        return next(iter(self.templates.values()))
+
+    @property
+    def structure(self) -> Mapping[str, Any]:
+        """The containers of the state."""
+        return {} if self.oracle is None else self.oracle.structure
+
+    @property
+    def paths(self) -> Paths:
+        """Where in the state its leaves are."""
+        return {} if self.oracle is None else self.oracle.paths
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -44,7 +62,7 @@ class Kind:
 
 @dataclass(eq=False)
 class Capture:
-    """Captures each kind of parameter of one optimizer once."""
+    """Captures each kind of parameter of one optimizer once, and each variant of its step once."""
 
     optimizer: Optimizer
     kinds: dict[Key, Kind] = field(default_factory=dict)
@@ -55,7 +73,7 @@ class Capture:
     def kind_of(
         self, group: Mapping[str, Any], spec: ParameterSpec, name: str, counters: Mapping[str, Any] | None = None
     ) -> Kind:
-        """The kind of a parameter `name` of `group`; captured now if it is the first of its kind.
+        """The kind of a parameter `name` of `group`, with the variant of its next step; captured now if new.
 
         Args:
             counters: the Python leaves of its state; None if it has no state yet.
@@ -70,58 +88,54 @@ class Capture:
                 check_separable(self.optimizer, group, spec, name)
                 self._separable.add((style, len(spec.shape)))
             self.kinds[key] = self._capture(group, spec)
-        return self._taken(key, group, spec, counters)
-
-    def _taken(
-        self, key: Key, group: Mapping[str, Any], spec: ParameterSpec, counters: Mapping[str, Any] | None
-    ) -> Kind:
-        """The kind with the graph that the code takes now: hyperparameters and counters may lead to another."""
         kind = self.kinds[key]
         if kind.oracle is None:
             return kind
-        known = len(kind.oracle.variants)
-        for leaf, value in (kind.python_state if counters is None else counters).items():
-            set_leaf(kind.oracle.twin_state(), leaf, value)
         try:
-            variant, _ = kind.oracle.consult(group)
+            self._learn(kind, kind.oracle, group, spec, kind.python_state if counters is None else counters)
         except Untraceable as reason:
-            return self.kinds.setdefault((*key, str(reason)), self._interpreted(spec, str(reason)))
-        self.captures += len(kind.oracle.variants) - known
-        if variant is kind.variant:
-            return kind
-        own = (*key, kind.oracle.variants.index(variant))
-        if own not in self.kinds:
-            template = template_of(variant, self._label(spec), spec)
-            self.kinds[own] = replace(kind, template=template, variant=variant)
-        return self.kinds[own]
+            self.kinds[key] = kind = self._interpreted(spec, str(reason))
+        return kind
 
     def _capture(self, group: Mapping[str, Any], spec: ParameterSpec) -> Kind:
-        label = self._label(spec)
         try:
             oracle = Oracle(self.optimizer, group, spec, bake=self._bake)
         except Untraceable as reason:
             return self._interpreted(spec, str(reason))
         self.captures += len(oracle.variants)
-        variant = oracle.variants[-1]
-        template = template_of(variant, label, spec)
-        if holistic(template) and not same_bits(self.optimizer, group, spec, template, oracle):
-            return self._interpreted(spec, NOT_FAITHFUL)
         leaves = oracle.first_state[0]
         tensors = tuple(
             Leaf(Role.STATE, name, tuple(v.shape), v.dtype) for name, v in leaves.items() if isinstance(v, torch.Tensor)
         )
-        python = {name: v for name, v in leaves.items() if not isinstance(v, torch.Tensor)}
-        return Kind(template, oracle, variant, tensors, python)
+        return Kind(oracle, {}, tensors, oracle.counters())
+
+    def _learn(
+        self, kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec, counters: Mapping[str, Any]
+    ) -> None:
+        """Add the template of the variant that the code takes with these hyperparameters and counters."""
+        known = len(oracle.variants)
+        oracle.count(counters)
+        variant, _ = oracle.consult(group)
+        self.captures += len(oracle.variants) - known
+        if variant in kind.templates:
+            return
+        family = kind.template.name if kind.templates else ""
+        label = self._label(spec)
+        template = template_of(variant, label, spec)
+        template = replace(template, family=family or label, state=kind.state)
+        if holistic(template) and not same_bits(self.optimizer, group, spec, template, oracle, counters):
+            raise Untraceable(NOT_FAITHFUL)
+        kind.templates[variant] = template
 
     def _interpreted(self, spec: ParameterSpec, reason: str) -> Kind:
         label = self._label(spec)
         log.info("%s is interpreted: %s", label, reason)
-        return Kind(interpreted_template(label, spec, reason), None, None, (), {})
+        return Kind(None, {None: interpreted_template(label, spec, reason)}, (), {})
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"
         label = f"{plain_class(self.optimizer).__name__.lower()}_{dims}_{dtype_name(spec.dtype)}"
-        taken = {kind.template.name for kind in self.kinds.values()}
+        taken = {template.name for kind in self.kinds.values() for template in kind.templates.values()}
         names = [label, *(f"{label}_{i}" for i in range(2, len(taken) + 3))]
         return next(name for name in names if name not in taken)
 
@@ -143,12 +157,13 @@ def template_of(variant: Variant, name: str, spec: ParameterSpec) -> Template:
         if node.op == "call_function" and node.target is not torch.ops.aten.copy_.default:
             env[node] = graph.node_copy(node, lambda n: env[n])
     returned = outputs(variant.graph)
+    sources = dict(zip(variant.sources, placeholders(variant.graph), strict=True))
     writes: list[str] = []
     values: list[fx.Node] = []
-    for node, source, place in zip(placeholders(variant.graph), variant.sources, variant.results, strict=True):
+    for source, place in variant.results.items():
         value = returned[place]
-        if node in env and value is not node and source[0] in ("param", "state"):
-            writes.append(leaf_of(node, source).name)
+        if source[0] in ("param", "state") and value is not sources.get(source):
+            writes.append(source[2] if source[0] == "state" else source[0])
             values.append(env[value])
     graph.output(tuple(values))
     return Template(name, spec.shape, spec.dtype, tuple(inputs), tuple(writes), graph)
@@ -166,8 +181,3 @@ def leaf_of(node: fx.Node, source: Sequence[Any]) -> Leaf:
     if value is not None and value.dtype != torch.float64:
         return Leaf(Role.SCALAR, source[1], tuple(value.shape), value.dtype)
     return Leaf(Role.SCALAR, source[1])
-
-
-def scalars_of(kind: Kind, group: Mapping[str, Any]) -> tuple[Variant | None, Scalars]:
-    """What the oracle of a kind says of this step."""
-    return (None, {}) if kind.oracle is None else kind.oracle.consult(group)

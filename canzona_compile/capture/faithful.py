@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from canzona_compile.capture.leaves import state_leaves, write
 from canzona_compile.capture.oracle import Oracle, ParameterSpec
-from canzona_compile.capture.twin import make_twin, state_leaves, step_plainly
+from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.exactness import pointwise
 from canzona_compile.ir import Role, Template, tensor_value
 
@@ -29,9 +30,17 @@ def holistic(template: Template) -> bool:
 
 
 def same_bits(
-    optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, template: Template, oracle: Oracle
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    spec: ParameterSpec,
+    template: Template,
+    oracle: Oracle,
+    counters: Mapping[str, Any],
 ) -> bool:
-    """Run the second step of a random matrix both ways and compare every written leaf.
+    """Run a step of a random matrix both ways and compare every written leaf.
+
+    It is the step that follows the first one if `counters` are the Python leaves of its state; they lead
+    the code to the template's variant.
 
     Every rank does the same on the same numbers, so all come to the same verdict. Tensors above
     `LARGEST` elements are not tried.
@@ -49,10 +58,13 @@ def same_bits(
     param.grad = random(spec.grad_dtype)
     twin = make_twin(optimizer, group, [param])
     step_plainly(twin)
+    for name, value in counters.items():
+        write(twin.state[param], oracle.paths[name], value, {})
     param.grad = random(spec.grad_dtype)
     before = {name: leaf.clone() for name, leaf in state_leaves(twin.state[param]) if isinstance(leaf, Tensor)}
+    oracle.count(counters)
     _, scalars = oracle.consult(group)
-    oracle.rewind()
+    oracle.count(counters)
     values = {Role.PARAM: param.detach().clone(), Role.GRAD: param.grad.clone()}
     arguments = [
         before[leaf.name] if leaf.role is Role.STATE else values.get(leaf.role, scalars.get(leaf.name))

@@ -26,18 +26,26 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.capture.functional import functional
+from canzona_compile.capture.leaves import (
+    Paths,
+    paths_of,
+    python_leaves,
+    read,
+    state_leaves,
+    structure_of,
+    write,
+)
 from canzona_compile.capture.twin import (
     hypers,
     make_twin,
     plain_step,
-    set_leaf,
-    state_leaves,
     step_alone,
 )
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.layout import Shape
 
 Scalars = dict[str, Any]
+Source = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +62,16 @@ class ParameterSpec:
 class Variant:
     """One captured graph of the step.
 
-    `graph` has the placeholders `sources`; entry i of `results` is the position in the graph's
-    output tuple of the new value of source i (itself where the step does not write it).
+    `graph` has the placeholders `sources`; `results` maps a source to the position in the graph's output
+    tuple of its new value: its own final value (itself where the step does not write it), or where the
+    step replaces a state tensor what it puts there. Such a tensor need not be read, so it may be in
+    `results` only.
     Sources are ("param", i), ("grad", i), ("state", i, leaf) or ("scalar", name).
     """
 
     graph: fx.Graph
-    sources: tuple[tuple[Any, ...], ...]
-    results: tuple[int, ...]
+    sources: tuple[Source, ...]
+    results: dict[Source, int]
     baked: Mapping[int, float]
 
 
@@ -107,21 +117,18 @@ class Oracle:
         self.variants: list[Variant] = []
         self._mode = FakeTensorMode(shape_env=ShapeEnv())
         self._asked: tuple[Variant, Scalars] | None = None
+        self._returned: tuple[Any, ...] = ()
         group = one_by_one(group)
         with self._mode, _NoCollectives():
             self._params = [self._parameter(spec) for _ in range(count)]
             group = {k: self._mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in group.items()}
             self.twin = make_twin(optimizer, group, self._params)
             self._first_step()
-        names = {name for p in self._params for name, _ in state_leaves(self.twin.state.get(p, {}))}
-        if odd := sorted(name for name in names if not name.isidentifier()):
-            raise Untraceable(f"its state is nested or has unusual keys: {odd[0]!r}")
         self.first_state = self._snapshot()
-        if clash := {"param", "grad"} & set(self.first_state[0]):
-            raise Untraceable(f"its state has a leaf called {clash.pop()!r}")
-        plain = Tensor | float | int | str | None
-        if objects := [name for name, v in self.first_state[0].items() if not isinstance(v, plain)]:
-            raise Untraceable(f"its state holds a Python object: {objects[0]!r}")
+        self.structure = structure_of(self.twin_state())
+        self.paths = paths_of(self.structure)
+        check_leaves(self.twin_state(), self.paths)
+        self._counters = list(python_leaves(self.twin_state()))
         step = plain_step(type(self.twin))
         self._step = torch.compile(own_code(step), backend=self._backend, dynamic=True, **isolation())
         for tensor, _ in self._tensors():
@@ -169,7 +176,7 @@ class Oracle:
         if self._asked is None:
             raise Untraceable("its step contains no tensor operation that Dynamo could capture")
         variant, scalars = self._asked
-        self._keep_tensors(before)
+        self._put_back(before, variant)
         real = {k: v for k, v in hypers(group).items() if isinstance(v, Tensor)}
         return variant, {name: real.get(name, value) for name, value in scalars.items()}
 
@@ -194,7 +201,7 @@ class Oracle:
                 sources = [self._source(t, "constant") for t in static.values()]
                 sources += [self._source(a, name) for a, name in zip(args, names, strict=True)]
                 offset = len(returned)
-                results = tuple(range(offset, offset + len(sources)))
+                results = {source: offset + i for i, source in enumerate(sources)}
                 variant = Variant(graph, tuple(sources), results, baked)
                 found.append(variant)
                 self.variants.append(variant)
@@ -202,7 +209,8 @@ class Oracle:
                 raise Untraceable("the step breaks into several graphs with tensor work")
             self._asked = variant, {names[i]: value for i, value in values.items()}
             given = dict(zip(inputs, args, strict=True))
-            return tuple(result_of(n, given) if isinstance(n, fx.Node) else n for n in returned)
+            self._returned = tuple(result_of(n, given) if isinstance(n, fx.Node) else n for n in returned)
+            return self._returned
 
         return call
 
@@ -230,20 +238,62 @@ class Oracle:
     # -- the twin's state ----------------------------------------------------------------------
 
     def _snapshot(self) -> list[dict[str, Any]]:
-        return [dict(self.twin.state.get(p, {})) for p in self._params]
+        return [dict(state_leaves(self.twin.state.get(p, {}))) for p in self._params]
 
     def rewind(self) -> None:
         """Put the twin back to where its first step left it."""
         for param, own in zip(self._params, self.first_state, strict=True):
             for name, value in own.items():
-                set_leaf(self.twin.state[param], name, value)
+                write(self.twin.state[param], self.paths[name], value, {})
 
-    def _keep_tensors(self, before: list[dict[str, Any]]) -> None:
-        """Put the twin's tensors back where the step replaced them, so that inputs stay identifiable."""
-        for own, now in zip(before, self._snapshot(), strict=True):
+    def count(self, counters: Mapping[str, Any]) -> None:
+        """Give the twin these Python leaves of a state."""
+        for name, value in counters.items():
+            if name in self.paths:
+                write(self.twin_state(), self.paths[name], value, {})
+
+    def counters(self) -> dict[str, Any]:
+        """The Python leaves of the twin's state."""
+        return {name: read(self.twin_state(), self.paths[name]) for name in self._counters}
+
+    def _put_back(self, before: list[dict[str, Any]], variant: Variant) -> None:
+        """Undo what the step did to the twin's state, tensors only, so that inputs stay identifiable.
+
+        A tensor that the step put in place of another is one that the graph returns; its variant learns
+        that this is the new value.
+        """
+        for i, (param, own, now) in enumerate(zip(self._params, before, self._snapshot(), strict=True)):
+            if own.keys() != now.keys():
+                raise Untraceable(f"its step changes what its state holds: {sorted(own.keys() ^ now.keys())}")
             for name, value in own.items():
-                if isinstance(value, Tensor) and now.get(name) is not value:
-                    raise Untraceable(f"its step replaces the state tensor {name!r} instead of writing it")
+                new = now[name]
+                if isinstance(value, Tensor) != isinstance(new, Tensor):
+                    raise Untraceable(f"its step changes what its state holds: {name!r}")
+                if not isinstance(value, Tensor) or new is value:
+                    continue
+                if (new.shape, new.dtype) != (value.shape, value.dtype):
+                    raise Untraceable(f"its step changes the shape or dtype of the state {name!r}")
+                place = next((k for k, result in enumerate(self._returned) if result is new), None)
+                source = ("state", i, name)
+                if place is None:
+                    raise Untraceable(f"its step puts something in the state {name!r} that no graph computes")
+                variant.results[source] = place
+                write(self.twin.state[param], self.paths[name], value, {})
+
+
+def check_leaves(state: dict[str, Any], paths: Paths) -> None:
+    """Raise Untraceable for state whose leaves cannot be inputs and outputs of a graph."""
+    leaves = list(state_leaves(state))
+    names = [name for name, _ in leaves]
+    if clash := {name for name in names if names.count(name) > 1 or name in ("param", "grad")}:
+        raise Untraceable(f"its state has leaves whose names are taken: {min(clash)!r}")
+    for name, value in leaves:
+        if not isinstance(value, Tensor | float | int | str | None):
+            raise Untraceable(f"its state holds a Python object: {name!r}")
+        try:
+            write(state, paths[name], value, {})
+        except TypeError as error:
+            raise Untraceable(f"its state holds a tuple: {name!r}") from error
 
 
 def one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
+from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.errors import UnsupportedOptimizer
 
 # Decorators that torch puts around a step; what they do (hooks, profiling, grad mode) is the wrapper's
@@ -93,25 +93,6 @@ def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
         return repr(value)
 
     return tuple(sorted((k, shape(v)) for k, v in hypers(group).items() if k != "initial_lr"))
-
-
-def state_leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The leaves of one parameter's state with dotted names, in a stable order."""
-    for path, leaf in pytree.tree_flatten_with_path(dict(state))[0]:
-        yield ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path), leaf
-
-
-def python_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of one parameter's state that are no tensors: counters."""
-    return {name: v for name, v in state_leaves(state) if not isinstance(v, Tensor)}
-
-
-def set_leaf(state: dict[str, Any], name: str, value: Any) -> None:
-    """Replace the leaf `name` (as `state_leaves` names it) of a parameter's state."""
-    leaves, spec = pytree.tree_flatten_with_path(state)
-    names = [".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path) for path, _ in leaves]
-    values = [value if own == name else leaf for own, (_, leaf) in zip(names, leaves, strict=True)]
-    state.update(pytree.tree_unflatten(values, spec))
 
 
 def surroundings(twin: Optimizer) -> dict[str, Any]:

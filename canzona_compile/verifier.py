@@ -51,10 +51,10 @@ def verify(step: Step) -> None:
 
 
 def owned(step: Step) -> None:
-    cuts = {p.name: p for p in step.placed}
+    variants = {own.name: others for own, others in step.variants().items()}
     for task in step.tasks:
         grid, owner = task.layout.grid, task.owner
-        if cuts[task.placed].elementwise:
+        if all(cut.elementwise for cut in variants[task.placed]):
             raise InvalidStep("elementwise tasks have no place in a step with owners", at=task.name)
         if (grid.size == 1) != (task.strategy is Strategy.LOCAL):
             raise InvalidStep(f"its strategy is {task.strategy} on a grid of {grid.size}", at=task.name)
