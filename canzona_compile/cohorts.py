@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.optim import Optimizer
-
 from canzona_compile.binding import Bound
-from canzona_compile.capture.capture import Kind
+from canzona_compile.capture.capture import Capture, Kind
 from canzona_compile.capture.leaves import read, write
 from canzona_compile.capture.oracle import Scalars, Untraceable
 from canzona_compile.planner import Plan
@@ -41,8 +39,8 @@ class Cohort:
 class Cohorts:
     """Asks what the optimizer's code would do on this step, once per cohort."""
 
-    def __init__(self, optimizer: Optimizer, plan: Plan) -> None:
-        self.optimizer, self.plan = optimizer, plan
+    def __init__(self, capture: Capture, plan: Plan) -> None:
+        self.capture, self.optimizer, self.plan = capture, capture.optimizer, plan
         self.current: list[Cohort] = []
         self._scalars: dict[tuple[str, int], Scalars] = {}
 
@@ -109,7 +107,7 @@ class Cohorts:
         oracle = kind.oracle
         assert oracle is not None
         oracle.count(dict(zip(kind.python_state, counters, strict=False)))
-        variant, scalars = oracle.consult(self.optimizer.param_groups[group])
+        variant, scalars = oracle.consult(self.optimizer.param_groups[group], self.capture.attributes())
         template = kind.templates.get(variant)
         if template is None or template.name not in self.plan.known:
             raise Untraceable("hyperparameters or counters lead to other code")

@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.binding import check_gradient
+from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.interpreted import eager_steps
 from canzona_compile.capture.oracle import Untraceable
-from canzona_compile.capture.twin import hypers, make_twin, step_plainly
+from canzona_compile.capture.surroundings import Shadow
+from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.cohorts import Cohorts
 from canzona_compile.errors import InvalidGradient
 from canzona_compile.instructions import Watch
@@ -43,12 +45,14 @@ class Running:
     """
 
     def __init__(
-        self, optimizer: Optimizer, plan: Plan, options: Options, groups: Groups, rank: int, observers: list[Observer]
+        self, capture: Capture, plan: Plan, options: Options, groups: Groups, rank: int, observers: list[Observer]
     ) -> None:
-        self.optimizer, self.plan, self.options = optimizer, plan, options
+        self.capture, self.plan, self.options = capture, plan, options
+        self.optimizer = optimizer = capture.optimizer
         self.groups, self.rank, self.observers = groups, rank, observers
         self.store = StateStore(optimizer, plan, groups, rank)
-        self.cohorts = Cohorts(optimizer, plan)
+        self.cohorts = Cohorts(capture, plan)
+        self.shadow = Shadow(optimizer)
         self.programs: OrderedDict[Key, Made] = OrderedDict()
         self.agreed: TakingPart = ((), ())
         self.last: tuple[Step, History] | None = None
@@ -117,6 +121,8 @@ class Running:
         if fresh:
             self._first_step(fresh, watch)
         self._step_elementwise()
+        if self.capture.counts:
+            self.shadow.count()
         if not fresh and self.last is not None:
             return False
         order = {t.name: i for i, t in enumerate(self.plan.owned.tasks)}
@@ -176,8 +182,6 @@ class Running:
             {**self.optimizer.param_groups[g], "params": [b.param for b in own if b.group == g]} for g in groups
         ]
         step_plainly(twin)
-        for g, group in zip(groups, twin.param_groups, strict=True):
-            self.optimizer.param_groups[g].update(hypers(group))
 
     # -- what programs and eager steps ask for -------------------------------------------------------
 

@@ -103,7 +103,7 @@ class Session:
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {binder.replicas}
         council.report(members, error)
         assert plan is not None
-        running = Running(self.optimizer, plan, self.options, self.groups, self.rank, self.observers)
+        running = Running(self.capture, plan, self.options, self.groups, self.rank, self.observers)
         running.store.adopt()
         ready, fresh = running.agreed = running.taking_part()
         taking = {**dict.fromkeys(ready, "a gradient"), **dict.fromkeys(fresh, "a first gradient")}

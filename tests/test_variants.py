@@ -23,6 +23,9 @@ KINDS = {
     "nesting": toys.Nesting,
     "replacing": toys.Replacing,
     "listing": toys.Listing,
+    "in group": toys.CountingInGroup,
+    "on itself": toys.CountingOnItself,
+    "late": toys.LateCounting,
 }
 
 

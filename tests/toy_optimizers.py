@@ -191,7 +191,29 @@ class CountingInGroup(PerParameter):
         for group in self.param_groups:
             group["steps"] += 1
             for param in group["params"]:
-                param.add_(cube(param.grad), alpha=-group["lr"] / group["steps"])
+                if param.grad is not None:
+                    param.add_(cube(param.grad), alpha=-group["lr"] / group["steps"])
+
+
+class LateCounting(PerParameter):
+    """The group gets its counter at the first step, as in several packages; it decides about the work."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    update = cube(param.grad) if group["step"] % 3 else param.grad
+                    param.add_(update, alpha=-group["lr"] / group["step"])
+
+
+class CountingPerParameter(PerParameter):
+    """The group's counter counts parameters, so that they depend on one another."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        group["steps"] = group.get("steps", 0) + 1
+        param.add_(cube(grad), alpha=-group["lr"] / group["steps"])
 
 
 class CountingInAList(PerParameter):

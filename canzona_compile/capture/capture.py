@@ -15,7 +15,7 @@ from canzona_compile.capture.faithful import holistic, same_bits
 from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.leaves import Paths
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
-from canzona_compile.capture.separability import check_separable
+from canzona_compile.capture.separability import check_separable, coupled
 from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.ir import Leaf, Role, Template, outputs, placeholders, tensor_value
 from canzona_compile.printer import dtype_name
@@ -67,6 +67,7 @@ class Capture:
     optimizer: Optimizer
     kinds: dict[Key, Kind] = field(default_factory=dict)
     captures: int = 0
+    counts: set[str] = field(default_factory=set)  # what the step counts outside of states: "group.step", ...
     _separable: set[Key] = field(default_factory=set)
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
@@ -81,13 +82,16 @@ class Capture:
         Raises:
             UnsupportedOptimizer: the optimizer couples parameters or communicates by itself.
         """
-        style = signature(group)
+        style = signature(group, self.counters("group."))
         key = (spec, style)
         if key not in self.kinds:
-            if (style, len(spec.shape)) not in self._separable:
-                check_separable(self.optimizer, group, spec, name)
-                self._separable.add((style, len(spec.shape)))
-            self.kinds[key] = self._capture(group, spec)
+            manner = (style, len(spec.shape))
+            counts = None if manner in self._separable else check_separable(self.optimizer, group, spec, name)
+            self._separable.add(manner)
+            kind = self._capture(group, spec)
+            if kind.oracle is not None and counts not in (None, kind.oracle.counts):
+                raise coupled(self.optimizer, name)
+            self.kinds[key] = kind
         kind = self.kinds[key]
         if kind.oracle is None:
             return kind
@@ -97,12 +101,22 @@ class Capture:
             self.kinds[key] = kind = self._interpreted(spec, str(reason))
         return kind
 
+    def counters(self, prefix: str) -> frozenset[str]:
+        """Names of what the step counts in its groups ("group.") or on the optimizer ("self.")."""
+        return frozenset(name.removeprefix(prefix) for name in self.counts if name.startswith(prefix))
+
+    def attributes(self) -> dict[str, Any]:
+        """The counters on the optimizer, now."""
+        own = self.counters("self.")
+        return {name: getattr(self.optimizer, name) for name in own if hasattr(self.optimizer, name)}
+
     def _capture(self, group: Mapping[str, Any], spec: ParameterSpec) -> Kind:
         try:
             oracle = Oracle(self.optimizer, group, spec, bake=self._bake)
         except Untraceable as reason:
             return self._interpreted(spec, str(reason))
         self.captures += len(oracle.variants)
+        self.counts |= oracle.counts.keys()
         leaves = oracle.first_state[0]
         tensors = tuple(
             Leaf(Role.STATE, name, tuple(v.shape), v.dtype) for name, v in leaves.items() if isinstance(v, torch.Tensor)
@@ -115,7 +129,7 @@ class Capture:
         """Add the template of the variant that the code takes with these hyperparameters and counters."""
         known = len(oracle.variants)
         oracle.count(counters)
-        variant, _ = oracle.consult(group)
+        variant, _ = oracle.consult(group, self.attributes())
         self.captures += len(oracle.variants) - known
         if variant in kind.templates:
             return
@@ -123,7 +137,9 @@ class Capture:
         label = self._label(spec)
         template = template_of(variant, label, spec)
         template = replace(template, family=family or label, state=kind.state)
-        if holistic(template) and not same_bits(self.optimizer, group, spec, template, oracle, counters):
+        if holistic(template) and not same_bits(
+            self.optimizer, group, spec, template, oracle, counters, self.attributes()
+        ):
             raise Untraceable(NOT_FAITHFUL)
         kind.templates[variant] = template
 

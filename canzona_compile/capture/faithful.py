@@ -36,6 +36,7 @@ def same_bits(
     template: Template,
     oracle: Oracle,
     counters: Mapping[str, Any],
+    attributes: Mapping[str, Any],
 ) -> bool:
     """Run a step of a random matrix both ways and compare every written leaf.
 
@@ -58,12 +59,13 @@ def same_bits(
     param.grad = random(spec.grad_dtype)
     twin = make_twin(optimizer, group, [param])
     step_plainly(twin)
+    twin = make_twin(optimizer, group, [param], twin.state)  # counts outside of the state as before
     for name, value in counters.items():
         write(twin.state[param], oracle.paths[name], value, {})
     param.grad = random(spec.grad_dtype)
     before = {name: leaf.clone() for name, leaf in state_leaves(twin.state[param]) if isinstance(leaf, Tensor)}
     oracle.count(counters)
-    _, scalars = oracle.consult(group)
+    _, scalars = oracle.consult(group, attributes)
     oracle.count(counters)
     values = {Role.PARAM: param.detach().clone(), Role.GRAD: param.grad.clone()}
     arguments = [

@@ -35,11 +35,11 @@ from canzona_compile.capture.leaves import (
     structure_of,
     write,
 )
+from canzona_compile.capture.surroundings import step_alone
 from canzona_compile.capture.twin import (
     hypers,
     make_twin,
     plain_step,
-    step_alone,
 )
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.layout import Shape
@@ -151,18 +151,24 @@ class Oracle:
     def _first_step(self) -> None:
         """Let the twin create its state, eagerly, on fake tensors."""
         try:
-            step_alone(self.twin)
+            self.counts = step_alone(self.twin)
         except CanzonaError:
             raise
         except Exception as error:
             raise Untraceable(f"its step needs tensor values: {first_line(error)}") from error
 
-    def consult(self, group: Mapping[str, Any]) -> tuple[Variant, Scalars]:
+    def consult(self, group: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> tuple[Variant, Scalars]:
         """Run the guards for the hyperparameters of `group`: which variant, and the scalars' values.
+
+        Args:
+            attributes: numbers that the optimizer keeps on itself.
 
         Python side effects of the step (counters in the state) happen on the twin.
         """
+        vars(self.twin).update(attributes or {})
         own, group = self.twin.param_groups[0], one_by_one(group)
+        for counter in own.keys() - group.keys() - {"params"}:  # that the twin's last step made
+            del own[counter]
         own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
         before = self._snapshot()
         self._asked = None

@@ -11,16 +11,21 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
-from canzona_compile.capture.twin import make_twin, plain_class, step_alone
+from canzona_compile.capture.surroundings import Counts, step_alone
+from canzona_compile.capture.twin import make_twin, plain_class
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir import outputs, placeholders
 
 
-def check_separable(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, name: str) -> None:
+def check_separable(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, name: str) -> Counts | None:
     """Capture two parameters alike and check that no value of one reaches the other.
 
     What cannot be traced is run instead, on small matrices: two parameters together must give the
     bits that each gives alone.
+
+    Returns:
+        What a step with two parameters counts outside of their state, to be compared with one of one;
+        None if that has been done.
 
     Raises:
         UnsupportedOptimizer: they depend on one another.
@@ -28,15 +33,20 @@ def check_separable(optimizer: Optimizer, group: Mapping[str, Any], spec: Parame
     try:
         oracle = Oracle(optimizer, group, spec, count=2)
     except Untraceable:
-        coupled = not alone_as_together(optimizer, group, spec)
-    else:
-        coupled = any(mixes(variant) for variant in oracle.variants)
-    if coupled:
-        raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__} couples parameters: the update of one depends on others",
-            at=name,
-            hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
-        )
+        if alone_as_together(optimizer, group, spec):
+            return None
+        raise coupled(optimizer, name) from None
+    if any(mixes(variant) for variant in oracle.variants):
+        raise coupled(optimizer, name)
+    return oracle.counts
+
+
+def coupled(optimizer: Optimizer, name: str) -> UnsupportedOptimizer:
+    return UnsupportedOptimizer(
+        f"{plain_class(optimizer).__name__} couples parameters: the update of one depends on others",
+        at=name,
+        hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
+    )
 
 
 def mixes(variant: Variant) -> bool:
@@ -88,13 +98,13 @@ def alone_as_together(optimizer: Optimizer, group: Mapping[str, Any], spec: Para
             made.append(param)
         return made
 
-    def run(*subsets: list[int]) -> list[Tensor]:
-        own = params()
+    def run(*subsets: list[int]) -> tuple[list[Tensor], list[list[Counts]]]:
+        own, counts = params(), []
         for subset in subsets:
             twin = make_twin(optimizer, group, [own[i] for i in subset])
-            for _ in range(2):
-                step_alone(twin)
-        return [p.detach() for p in own]
+            counts.append([step_alone(twin) for _ in range(2)])
+        return [p.detach() for p in own], counts
 
-    together, alone = run([0, 1]), run([0], [1])
-    return all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    together, (both,) = run([0, 1])
+    alone, (one, other) = run([0], [1])
+    return both == one == other and all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))

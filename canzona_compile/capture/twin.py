@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.errors import UnsupportedOptimizer
 
 # Decorators that torch puts around a step; what they do (hooks, profiling, grad mode) is the wrapper's
@@ -76,8 +74,8 @@ def hypers(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What of a group's hyperparameters makes graphs differ: all but the values of floats."""
+def signature(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[Any, ...]:
+    """What of a group's hyperparameters makes graphs differ: all but the values of floats, and counters."""
 
     def shape(value: Any) -> Any:
         if isinstance(value, float):
@@ -92,42 +90,7 @@ def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
             return value
         return repr(value)
 
-    return tuple(sorted((k, shape(v)) for k, v in hypers(group).items() if k != "initial_lr"))
-
-
-def surroundings(twin: Optimizer) -> dict[str, Any]:
-    """What of an optimizer belongs to no parameter: numbers and tensors in its groups and attributes, by name.
-
-    Tensors are stood for by what tells whether they were written.
-    """
-    found: dict[str, Any] = {}
-    attributes = {k: v for k, v in vars(twin).items() if k not in ("param_groups", "state", "defaults")}
-    for prefix, values in [("self.", attributes), *(("group.", hypers(g)) for g in twin.param_groups)]:
-        for name, value in state_leaves(values):
-            if isinstance(value, Tensor):
-                found[prefix + name] = id(value), value._version
-            elif isinstance(value, int | float | str | torch.SymInt | torch.SymFloat):
-                found[prefix + name] = str(value)
-    return found
-
-
-def step_alone(twin: Optimizer) -> None:
-    """Run the twin's step; it must leave behind nothing outside of its parameters and their state.
-
-    Raises:
-        UnsupportedOptimizer: the optimizer counts, or keeps statistics, in its groups or attributes. Twins
-            step in place of the optimizer, several per step or none, so these would not follow.
-    """
-    vars(twin).update({k: copy.copy(v) for k, v in vars(twin).items() if isinstance(v, list | dict | set)})
-    before = surroundings(twin)
-    step_plainly(twin)
-    after = surroundings(twin)
-    changed = [name for name, value in after.items() if before.get(name) != value]
-    if changed:
-        raise UnsupportedOptimizer(
-            f"{plain_class(twin).__name__}.step changes {' and '.join(changed)}, which belong to no parameter",
-            hint="keep counters and statistics in self.state[param]",
-        )
+    return tuple(sorted((k, shape(v)) for k, v in hypers(group).items() if k != "initial_lr" and k not in counters))
 
 
 def step_plainly(twin: Optimizer) -> None:
