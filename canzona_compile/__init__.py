@@ -4,6 +4,7 @@ import canzona_compile
 optimizer = canzona_compile.wrap(torch.optim.Muon(model.parameters(), lr=2e-2))
 """
 
+from canzona_compile.checking import Verification, verify
 from canzona_compile.errors import (
     CanzonaError,
     InvalidGradient,
@@ -25,7 +26,9 @@ __all__ = [
     "Report",
     "UnsupportedLayout",
     "UnsupportedOptimizer",
+    "Verification",
     "is_wrapped",
     "unwrap",
+    "verify",
     "wrap",
 ]

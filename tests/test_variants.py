@@ -123,7 +123,7 @@ def train(name: str, case: Case, **options: Any) -> list[str]:
     found = [f"parameter {i}" for i, p in enumerate(laid.params) if not same_bits(local(p), laid.fragment(alone[i], i))]
     expected, got = plain.state_dict()["state"], wrapped.state_dict()["state"]
     for i in expected:
-        one, two = (dict(torch.utils._pytree.tree_leaves_with_path(s[i])) for s in (expected, got))
+        one, two = (dict(torch.utils._pytree.tree_leaves_with_path(s.get(i, {}))) for s in (expected, got))
         if one.keys() != two.keys():
             found.append(f"leaves of {i}: {one.keys() ^ two.keys()}")
         found += [f"state {i} {path}" for path in one.keys() & two.keys() if not same_bits(one[path], whole(two[path]))]
