@@ -146,9 +146,8 @@ def placed(step: Step) -> None:
 
 def placed_graphs(cut: Placed) -> None:
     leaves = {leaf.name: leaf for leaf in cut.template.inputs}
-    state = {n for n in cut.template.writes if n not in leaves} | {
-        leaf.name for leaf in cut.template.inputs if leaf.role is Role.STATE
-    }
+    state = {n for n in cut.template.writes if n not in leaves} | {leaf.name for leaf in cut.template.state}
+    state |= {leaf.name for leaf in cut.template.inputs if leaf.role is Role.STATE}
     everywhere = {name for name, leaf in leaves.items() if not leaf.shape}
     where = f"cut {cut.name}"
     if not set(cut.fragment_writes) <= set(cut.template.writes):

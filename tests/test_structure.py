@@ -24,7 +24,7 @@ LAYERS = (
     "passes.assign_owners passes.batch passes.canonicalize passes.emit passes.fuse_collectives",
     "passes.micro_group passes.place passes.schedule passes",
     "pipeline observe",
-    "capture.leaves capture.functional capture.twin capture.surroundings capture.oracle capture.interpreted capture.faithful",
+    "capture.leaves capture.blame capture.functional capture.twin capture.surroundings capture.oracle capture.interpreted capture.faithful",
     "capture.separability capture.independence capture.capture capture",
     "runtime.groups runtime.forum runtime.executor runtime",
     "options binding planner state cohorts running council",

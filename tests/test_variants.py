@@ -23,6 +23,7 @@ KINDS = {
     "nesting": toys.Nesting,
     "replacing": toys.Replacing,
     "listing": toys.Listing,
+    "untouching": toys.Untouching,
     "in group": toys.CountingInGroup,
     "on itself": toys.CountingOnItself,
     "late": toys.LateCounting,

@@ -88,6 +88,24 @@ class Refreshing(PerParameter):
         param.add_(state["basis"] @ grad, alpha=-group["lr"])
 
 
+class Untouching(PerParameter):
+    """Has state that no step reads or writes."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state.update(spare=torch.zeros(()), table=torch.arange(5.0), like=param.clone())
+        param.add_(cube(grad), alpha=-group["lr"])
+
+
+class Breaking(PerParameter):
+    """Prints in the midst of its work, so that Dynamo sees two graphs."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        update = cube(grad)
+        print(end="")
+        param.add_(update, alpha=-group["lr"])
+
+
 class Alternating(PerParameter):
     """Elementwise on every other step."""
 

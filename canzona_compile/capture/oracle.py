@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from canzona_compile.capture.blame import blamed, first_line
 from canzona_compile.capture.functional import functional
 from canzona_compile.capture.leaves import (
     Paths,
@@ -155,7 +156,7 @@ class Oracle:
         except CanzonaError:
             raise
         except Exception as error:
-            raise Untraceable(f"its step needs tensor values: {first_line(error)}") from error
+            raise Untraceable(f"its step needs tensor values: {first_line(error)}{blamed(error)}") from error
 
     def consult(self, group: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> tuple[Variant, Scalars]:
         """Run the guards for the hyperparameters of `group`: which variant, and the scalars' values.
@@ -177,8 +178,10 @@ class Oracle:
                 self._step(self.twin)
         except CanzonaError:
             raise
+        except Untraceable as error:
+            raise Untraceable(f"{error}{blamed(error)}") from error
         except Exception as error:
-            raise Untraceable(f"Dynamo cannot trace its step: {first_line(error)}") from error
+            raise Untraceable(f"Dynamo cannot trace its step: {first_line(error)}{blamed(error)}") from error
         if self._asked is None:
             raise Untraceable("its step contains no tensor operation that Dynamo could capture")
         variant, scalars = self._asked
@@ -198,6 +201,8 @@ class Oracle:
         found: list[Variant] = []
 
         def call(*args: Any) -> tuple[Any, ...]:
+            if self._asked is not None:
+                raise Untraceable("the step breaks into several graphs with tensor work")
             values = {i: n for i, a in enumerate(args) if (n := number(a)) is not None}
             variant = next((v for v in found if matches(v, values)), None)
             if variant is None:
@@ -211,8 +216,6 @@ class Oracle:
                 variant = Variant(graph, tuple(sources), results, baked)
                 found.append(variant)
                 self.variants.append(variant)
-            if self._asked is not None:
-                raise Untraceable("the step breaks into several graphs with tensor work")
             self._asked = variant, {names[i]: value for i, value in values.items()}
             given = dict(zip(inputs, args, strict=True))
             self._returned = tuple(result_of(n, given) if isinstance(n, fx.Node) else n for n in returned)
@@ -361,11 +364,6 @@ def isolation() -> dict[str, Any]:
     """Keep this compile's cache entries apart from the user's, where torch can (2.13)."""
     known = inspect.signature(torch.compile).parameters
     return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 @functools.cache  # making it takes longer than entering it
