@@ -12,14 +12,16 @@ from canzona_compile.errors import (
     UnsupportedLayout,
     UnsupportedOptimizer,
 )
+from canzona_compile.explanation import Explanation
 from canzona_compile.options import Options
 from canzona_compile.report import Report
-from canzona_compile.wrapper import is_wrapped, unwrap, wrap
+from canzona_compile.wrapper import explain, is_wrapped, unwrap, wrap
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CanzonaError",
+    "Explanation",
     "InvalidGradient",
     "Options",
     "RankMismatch",
@@ -27,6 +29,7 @@ __all__ = [
     "UnsupportedLayout",
     "UnsupportedOptimizer",
     "Verification",
+    "explain",
     "is_wrapped",
     "unwrap",
     "verify",

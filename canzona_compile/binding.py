@@ -85,15 +85,16 @@ class Binder:
         Raises:
             UnsupportedLayout, UnsupportedOptimizer: with the parameter's name.
         """
-        found = []
-        for index, (name, g, param) in enumerate(named_params(self.optimizer)):
-            try:
-                found.append(self._bind(index, name, g, param))
-            except (UnsupportedLayout, UnsupportedOptimizer, InvalidGradient) as error:
-                if error.at is None or name not in error.at:
-                    raise type(error)(error.problem, at=name, hint=error.hint) from error
-                raise
-        return found
+        return [self.bind_one(i, *own) for i, own in enumerate(named_params(self.optimizer))]
+
+    def bind_one(self, index: int, name: str, group: int, param: Tensor) -> Bound:
+        """The entry of one parameter; raises as `bind`."""
+        try:
+            return self._bind(index, name, group, param)
+        except (UnsupportedLayout, UnsupportedOptimizer, InvalidGradient) as error:
+            if error.at is None or name not in error.at:
+                raise type(error)(error.problem, at=name, hint=error.hint) from error
+            raise
 
     def _bind(self, index: int, name: str, g: int, param: Tensor) -> Bound:
         group = self.optimizer.param_groups[g]

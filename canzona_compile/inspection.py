@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.explanation import Explanation
 from canzona_compile.ir import Step
 from canzona_compile.lifting import graph_module
 from canzona_compile.options import Options
@@ -62,6 +63,10 @@ class Canzona:
     def report(self) -> Report:
         """The schedule, for people (rich prints it) and machines (`to_json()`)."""
         return self.session.report()
+
+    def explain(self) -> Explanation:
+        """Per parameter: compiled, interpreted, local or refused, and why."""
+        return self.session.explain()
 
     def dump(self, directory: str | Path) -> Path:
         """Write every form of the step, the generated code and the report; returns the rank's folder."""

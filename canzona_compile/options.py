@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from torch.distributed import ProcessGroup
@@ -12,6 +12,7 @@ from canzona_compile.errors import CanzonaError
 
 Strategy = Literal["auto", "owner", "replicated"]
 Numerics = Literal["exact", "fast"]
+MissingGrads = Literal["skip", "zero"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,33 +27,36 @@ class Options:
         numerics: "exact" keeps every bit of the plain optimizer on one device; "fast" also allows
             rewrites that change rounding (today: batched matrix products wherever they exist).
         capacity: most bytes that one micro-group may gather to its busiest owner.
-        groups: number of micro-groups per set of ranks to aim at; None picks it by predicted time.
+        micro_groups: number of them per set of ranks to aim at; None picks it by predicted time.
         depth: micro-groups in flight at once (1: gather, compute and scatter never overlap).
+        missing_grads: "skip": a parameter whose `grad` is None on all ranks is left alone, one that lacks
+            it on some ranks is an error. "zero": a missing gradient counts as zeros, everywhere.
     """
 
     replicate: DeviceMesh | ProcessGroup | None = None
     strategy: Strategy = "auto"
     numerics: Numerics = "exact"
     capacity: int = 512 * 2**20
-    groups: int | None = None
+    micro_groups: int | None = None
     depth: int = 2
+    missing_grads: MissingGrads = "skip"
 
     @property
     def text(self) -> str:
         """What ranks must have in common."""
-        o = self
-        return f"{o.strategy} {o.numerics} capacity {o.capacity} groups {o.groups} depth {o.depth}"
+        names = [f.name for f in fields(self) if f.name != "replicate"]
+        return " ".join(f"{name} {getattr(self, name)}" for name in names)
 
     def __post_init__(self) -> None:
-        for name, kind in (("strategy", Strategy), ("numerics", Numerics)):
+        for name, kind in (("strategy", Strategy), ("numerics", Numerics), ("missing_grads", MissingGrads)):
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
                 raise CanzonaError(
                     f"{name}={value!r} is none of {', '.join(map(repr, allowed))}", at=f"wrap(..., {name}=)"
                 )
-        for name in ("capacity", "depth", "groups"):
+        for name in ("capacity", "depth", "micro_groups"):
             value = getattr(self, name)
-            if name == "groups" and value is None:
+            if name == "micro_groups" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise CanzonaError(f"{name}={value!r} is not a positive integer", at=f"wrap(..., {name}=)")

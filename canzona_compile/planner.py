@@ -36,7 +36,7 @@ def lowering_passes(options: Options) -> list[Pass]:
     """From owners to a schedule: once per set of tasks that take part in a step."""
     exact = options.numerics == "exact"
     return [
-        FormMicroGroups(capacity=options.capacity, groups=options.groups, depth=options.depth),
+        FormMicroGroups(capacity=options.capacity, groups=options.micro_groups, depth=options.depth),
         FuseCollectives(),
         Batching(exact=exact),
         Schedule(depth=options.depth),

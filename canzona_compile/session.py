@@ -16,6 +16,7 @@ from canzona_compile.capture.oracle import Untraceable
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.council import Council
 from canzona_compile.errors import CanzonaError
+from canzona_compile.explanation import Explanation, explain_ahead, explain_plan
 from canzona_compile.ir import Step
 from canzona_compile.options import Options
 from canzona_compile.pipeline import History, Observer
@@ -61,6 +62,23 @@ class Session:
         if self.lost:
             raise CanzonaError(self.lost, hint="call canzona_compile.wrap(optimizer, replicate=...) again")
         self.number += 1
+        with self._gradients():
+            self._step()
+
+    @contextlib.contextmanager
+    def _gradients(self) -> Iterator[None]:
+        """While open, parameters without a gradient have zeros where that was asked for."""
+        params = [p for _, _, p in named_params(self.optimizer)] if self.options.missing_grads == "zero" else []
+        bare = [p for p in params if p.grad is None]
+        for param in bare:
+            param.grad = torch.zeros_like(param)
+        try:
+            yield
+        finally:
+            for param in bare:
+                param.grad = None
+
+    def _step(self) -> None:
         taking = None if self.running is None else self._taking_part(self.running)
         if taking is None:
             self.close()
@@ -136,6 +154,11 @@ class Session:
         step, _ = self.last()
         assert self.running is not None
         return make_report(step, facts_of(self.running, self.capture.captures))
+
+    def explain(self) -> Explanation:
+        if self.running is None:
+            return explain_ahead(self.optimizer, self.options, self.capture)
+        return explain_plan(self.optimizer, self.running.plan)
 
     def close(self) -> None:
         """Put the state in portable form (a collective) and forget the plan."""

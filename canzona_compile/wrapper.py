@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.twin import check_step_signature, plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.explanation import Explanation
 from canzona_compile.inspection import Canzona
-from canzona_compile.options import Numerics, Options, Strategy
+from canzona_compile.options import MissingGrads, Numerics, Options, Strategy
+from canzona_compile.session import Session
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -36,8 +38,9 @@ def wrap(
     strategy: Strategy = "auto",
     numerics: Numerics = "exact",
     capacity: int = 512 * 2**20,
-    groups: int | None = None,
+    micro_groups: int | None = None,
     depth: int = 2,
+    missing_grads: MissingGrads = "skip",
 ) -> Opt:
     """Make every `step` of an optimizer compute each matrix once, on one rank, whatever the sharding.
 
@@ -51,8 +54,10 @@ def wrap(
         numerics: "exact": the bits of the plain optimizer on one device, given the same gradients.
             "fast": also rewrites that change rounding.
         capacity: most bytes that a micro-group gathers to one rank.
-        groups: number of micro-groups to aim at; None chooses by predicted time.
+        micro_groups: number of them to aim at; None chooses by predicted time.
         depth: micro-groups in flight at once.
+        missing_grads: "skip" parameters whose `grad` is None, as the plain optimizer does; on some ranks
+            only it is an error. "zero": a missing gradient counts as zeros.
 
     Returns:
         The same object. Its class is now a subclass of the old one, and it has `.canzona`.
@@ -66,7 +71,7 @@ def wrap(
             f"wrap takes a torch.optim.Optimizer, not a {type(optimizer).__name__}",
             hint="pass the optimizer itself, before frameworks wrap it",
         )
-    options = Options(replicate, strategy, numerics, capacity, groups, depth)
+    options = Options(replicate, strategy, numerics, capacity, micro_groups, depth, missing_grads)
     if is_wrapped(optimizer):
         session = optimizer.canzona.session  # type: ignore[attr-defined]
         if session.options != options and not session.lost:
@@ -95,6 +100,16 @@ def unwrap(optimizer: Opt) -> Opt:
         del optimizer.canzona  # type: ignore[attr-defined]
         _rebind_scheduled_step(optimizer)
     return optimizer
+
+
+def explain(optimizer: Optimizer) -> Explanation:
+    """What `wrap` makes of every parameter, and why; the optimizer may be wrapped or not, and takes no step.
+
+    Before the first step the optimizer's code is captured now.
+    """
+    session = optimizer.canzona.session if is_wrapped(optimizer) else Session(optimizer, Options())  # type: ignore[attr-defined]
+    found: Explanation = session.explain()
+    return found
 
 
 def is_wrapped(optimizer: object) -> bool:

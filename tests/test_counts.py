@@ -204,7 +204,7 @@ def test_fsdp(ranks: int, shapes: Callable[[int], list[Shape]]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("options", [{"groups": 3}, {"capacity": 1500, "depth": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"micro_groups": 3}, {"capacity": 1500, "depth": 3}], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_fsdp_in_micro_groups(ranks: int, options: dict[str, Any]) -> None:
     """Two collectives each, and as many bytes as in one."""

@@ -43,7 +43,7 @@ def first_step(case: Case, differ: dict[str, Any]) -> Outcome:
     [
         ({"options": {"capacity": 4096}}, ["capacity 4096"]),
         ({"options": {"depth": 3}}, ["depth 3"]),
-        ({"options": {"groups": 5}}, ["groups 5"]),
+        ({"options": {"micro_groups": 5}}, ["micro_groups 5"]),
         ({"options": {"strategy": "replicated"}}, ["replicated"]),
         ({"options": {"numerics": "fast"}}, ["fast"]),
         ({"order": [1, 0, 2, 3]}, ["first", "second"]),

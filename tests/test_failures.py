@@ -102,13 +102,18 @@ def names(value: Any) -> str:
 
 
 def step_missing(
-    cases: list[Case], steps: int, missing: dict[int, list[int]], strategy: str = "owner", late: float = 0.0
+    cases: list[Case],
+    steps: int,
+    missing: dict[int, list[int]],
+    strategy: str = "owner",
+    late: float = 0.0,
+    **options: Any,
 ) -> Outcome:
     """After some steps, `missing` maps ranks to the parameters that get no gradient there.
 
     These ranks come `late` seconds after the others.
     """
-    trainer = Trainer(*cases, strategy=strategy)
+    trainer = Trainer(*cases, strategy=strategy, **options)
     trainer.steps(steps)
     trainer.gradients()
     for i in missing.get(dist.get_rank(), []):
@@ -142,6 +147,15 @@ def test_gradient_of_a_tensor_of_one_rank(others: list[Case]) -> None:
     everything = [f"{what}{name}" for what in ("", "momentum_buffer of ") for name in NAMES]
     assert (kept.error, sorted(kept.changed)) == ("", sorted(everything))
     assert (skipped.error, sorted(skipped.changed)) == ("", sorted(n for n in everything if "first" not in n))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("cases", [GRADIENT_CASES[0], GRADIENT_CASES[1]], ids=names)
+def test_gradient_missing_on_one_rank_counts_as_zeros(cases: list[Case]) -> None:
+    """The fragments of that rank have no gradient; all ranks take the step."""
+    for outcome in run(3, step_missing, cases, 2, {1: [1]}, missing_grads="zero"):
+        assert outcome.error == ""
+        assert {"first", "third", "fourth"} <= set(outcome.changed)
 
 
 @pytest.mark.ranks

@@ -292,12 +292,12 @@ def test_entries_that_are_not_independent(ranks: int, dtype: torch.dtype) -> Non
 # -- options ---------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "depth 1": {"groups": 3, "depth": 1, "strategy": "owner"},
-    "depth 2": {"groups": 3, "depth": 2, "strategy": "owner"},
-    "depth 3": {"groups": 3, "depth": 3, "strategy": "owner"},
+    "depth 1": {"micro_groups": 3, "depth": 1, "strategy": "owner"},
+    "depth 2": {"micro_groups": 3, "depth": 2, "strategy": "owner"},
+    "depth 3": {"micro_groups": 3, "depth": 3, "strategy": "owner"},
     "small capacity": {"capacity": 8192, "strategy": "owner"},
     "replicated": {"strategy": "replicated"},
-    "replicated groups": {"groups": 3, "strategy": "replicated"},
+    "replicated groups": {"micro_groups": 3, "strategy": "replicated"},
 }
 
 

@@ -112,7 +112,7 @@ def test_an_optimizer_that_shards_its_state_is_refused() -> None:
 
 
 BAD_OPTIONS: list[dict[str, Any]] = [{"strategy": "fastest"}, {"numerics": "loose"}, {"capacity": 0}, {"depth": 0}]
-BAD_OPTIONS += [{"depth": 1.5}, {"groups": -1}, {"groups": True}, {"replicate": 4}]
+BAD_OPTIONS += [{"depth": 1.5}, {"micro_groups": -1}, {"micro_groups": True}, {"replicate": 4}]
 
 
 @pytest.mark.parametrize("options", BAD_OPTIONS, ids=lambda o: "=".join(map(str, *o.items())))

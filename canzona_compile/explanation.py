@@ -1,0 +1,113 @@
+"""`explain`: what becomes of every parameter of an optimizer, and why."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
+from rich.table import Table
+from rich.text import Text
+from torch.optim import Optimizer
+
+from canzona_compile.binding import Binder, Bound, named_params
+from canzona_compile.capture.capture import Capture
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir import Strategy, Task
+from canzona_compile.layout import Shape
+from canzona_compile.options import Options
+from canzona_compile.planner import Plan, make_plan
+
+STYLES = {"compiled": "green", "interpreted": "yellow", "local": "cyan", "refused": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedParameter:
+    """One parameter.
+
+    Attributes:
+        how: "compiled" (a graph computes its update), "interpreted" (the optimizer's own eager step does,
+            on the gathered matrix), "local" (elementwise: each rank updates its fragment) or "refused".
+        why: where it is computed, or the reason, with the line of the optimizer's code that led to it.
+    """
+
+    name: str
+    shape: Shape
+    how: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(JupyterMixin):
+    """All parameters of an optimizer; print it."""
+
+    optimizer: str
+    parameters: tuple[ExplainedParameter, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=f"canzona explains {self.optimizer}", title_justify="left")
+        for column in ("parameter", "shape", "how", "why"):
+            table.add_column(column, overflow="fold")
+        for row in self.parameters:
+            how = Text(row.how, style=STYLES[row.how])
+            table.add_row(Text(row.name), "x".join(map(str, row.shape)), how, Text(row.why))
+        yield table
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120, color_system=None)
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    __repr__ = __str__
+
+
+def explain_plan(optimizer: Optimizer, plan: Plan) -> Explanation:
+    """Of a plan at work."""
+    return Explanation(plain_class(optimizer).__name__, tuple(rows_of(plan)))
+
+
+def explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> Explanation:
+    """Before the first step. A collective only where `replicate=` is used with DTensors of another mesh."""
+    binder = Binder(optimizer, options, capture)
+    bound: list[Bound] = []
+    refused: dict[str, str] = {}
+    for index, (name, group, param) in enumerate(named_params(optimizer)):
+        try:
+            bound.append(binder.bind_one(index, name, group, param))
+        except CanzonaError as error:
+            refused[name] = error.problem
+    rows = {row.name: row for row in rows_of(make_plan(bound, plain_class(optimizer).__name__, options))}
+    for name, _, param in named_params(optimizer):
+        if name in refused:
+            rows[name] = ExplainedParameter(name, tuple(param.shape), "refused", refused[name])
+    order = [name for name, _, _ in named_params(optimizer)]
+    return Explanation(plain_class(optimizer).__name__, tuple(rows[name] for name in order))
+
+
+def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
+    owned = {task.name: task for task in plan.owned.tasks}
+    for name, bound in plan.bound.items():
+        reason, shape = bound.kind.template.interpreted, bound.task.shape
+        if name not in owned:
+            yield ExplainedParameter(name, shape, "local", "elementwise: each rank updates its fragment")
+        elif reason:
+            yield ExplainedParameter(name, shape, "interpreted", reason)
+        else:
+            yield ExplainedParameter(name, shape, "compiled", place_of(owned[name]))
+
+
+def place_of(task: Task) -> str:
+    if task.strategy is Strategy.LOCAL:
+        return "whole on its rank"
+    if task.owner is None:
+        return f"on every rank: {task.reason}"
+    replica, shard = task.owner
+    return f"on rank {task.layout.grid.ranks[replica][shard]}: {task.reason}"
