@@ -109,6 +109,7 @@ class Results:
     ranks: int
     cores: int
     strategy: str
+    optimizer: str
     rounds: int
     cases: Sequence[CaseResult] = ()
     models: Sequence[ModelResult] = ()

@@ -82,10 +82,10 @@ class Gradients:
         variant.set_gradients(self.full[chosen], self.sharded[chosen])
 
 
-def measure_case(case: Case, mesh: DeviceMesh, strategy: Strategy, rounds: int) -> CaseResult:
+def measure_case(case: Case, mesh: DeviceMesh, strategy: Strategy, optimizer: str, rounds: int) -> CaseResult:
     """First step, one step with the traffic counter on, then `rounds` timed rounds."""
     full = random_matrices(case.shapes, seed=0)
-    variants = make_variants(full, mesh, strategy)
+    variants = make_variants(full, mesh, strategy, optimizer)
     gradients = Gradients(case.shapes, mesh)
     first, traffic = begin(variants, gradients, rounds)
     running = [v for v in variants if not v.failure]

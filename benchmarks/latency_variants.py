@@ -1,4 +1,4 @@
-"""The optimizers that are compared: the same Muon, distributed in different ways."""
+"""What is compared: the same optimizer, distributed in different ways."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
-from torch.optim import Muon, Optimizer
+from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.options import Strategy
+from latency_optimizers import OPTIMIZERS
 
 OURS = "ours"
 REPLICATED = "replicated"
@@ -53,37 +54,38 @@ def shard(full: Iterable[Tensor], mesh: DeviceMesh) -> list[DTensor]:
     return [distribute_tensor(t.clone(), mesh, [Shard(0)], src_data_rank=None) for t in full]
 
 
-def make_variants(full: Sequence[Tensor], mesh: DeviceMesh, strategy: Strategy) -> list[Variant]:
+def make_variants(full: Sequence[Tensor], mesh: DeviceMesh, strategy: Strategy, optimizer: str) -> list[Variant]:
     """All variants, from equal whole parameters."""
+    make = OPTIMIZERS[optimizer]
 
     def sharded() -> list[Parameter]:
         return [Parameter(t) for t in shard(full, mesh)]
 
     def wrapped(params: list[Parameter], how: Strategy) -> Optimizer:
-        return canzona_compile.wrap(Muon(params), strategy=how)
+        return canzona_compile.wrap(make(params), strategy=how)
 
     ours, replicated, stock = sharded(), sharded(), sharded()
     local = [Parameter(t.clone()) for t in full] if dist.get_rank() == 0 else []
     return [
-        Variant(OURS, f"wrap(Muon, strategy={strategy!r})", ours, wrapped(ours, strategy)),
+        Variant(OURS, f"wrap({optimizer}, strategy={strategy!r})", ours, wrapped(ours, strategy)),
         Variant(
             REPLICATED,
-            "wrap(Muon, strategy='replicated')",
+            f"wrap({optimizer}, strategy='replicated')",
             replicated,
             wrapped(replicated, "replicated"),
         ),
-        Variant(STOCK, "torch.optim.Muon on DTensors", stock, Muon(stock)),
+        Variant(STOCK, f"{optimizer} itself on DTensors", stock, make(stock)),
         Variant(
             LOCAL,
-            "torch.optim.Muon on whole tensors, one rank",
+            f"{optimizer} on whole tensors, one rank",
             local,
-            Muon(local) if local else None,
+            make(local) if local else None,
         ),
     ]
 
 
 def same_bits(variant: Variant, local: Variant) -> bool:
-    """Are a variant's parameters equal to those of plain Muon on one rank? A collective."""
+    """Are a variant's parameters equal to those of the plain optimizer on one rank? A collective."""
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in variant.params]
     equal = all(torch.equal(a, b) for a, b in zip(whole, local.params, strict=False))
     verdict = torch.tensor(int(equal))

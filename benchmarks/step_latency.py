@@ -1,7 +1,8 @@
-"""How long an optimizer step takes: ours, replicated, stock torch.optim.Muon, and one rank alone.
+"""How long an optimizer step takes: ours, replicated, the optimizer itself on DTensors, and one rank alone.
 
     python benchmarks/step_latency.py --ranks 4
     python benchmarks/step_latency.py --ranks 4 --cases even,uneven --rounds 40 --json out.json
+    python benchmarks/step_latency.py --ranks 4 --optimizer soap --cases even
     python benchmarks/step_latency.py --first-step
 
 It starts its own gloo ranks, one thread each. benchmarks/README.md says what the figures mean.
@@ -27,6 +28,7 @@ from torch.multiprocessing.spawn import spawn
 
 from canzona_compile.options import Strategy
 from latency_cases import CASES, QWEN, QWEN_HOST
+from latency_optimizers import OPTIMIZERS
 from latency_results import SCHEMA, Results
 from latency_rounds import measure_case, measure_model
 from latency_tables import case_table, model_table
@@ -42,6 +44,7 @@ class Settings:
     cases: tuple[str, ...]
     rounds: int
     strategy: Strategy
+    optimizer: str
     first_step: bool
     json: str | None
 
@@ -52,6 +55,7 @@ def parse() -> Settings:
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds (default: %(default)s)")
     parser.add_argument("--strategy", choices=get_args(Strategy), default="auto", help="of ours")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="muon", help="which one (default: %(default)s)")
     parser.add_argument(
         "--first-step",
         action="store_true",
@@ -65,7 +69,7 @@ def parse() -> Settings:
     ranks = given.ranks or (1 if given.first_step else 4)
     if given.rounds < 1 or ranks < 1:
         parser.error("--rounds and --ranks must be at least 1")
-    return Settings(ranks, cases, given.rounds, given.strategy, given.first_step, given.json)
+    return Settings(ranks, cases, given.rounds, given.strategy, given.optimizer, given.first_step, given.json)
 
 
 def main() -> None:
@@ -87,11 +91,12 @@ def run_rank(rank: int, settings: Settings, meeting: str) -> None:
         ranks=settings.ranks,
         cores=os.cpu_count() or 0,
         strategy=settings.strategy,
+        optimizer=settings.optimizer,
         rounds=settings.rounds,
     )
     console.print(
-        f"torch {results.torch}, {results.ranks} gloo ranks of one thread on {results.cores} cores,"
-        f" {results.rounds} rounds\n"
+        f"{results.optimizer}, torch {results.torch}, {results.ranks} gloo ranks of one thread"
+        f" on {results.cores} cores, {results.rounds} rounds\n"
     )
     if settings.first_step:
         for model in (QWEN, QWEN_HOST):
@@ -100,7 +105,7 @@ def run_rank(rank: int, settings: Settings, meeting: str) -> None:
             results = replace(results, models=[*results.models, timed])
     else:
         for name in settings.cases:
-            found = measure_case(CASES[name], mesh, settings.strategy, settings.rounds)
+            found = measure_case(CASES[name], mesh, settings.strategy, settings.optimizer, settings.rounds)
             console.print(case_table(found))
             results = replace(results, cases=[*results.cases, found])
     if rank == 0 and settings.json:

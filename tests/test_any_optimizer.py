@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer, RMSprop
+from torch.utils.flop_counter import FlopCounterMode
 
 import canzona_compile
 from canzona_compile.errors import InvalidGradient, UnsupportedOptimizer
@@ -118,6 +119,19 @@ def test_tensor_learning_rates() -> None:
         for optimizer in pair.both:
             optimizer.param_groups[0]["lr"].mul_(0.5)
     assert captures == captures[:1] * 4
+
+
+@pytest.mark.parametrize("kind", [muon, toys.Refreshing])
+def test_dispatch_modes_of_the_caller_change_nothing(kind: Callable[[list[Any]], Optimizer]) -> None:
+    pair = Pair(kind)
+    pair.step()
+    captures = pair.report.captures
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            pair.step()
+        assert counter.get_total_flops() > 0
+        pair.steps(2)
+    assert (pair.report.captures, pair.report.fallbacks) == (captures, {})
 
 
 # -- counters and branches ---------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,14 @@ from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.leaves import Paths
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.separability import check_separable, coupled
-from canzona_compile.capture.twin import plain_class, signature
+from canzona_compile.capture.twin import hypers, plain_class, signature
 from canzona_compile.ir import Leaf, Role, Template, outputs, placeholders, tensor_value
 from canzona_compile.printer import dtype_name
 
 log = logging.getLogger(__name__)
 
 Key = tuple[Any, ...]
+LOOKAHEAD = 128  # steps; periods above that are met when they come, at the price of a new plan
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
 
 
@@ -66,10 +68,15 @@ class Capture:
 
     optimizer: Optimizer
     kinds: dict[Key, Kind] = field(default_factory=dict)
-    captures: int = 0
     counts: set[str] = field(default_factory=set)  # what the step counts outside of states: "group.step", ...
     _separable: set[Key] = field(default_factory=set)
+    _faithful: set[tuple[str, ...]] = field(default_factory=set)
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
+
+    @property
+    def captures(self) -> int:
+        """Graphs that Dynamo was asked for."""
+        return sum(len(kind.oracle.variants) for kind in self.kinds.values() if kind.oracle is not None)
 
     def kind_of(
         self, group: Mapping[str, Any], spec: ParameterSpec, name: str, counters: Mapping[str, Any] | None = None
@@ -92,6 +99,9 @@ class Capture:
             if kind.oracle is not None and counts not in (None, kind.oracle.counts):
                 raise coupled(self.optimizer, name)
             self.kinds[key] = kind
+            if kind.oracle is not None:
+                with contextlib.suppress(Untraceable):  # what cannot be captured there is met when it comes
+                    self._look_ahead(kind, kind.oracle, group, spec)
         kind = self.kinds[key]
         if kind.oracle is None:
             return kind
@@ -115,7 +125,6 @@ class Capture:
             oracle = Oracle(self.optimizer, group, spec, bake=self._bake)
         except Untraceable as reason:
             return self._interpreted(spec, str(reason))
-        self.captures += len(oracle.variants)
         self.counts |= oracle.counts.keys()
         leaves = oracle.first_state[0]
         tensors = tuple(
@@ -123,25 +132,48 @@ class Capture:
         )
         return Kind(oracle, {}, tensors, oracle.counters())
 
+    def _look_ahead(self, kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> None:
+        """Meet periodic work before the first plan: let the counters run, on fake tensors."""
+        counters = kind.python_state
+        for _ in range(LOOKAHEAD if counters or self.counts else 0):
+            counters, group = self._learn(kind, oracle, group, spec, counters)
+
     def _learn(
         self, kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec, counters: Mapping[str, Any]
-    ) -> None:
-        """Add the template of the variant that the code takes with these hyperparameters and counters."""
-        known = len(oracle.variants)
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Add the template of the variant that the code takes with these hyperparameters and counters.
+
+        Returns:
+            Counters and group after that step.
+        """
         oracle.count(counters)
         variant, _ = oracle.consult(group, self.attributes())
-        self.captures += len(oracle.variants) - known
+        after = oracle.counters(), hypers(oracle.twin.param_groups[0])
         if variant in kind.templates:
-            return
-        family = kind.template.name if kind.templates else ""
+            return after
         label = self._label(spec)
-        template = template_of(variant, label, spec)
-        template = replace(template, family=family or label, state=kind.state)
-        if holistic(template) and not same_bits(
-            self.optimizer, group, spec, template, oracle, counters, self.attributes()
-        ):
+        family = kind.template.name if kind.templates else label
+        template = replace(template_of(variant, label, spec), family=family, state=kind.state)
+        if holistic(template) and not self._same_bits(group, spec, template, oracle, counters):
             raise Untraceable(NOT_FAITHFUL)
         kind.templates[variant] = template
+        return after
+
+    def _same_bits(
+        self,
+        group: Mapping[str, Any],
+        spec: ParameterSpec,
+        template: Template,
+        oracle: Oracle,
+        counters: Mapping[str, Any],
+    ) -> bool:
+        """Compare a graph with the eager step, once for all graphs that do the same to matrices of any size."""
+        work = tuple(str(n.target) for n in template.graph.nodes if n.op == "call_function")
+        if work not in self._faithful:
+            if not same_bits(self.optimizer, group, spec, template, oracle, counters, self.attributes()):
+                return False
+            self._faithful.add(work)
+        return True
 
     def _interpreted(self, spec: ParameterSpec, reason: str) -> Kind:
         label = self._label(spec)

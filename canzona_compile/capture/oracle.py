@@ -174,7 +174,7 @@ class Oracle:
         before = self._snapshot()
         self._asked = None
         try:
-            with torch.no_grad(), quiet(), undecomposed():
+            with torch.no_grad(), quiet(), undecomposed(), outside_modes():
                 self._step(self.twin)
         except CanzonaError:
             raise
@@ -372,6 +372,23 @@ def undecomposed() -> contextlib.AbstractContextManager[Any]:
     name = "enable_dynamo_decompositions"
     known = hasattr(torch._dynamo.config, name)
     return torch._dynamo.config.patch({name: False}) if known else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Lift dispatch modes of the caller (FLOP counters, ...): Dynamo runs nothing compiled below them.
+
+    By the base class's own methods, as they keep flags that Dynamo asks for, and what a mode itself does
+    on entry and exit must not happen.
+    """
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    for mode in reversed(modes):
+        TorchDispatchMode.__exit__(mode, None, None, None)
+    try:
+        yield
+    finally:
+        for mode in modes:
+            TorchDispatchMode.__enter__(mode)
 
 
 @contextlib.contextmanager
