@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.capture import Capture, Kind
 from canzona_compile.capture.independence import first_dim_is_batch
-from canzona_compile.capture.leaves import python_leaves
 from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.errors import InvalidGradient, UnsupportedLayout, UnsupportedOptimizer
 from canzona_compile.ir import Task
@@ -115,7 +114,7 @@ class Binder:
     def _kind(self, group: dict[str, Any], layout: Layout, param: Tensor, name: str) -> Kind:
         spec = ParameterSpec(layout.shape, param.dtype, grad_dtype(param), param.device)
         state = self.optimizer.state.get(param)
-        return self.capture.kind_of(group, spec, name, python_leaves(state) if state else None)
+        return self.capture.kind_of(group, spec, name, state or None)
 
     def layout(self, param: Tensor) -> Layout:
         """How a parameter lies on the ranks."""

@@ -85,17 +85,26 @@ def factors(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 # FLOPs of LAPACK-like operators on n x n or m x n inputs, leading order (Golub and Van Loan, tables 5 and 8).
-DECOMPOSITIONS = {"eigh": 9, "qr": 4, "svd": 22, "inv": 2, "cholesky": sympy.Rational(1, 3)}
+DECOMPOSITIONS = {
+    "eigh": 9,
+    "qr": 4,
+    "svd": 22,
+    "inv_ex": 2,
+    "inv": 2,
+    "solve_ex": 2,
+    "cholesky_ex": sympy.Rational(1, 3),
+    "cholesky": sympy.Rational(1, 3),
+}
 
 
 def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:
     own = sympy.Mul(*dims[node])
     if pair := factors(node):
         return 2 * own * dims[pair[0]][-1]
-    for name, factor in DECOMPOSITIONS.items():
-        if name in str(node.target):
-            operand = dims[node.all_input_nodes[0]]
-            return factor * sympy.Mul(*operand) * operand[-1]
+    name = str(node.target).split(".")[-2].removeprefix("_").removeprefix("linalg_")
+    if name in DECOMPOSITIONS:
+        operand = dims[node.all_input_nodes[0]]
+        return DECOMPOSITIONS[name] * sympy.Mul(*operand) * operand[-1]
     if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
         return sympy.Integer(0)
     largest = max((sympy.Mul(*dims[n]) for n in node.all_input_nodes if n in dims), key=free_size, default=own)

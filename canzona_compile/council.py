@@ -73,6 +73,11 @@ class Council:
                 forum.fail(failure, number)
             raise
 
+    def fail(self, number: int, error: CanzonaError) -> None:
+        """Tell everybody that this rank raised in the midst of a step, so that nobody waits for it."""
+        for forum in self._forums.values():
+            forum.fail(error, number)
+
     def waiter(self) -> Waiter:
         return Waiter(list(self._forums.values()), self.device)
 

@@ -56,13 +56,22 @@ class Strategy(StrEnum):
 class Leaf:
     """An input of a template: the parameter, its gradient, a state leaf or a hyperparameter.
 
-    `dtype` is None for python numbers.
+    `dtype` is None for python numbers. `stride` is that of a state tensor where it is not row-major:
+    decompositions return columns, and products of strided operands may round otherwise.
     """
 
     role: Role
     name: str
     shape: Shape = ()
     dtype: torch.dtype | None = None
+    stride: tuple[int, ...] | None = None
+
+    def blank(self, device: torch.device) -> torch.Tensor:
+        """A tensor of zeros laid out like the leaf."""
+        assert self.dtype is not None
+        if self.stride is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
 
 
 @dataclass(frozen=True, eq=False, slots=True)

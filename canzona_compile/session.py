@@ -86,7 +86,16 @@ class Session:
             taking = self.running.agreed
         assert self.running is not None
         self._waiter.number = self.number
-        if self.running.step(taking, self._waiter) and self.rank == 0:
+        try:
+            first = self.running.step(taking, self._waiter)
+        except CanzonaError:
+            raise
+        except Exception as error:  # of the optimizer's own code, on an owner: others wait for its results
+            if self._council is not None:
+                failure = CanzonaError(f"the step failed on rank {self.rank}: {type(error).__name__}: {error}")
+                self._council.fail(self.number, failure)
+            raise
+        if first and self.rank == 0:
             log.info("%s", headline(self.report()))
 
     def _taking_part(self, running: Running) -> TakingPart | None:

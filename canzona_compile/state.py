@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,10 +65,10 @@ class StateStore:
         for leaf in self.leaves(name):
             if not self.is_resident(leaf, name):
                 shape = self._fragment_shape(task, leaf)
-                self.fragments[name, leaf.name] = torch.zeros(shape, dtype=leaf.dtype, device=param.device)
+                part = leaf if shape == leaf.shape else replace(leaf, shape=shape, stride=None)
+                self.fragments[name, leaf.name] = part.blank(param.device)
             elif self.owns(task):
-                whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=param.device)
-                self.residents[name, leaf.name] = whole
+                self.residents[name, leaf.name] = leaf.blank(param.device)
 
     def _fragment_shape(self, task: Task, leaf: Leaf) -> Shape:
         _, shard = task.layout.grid.find(self.rank)
@@ -134,7 +135,7 @@ class StateStore:
         elif isinstance(param, DTensor) and value.shape == param.shape and leaf.shape:
             _, shard = task.layout.grid.find(self.rank)
             if value.shape == task.shape:
-                value = value[task.layout.boxes[shard].slices()].contiguous()
+                value = value[task.layout.boxes[shard].slices()].clone(memory_format=torch.contiguous_format)
         if tuple(value.shape) != expected:
             raise CanzonaError(
                 f"state {leaf.name!r} is {list(value.shape)}, this rank's fragment {list(expected)}",
@@ -188,14 +189,15 @@ class StateStore:
         whole = self.residents.get((task.name, leaf.name))
         if grid.size > 1 and task.owner is not None:
             if whole is None:
-                whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=bound.param.device)
+                whole = leaf.blank(bound.param.device)
             source = grid.ranks[task.owner[0]][task.owner[1]]
             dist.broadcast(whole, source, group=self.groups.of(grid.members()))
         assert whole is not None
         if not isinstance(bound.param, DTensor) or leaf.shape != task.shape:
             return whole.clone()
         _, shard = grid.find(self.rank)
-        return like_param(whole[task.layout.boxes[shard].slices()].contiguous(), bound.param, leaf)
+        part = whole[task.layout.boxes[shard].slices()]  # of its own memory: a view would keep the whole alive
+        return like_param(part.clone(memory_format=torch.contiguous_format), bound.param, leaf)
 
     def _from_owner(self, task: Task, state: dict[str, Any]) -> dict[str, Any]:
         """The state of an interpreted task, whole on every rank: it may hold any object."""

@@ -15,10 +15,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from canzona_compile.capture.leaves import paths_of, read, write
 from canzona_compile.capture.twin import check_step_signature, plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.explanation import Explanation
@@ -124,6 +126,19 @@ def _attach(optimizer: Opt, options: Options, lost: str = "") -> Opt:
     return optimizer
 
 
+def keep_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Undo that torch casts loaded state to the dtype of its parameter: preconditioners may be wider."""
+    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, param in zip(ids, params, strict=True):
+        given: dict[str, Any] = state_dict["state"].get(i) or {}
+        state: dict[str, Any] = optimizer.state.get(param) or {}
+        for path in paths_of(given).values():
+            saved, loaded = read(given, path), read(state, path)
+            if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and saved.dtype != loaded.dtype:
+                write(state, path, saved.detach().clone().to(loaded.device), given)
+
+
 def _rebind_scheduled_step(optimizer: Optimizer) -> None:
     """A scheduler made before `wrap` has put a counting `step` on the instance; make it call the new class."""
     patched = optimizer.__dict__.get("step")
@@ -160,6 +175,7 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         plain.load_state_dict(self, state_dict)
+        keep_dtypes(self, state_dict)
         self.canzona.session.forget_plan()
 
     def reduce(self: Any, protocol: Any) -> Any:

@@ -20,7 +20,8 @@ class Canonicalize:
 
     1. `.item()` of a hyperparameter that is a Python number is that number.
     2. Views that undo each other (a transpose of a transpose), detach and alias disappear.
-    3. Equal computations are done once; what nothing uses is dropped.
+    3. A square is a product, which has the same bits in every fragment.
+    4. Equal computations are done once; what nothing uses is dropped.
     """
 
     name: ClassVar[str] = "canonicalize"
@@ -41,6 +42,8 @@ def canonical(template: Template) -> Template:
         number = node.target is aten._local_scalar_dense.default and source.target in numbers
         if number or node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(source)
+        elif node.target is aten.pow.Tensor_Scalar and node.args[1] == 2:
+            node.target, node.args = aten.mul.Tensor, (source, source)
         elif node.target is aten.permute.default and source.target is aten.permute.default:
             undo(node, source)
     share_equal_nodes(graph)

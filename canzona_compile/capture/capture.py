@@ -14,16 +14,18 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.faithful import holistic, same_bits
 from canzona_compile.capture.interpreted import interpreted_template
-from canzona_compile.capture.leaves import Paths
+from canzona_compile.capture.leaves import Paths, python_leaves, state_leaves
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.separability import check_separable, coupled
 from canzona_compile.capture.twin import hypers, plain_class, signature
 from canzona_compile.ir import Leaf, Role, Template, outputs, placeholders, tensor_value
+from canzona_compile.layout import Shape
 from canzona_compile.printer import dtype_name
 
 log = logging.getLogger(__name__)
 
 Key = tuple[Any, ...]
+Held = tuple[str, Shape | None, torch.dtype | None]
 LOOKAHEAD = 128  # steps; periods above that are met when they come, at the price of a new plan
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
 
@@ -44,6 +46,12 @@ class Kind:
     def template(self) -> Template:
         """That of the variant that was captured first."""
         return next(iter(self.templates.values()))
+
+    @property
+    def held(self) -> frozenset[Held]:
+        """What its state holds, as the function `held` tells of a real one."""
+        tensors = {(leaf.name, leaf.shape, leaf.dtype) for leaf in self.state}
+        return frozenset(tensors | {(name, None, None) for name in self.python_state})
 
     @property
     def structure(self) -> Mapping[str, Any]:
@@ -79,36 +87,51 @@ class Capture:
         return sum(len(kind.oracle.variants) for kind in self.kinds.values() if kind.oracle is not None)
 
     def kind_of(
-        self, group: Mapping[str, Any], spec: ParameterSpec, name: str, counters: Mapping[str, Any] | None = None
+        self, group: Mapping[str, Any], spec: ParameterSpec, name: str, state: Mapping[str, Any] | None = None
     ) -> Kind:
         """The kind of a parameter `name` of `group`, with the variant of its next step; captured now if new.
 
         Args:
-            counters: the Python leaves of its state; None if it has no state yet.
+            state: its state, portable; None if it has none yet. Where it is not what a first step leaves
+                (it was loaded, or hyperparameters that decide about it changed since) the kind is another.
 
         Raises:
             UnsupportedOptimizer: the optimizer couples parameters or communicates by itself.
         """
         style = signature(group, self.counters("group."))
-        key = (spec, style)
-        if key not in self.kinds:
-            manner = (style, len(spec.shape))
-            counts = None if manner in self._separable else check_separable(self.optimizer, group, spec, name)
-            self._separable.add(manner)
-            kind = self._capture(group, spec)
-            if kind.oracle is not None and counts not in (None, kind.oracle.counts):
-                raise coupled(self.optimizer, name)
-            self.kinds[key] = kind
-            if kind.oracle is not None:
-                with contextlib.suppress(Untraceable):  # what cannot be captured there is met when it comes
-                    self._look_ahead(kind, kind.oracle, group, spec)
-        kind = self.kinds[key]
+        key: Key = (spec, style)
+        kind = self._known(key, group, spec, name)
+        if state and kind.oracle is not None and held(state) != kind.held:
+            key = (spec, style, held(state))
+            kind = self._known(key, group, spec, name, state)
         if kind.oracle is None:
             return kind
         try:
-            self._learn(kind, kind.oracle, group, spec, kind.python_state if counters is None else counters)
+            self._learn(kind, kind.oracle, group, spec, python_leaves(state) if state else kind.python_state)
         except Untraceable as reason:
             self.kinds[key] = kind = self._interpreted(spec, str(reason))
+        return kind
+
+    def _known(
+        self,
+        key: Key,
+        group: Mapping[str, Any],
+        spec: ParameterSpec,
+        name: str,
+        state: Mapping[str, Any] | None = None,
+    ) -> Kind:
+        if key in self.kinds:
+            return self.kinds[key]
+        manner = (key[1], len(spec.shape))
+        counts = None if manner in self._separable else check_separable(self.optimizer, group, spec, name)
+        self._separable.add(manner)
+        self.kinds[key] = kind = self._capture(group, spec, state)
+        if kind.oracle is not None:
+            if counts not in (None, kind.oracle.counts):
+                del self.kinds[key]
+                raise coupled(self.optimizer, name)
+            with contextlib.suppress(Untraceable):  # what cannot be captured there is met when it comes
+                self._look_ahead(kind, kind.oracle, group, spec)
         return kind
 
     def counters(self, prefix: str) -> frozenset[str]:
@@ -120,16 +143,14 @@ class Capture:
         own = self.counters("self.")
         return {name: getattr(self.optimizer, name) for name in own if hasattr(self.optimizer, name)}
 
-    def _capture(self, group: Mapping[str, Any], spec: ParameterSpec) -> Kind:
+    def _capture(self, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None) -> Kind:
         try:
-            oracle = Oracle(self.optimizer, group, spec, bake=self._bake)
+            oracle = Oracle(self.optimizer, group, spec, bake=self._bake, state=state)
         except Untraceable as reason:
             return self._interpreted(spec, str(reason))
         self.counts |= oracle.counts.keys()
         leaves = oracle.first_state[0]
-        tensors = tuple(
-            Leaf(Role.STATE, name, tuple(v.shape), v.dtype) for name, v in leaves.items() if isinstance(v, torch.Tensor)
-        )
+        tensors = tuple(state_leaf(name, v) for name, v in leaves.items() if isinstance(v, torch.Tensor))
         return Kind(oracle, {}, tensors, oracle.counters())
 
     def _look_ahead(self, kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> None:
@@ -186,6 +207,19 @@ class Capture:
         taken = {template.name for kind in self.kinds.values() for template in kind.templates.values()}
         names = [label, *(f"{label}_{i}" for i in range(2, len(taken) + 3))]
         return next(name for name in names if name not in taken)
+
+
+def held(state: Mapping[str, Any]) -> frozenset[Held]:
+    """Names, shapes and dtypes of the leaves of a state."""
+    return frozenset(
+        (name, tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else (name, None, None)
+        for name, v in state_leaves(state)
+    )
+
+
+def state_leaf(name: str, value: torch.Tensor) -> Leaf:
+    stride = None if value.is_contiguous() else tuple(value.stride())
+    return Leaf(Role.STATE, name, tuple(value.shape), value.dtype, stride)
 
 
 def template_of(variant: Variant, name: str, spec: ParameterSpec) -> Template:

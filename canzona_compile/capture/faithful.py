@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.leaves import state_leaves, write
+from canzona_compile.capture.leaves import read, state_leaves, write
 from canzona_compile.capture.oracle import Oracle, ParameterSpec
 from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.exactness import pointwise
@@ -59,7 +59,8 @@ def same_bits(
     param.grad = random(spec.grad_dtype)
     twin = make_twin(optimizer, group, [param])
     step_plainly(twin)
-    twin = make_twin(optimizer, group, [param], twin.state)  # counts outside of the state as before
+    state: dict[Tensor, dict[str, Any]] = {param: alike(twin.state[param], oracle, generator)}
+    twin = make_twin(optimizer, group, [param], state)  # counts outside of the state as before
     for name, value in counters.items():
         write(twin.state[param], oracle.paths[name], value, {})
     param.grad = random(spec.grad_dtype)
@@ -77,6 +78,19 @@ def same_bits(
     step_plainly(twin)
     expected = {**dict(state_leaves(twin.state[param])), "param": param.detach()}
     return all(torch.equal(value, expected[name]) for name, value in zip(template.writes, found, strict=True))
+
+
+def alike(state: dict[str, Any], oracle: Oracle, generator: torch.Generator) -> dict[str, Any]:
+    """A state with the leaves of the oracle's: those of `state` where they fit, else random ones."""
+    made: dict[str, Any] = {}
+    for name, path in oracle.paths.items():
+        like, value = oracle.first_state[0][name], read(state, path)
+        if isinstance(like, Tensor):
+            if not isinstance(value, Tensor) or value.shape != like.shape:
+                value = torch.rand(like.shape, generator=generator).to(like.device)
+            value = value.to(like.dtype)
+        write(made, path, like if value is None else value, oracle.structure)
+    return made
 
 
 def as_input(value: Any) -> Any:

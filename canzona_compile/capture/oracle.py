@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.capture.blame import blamed, first_line
@@ -44,6 +46,8 @@ from canzona_compile.capture.twin import (
 )
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.layout import Shape
+
+MOST_CONSTANTS = 16  # graphs of one path that differ in constants
 
 Scalars = dict[str, Any]
 Source = tuple[Any, ...]
@@ -107,11 +111,13 @@ class Oracle:
         spec: ParameterSpec,
         count: int = 1,
         bake: set[str] | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         """Capture now.
 
         Args:
             count: how many parameters alike the twin holds.
+            state: what a parameter's state looks like; None: as the first step leaves it.
             bake: names of scalars known to have to be constants; what is learned is added.
         """
         self._bake = set() if bake is None else bake
@@ -125,6 +131,9 @@ class Oracle:
             group = {k: self._mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in group.items()}
             self.twin = make_twin(optimizer, group, self._params)
             self._first_step()
+            if state is not None:
+                for param in self._params:
+                    self.twin.state[param] = pytree.tree_map(blank_like, dict(state))
         self.first_state = self._snapshot()
         self.structure = structure_of(self.twin_state())
         self.paths = paths_of(self.structure)
@@ -206,6 +215,9 @@ class Oracle:
             values = {i: n for i, a in enumerate(args) if (n := number(a)) is not None}
             variant = next((v for v in found if matches(v, values)), None)
             if variant is None:
+                if len(found) == MOST_CONSTANTS:
+                    constants = ", ".join(sorted(self._bake))
+                    raise Untraceable(f"an operator asks for the value of {constants} at capture, and that changes")
                 known = [i for i, name in enumerate(names) if name in self._bake]
                 graph, baked = functional(gm, static, examples, values, known)
                 self._bake.update(names[i] for i in baked)
@@ -280,8 +292,8 @@ class Oracle:
                     raise Untraceable(f"its step changes what its state holds: {name!r}")
                 if not isinstance(value, Tensor) or new is value:
                     continue
-                if (new.shape, new.dtype) != (value.shape, value.dtype):
-                    raise Untraceable(f"its step changes the shape or dtype of the state {name!r}")
+                if (new.shape, new.dtype, new.stride()) != (value.shape, value.dtype, value.stride()):
+                    raise Untraceable(f"its step changes the shape, dtype or strides of the state {name!r}")
                 place = next((k for k, result in enumerate(self._returned) if result is new), None)
                 source = ("state", i, name)
                 if place is None:
@@ -312,6 +324,15 @@ def one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
     group as it is; other graphs have to give the bits of that step (`faithful`).
     """
     return {**group, **{key: False for key in ("foreach", "fused") if key in group}}
+
+
+def blank_like(leaf: Any) -> Any:
+    """A whole tensor like a leaf of a real state, which may be a DTensor; other leaves as they are."""
+    if isinstance(leaf, DTensor):
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    if isinstance(leaf, Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return leaf
 
 
 def matches(variant: Variant, values: Mapping[int, float]) -> bool:

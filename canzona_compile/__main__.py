@@ -1,0 +1,62 @@
+"""The command line: `python -m canzona_compile COMMAND`, or `canzona-compile COMMAND`.
+
+Data goes to standard output, everything else to standard error. Exit codes: 0 well, 1 what a command found, as
+its help says, 2 a usage error, or that it could not be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from canzona_compile.checking import command as verify
+from canzona_compile.errors import CanzonaError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: its arguments, and what runs it and returns the exit code."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+COMMANDS = {
+    "verify": Command(
+        "compare the wrapped optimizer with the plain one on your model; exit code 1 if a bit differs",
+        verify.add_arguments,
+        verify.run,
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    parser = argparse.ArgumentParser(prog="canzona-compile", description="Matrix optimizers on sharded models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        added = commands.add_parser(name, help=command.help, description=command.help)
+        added.add_argument("--quiet", action="store_true", help="no progress on standard error")
+        command.add_arguments(added)
+    given = parser.parse_args(arguments)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("canzona_compile").setLevel(logging.WARNING if given.quiet else logging.INFO)
+    if os.getcwd() not in sys.path:  # an installed script has its own folder there instead
+        sys.path.insert(0, os.getcwd())
+    try:
+        return COMMANDS[given.command].run(given)
+    except CanzonaError as error:
+        print("\n".join([*getattr(error, "__notes__", ()), "", f"error: {error}"]), file=sys.stderr)
+    except Exception:  # Python's own exit code would be 1, which means something else here
+        traceback.print_exc()
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
