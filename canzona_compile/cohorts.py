@@ -107,7 +107,7 @@ class Cohorts:
         oracle = kind.oracle
         assert oracle is not None
         oracle.count(dict(zip(kind.python_state, counters, strict=False)))
-        variant, scalars = oracle.consult(self.optimizer.param_groups[group], self.capture.attributes())
+        variant, scalars = oracle.consult(self.optimizer.param_groups[group], self.capture.elsewhere())
         template = kind.templates.get(variant)
         if template is None or template.name not in self.plan.known:
             raise Untraceable("hyperparameters or counters lead to other code")

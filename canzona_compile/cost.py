@@ -101,12 +101,13 @@ def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:
     own = sympy.Mul(*dims[node])
     if pair := factors(node):
         return 2 * own * dims[pair[0]][-1]
-    name = str(node.target).split(".")[-2].removeprefix("_").removeprefix("linalg_")
-    if name in DECOMPOSITIONS:
-        operand = dims[node.all_input_nodes[0]]
-        return DECOMPOSITIONS[name] * sympy.Mul(*operand) * operand[-1]
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
-        return sympy.Integer(0)
+    if isinstance(node.target, torch._ops.OpOverload):
+        name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
+        if name in DECOMPOSITIONS:
+            operand = dims[node.all_input_nodes[0]]
+            return DECOMPOSITIONS[name] * sympy.Mul(*operand) * operand[-1]
+        if node.target.is_view:
+            return sympy.Integer(0)
     largest = max((sympy.Mul(*dims[n]) for n in node.all_input_nodes if n in dims), key=free_size, default=own)
     return largest if free_size(largest) > free_size(own) else own
 

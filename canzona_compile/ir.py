@@ -56,8 +56,8 @@ class Strategy(StrEnum):
 class Leaf:
     """An input of a template: the parameter, its gradient, a state leaf or a hyperparameter.
 
-    `dtype` is None for python numbers. `stride` is that of a state tensor where it is not row-major:
-    decompositions return columns, and products of strided operands may round otherwise.
+    `dtype` is None for python numbers. `stride` is that of a state tensor that is not row-major: operands
+    in columns, as decompositions return them, may give other bits.
     """
 
     role: Role
@@ -67,11 +67,9 @@ class Leaf:
     stride: tuple[int, ...] | None = None
 
     def blank(self, device: torch.device) -> torch.Tensor:
-        """A tensor of zeros laid out like the leaf."""
-        assert self.dtype is not None
-        if self.stride is None:
-            return torch.zeros(self.shape, dtype=self.dtype, device=device)
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
+        """Zeros laid out like the leaf."""
+        made = torch.zeros(self.shape, dtype=self.dtype, device=device)
+        return made if self.stride is None else made.as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,11 +90,6 @@ class Template:
     resident: tuple[str, ...] | None = None  # state that must live on the owner; None: place decides
     family: str = ""  # templates of one family are variants of one step: their state lives in the same places
     state: tuple[Leaf, ...] = ()  # all tensors of the state, also those that this variant does not touch
-
-    @property
-    def kin(self) -> str:
-        """The name that its variants share."""
-        return self.family or self.name
 
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.inputs if leaf.name == name)
@@ -379,9 +372,8 @@ class Step:
     def variants(self) -> dict[Placed, tuple[Placed, ...]]:
         """The cuts of the same family for the same kind of layout, for every cut."""
         found: dict[tuple[str, LayoutKind], list[Placed]] = {}
-        for placed in self.placed:
-            if placed.template.family:
-                found.setdefault((placed.template.family, placed.kind), []).append(placed)
+        for placed in (p for p in self.placed if p.template.family):
+            found.setdefault((placed.template.family, placed.kind), []).append(placed)
         return {p: tuple(found.get((p.template.family, p.kind), [p])) for p in self.placed}
 
     def template_of(self, task: Task) -> Template:

@@ -16,8 +16,8 @@ from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.interpreted import eager_steps
 from canzona_compile.capture.oracle import Untraceable
 from canzona_compile.capture.surroundings import Shadow
-from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.cohorts import Cohorts
+from canzona_compile.elementwise import Elementwise
 from canzona_compile.errors import InvalidGradient
 from canzona_compile.instructions import Watch
 from canzona_compile.ir import Role, Step
@@ -52,6 +52,7 @@ class Running:
         self.groups, self.rank, self.observers = groups, rank, observers
         self.store = StateStore(optimizer, plan, groups, rank)
         self.cohorts = Cohorts(capture, plan)
+        self.elementwise = Elementwise(optimizer, plan.elementwise)
         self.shadow = Shadow(optimizer)
         self.programs: OrderedDict[Key, Made] = OrderedDict()
         self.agreed: TakingPart = ((), ())
@@ -120,7 +121,7 @@ class Running:
             self.cohorts.show_counters()
         if fresh:
             self._first_step(fresh, watch)
-        self._step_elementwise()
+        self.elementwise.step()
         if self.capture.counts:
             self.shadow.count()
         if not fresh and self.last is not None:
@@ -169,19 +170,6 @@ class Running:
         for name in fresh:
             self.store.install(name)
         self._scratch = {}
-
-    def _step_elementwise(self) -> None:
-        """Let the optimizer's own step update what needs no communication, fragment by fragment."""
-        own = [b for b in self.plan.elementwise if b.param.grad is not None]
-        if not own:
-            return
-        twin = make_twin(self.optimizer, {}, [])
-        twin.state = self.optimizer.state
-        groups = sorted({b.group for b in own})
-        twin.param_groups = [
-            {**self.optimizer.param_groups[g], "params": [b.param for b in own if b.group == g]} for g in groups
-        ]
-        step_plainly(twin)
 
     # -- what programs and eager steps ask for -------------------------------------------------------
 

@@ -95,7 +95,7 @@ class Session:
                 failure = CanzonaError(f"the step failed on rank {self.rank}: {type(error).__name__}: {error}")
                 self._council.fail(self.number, failure)
             raise
-        if first and self.rank == 0:
+        if first and self.rank == 0 and self.running.last is not None:
             log.info("%s", headline(self.report()))
 
     def _taking_part(self, running: Running) -> TakingPart | None:
@@ -137,7 +137,10 @@ class Session:
         present = [f"{t.name} has {taking.get(t.name, 'no gradient')}" for t in plan.owned.tasks]
         council.compare(plan.owned, self.options.text, present)
         self._waiter = council.waiter()
-        running.cohorts.consult(ready)
+        try:
+            running.cohorts.consult(ready)
+        except Untraceable as reason:
+            raise CanzonaError(f"the plan does not know the code of its first step: {reason}") from reason
         return running
 
     def _plan(self, binder: Binder) -> tuple[Plan | None, CanzonaError | None]:

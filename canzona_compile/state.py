@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.binding import Bound
-from canzona_compile.capture.leaves import drop, read, write
+from canzona_compile.capture.leaves import drop, paths_of, read, structure_of, write
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir import Leaf, Role, Task
 from canzona_compile.layout import Shape
@@ -102,9 +102,23 @@ class StateStore:
                 continue
             self.initialised.add(task.name)
             if self.plan.bound[task.name].kind.oracle is None:
+                self._adopt_objects(task, self.optimizer.state[param])
                 continue
             for leaf in self.leaves(task.name):
                 self._adopt(task, leaf, self.optimizer.state[param])
+
+    def _adopt_objects(self, task: Task, state: dict[str, Any]) -> None:
+        """Gather what is laid out like the parameter; the owner's eager step takes whole tensors."""
+        structure = structure_of(state)
+        for name, path in paths_of(state).items():
+            value = read(state, path)
+            if not isinstance(value, DTensor):
+                continue
+            whole = self._whole(task, Leaf(Role.STATE, name, tuple(value.shape), value.dtype), value)
+            if self.owns(task):
+                write(state, path, whole, structure)
+            else:
+                drop(state, path)
 
     def _adopt(self, task: Task, leaf: Leaf, state: dict[str, Any]) -> None:
         path, structure = self.plan.bound[task.name].kind.paths[leaf.name], self.plan.bound[task.name].kind.structure

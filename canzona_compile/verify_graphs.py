@@ -62,7 +62,7 @@ def captured_template(template: Template) -> None:
             f"its graph has the placeholders {found}, not its leaves {leaves}",
             at=f"template {template.name}",
         )
-    roles = {leaf.name: leaf.role for leaf in template.inputs}
+    roles = {leaf.name: leaf.role for leaf in (*template.inputs, *template.state)}  # what is replaced need not be read
     for name in template.writes:
         # The first step, which is interpreted, writes state that it does not read.
         role = roles.get(name, Role.STATE if template.interpreted else None)

@@ -61,12 +61,13 @@ class Place:
     def __call__(self, step: Step) -> Step:
         families: dict[str, list[Template]] = defaultdict(list)
         for template in step.templates:
-            families[template.kin].append(template)
+            families[template.family or template.name].append(template)
         placed: dict[tuple[str, LayoutKind], Placed] = {}
         for task in step.tasks:
             kind = LayoutKind.of(task.layout)
             if (task.template, kind) not in placed:
-                family = families[step.template_of(task).kin]
+                own = step.template_of(task)
+                family = families[own.family or own.name]
                 cut = Cutter(family, kind, step.machine, self.exact).cut()
                 for template in family:
                     name = unique_name(template, kind, placed)

@@ -17,6 +17,7 @@ from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.leaves import Paths, python_leaves, state_leaves
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.separability import check_separable, coupled
+from canzona_compile.capture.surroundings import Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.twin import hypers, plain_class, signature
 from canzona_compile.ir import Leaf, Role, Template, outputs, placeholders, tensor_value
 from canzona_compile.layout import Shape
@@ -25,6 +26,7 @@ from canzona_compile.printer import dtype_name
 log = logging.getLogger(__name__)
 
 Key = tuple[Any, ...]
+Moment = tuple[Mapping[str, Any], ParameterSpec, Mapping[str, Any], Mapping[str, Any]]  # see Capture._learn
 Held = tuple[str, Shape | None, torch.dtype | None]
 LOOKAHEAD = 128  # steps; periods above that are met when they come, at the price of a new plan
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
@@ -107,7 +109,10 @@ class Capture:
         if kind.oracle is None:
             return kind
         try:
-            self._learn(kind, kind.oracle, group, spec, python_leaves(state) if state else kind.python_state)
+            if state or not kind.held:  # without any state every step is alike, the first one too
+                self._learn(kind, kind.oracle, group, spec, python_leaves(state or {}), self.elsewhere())
+            if not state:
+                self._learn(kind, kind.oracle, *after_first_step(kind, kind.oracle, group, spec))
         except Untraceable as reason:
             self.kinds[key] = kind = self._interpreted(spec, str(reason))
         return kind
@@ -123,11 +128,14 @@ class Capture:
         if key in self.kinds:
             return self.kinds[key]
         manner = (key[1], len(spec.shape))
-        counts = None if manner in self._separable else check_separable(self.optimizer, group, spec, name)
-        self._separable.add(manner)
+        counts: Counts | None = None
+        if manner not in self._separable:
+            counts = check_separable(self.optimizer, group, spec, name)
+            self.counts |= counts.keys()
+            self._separable.add(manner)
         self.kinds[key] = kind = self._capture(group, spec, state)
         if kind.oracle is not None:
-            if counts not in (None, kind.oracle.counts):
+            if counts is not None and counts.keys() == kind.oracle.counts.keys() and counts != kind.oracle.counts:
                 del self.kinds[key]
                 raise coupled(self.optimizer, name)
             with contextlib.suppress(Untraceable):  # what cannot be captured there is met when it comes
@@ -138,10 +146,9 @@ class Capture:
         """Names of what the step counts in its groups ("group.") or on the optimizer ("self.")."""
         return frozenset(name.removeprefix(prefix) for name in self.counts if name.startswith(prefix))
 
-    def attributes(self) -> dict[str, Any]:
-        """The counters on the optimizer, now."""
-        own = self.counters("self.")
-        return {name: getattr(self.optimizer, name) for name in own if hasattr(self.optimizer, name)}
+    def elsewhere(self) -> Counts:
+        """The counters that are neither in a group nor in the state of a parameter, now."""
+        return counts_elsewhere(self.optimizer, self.counts)
 
     def _capture(self, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None) -> Kind:
         try:
@@ -155,30 +162,41 @@ class Capture:
 
     def _look_ahead(self, kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> None:
         """Meet periodic work before the first plan: let the counters run, on fake tensors."""
-        counters = kind.python_state
-        for _ in range(LOOKAHEAD if counters or self.counts else 0):
-            counters, group = self._learn(kind, oracle, group, spec, counters)
+        moment = after_first_step(kind, oracle, group, spec)
+        for _ in range(LOOKAHEAD if kind.python_state or self.counts else 0):
+            moment = self._learn(kind, oracle, *moment)
 
     def _learn(
-        self, kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec, counters: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        self,
+        kind: Kind,
+        oracle: Oracle,
+        group: Mapping[str, Any],
+        spec: ParameterSpec,
+        counters: Mapping[str, Any],
+        elsewhere: Mapping[str, Any],
+    ) -> Moment:
         """Add the template of the variant that the code takes with these hyperparameters and counters.
 
         Returns:
-            Counters and group after that step.
+            The arguments for the step after that.
         """
         oracle.count(counters)
-        variant, _ = oracle.consult(group, self.attributes())
-        after = oracle.counters(), hypers(oracle.twin.param_groups[0])
+        variant, _ = oracle.consult(group, elsewhere)
+        own = {name: value for name, value in counts_of(oracle.twin).items() if name in elsewhere}
+        after = hypers(oracle.twin.param_groups[0]), spec, oracle.counters(), own
         if variant in kind.templates:
             return after
         label = self._label(spec)
         family = kind.template.name if kind.templates else label
         template = replace(template_of(variant, label, spec), family=family, state=kind.state)
-        if holistic(template) and not self._same_bits(group, spec, template, oracle, counters):
+        if self._doubtful(group, template) and not self._same_bits(group, spec, template, oracle, counters, elsewhere):
             raise Untraceable(NOT_FAITHFUL)
         kind.templates[variant] = template
         return after
+
+    def _doubtful(self, group: Mapping[str, Any], template: Template) -> bool:
+        """Must a graph be compared with the eager step? Where it will run, or may be of another formula."""
+        return holistic(template) or ("foreach" in group and not is_torch_s_own(self.optimizer))
 
     def _same_bits(
         self,
@@ -187,11 +205,12 @@ class Capture:
         template: Template,
         oracle: Oracle,
         counters: Mapping[str, Any],
+        elsewhere: Mapping[str, Any],
     ) -> bool:
         """Compare a graph with the eager step, once for all graphs that do the same to matrices of any size."""
         work = tuple(str(n.target) for n in template.graph.nodes if n.op == "call_function")
         if work not in self._faithful:
-            if not same_bits(self.optimizer, group, spec, template, oracle, counters, self.attributes()):
+            if not same_bits(self.optimizer, group, spec, template, oracle, counters, elsewhere):
                 return False
             self._faithful.add(work)
         return True
@@ -207,6 +226,18 @@ class Capture:
         taken = {template.name for kind in self.kinds.values() for template in kind.templates.values()}
         names = [label, *(f"{label}_{i}" for i in range(2, len(taken) + 3))]
         return next(name for name in names if name not in taken)
+
+
+def is_torch_s_own(optimizer: Optimizer) -> bool:
+    """Then its `foreach` is an implementation; elsewhere it may mean another formula."""
+    return plain_class(optimizer).__module__.startswith("torch.optim")
+
+
+def after_first_step(kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> Moment:
+    """What the code will see of counters when a parameter without state takes its second step."""
+    own = {name.removeprefix("group."): v for name, v in oracle.counts.items() if name.startswith("group.")}
+    elsewhere = {name: v for name, v in oracle.counts.items() if not name.startswith("group.")}
+    return {**group, **own}, spec, kind.python_state, elsewhere
 
 
 def held(state: Mapping[str, Any]) -> frozenset[Held]:

@@ -7,14 +7,8 @@ this variant, these values of lr, momentum, ... So guards, recompiles and dynami
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
-import logging
 import re
-import types
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.capture.blame import blamed, first_line
+from canzona_compile.capture.dynamo import as_oracle, isolation, own_code
 from canzona_compile.capture.functional import functional
 from canzona_compile.capture.leaves import (
     Paths,
@@ -38,7 +33,7 @@ from canzona_compile.capture.leaves import (
     structure_of,
     write,
 )
-from canzona_compile.capture.surroundings import step_alone
+from canzona_compile.capture.surroundings import give_counts, step_alone
 from canzona_compile.capture.twin import (
     hypers,
     make_twin,
@@ -143,7 +138,7 @@ class Oracle:
         self._step = torch.compile(own_code(step), backend=self._backend, dynamic=True, **isolation())
         for tensor, _ in self._tensors():
             torch._dynamo.mark_static(tensor)
-        self.consult(group)
+        self.consult(hypers(self.twin.param_groups[0]), self.counts)
         self.rewind()
 
     def twin_state(self) -> dict[str, Any]:
@@ -167,15 +162,15 @@ class Oracle:
         except Exception as error:
             raise Untraceable(f"its step needs tensor values: {first_line(error)}{blamed(error)}") from error
 
-    def consult(self, group: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> tuple[Variant, Scalars]:
+    def consult(self, group: Mapping[str, Any], counts: Mapping[str, Any] | None = None) -> tuple[Variant, Scalars]:
         """Run the guards for the hyperparameters of `group`: which variant, and the scalars' values.
 
         Args:
-            attributes: numbers that the optimizer keeps on itself.
+            counts: numbers that the optimizer keeps elsewhere, see `surroundings`.
 
         Python side effects of the step (counters in the state) happen on the twin.
         """
-        vars(self.twin).update(attributes or {})
+        give_counts(self.twin, counts or {}, self.counts)
         own, group = self.twin.param_groups[0], one_by_one(group)
         for counter in own.keys() - group.keys() - {"params"}:  # that the twin's last step made
             del own[counter]
@@ -183,7 +178,7 @@ class Oracle:
         before = self._snapshot()
         self._asked = None
         try:
-            with torch.no_grad(), quiet(), undecomposed(), outside_modes():
+            with as_oracle():
                 self._step(self.twin)
         except CanzonaError:
             raise
@@ -318,7 +313,7 @@ def check_leaves(state: dict[str, Any], paths: Paths) -> None:
 
 
 def one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group whose step uses plain operators, not those of torch's `foreach` and `fused` implementations.
+    """A group whose step uses plain operators, not those of `foreach` and `fused` implementations.
 
     The graph tells what work there is. Elementwise work then runs by the optimizer's own step, with the
     group as it is; other graphs have to give the bits of that step (`faithful`).
@@ -369,64 +364,3 @@ def scalar_name(target: str) -> str:
 def unlike(name: str, taken: set[str]) -> str:
     """A hyperparameter's name if no tensor of the step has it, else one that tells them apart."""
     return f"{name}_hyper" if name in taken else name
-
-
-def own_code(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own: Dynamo counts recompiles per code object."""
-    assert isinstance(step, types.FunctionType)
-    twin = types.FunctionType(
-        step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__
-    )
-    twin.__kwdefaults__ = step.__kwdefaults__
-    return twin
-
-
-def isolation() -> dict[str, Any]:
-    """Keep this compile's cache entries apart from the user's, where torch can (2.13)."""
-    known = inspect.signature(torch.compile).parameters
-    return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-
-
-@functools.cache  # making it takes longer than entering it
-def undecomposed() -> contextlib.AbstractContextManager[Any]:
-    """Keep Dynamo from spelling addcmul_, addcdiv_ and scaled add_ as products and sums, which round otherwise."""
-    name = "enable_dynamo_decompositions"
-    known = hasattr(torch._dynamo.config, name)
-    return torch._dynamo.config.patch({name: False}) if known else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def outside_modes() -> Iterator[None]:
-    """Lift dispatch modes of the caller (FLOP counters, ...): Dynamo runs nothing compiled below them.
-
-    By the base class's own methods, as they keep flags that Dynamo asks for, and what a mode itself does
-    on entry and exit must not happen.
-    """
-    modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
-    for mode in reversed(modes):
-        TorchDispatchMode.__exit__(mode, None, None, None)
-    try:
-        yield
-    finally:
-        for mode in modes:
-            TorchDispatchMode.__enter__(mode)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence what Dynamo says of a twin: that it ignores profiler ranges, deprecations of its own.
-
-    A filter, not a level: setting a level empties the caches of every logger of the process.
-    """
-    logger = logging.getLogger("torch._logging._internal")
-    logger.addFilter(nothing)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.removeFilter(nothing)
-
-
-def nothing(_record: logging.LogRecord) -> bool:
-    return False

@@ -17,15 +17,14 @@ from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir import outputs, placeholders
 
 
-def check_separable(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, name: str) -> Counts | None:
+def check_separable(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, name: str) -> Counts:
     """Capture two parameters alike and check that no value of one reaches the other.
 
     What cannot be traced is run instead, on small matrices: two parameters together must give the
     bits that each gives alone.
 
     Returns:
-        What a step with two parameters counts outside of their state, to be compared with one of one;
-        None if that has been done.
+        What a step with two parameters counts outside of their state; a step with one has to count the same.
 
     Raises:
         UnsupportedOptimizer: they depend on one another.
@@ -33,9 +32,10 @@ def check_separable(optimizer: Optimizer, group: Mapping[str, Any], spec: Parame
     try:
         oracle = Oracle(optimizer, group, spec, count=2)
     except Untraceable:
-        if alone_as_together(optimizer, group, spec):
-            return None
-        raise coupled(optimizer, name) from None
+        counts = alone_as_together(optimizer, group, spec)
+        if counts is None:
+            raise coupled(optimizer, name) from None
+        return counts
     if any(mixes(variant) for variant in oracle.variants):
         raise coupled(optimizer, name)
     return oracle.counts
@@ -85,8 +85,12 @@ def dependencies(node: fx.Node) -> list[fx.Node]:
     return [] if "_foreach_" in str(node.target) else list(node.all_input_nodes)
 
 
-def alone_as_together(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec) -> bool:
-    """Run two steps of two small parameters, together and each alone, and compare the bits."""
+def alone_as_together(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec) -> Counts | None:
+    """Run two steps of two small parameters, together and each alone, and compare the bits.
+
+    Returns:
+        What the first step counted outside of their state; None if something differs.
+    """
     shape = tuple(min(n, 6 + 2 * i) for i, n in enumerate(spec.shape))
 
     def params() -> list[torch.nn.Parameter]:
@@ -107,4 +111,5 @@ def alone_as_together(optimizer: Optimizer, group: Mapping[str, Any], spec: Para
 
     together, (both,) = run([0, 1])
     alone, (one, other) = run([0], [1])
-    return both == one == other and all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    same = both == one == other and all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    return both[0] if same else None

@@ -8,7 +8,7 @@ along. All else is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.leaves import state_leaves
-from canzona_compile.capture.twin import hypers, make_twin, plain_class, step_plainly
+from canzona_compile.capture.twin import hypers, make_twin, odd_state, plain_class, step_plainly
 from canzona_compile.errors import UnsupportedOptimizer
 
-Counts = dict[str, Any]  # new values of "group.step" or "self.steps"
+Counts = dict[str, Any]  # new values of "group.step", "self.steps" or "state.k"
 
 
 def step_alone(twin: Optimizer) -> Counts:
@@ -66,7 +66,29 @@ def counts_of(optimizer: Optimizer) -> Counts:
 
 def around(optimizer: Optimizer) -> list[tuple[str, Mapping[str, Any]]]:
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
-    return [("self.", attributes), *(("group.", hypers(group)) for group in optimizer.param_groups)]
+    groups = [("group.", hypers(group)) for group in optimizer.param_groups]
+    return [("self.", attributes), ("state.", odd_state(optimizer)), *groups]
+
+
+def give_counts(twin: Optimizer, counts: Mapping[str, Any], known: Iterable[str] = ()) -> None:
+    """Put numbers on a twin, and in its state under keys that are no parameters; `known` others go."""
+    homes: dict[str, dict[Any, Any]] = {"self": vars(twin), "state": twin.state}
+    for name, value in counts.items():
+        home, key = name.split(".", 1)
+        if home in homes:
+            homes[home][key] = value
+    for name in known:
+        home, key = name.split(".", 1)
+        if home in homes and name not in counts:
+            homes[home].pop(key, None)
+
+
+def counts_elsewhere(optimizer: Optimizer, names: Iterable[str]) -> Counts:
+    """The counters of these names that are not in a group, now."""
+    own = {name: value for name, value in counts_of(optimizer).items() if not name.startswith("group.")}
+    # A counter may begin as an attribute of the class.
+    own |= {n: getattr(optimizer, n[5:]) for n in names if n.startswith("self.") and hasattr(optimizer, n[5:])}
+    return {name: own[name] for name in names if name in own}
 
 
 class Shadow:
@@ -90,8 +112,8 @@ class Shadow:
         before = [dict(values) for _, values in around(twin)]
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             step_plainly(twin)
-        self._state = dict(twin.state)
-        homes = [vars(self.optimizer), *groups]
+        self._state = {key: value for key, value in twin.state.items() if isinstance(key, Tensor)}
+        homes: list[dict[Any, Any]] = [vars(self.optimizer), self.optimizer.state, *groups]
         for home, old, (_, new) in zip(homes, before, around(twin), strict=True):
             changed = {k: v for k, v in new.items() if isinstance(v, int | float) and (k not in old or old[k] != v)}
             home.update(changed)

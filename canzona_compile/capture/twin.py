@@ -36,7 +36,12 @@ def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 def check_step_signature(kind: type[Optimizer]) -> None:
-    """Refuse optimizers whose step cannot be called once without arguments."""
+    """Refuse optimizers whose step cannot be called once without arguments, and wrappers of others."""
+    if isinstance(inspect.getattr_static(kind, "param_groups", None), property):
+        raise UnsupportedOptimizer(
+            f"{kind.__name__} passes its parameters on to another optimizer",
+            hint="wrap the optimizer inside it",
+        )
     required = [
         name
         for name, parameter in list(inspect.signature(plain_step(kind)).parameters.items())[1:]
@@ -66,7 +71,13 @@ def make_twin(
     twin.__dict__.update(own)
     twin.param_groups = [{**group, "params": list(params)}]
     twin.state = defaultdict(dict, {} if state is None else state)
+    twin.state.update(odd_state(optimizer))
     return twin
+
+
+def odd_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """Entries of the state whose keys are no parameters."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
 def hypers(group: Mapping[str, Any]) -> dict[str, Any]:
