@@ -392,8 +392,5 @@ def test_options(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.xfail(
-    strict=True, reason="resident leaves shaped like their parameter are DTensors of views, which cannot be copied"
-)
 def test_restored_on_ranks() -> None:
     check(run(2, train, "soap", Case("fsdp", (2,)), torch.float32, restored=True))
