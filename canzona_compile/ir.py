@@ -5,9 +5,8 @@ passes add what they decide: where the graphs are cut, who owns a task, which ta
 in which order. Nothing here refers to real tensors, process groups or devices; up to SCHEDULED a
 step is the same on every rank.
 
-Graphs are `torch.fx` graphs over ATen operators. They are treated as immutable: a pass that changes
-one makes a new one. `node.meta["val"]` is FX's own record of an operator's result (a fake tensor or
-a symbolic number) and the only meta entry that is read.
+Graphs are `torch.fx` graphs over ATen operators, treated as immutable. `node.meta["val"]` is FX's own record
+of an operator's result (a fake tensor or a symbolic number) and the only meta entry that is read.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Leaf:
     def blank(self, device: torch.device) -> torch.Tensor:
         """Zeros laid out like the leaf."""
         made = torch.zeros(self.shape, dtype=self.dtype, device=device)
-        return made if self.stride is None else made.as_strided(self.shape, self.stride)
+        return made.as_strided(self.shape, self.stride or made.stride())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -170,6 +169,11 @@ class Placed:
     def elementwise(self) -> bool:
         """Nothing holistic in it: every rank can update its own fragment."""
         return not self.scatter and not self.gather and not self.resident
+
+    @property
+    def counts(self) -> bool:
+        """Does every rank write 0-d state, whatever its fragment?"""
+        return any(leaf.name in self.fragment_writes and not leaf.shape for leaf in self.template.state)
 
     @property
     def owner_writes(self) -> tuple[str, ...]:
@@ -372,9 +376,9 @@ class Step:
     def variants(self) -> dict[Placed, tuple[Placed, ...]]:
         """The cuts of the same family for the same kind of layout, for every cut."""
         found: dict[tuple[str, LayoutKind], list[Placed]] = {}
-        for placed in (p for p in self.placed if p.template.family):
-            found.setdefault((placed.template.family, placed.kind), []).append(placed)
-        return {p: tuple(found.get((p.template.family, p.kind), [p])) for p in self.placed}
+        for p in self.placed:
+            found.setdefault((p.template.family or p.name, p.kind), []).append(p)
+        return {p: tuple(found[p.template.family or p.name, p.kind]) for p in self.placed}
 
     def template_of(self, task: Task) -> Template:
         return next(t for t in self.templates if t.name == task.template)

@@ -20,12 +20,14 @@ Coordinate = tuple[int, int]
 class Segment:
     """Tasks of a group that share graphs and numbers, with fragments on this rank.
 
-    `near`: their gather runs in this rank's replica.
+    `near`: their gather runs in this rank's replica. `empty`: their fragments have no elements here; they
+    are there for the counters, 0-d tensors of the state that every rank keeps.
     """
 
     placed: Placed
     group: int
     near: bool
+    empty: bool
     tasks: tuple[Task, ...]
 
     @property
@@ -49,14 +51,15 @@ class GroupView:
 
     @cached_property
     def segments(self) -> list[Segment]:
-        found: dict[tuple[str, int, bool], list[Task]] = {}
+        found: dict[tuple[str, int, bool, bool], list[Task]] = {}
         for task in sorted(self.tasks, key=lambda t: t.index):
             near = task.owner is None or task.owner[0] == self.at[0]
-            if task.layout.boxes[self.at[1]].numel or not self.group.exchanges:
-                found.setdefault((task.placed, task.group, near), []).append(task)
+            empty = not task.layout.boxes[self.at[1]].numel and bool(self.group.exchanges)
+            if not empty or self.step.placed_of(task).counts:
+                found.setdefault((task.placed, task.group, near, empty), []).append(task)
         return [
-            Segment(self.step.placed_of(own[0]), group, near, tuple(own))
-            for (_, group, near), own in sorted(found.items())
+            Segment(self.step.placed_of(own[0]), group, near, empty, tuple(own))
+            for (_, group, near, empty), own in sorted(found.items())
         ]
 
     def peers(self, phase: Phase) -> list[Coordinate]:
@@ -100,6 +103,11 @@ class GroupView:
     def places(self, phase: Phase, sent: bool, task: str, wire: Wire) -> list[tuple[int, Box]]:
         """Byte offsets and boxes of a task's wire in the send or receive buffer of a phase."""
         return self._places[phase, sent].get((task, wire.name), [])
+
+    def received(self, phase: Phase, task: Task, wire: Wire) -> tuple[int, Box]:
+        """Where this rank's part of a wire arrives; anywhere if it has no elements."""
+        places = self.places(phase, False, task.name, wire)
+        return places[0] if places else (0, wire.box(task.layout.boxes[self.at[1]]))
 
     def view(self, phase: Phase, sent: bool, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
         return View(self.slot[f"{phase.value} {'send' if sent else 'recv'}"], offset, dtype, shape)

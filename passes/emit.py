@@ -283,7 +283,7 @@ class Writer(ProgramBuilder):
     def forward(self, g: GroupView) -> None:
         """Copy the fragments that this replica's owners computed to where they are sent to the others."""
         for i, segment in enumerate(g.segments):
-            for wire in segment.placed.scatter if segment.near else ():
+            for wire in segment.placed.scatter if segment.near and not segment.empty else ():
                 here = [g.places(Phase.SCATTER, False, t.name, wire)[0] for t in segment.tasks]
                 sources = tuple(g.view(Phase.SCATTER, False, o, wire.dtype, b.size) for o, b in here)
                 places = [g.places(Phase.EXCHANGE, True, t.name, wire) for t in segment.tasks]
@@ -311,7 +311,7 @@ class Writer(ProgramBuilder):
             wires: dict[str, fx.Node] = {}
             for j, wire in enumerate(placed.scatter):
                 if last is not None and segment.tasks[0].owner is not None:
-                    here = [g.places(last, False, t.name, wire)[0] for t in segment.tasks]
+                    here = [g.received(last, t, wire) for t in segment.tasks]
                     views = tuple(g.view(last, False, o, wire.dtype, b.size) for o, b in here)
                     wires[wire.name] = self.bind(f"{where}_{wire.name}_recv", Views(views))
                 else:

@@ -259,7 +259,7 @@ def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
     fragment_writes = tuple(w for w, v in new.items() if on_fragment(w, v))
     owner_writes = tuple(w for w in new if w not in fragment_writes)
     read = [leaf[n].name for n in owner if n.op == "placeholder" and leaf[n].role is Role.STATE]
-    untouched = [x.name for x in template.state if x.name not in cut.near]
+    untouched = [x.name for x in template.state if x.name not in cut.near | set(fragment_writes)]
     resident = tuple(dict.fromkeys([*read, *owner_writes, *untouched]))
     ordered = list(graph.nodes)
     gather = sorted(crossing_up, key=ordered.index)

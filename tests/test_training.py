@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -131,3 +132,31 @@ def test_training(parallelism: str, ranks: int, dtype: torch.dtype) -> None:
     for same, progress in run(ranks, train_model, parallelism, dtype):
         assert same == [True] * 9
         assert progress < 0.99
+
+
+# -- counters on ranks without elements ------------------------------------------------------------
+
+
+def train_one_row(shape: tuple[int, int]) -> tuple[bool, list[float]]:
+    """A matrix of which some ranks have nothing, under an optimizer whose counter is a tensor."""
+    random = torch.Generator().manual_seed(3)
+    value = torch.randn(shape, generator=random).bfloat16()
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    own = torch.nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(0)]))
+    alone = torch.nn.Parameter(value.clone())
+    optimizers = [torch.optim.RMSprop([p], lr=1e-2, centered=True, momentum=0.9) for p in (own, alone)]
+    canzona_compile.wrap(optimizers[0], strategy="owner")
+    for _ in range(4):
+        alone.grad = torch.randn(shape, generator=random).bfloat16()
+        own.grad = distribute_tensor(alone.grad, mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert len(optimizers[0].canzona.report().tasks) == 1, "elementwise, so this would show nothing"  # type: ignore[attr-defined]
+    steps = [float(o.state_dict()["state"][0]["step"]) for o in optimizers]
+    return torch.equal(full(own), alone), steps
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ranks", "shape"), [(2, (1, 9)), (3, (2, 9))])
+def test_tensors_that_count_do_so_where_a_fragment_is_empty(ranks: int, shape: tuple[int, int]) -> None:
+    assert run(ranks, train_one_row, shape) == [(True, [4.0, 4.0])] * ranks

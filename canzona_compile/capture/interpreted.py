@@ -84,7 +84,8 @@ def interpreted_template(name: str, spec: ParameterSpec, reason: str, state: tup
         for i, leaf in enumerate(written)
     ]
     graph.output(tuple(results))
-    return Template(name, spec.shape, spec.dtype, leaves, tuple(leaf.name for leaf in written), graph, reason)
+    writes = tuple(leaf.name for leaf in written)
+    return Template(name, spec.shape, spec.dtype, leaves, writes, graph, reason, state=state)
 
 
 def eager_steps(template: Template) -> list[EagerStep]:
