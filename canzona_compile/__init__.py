@@ -15,6 +15,7 @@ from canzona_compile.errors import (
 from canzona_compile.explanation import Explanation
 from canzona_compile.options import Options
 from canzona_compile.report import Report
+from canzona_compile.split import Split
 from canzona_compile.wrapper import explain, is_wrapped, unwrap, wrap
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "Options",
     "RankMismatch",
     "Report",
+    "Split",
     "UnsupportedLayout",
     "UnsupportedOptimizer",
     "Verification",

@@ -6,8 +6,9 @@ the optimizer was built.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from canzona_compile.capture.capture import Capture, Kind
+from canzona_compile.capture.faithful import holistic
 from canzona_compile.capture.independence import first_dim_is_batch
 from canzona_compile.capture.oracle import ParameterSpec
-from canzona_compile.errors import InvalidGradient, UnsupportedLayout, UnsupportedOptimizer
+from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
 from canzona_compile.ir import Task
 from canzona_compile.layout import (
+    Box,
     Grid,
     Layout,
     dtensor_layout,
@@ -31,24 +34,32 @@ from canzona_compile.layout import (
     replicated_layout,
 )
 from canzona_compile.options import Options
+from canzona_compile.pieces import Fused
+from canzona_compile.split import check_patterns, chosen, part_of_layout
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bound:
-    """A parameter of the optimizer and what is known of it."""
+    """A parameter of the optimizer, or a piece of the parameter `fused`, and what is known of it."""
 
     param: Tensor
     group: int
     task: Task
     kind: Kind
+    fused: Fused | None = None
 
 
-def named_params(optimizer: Optimizer) -> list[tuple[str, int, Tensor]]:
-    """(name, group, parameter) of every parameter; names from `param_names` where the groups have them."""
+def named_params(optimizer: Optimizer, names: Sequence[Sequence[str]] = ()) -> list[tuple[str, int, Tensor]]:
+    """(name, group, parameter) of every parameter.
+
+    Args:
+        names: by group, for those without `param_names`.
+    """
     found = []
     for g, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"group{g}.param{i}" for i in range(len(group["params"]))]
-        found += [(str(name), g, p) for name, p in zip(names, group["params"], strict=True)]
+        known = group.get("param_names") or (names[g] if g < len(names) else ())
+        for i, param in enumerate(group["params"]):
+            found.append((str(known[i]) if i < len(known) else f"group{g}.param{i}", g, param))
     counts: dict[str, int] = {}
     unique = []
     for name, g, p in found:
@@ -84,37 +95,71 @@ class Binder:
         Raises:
             UnsupportedLayout, UnsupportedOptimizer: with the parameter's name.
         """
-        return [self.bind_one(i, *own) for i, own in enumerate(named_params(self.optimizer))]
+        named = named_params(self.optimizer, self.options.names)
+        check_patterns(self.options.split, [name for name, _, _ in named])
+        found: list[Bound] = []
+        for own in named:
+            found += self.bind_one(len(found), *own)
+        return found
 
-    def bind_one(self, index: int, name: str, group: int, param: Tensor) -> Bound:
-        """The entry of one parameter; raises as `bind`."""
+    def bind_one(self, index: int, name: str, group: int, param: Tensor) -> list[Bound]:
+        """The entry of one parameter, or of each of its pieces; raises as `bind`."""
         try:
             return self._bind(index, name, group, param)
-        except (UnsupportedLayout, UnsupportedOptimizer, InvalidGradient) as error:
+        except CanzonaError as error:
             if error.at is None or name not in error.at:
                 raise type(error)(error.problem, at=name, hint=error.hint) from error
             raise
 
-    def _bind(self, index: int, name: str, g: int, param: Tensor) -> Bound:
-        group = self.optimizer.param_groups[g]
+    def _bind(self, index: int, name: str, g: int, param: Tensor) -> list[Bound]:
         if param.is_complex():
             raise UnsupportedOptimizer(
                 "complex parameters are not supported", hint="hold real and imaginary part apart"
             )
         layout = self.layout(param)
-        kind = self._kind(group, layout, param, name)
-        if isinstance(param, DTensor) and cut_along_experts(param) and first_dim_is_batch(kind.template):
-            own = self._spread(dtensor_layout(param, self.rank, batch_dims=1))
-            local = self._kind(group, own, param, name)
-            if same_but_sizes(kind, local):
-                layout, kind = own, local
-        task = Task(name, index, g, kind.template.name, layout)
-        return Bound(param, g, task, kind)
+        split = chosen(self.options.split, name, layout.shape)
+        if split is not None:
+            pieces = self._bind_pieces(index, name, g, Fused(param, split, self._box(layout)))
+            if any(b.kind.template.interpreted or holistic(b.kind.template) for b in pieces):
+                return pieces  # elementwise work is the same on the parts as on the whole
+        layout, kind = self._kind(g, param, name, self.optimizer.state.get(param))
+        return [Bound(param, g, Task(name, index, g, kind.template.name, layout), kind)]
 
-    def _kind(self, group: dict[str, Any], layout: Layout, param: Tensor, name: str) -> Kind:
+    def _bind_pieces(self, index: int, name: str, g: int, fused: Fused) -> list[Bound]:
+        states = fused.taken(self.optimizer.state.get(fused.whole) or {})
+        found = []
+        for i, (piece, state) in enumerate(zip(fused.pieces, states, strict=True)):
+            own = f"{name}[{piece.name}]"
+            within = partial(part_of_layout, rows=piece.rows, dim=fused.dim)
+            layout, kind = self._kind(g, fused.whole, own, state, within)
+            found.append(Bound(piece.param, g, Task(own, index + i, g, kind.template.name, layout), kind, fused))
+        return found
+
+    def _kind(
+        self,
+        g: int,
+        param: Tensor,
+        name: str,
+        state: dict[str, Any] | None,
+        within: Callable[[Layout], Layout] = lambda layout: layout,
+    ) -> tuple[Layout, Kind]:
+        """A matrix's layout and kind; of a stack of independent matrices, those of this rank's entries.
+
+        Args:
+            within: from the layout of the parameter to that of the matrix.
+        """
+        layout = within(self.layout(param))
+        kind = self._captured(g, layout, param, name, state)
+        if isinstance(param, DTensor) and cut_along_experts(param) and first_dim_is_batch(kind.template):
+            own = within(self._spread(dtensor_layout(param, self.rank, batch_dims=1)))
+            local = self._captured(g, own, param, name, state)
+            if same_but_sizes(kind, local):
+                return own, local
+        return layout, kind
+
+    def _captured(self, g: int, layout: Layout, param: Tensor, name: str, state: dict[str, Any] | None) -> Kind:
         spec = ParameterSpec(layout.shape, param.dtype, grad_dtype(param), param.device)
-        state = self.optimizer.state.get(param)
-        return self.capture.kind_of(group, spec, name, state or None)
+        return self.capture.kind_of(self.optimizer.param_groups[g], spec, name, state or None)
 
     def layout(self, param: Tensor) -> Layout:
         """How a parameter lies on the ranks."""
@@ -130,6 +175,9 @@ class Binder:
             return layout
         rows = self._rows_of_replicas(layout.grid.ranks)
         return replace(layout, grid=Grid(rows))
+
+    def _box(self, layout: Layout) -> Box:
+        return layout.boxes[layout.grid.find(self.rank)[1]]
 
     def _rows_of_replicas(self, rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
         if rows not in self._rows:

@@ -78,18 +78,17 @@ def explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> E
     """Before the first step. A collective only where `replicate=` is used with DTensors of another mesh."""
     binder = Binder(optimizer, options, capture)
     bound: list[Bound] = []
-    refused: dict[str, str] = {}
-    for index, (name, group, param) in enumerate(named_params(optimizer)):
+    rows: list[ExplainedParameter | str] = []
+    for name, group, param in named_params(optimizer, options.names):
         try:
-            bound.append(binder.bind_one(index, name, group, param))
+            own = binder.bind_one(len(bound), name, group, param)
+            bound += own
+            rows += [b.task.name for b in own]
         except CanzonaError as error:
-            refused[name] = error.problem
-    rows = {row.name: row for row in rows_of(make_plan(bound, plain_class(optimizer).__name__, options))}
-    for name, _, param in named_params(optimizer):
-        if name in refused:
-            rows[name] = ExplainedParameter(name, tuple(param.shape), "refused", refused[name])
-    order = [name for name, _, _ in named_params(optimizer)]
-    return Explanation(plain_class(optimizer).__name__, tuple(rows[name] for name in order))
+            rows.append(ExplainedParameter(name, tuple(param.shape), "refused", error.problem))
+    planned = {row.name: row for row in rows_of(make_plan(bound, plain_class(optimizer).__name__, options))}
+    found = tuple(planned[row] if isinstance(row, str) else row for row in rows)
+    return Explanation(plain_class(optimizer).__name__, found)
 
 
 def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:

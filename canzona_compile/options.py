@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.split import Split
 
 Strategy = Literal["auto", "owner", "replicated"]
 Numerics = Literal["exact", "fast"]
@@ -31,6 +32,8 @@ class Options:
         depth: micro-groups in flight at once (1: gather, compute and scatter never overlap).
         missing_grads: "skip": a parameter whose `grad` is None on all ranks is left alone, one that lacks
             it on some ranks is an error. "zero": a missing gradient counts as zeros, everywhere.
+        split: patterns of parameter names, and the logical matrices in parameters that they fit.
+        names: of the parameters by group, where the groups themselves have none.
     """
 
     replicate: DeviceMesh | ProcessGroup | None = None
@@ -40,12 +43,15 @@ class Options:
     micro_groups: int | None = None
     depth: int = 2
     missing_grads: MissingGrads = "skip"
+    split: tuple[tuple[str, Split], ...] = ()
+    names: tuple[tuple[str, ...], ...] = ()
 
     @property
     def text(self) -> str:
         """What ranks must have in common."""
-        names = [f.name for f in fields(self) if f.name != "replicate"]
-        return " ".join(f"{name} {getattr(self, name)}" for name in names)
+        names = [f.name for f in fields(self) if f.name not in ("replicate", "split", "names")]
+        splits = [f"{pattern} is {split}" for pattern, split in self.split]
+        return " ".join([*(f"{name} {getattr(self, name)}" for name in names), *splits])
 
     def __post_init__(self) -> None:
         for name, kind in (("strategy", Strategy), ("numerics", Numerics), ("missing_grads", MissingGrads)):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from canzona_compile.binding import Bound
 from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir import Form, Machine, Placed, Step, Task, Template
 from canzona_compile.options import Options
 from canzona_compile.passes import (
@@ -23,6 +24,7 @@ from canzona_compile.passes import (
     Place,
     Schedule,
 )
+from canzona_compile.pieces import Fused
 from canzona_compile.pipeline import History, Observer, Pass, run
 
 
@@ -52,6 +54,7 @@ class Plan:
         first: the same tasks as they run before they have state: interpreted.
         elementwise: parameters that the optimizer's own step updates on their fragments.
         known: names of all templates, variants included.
+        fused: parameters of several logical matrices, whose pieces are among `bound`.
         history: of the passes from CAPTURED to OWNED.
     """
 
@@ -60,6 +63,7 @@ class Plan:
     first: Step
     elementwise: tuple[Bound, ...]
     known: frozenset[str]
+    fused: tuple[Fused, ...]
     history: History
 
     def placed(self, task: str) -> Placed:
@@ -97,12 +101,19 @@ def make_plan(bound: Sequence[Bound], optimizer: str, options: Options, observer
     owned, history = run(captured, planning_passes(options), observers)
     by_name = {b.task.name: b for b in bound}
     matrices = {t.name for t in owned.tasks}
+    if odd := [b.task.name for b in bound if b.fused is not None and b.task.name not in matrices]:
+        raise UnsupportedOptimizer(
+            "the optimizer's work on this piece is elementwise, on others of its parameter it is not",
+            at=odd[0],
+            hint="split the parameter in pieces that the optimizer treats alike",
+        )
     return Plan(
         by_name,
         owned,
         first_steps(owned, by_name),
         tuple(b for b in bound if b.task.name not in matrices),
         frozenset(templates),
+        tuple(dict.fromkeys(b.fused for b in bound if b.fused is not None)),
         history,
     )
 

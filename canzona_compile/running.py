@@ -63,9 +63,18 @@ class Running:
 
     def bound_to(self, optimizer: Optimizer) -> bool:
         """Are the optimizer's parameters still the ones of this plan?"""
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        bound = self.plan.bound.values()
-        return len(params) == len(bound) and all(p is b.param for p, b in zip(params, bound, strict=True))
+        params = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        bound = (b.param if b.fused is None else b.fused.whole for b in self.plan.bound.values())
+        return params == list(dict.fromkeys(map(id, bound)))
+
+    def take_pieces(self) -> None:
+        """Give the pieces of fused parameters what those hold; raises InvalidGradient."""
+        for fused in self.plan.fused:
+            fused.take()
+
+    def give_back_pieces(self) -> None:
+        for fused in self.plan.fused:
+            fused.give_back()
 
     def taking_part(self) -> TakingPart:
         """Tasks with gradients: those that have state, and those that have none yet."""

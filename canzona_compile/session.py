@@ -63,7 +63,11 @@ class Session:
             raise CanzonaError(self.lost, hint="call canzona_compile.wrap(optimizer, replicate=...) again")
         self.number += 1
         with self._gradients():
-            self._step()
+            try:
+                self._step()
+            finally:
+                if self.running is not None:
+                    self.running.give_back_pieces()
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[None]:
@@ -105,6 +109,7 @@ class Session:
             if not running.bound_to(self.optimizer):
                 change = REPLAN + "the parameters changed"
             else:
+                running.take_pieces()
                 running.check_gradients()
                 taking = running.taking_part()
                 running.cohorts.consult(taking[0])
@@ -132,6 +137,7 @@ class Session:
         assert plan is not None
         running = Running(self.capture, plan, self.options, self.groups, self.rank, self.observers)
         running.store.adopt()
+        running.take_pieces()
         ready, fresh = running.agreed = running.taking_part()
         taking = {**dict.fromkeys(ready, "a gradient"), **dict.fromkeys(fresh, "a first gradient")}
         present = [f"{t.name} has {taking.get(t.name, 'no gradient')}" for t in plan.owned.tasks]
@@ -145,7 +151,7 @@ class Session:
 
     def _plan(self, binder: Binder) -> tuple[Plan | None, CanzonaError | None]:
         try:
-            for name, _, param in named_params(self.optimizer):
+            for name, _, param in named_params(self.optimizer, self.options.names):
                 if param.grad is not None:
                     check_gradient(param, name, param.grad.dtype)
             return make_plan(binder.bind(), plain_class(self.optimizer).__name__, self.options, self.observers), None

@@ -96,6 +96,7 @@ class StateStore:
 
         A collective if state is resident. Every rank must hold the same leaves.
         """
+        self._take_apart()
         for task in self.plan.owned.tasks:
             param = self.params[task.name]
             if param not in self.optimizer.state or not self.optimizer.state[param]:
@@ -226,15 +227,16 @@ class StateStore:
     @contextlib.contextmanager
     def shown_portably(self) -> Iterator[None]:
         """While open, `optimizer.state` is portable."""
-        own = {}
+        own = dict(self.optimizer.state)
         for task in self.plan.owned.tasks:
             param = self.params[task.name]
-            if param in self.optimizer.state:
-                own[param] = self.optimizer.state[param]
+            if param in own:
                 self.optimizer.state[param] = self.portable(task)
+        self._put_together()
         try:
             yield
         finally:
+            self.optimizer.state.clear()
             self.optimizer.state.update(own)
 
     def release(self) -> None:
@@ -243,6 +245,26 @@ class StateStore:
             param = self.params[task.name]
             if param in self.optimizer.state and task.name in self.initialised:
                 self.optimizer.state[param] = self.portable(task)
+        self._put_together()
+
+    # -- pieces of fused parameters --------------------------------------------------------------------
+
+    def _take_apart(self) -> None:
+        for fused in self.plan.fused:
+            if state := self.optimizer.state.pop(fused.whole, None):
+                for piece, own in zip(fused.pieces, fused.taken(state), strict=True):
+                    self.optimizer.state[piece.param] = own
+
+    def _put_together(self) -> None:
+        tasks = {id(param): self.plan.owned.task(name) for name, param in self.params.items()}
+
+        def whole_of(param: Tensor, leaf: str, value: Tensor) -> Tensor:
+            return self._whole(tasks[id(param)], Leaf(Role.STATE, leaf, tuple(value.shape), value.dtype), value)
+
+        for fused in self.plan.fused:
+            states = [self.optimizer.state.pop(piece.param, {}) for piece in fused.pieces]
+            if any(states):
+                self.optimizer.state[fused.whole] = fused.merged(states, whole_of)
 
 
 def like_param(local: Tensor, param: Tensor, leaf: Leaf) -> Tensor:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -27,6 +27,7 @@ from canzona_compile.explanation import Explanation
 from canzona_compile.inspection import Canzona
 from canzona_compile.options import MissingGrads, Numerics, Options, Strategy
 from canzona_compile.session import Session
+from canzona_compile.split import Split
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -43,6 +44,8 @@ def wrap(
     micro_groups: int | None = None,
     depth: int = 2,
     missing_grads: MissingGrads = "skip",
+    split: Mapping[str, Split | Mapping[str, int]] | None = None,
+    model: nn.Module | None = None,
 ) -> Opt:
     """Make every `step` of an optimizer compute each matrix once, on one rank, whatever the sharding.
 
@@ -60,20 +63,28 @@ def wrap(
         depth: micro-groups in flight at once.
         missing_grads: "skip" parameters whose `grad` is None, as the plain optimizer does; on some ranks
             only it is an error. "zero": a missing gradient counts as zeros.
+        split: parameters that hold several matrices: by pattern of their names ("*.qkv.weight"), the parts by
+            name, {"q": 4096, "k": 1024, "v": 1024}, or a `Split` that also says how they lie. The optimizer
+            sees each part as a parameter of its own. State that is no longer shaped like a parameter is
+            saved per part, and belongs to this split.
+        model: names the parameters, for `split` and for reports, where the groups have no `param_names`.
 
     Returns:
         The same object. Its class is now a subclass of the old one, and it has `.canzona`.
 
     Raises:
         CanzonaError: `optimizer` is none, takes a closure several times per step, or is wrapped with
-            other options. What depends on parameters and gradients is found at the first `step`.
+            other options; `model` has not all of its parameters; `split` cannot be. What depends on parameters
+            and gradients is found at the first `step`.
     """
     if not isinstance(optimizer, Optimizer):
         raise CanzonaError(
             f"wrap takes a torch.optim.Optimizer, not a {type(optimizer).__name__}",
             hint="pass the optimizer itself, before frameworks wrap it",
         )
-    options = Options(replicate, strategy, numerics, capacity, micro_groups, depth, missing_grads)
+    splits = tuple((k, s if isinstance(s, Split) else Split(s)) for k, s in (split or {}).items())
+    names = () if model is None else names_in(model, optimizer)
+    options = Options(replicate, strategy, numerics, capacity, micro_groups, depth, missing_grads, splits, names)
     if is_wrapped(optimizer):
         session = optimizer.canzona.session  # type: ignore[attr-defined]
         if session.options != options and not session.lost:
@@ -92,6 +103,20 @@ def wrap(
             hint="wrap the optimizer class that you gave to it, with replicate=",
         )
     return _attach(optimizer, options)
+
+
+def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
+    """The model's names of the optimizer's parameters, by group. By position: frameworks replace parameters later."""
+    known = {id(param): name for name, param in model.named_parameters()}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise CanzonaError(
+                    f"parameter {i} of group {g}, of shape {list(param.shape)}, is none of the model's",
+                    at="wrap(..., model=)",
+                    hint="pass the model whose parameters the optimizer was given",
+                )
+    return tuple(tuple(known[id(p)] for p in group["params"]) for group in optimizer.param_groups)
 
 
 def unwrap(optimizer: Opt) -> Opt:

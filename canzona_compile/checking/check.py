@@ -27,7 +27,8 @@ from canzona_compile.options import Options
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-OPTIONS = sorted({field.name for field in fields(Options)} - {"replicate"})  # the layout says what replicates
+# The layout says what replicates; the plain optimizer, to compare with, takes no parameter apart.
+OPTIONS = sorted({field.name for field in fields(Options)} - {"replicate", "split", "names"})
 
 
 @dataclass(frozen=True, slots=True)

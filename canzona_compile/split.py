@@ -1,0 +1,168 @@
+"""Which rows of a fused weight are which logical matrix: q, k and v of qkv, gate and up of fc1."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
+from canzona_compile.layout import Box, Layout
+
+WHERE = "wrap(..., split=)"
+
+
+@dataclass(frozen=True, init=False, slots=True)
+class Split:
+    """The parts of a fused weight, each of which the optimizer shall see as a parameter of its own.
+
+    The rows of the parts, one part after the other, are numbered 0, 1, ... Where they lie in the weight is
+    said by `interleaved` or by `order`; without either they lie there as they are numbered.
+
+    Args:
+        parts: rows by name, in order: {"q": 4096, "k": 1024, "v": 1024}.
+        interleaved: the weight is this many blocks of equal size, and each block holds its share of every
+            part: [q, k, v, q, k, v, ...]. So does a fused weight that was sharded by hand over as many
+            tensor-parallel ranks, and Megatron's qkv with as many query groups.
+        order: any other arrangement: `order[i]` is the row of the weight that is row i of the parts.
+        head: cut every part further, in matrices of so many rows: one per attention head.
+        dim: the dim that is cut; 0 are the rows of torch's linear layers, 1 those of a stack of them.
+
+    Raises:
+        CanzonaError: names or sizes that cannot be; what depends on the weight is found at the first step.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    interleaved: int
+    order: tuple[int, ...] | None
+    head: int | None
+    dim: int
+
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        *,
+        interleaved: int = 1,
+        order: Sequence[int] | Tensor | None = None,
+        head: int | None = None,
+        dim: int = 0,
+    ) -> None:
+        positive = {**{f"rows of {k}": v for k, v in parts.items()}, "interleaved": interleaved, "head": head or 1}
+        for name, value in positive.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise CanzonaError(f"{name}={value!r} is not a positive integer", at=WHERE)
+        for name, rows in parts.items():
+            if not isinstance(name, str) or not name or "." in name:
+                raise CanzonaError(f"{name!r} cannot be the name of a part: a word without dots can", at=WHERE)
+            for what, unit in (("interleaved", interleaved), ("head", head or 1)):
+                if rows % unit:
+                    raise CanzonaError(f"{what}={unit} does not divide the {rows} rows of {name!r}", at=WHERE)
+        if not parts:
+            raise CanzonaError("there are no parts", at=WHERE, hint='name them: {"gate": 1024, "up": 1024}')
+        numbers = None if order is None else tuple(int(i) for i in order)
+        if numbers is not None and (interleaved > 1 or sorted(numbers) != list(range(sum(parts.values())))):
+            raise CanzonaError(
+                "order= is not a permutation of all rows of the parts, or interleaved= is given as well", at=WHERE
+            )
+        own = {"parts": tuple(parts.items()), "interleaved": interleaved, "order": numbers, "head": head, "dim": dim}
+        for field, content in own.items():
+            object.__setattr__(self, field, content)
+
+    @property
+    def length(self) -> int:
+        return sum(rows for _, rows in self.parts)
+
+    def __str__(self) -> str:
+        order = "" if self.order is None else f" order {zlib.crc32(repr(self.order).encode()):08x}"
+        parts = " ".join(f"{name} {rows}" for name, rows in self.parts)
+        return f"{parts} of dim {self.dim} interleaved {self.interleaved} head {self.head}{order}"
+
+
+@functools.lru_cache(maxsize=64)
+def rows_of(split: Split) -> dict[str, Tensor]:
+    """By logical matrix: the rows of the weight that it consists of, in its own order."""
+    found: dict[str, Tensor] = {}
+    start, blocks = 0, split.interleaved
+    for name, rows in split.parts:
+        own = torch.arange(rows)
+        block, inside = own // (rows // blocks), own % (rows // blocks)
+        lie = block * (split.length // blocks) + start // blocks + inside
+        if split.order is not None:
+            lie = torch.tensor(split.order[start : start + rows])
+        if split.head is None:
+            found[name] = lie
+        else:
+            found |= {f"{name}.{i}": part for i, part in enumerate(lie.split(split.head))}
+        start += rows
+    return found
+
+
+def part_of_layout(layout: Layout, rows: Tensor, dim: int) -> Layout:
+    """How a logical matrix lies on the ranks, given how the weight does.
+
+    Raises:
+        UnsupportedLayout: a fragment of the weight holds rows of it that are no neighbours in the matrix.
+    """
+    boxes = []
+    for box in layout.boxes:
+        held = held_in(box, rows, dim).nonzero().flatten()
+        first = int(held[0]) if len(held) else 0
+        if len(held) and int(held[-1]) - first + 1 != len(held):
+            raise UnsupportedLayout(
+                f"a fragment holds {len(held)} rows of the matrix that are no neighbours in it",
+                hint="order= may not carry rows from one rank to another; shard the other dim",
+            )
+        start, size = list(box.start), list(box.size)
+        start[dim], size[dim] = first, len(held)
+        boxes.append(Box(tuple(start), tuple(size)))
+    shape = list(layout.shape)
+    shape[dim] = len(rows)
+    return Layout(tuple(shape), layout.grid, tuple(boxes), layout.placements)
+
+
+def entries_in(box: Box, rows: Tensor, dim: int) -> Tensor:
+    """Which entries along `dim` of a fragment of the weight are rows of the matrix, in the matrix's order."""
+    return rows[held_in(box, rows, dim)] - box.start[dim]
+
+
+def held_in(box: Box, rows: Tensor, dim: int) -> Tensor:
+    return (rows >= box.start[dim]) & (rows < box.start[dim] + box.size[dim])
+
+
+def chosen(splits: Sequence[tuple[str, Split]], name: str, shape: Sequence[int]) -> Split | None:
+    """The split of a parameter, None if it is not to be split.
+
+    Raises:
+        UnsupportedLayout: two patterns fit, or the sizes do not.
+    """
+    fitting = [(pattern, split) for pattern, split in splits if fnmatchcase(name, pattern)]
+    if not fitting:
+        return None
+    if len(fitting) > 1:
+        patterns = " and ".join(repr(pattern) for pattern, _ in fitting)
+        raise UnsupportedLayout(f"{patterns} of split= both fit", at=name, hint="make the patterns narrower")
+    split = fitting[0][1]
+    if not 0 <= split.dim < len(shape) or shape[split.dim] != split.length:
+        parts = " + ".join(f"{part} {rows}" for part, rows in split.parts)
+        raise UnsupportedLayout(
+            f"split= says {parts} = {split.length} entries of dim {split.dim}; the parameter is {list(shape)}",
+            at=name,
+            hint="give the sizes of the whole weight, not of this rank's fragment",
+        )
+    return split
+
+
+def check_patterns(splits: Sequence[tuple[str, Split]], names: Sequence[str]) -> None:
+    """Raise CanzonaError for a pattern that fits no parameter."""
+    for pattern, _ in splits:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise CanzonaError(
+                f"{pattern!r} fits no parameter; there are {some(names)}",
+                at=WHERE,
+                hint="names are those of `param_names` in the groups, or of wrap(..., model=)",
+            )
