@@ -186,7 +186,7 @@ class StateStore:
     def portable(self, task: Task) -> dict[str, Any]:
         """A task's state as the unwrapped optimizer would hold it; a collective if some of it is resident."""
         bound = self.plan.bound[task.name]
-        state: dict[str, Any] = self.optimizer.state[bound.param]
+        state: dict[str, Any] = self.optimizer.state.get(bound.param, {})
         if bound.kind.oracle is None:
             return self._from_owner(task, state)
         kind = bound.kind
@@ -228,11 +228,7 @@ class StateStore:
     def shown_portably(self) -> Iterator[None]:
         """While open, `optimizer.state` is portable."""
         own = dict(self.optimizer.state)
-        for task in self.plan.owned.tasks:
-            param = self.params[task.name]
-            if param in own:
-                self.optimizer.state[param] = self.portable(task)
-        self._put_together()
+        self.release()
         try:
             yield
         finally:
@@ -242,9 +238,8 @@ class StateStore:
     def release(self) -> None:
         """Leave portable state behind, for the next plan."""
         for task in self.plan.owned.tasks:
-            param = self.params[task.name]
-            if param in self.optimizer.state and task.name in self.initialised:
-                self.optimizer.state[param] = self.portable(task)
+            if task.name in self.initialised and (state := self.portable(task)):
+                self.optimizer.state[self.params[task.name]] = state
         self._put_together()
 
     # -- pieces of fused parameters --------------------------------------------------------------------
