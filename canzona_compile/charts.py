@@ -1,6 +1,6 @@
-"""The two charts of a report: who computes how much, and what happens when.
+"""The charts of a report: who computes how much, what happens when, and how long each step of a period lasts.
 
-Every micro-group has a colour and a filling, the same in both charts and in the table of
+Every micro-group has a colour and a filling, the same in all charts and in the table of
 micro-groups, which is their legend. Nothing depends on colour or on Unicode.
 """
 
@@ -32,14 +32,15 @@ class Glyphs:
     corner: str
     dot: str  # between two remarks
     cut: str  # where a name was shortened
+    levels: str  # from little to all
 
     def fill(self, group: int) -> tuple[str, str]:
         """The filling and the colour of a micro-group."""
         return self.fills[group % len(self.fills)], COLOURS[group % len(COLOURS)]
 
 
-UNICODE = Glyphs("█▓▒░", "·", "─", "┬", "╯", "·", "…")
-ASCII = Glyphs("#=%+", ".", "-", "+", "'", "|", "~")
+UNICODE = Glyphs("█▓▒░", "·", "─", "┬", "╯", "·", "…", "▁▂▃▄▅▆▇█")
+ASCII = Glyphs("#=%+", ".", "-", "+", "'", "|", "~", "_.:-=+*#")
 
 
 def load(report: Figures, width: int, glyphs: Glyphs) -> Iterator[RenderableType]:
@@ -140,6 +141,30 @@ def schedule(report: Figures, width: int, glyphs: Glyphs) -> Iterator[Renderable
     yield Text(" " * left + "   ".join(["number: micro-group", *words]), "dim")
     if not rates_of(report.machine).overlap:
         yield Text(" " * left + "communication takes the cores that compute: no overlap", "dim")
+
+
+def profile(report: Figures, width: int, glyphs: Glyphs) -> Iterator[RenderableType]:
+    """A column per step of a period, with and without staggering."""
+    both = report.profile
+    if both is None:
+        return
+    rows = {"all at once": both.together, "staggered": both.apart}
+    left, most = max(map(len, rows)) + 4, max(both.together)
+    for label, steps in rows.items():
+        this = (label == "staggered") == both.staggered
+        mean, worst = sum(steps) / len(steps), max(steps)
+        line = Text(f"{glyphs.fills[0] if this else ' '} {label:<{left - 2}}", "" if this else "dim", no_wrap=True)
+        line.append(columns(steps, most, width - left - 34, glyphs), COLOURS[0])
+        line.append(f"  worst {duration(worst)}, {worst / mean if mean else 1:.2f} times the mean")
+        yield line
+
+
+def columns(values: Sequence[float], most: float, room: int, glyphs: Glyphs) -> str:
+    """Values as heights; if there are too many, the largest of neighbours."""
+    each = max(1, math.ceil(len(values) / max(8, room)))
+    tops = [max(values[i : i + each]) for i in range(0, len(values), each)]
+    last = len(glyphs.levels) - 1
+    return "".join(glyphs.levels[round(last * top / most) if most else 0] for top in tops)
 
 
 def lane(blocks: Sequence[Moment], total: float, width: int, glyphs: Glyphs) -> Text:

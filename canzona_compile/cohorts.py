@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +37,25 @@ class Cohort:
     counters: Mapping[str, Any]
 
 
-class Cohorts:
-    """Asks what the optimizer's code would do on this step, once per cohort."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Path:
+    """What code does on a step: a template, its numbers, and the counters before and after."""
 
-    def __init__(self, capture: Capture, plan: Plan) -> None:
-        self.capture, self.optimizer, self.plan = capture, capture.optimizer, plan
+    template: str
+    scalars: Scalars
+    before: Mapping[str, Any]
+    counters: Mapping[str, Any]
+
+
+class Cohorts:
+    """Asks what the optimizer's code would do on this step, once per cohort.
+
+    Args:
+        ahead: steps by which tasks do their periodic work earlier, see `stagger`.
+    """
+
+    def __init__(self, capture: Capture, plan: Plan, ahead: Mapping[str, int]) -> None:
+        self.capture, self.optimizer, self.plan, self.ahead = capture, capture.optimizer, plan, ahead
         self.current: list[Cohort] = []
         self._scalars: dict[tuple[str, int], Scalars] = {}
 
@@ -56,15 +71,13 @@ class Cohorts:
         bounds.sort(key=lambda b: b.task.layout.grid.size == 1)
         for (_, group, counters), members in self._alike(bounds).items():
             kind = members[0].kind
-            template, scalars = self._ask(kind, group, counters)
-            label = group
-            if (template, label) in self._scalars:
-                label = len(self.optimizer.param_groups) + len(self._scalars)
-            self._scalars[template, label] = scalars
-            assert kind.oracle is not None
-            names = tuple(b.task.name for b in members)
-            after = kind.oracle.counters() if counters else {}
-            self.current.append(Cohort(kind, names, template, label, scalars, after))
+            for path, own in self._paths(kind, group, counters, members):
+                label = group
+                if (path.template, label) in self._scalars:
+                    label = len(self.optimizer.param_groups) + len(self._scalars)
+                self._scalars[path.template, label] = path.scalars
+                names = tuple(b.task.name for b in own)
+                self.current.append(Cohort(kind, names, path.template, label, path.scalars, path.counters))
         for (_, group, counters), members in self._alike(self._elementwise()).items():
             self._ask(members[0].kind, group, counters)
 
@@ -103,12 +116,59 @@ class Cohorts:
         present = [b for b in self.plan.elementwise if b.param.grad is not None]
         return [b for b in present if self.optimizer.state.get(b.param) or not b.kind.state]
 
-    def _ask(self, kind: Kind, group: int, counters: tuple[Any, ...]) -> tuple[str, Scalars]:
-        oracle = kind.oracle
-        assert oracle is not None
-        oracle.count(dict(zip(kind.python_state, counters, strict=False)))
-        variant, scalars = oracle.consult(self.optimizer.param_groups[group], self.capture.elsewhere())
+    def _paths(
+        self, kind: Kind, group: int, counters: tuple[Any, ...], members: Sequence[Bound]
+    ) -> list[tuple[Path, list[Bound]]]:
+        """The ways that parameters with equal counters go: one, unless some do their periodic work earlier."""
+        own: dict[int, list[Bound]] = {}
+        for b in members:
+            own.setdefault(self.ahead.get(b.task.name, 0), []).append(b)
+        others = {steps: self._ask_ahead(kind, group, counters, steps) for steps in own if steps}
+        here = self._ask(kind, group, counters)  # last, so that the twin has counted as the parameters do
+        found: dict[str, tuple[Path, list[Bound]]] = {}
+        for steps, bounds in own.items():
+            other = others.get(steps)
+            path = here if other is None else counting_as(here, other, kind)
+            found.setdefault(path.template, (path, []))[1].extend(bounds)
+        return list(found.values())
+
+    def _ask(self, kind: Kind, group: int, counters: tuple[Any, ...], ahead: int = 0) -> Path:
+        """What the code does, by its counters, or as if these were `ahead`."""
+        assert kind.oracle is not None
+        leaves = dict(zip(kind.python_state, counters, strict=False))
+        known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, self.capture.elsewhere())
+        if ahead and kind.course is not None:
+            known = kind.course.ahead(known, ahead)
+        kind.oracle.count({name: known[name] for name in leaves})
+        own = {k: known[f"group.{k}"] for k in self.capture.counters("group.") if f"group.{k}" in known}
+        elsewhere = {name: known[name] for name in self.capture.elsewhere()}
+        variant, scalars = kind.oracle.consult({**self.optimizer.param_groups[group], **own}, elsewhere)
         template = kind.templates.get(variant)
         if template is None or template.name not in self.plan.known:
             raise Untraceable("hyperparameters or counters lead to other code")
-        return template.name, scalars
+        return Path(template.name, scalars, known, kind.oracle.counters() if counters else {})
+
+    def _ask_ahead(self, kind: Kind, group: int, counters: tuple[Any, ...], ahead: int) -> Path | None:
+        """The same for a task that is ahead; None where its code does not repeat itself yet, or is new there."""
+        leaves = dict(zip(kind.python_state, counters, strict=False))
+        known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, self.capture.elsewhere())
+        if kind.course is None or kind.course.number(known) < kind.course.start:
+            return None
+        with contextlib.suppress(Untraceable):
+            return self._ask(kind, group, counters, ahead)
+        return None
+
+
+def counting_as(here: Path, other: Path, kind: Kind) -> Path:
+    """The other path, with the counters of this one and with the numbers that follow from them."""
+    assert kind.course is not None
+    scalars = dict(other.scalars)
+    for name, value in scalars.items():
+        if name in here.scalars:
+            scalars[name] = here.scalars[name]
+            continue
+        for counter in kind.course.counters:  # read on the other path only, so by name and value
+            if name.endswith(counter.rpartition(".")[2]) and value == other.before[counter]:
+                scalars[name] = here.before[counter]
+    after = {**other.counters, **{k: v for k, v in here.counters.items() if k in kind.course.counters}}
+    return Path(other.template, scalars, here.before, after)

@@ -19,6 +19,21 @@ class LocalTask:
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileReport:
+    """Seconds that the busiest rank is predicted to compute, for each step of a period of periodic work.
+
+    Attributes:
+        together: with all matrices doing it on the same step.
+        apart: with `stagger=True`.
+        staggered: is that so in this plan?
+    """
+
+    together: tuple[float, ...]
+    apart: tuple[float, ...]
+    staggered: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What a step does not know of itself.
 
@@ -31,6 +46,7 @@ class Facts:
         numerics: "exact" or "fast".
         variants: control-flow variants captured so far.
         rank_programs: programs that this rank has emitted so far.
+        profile: None where no work is periodic.
     """
 
     world_size: int = 1
@@ -41,6 +57,7 @@ class Facts:
     numerics: str = "exact"
     variants: int = 0
     rank_programs: int = 0
+    profile: ProfileReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +170,7 @@ class Figures:
     """A plan in figures.
 
     Attributes:
-        captures, variants, rank_programs, numerics: see `Facts`.
+        captures, variants, rank_programs, numerics, profile: see `Facts`.
         depth: micro-groups in flight at once.
         collectives_per_step: by each rank of a micro-group's grid: with owners two where it is sharded,
             one where it is replicated, three where it is both; where every rank computes everything one
@@ -186,3 +203,4 @@ class Figures:
     fallbacks: Mapping[str, str]
     suggestions: tuple[str, ...]
     schedule: tuple[Moment, ...]
+    profile: ProfileReport | None

@@ -32,6 +32,7 @@ class Options:
         depth: micro-groups in flight at once (1: gather, compute and scatter never overlap).
         missing_grads: "skip": a parameter whose `grad` is None on all ranks is left alone, one that lacks
             it on some ranks is an error. "zero": a missing gradient counts as zeros, everywhere.
+        stagger: offset periodic work (refreshes) per matrix, so that no step does it for all of them.
         split: patterns of parameter names, and the logical matrices in parameters that they fit.
         names: of the parameters by group, where the groups themselves have none.
     """
@@ -43,6 +44,7 @@ class Options:
     micro_groups: int | None = None
     depth: int = 2
     missing_grads: MissingGrads = "skip"
+    stagger: bool = False
     split: tuple[tuple[str, Split], ...] = ()
     names: tuple[tuple[str, ...], ...] = ()
 
@@ -60,6 +62,8 @@ class Options:
                 raise CanzonaError(
                     f"{name}={value!r} is none of {', '.join(map(repr, allowed))}", at=f"wrap(..., {name}=)"
                 )
+        if not isinstance(self.stagger, bool):
+            raise CanzonaError(f"stagger={self.stagger!r} is neither True nor False", at="wrap(..., stagger=)")
         for name in ("capacity", "depth", "micro_groups"):
             value = getattr(self, name)
             if name == "micro_groups" and value is None:

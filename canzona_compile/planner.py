@@ -26,6 +26,7 @@ from canzona_compile.passes import (
 )
 from canzona_compile.pieces import Fused
 from canzona_compile.pipeline import History, Observer, Pass, run
+from canzona_compile.stagger import Stagger, stagger
 
 
 def planning_passes(options: Options) -> list[Pass]:
@@ -54,6 +55,7 @@ class Plan:
         first: the same tasks as they run before they have state: interpreted.
         elementwise: parameters that the optimizer's own step updates on their fragments.
         known: names of all templates, variants included.
+        stagger: which tasks do their periodic work earlier, and what that changes.
         fused: parameters of several logical matrices, whose pieces are among `bound`.
         history: of the passes from CAPTURED to OWNED.
     """
@@ -63,6 +65,7 @@ class Plan:
     first: Step
     elementwise: tuple[Bound, ...]
     known: frozenset[str]
+    stagger: Stagger
     fused: tuple[Fused, ...]
     history: History
 
@@ -107,12 +110,14 @@ def make_plan(bound: Sequence[Bound], optimizer: str, options: Options, observer
             at=odd[0],
             hint="split the parameter in pieces that the optimizer treats alike",
         )
+    courses = {b.task.name: b.kind.course for b in bound if b.kind.course is not None}
     return Plan(
         by_name,
         owned,
         first_steps(owned, by_name),
         tuple(b for b in bound if b.task.name not in matrices),
         frozenset(templates),
+        stagger(owned, courses),
         tuple(dict.fromkeys(b.fused for b in bound if b.fused is not None)),
         history,
     )

@@ -24,6 +24,7 @@ from canzona_compile.charts import (
     duration,
     load,
     plural,
+    profile,
     schedule,
 )
 from canzona_compile.cost import readable, readable_bytes
@@ -43,6 +44,7 @@ def render(report: Figures, options: ConsoleOptions) -> Iterator[RenderableType]
     sections: list[tuple[str, str, Iterable[RenderableType]]] = [
         ("Load", "FLOPs per rank and step", load(report, width - 2, glyphs)),
         ("Schedule", assumptions(report), schedule(report, width - 2, glyphs)),
+        ("Profile", profile_caption(report), profile(report, width - 2, glyphs)),
         ("Micro-groups", "bytes that leave a rank, all ranks", micro_groups(report, glyphs)),
         ("Tasks", "by owner, largest first", tasks(report, width - 2, glyphs)),
         ("Cost", "FLOPs of one matrix of m x n, and what crosses the wire", costs(report)),
@@ -55,6 +57,11 @@ def render(report: Figures, options: ConsoleOptions) -> Iterator[RenderableType]
             yield Text()
             yield heading(title, caption, width, glyphs)
             yield Padding(Group(*content), (0, 0, 0, 2))
+
+
+def profile_caption(report: Figures) -> str:
+    steps = 0 if report.profile is None else len(report.profile.together)
+    return f"computing per step, over a period of {plural(steps, 'step')}"
 
 
 def heading(title: str, caption: str, width: int, glyphs: Glyphs) -> Text:

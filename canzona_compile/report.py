@@ -118,6 +118,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         fallbacks=dict(facts.interpreted),
         suggestions=facts.suggestions,
         schedule=moments,
+        profile=facts.profile,
     )
 
 

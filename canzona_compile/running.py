@@ -51,7 +51,7 @@ class Running:
         self.optimizer = optimizer = capture.optimizer
         self.groups, self.rank, self.observers = groups, rank, observers
         self.store = StateStore(optimizer, plan, groups, rank)
-        self.cohorts = Cohorts(capture, plan)
+        self.cohorts = Cohorts(capture, plan, plan.stagger.ahead if options.stagger else {})
         self.elementwise = Elementwise(optimizer, plan.elementwise)
         self.shadow = Shadow(optimizer)
         self.programs: OrderedDict[Key, Made] = OrderedDict()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from canzona_compile.figures import Facts, LocalTask
+from canzona_compile.figures import Facts, LocalTask, ProfileReport
 from canzona_compile.options import Options
 from canzona_compile.planner import Plan
 from canzona_compile.running import Running
@@ -12,7 +12,7 @@ from canzona_compile.running import Running
 
 def facts_of(running: Running, captures: int) -> Facts:
     """The facts of a plan at work."""
-    plan = running.plan
+    plan, both = running.plan, running.plan.stagger
     kinds = {id(b.kind): b.kind for b in plan.bound.values()}
     reasons = {t.name: plan.bound[t.name].kind.template.interpreted for t in plan.owned.tasks}
     return Facts(
@@ -27,6 +27,7 @@ def facts_of(running: Running, captures: int) -> Facts:
         numerics=running.options.numerics,
         variants=sum(len(k.oracle.variants) for k in kinds.values() if k.oracle is not None),
         rank_programs=len(running.programs),
+        profile=ProfileReport(both.together, both.apart, running.options.stagger) if both.together else None,
     )
 
 

@@ -44,6 +44,7 @@ def wrap(
     micro_groups: int | None = None,
     depth: int = 2,
     missing_grads: MissingGrads = "skip",
+    stagger: bool = False,
     split: Mapping[str, Split | Mapping[str, int]] | None = None,
     model: nn.Module | None = None,
 ) -> Opt:
@@ -63,6 +64,8 @@ def wrap(
         depth: micro-groups in flight at once.
         missing_grads: "skip" parameters whose `grad` is None, as the plain optimizer does; on some ranks
             only it is an error. "zero": a missing gradient counts as zeros.
+        stagger: offset work that is done every k steps (eigendecompositions) per matrix, so that no step does
+            it for all of them: a matrix decides by its counters as if it were some steps ahead, at most k - 1.
         split: parameters that hold several matrices: by pattern of their names ("*.qkv.weight"), the parts by
             name, {"q": 4096, "k": 1024, "v": 1024}, or a `Split` that also says how they lie. The optimizer
             sees each part as a parameter of its own. State that is no longer shaped like a parameter is
@@ -84,7 +87,9 @@ def wrap(
         )
     splits = tuple((k, s if isinstance(s, Split) else Split(s)) for k, s in (split or {}).items())
     names = () if model is None else names_in(model, optimizer)
-    options = Options(replicate, strategy, numerics, capacity, micro_groups, depth, missing_grads, splits, names)
+    options = Options(
+        replicate, strategy, numerics, capacity, micro_groups, depth, missing_grads, stagger, splits, names
+    )
     if is_wrapped(optimizer):
         session = optimizer.canzona.session  # type: ignore[attr-defined]
         if session.options != options and not session.lost:

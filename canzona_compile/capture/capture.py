@@ -12,13 +12,14 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
+from canzona_compile.capture.course import Course, course_of
 from canzona_compile.capture.faithful import holistic, same_bits
 from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.leaves import Paths, python_leaves, state_leaves
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.separability import check_separable, coupled
 from canzona_compile.capture.surroundings import Counts, counts_elsewhere, counts_of
-from canzona_compile.capture.twin import hypers, plain_class, signature
+from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.ir import Leaf, Role, Template, outputs, placeholders, tensor_value
 from canzona_compile.layout import Shape
 from canzona_compile.printer import dtype_name
@@ -43,6 +44,7 @@ class Kind:
     templates: dict[Variant | None, Template]
     state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
     python_state: Mapping[str, Any]  # its other leaves then
+    course: Course | None = None
 
     @property
     def template(self) -> Template:
@@ -163,8 +165,18 @@ class Capture:
     def _look_ahead(self, kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> None:
         """Meet periodic work before the first plan: let the counters run, on fake tensors."""
         moment = after_first_step(kind, oracle, group, spec)
+        path, counters = [], []
         for _ in range(LOOKAHEAD if kind.python_state or self.counts else 0):
-            moment = self._learn(kind, oracle, *moment)
+            here, _, leaves, elsewhere = moment
+            counters.append(self.counters_at(here, leaves, elsewhere))
+            template, moment = self._learn(kind, oracle, *moment)
+            path.append(template.name)
+        kind.course = course_of(path, counters)
+
+    def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> Counts:
+        """All counters by name: leaves of the state, "group.k", "self.k"."""
+        own = {f"group.{name}": group[name] for name in self.counters("group.") if name in group}
+        return {**leaves, **elsewhere, **own}
 
     def _learn(
         self,
@@ -174,25 +186,27 @@ class Capture:
         spec: ParameterSpec,
         counters: Mapping[str, Any],
         elsewhere: Mapping[str, Any],
-    ) -> Moment:
+    ) -> tuple[Template, Moment]:
         """Add the template of the variant that the code takes with these hyperparameters and counters.
 
         Returns:
-            The arguments for the step after that.
+            It, and the arguments for the step after that.
         """
         oracle.count(counters)
         variant, _ = oracle.consult(group, elsewhere)
         own = {name: value for name, value in counts_of(oracle.twin).items() if name in elsewhere}
-        after = hypers(oracle.twin.param_groups[0]), spec, oracle.counters(), own
+        counted = oracle.twin.param_groups[0]  # Dynamo adds to it, `capturable` for one
+        here = {**group, **{k: counted[k] for k in self.counters("group.") if k in counted}}
+        after = here, spec, oracle.counters(), own
         if variant in kind.templates:
-            return after
+            return kind.templates[variant], after
         label = self._label(spec)
         family = kind.template.name if kind.templates else label
         template = replace(template_of(variant, label, spec), family=family, state=kind.state)
         if self._doubtful(group, template) and not self._same_bits(group, spec, template, oracle, counters, elsewhere):
             raise Untraceable(NOT_FAITHFUL)
         kind.templates[variant] = template
-        return after
+        return template, after
 
     def _doubtful(self, group: Mapping[str, Any], template: Template) -> bool:
         """Must a graph be compared with the eager step? Where it will run, or may be of another formula."""

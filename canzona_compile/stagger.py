@@ -1,0 +1,90 @@
+"""Which matrix does its periodic work when: offsets that keep refreshes from falling on one step.
+
+A matrix that is `ahead` by some steps decides as if its counters were so much larger (a refresh is due if
+(step + ahead) % every == 0). All else that it computes from them, bias corrections for one, is as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from canzona_compile.capture.course import Course
+from canzona_compile.cost import rates_of
+from canzona_compile.ir import Step, Task
+
+MOST_PHASES = 16  # per period: every step on which some matrix refreshes is a program of its own
+LONGEST = 256  # steps of a profile; periods that have no common one below that are cut off
+
+Courses = Mapping[str, Course]  # by task
+Profile = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stagger:
+    """Offsets, and what they change.
+
+    Attributes:
+        ahead: steps by which a task's periodic work comes earlier; tasks without any are left out.
+        together, apart: seconds that the busiest rank is predicted to compute on each step of a period,
+            with all offsets zero and with these. Empty if no work is periodic.
+    """
+
+    ahead: Mapping[str, int]
+    together: Profile
+    apart: Profile
+
+
+def stagger(owned: Step, courses: Courses) -> Stagger:
+    """Deal the offsets, heaviest periodic work first, each to where its owner's busiest step stays lowest.
+
+    Ties go to the smaller sum of squares and then to the smaller offset, so that owners with equal work
+    refresh on the same steps: then no rank waits for another.
+    """
+    tasks = [t for t in owned.tasks if t.name in courses and courses[t.name].periodic]
+    if not tasks:
+        return Stagger({}, (), ())
+    horizon = min(LONGEST, lcm(*(len(courses[t.name].period) for t in tasks)))
+    cost = {t.name: cost_by_step(owned, t, courses.get(t.name), horizon) for t in owned.tasks}
+    load = {rank: torch.zeros(horizon, dtype=torch.float64) for t in owned.tasks for rank in ranks_of(t)}
+    together = {rank: own.clone() for rank, own in load.items()}
+    for task in owned.tasks:
+        for rank in ranks_of(task):
+            together[rank] += cost[task.name]
+            load[rank] += 0 if task in tasks else cost[task.name]
+    ahead: dict[str, int] = {}
+    for task in sorted(tasks, key=lambda t: (float(cost[t.name].min() - cost[t.name].max()), t.index)):
+        period, own = len(courses[task.name].period), cost[task.name]
+        offsets = sorted({i * period // min(period, MOST_PHASES) for i in range(period)})
+        sums = busiest(load, ranks_of(task)) + torch.stack([own.roll(-offset) for offset in offsets])
+        worst, squares = sums.amax(1).tolist(), sums.square().sum(1).tolist()
+        best = min(range(len(offsets)), key=lambda i: (worst[i], squares[i], i))
+        ahead[task.name] = offsets[best]
+        for rank in ranks_of(task):
+            load[rank] += own.roll(-offsets[best])
+    rate = rates_of(owned.machine).flops
+    return Stagger(ahead, *(tuple((busiest(loads, loads) / rate).tolist()) for loads in (together, load)))
+
+
+def cost_by_step(owned: Step, task: Task, course: Course | None, horizon: int) -> Tensor:
+    """FLOPs of a task on every step of a profile."""
+    placed = owned.placed_of(task)
+    if course is None:
+        return torch.full((horizon,), float(placed.flops), dtype=torch.float64)
+    flops = {p.template.name: float(p.flops) for p in owned.variants()[placed]}
+    steps = [flops[course.period[i % len(course.period)]] for i in range(horizon)]
+    return torch.tensor(steps, dtype=torch.float64)
+
+
+def busiest(load: Mapping[int, Tensor], ranks: Iterable[int]) -> Tensor:
+    return torch.stack([load[rank] for rank in ranks]).amax(0)
+
+
+def ranks_of(task: Task) -> tuple[int, ...]:
+    """Those that compute it."""
+    grid = task.layout.grid
+    return grid.members() if task.owner is None else (grid.ranks[task.owner[0]][task.owner[1]],)
