@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -16,9 +17,10 @@ from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.interpreted import eager_steps
 from canzona_compile.capture.oracle import Untraceable
 from canzona_compile.capture.surroundings import Shadow
+from canzona_compile.capture.twin import plain_class
 from canzona_compile.cohorts import Cohorts
 from canzona_compile.elementwise import Elementwise
-from canzona_compile.errors import InvalidGradient
+from canzona_compile.errors import InvalidGradient, UnsupportedOptimizer
 from canzona_compile.instructions import Watch
 from canzona_compile.ir import Role, Step
 from canzona_compile.options import Options
@@ -60,6 +62,7 @@ class Running:
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
         self._met: set[Lineup] = set()
         self._scratch: dict[str, dict[str, Any]] = {}
+        self._warned = False
 
     def bound_to(self, optimizer: Optimizer) -> bool:
         """Are the optimizer's parameters still the ones of this plan?"""
@@ -197,6 +200,23 @@ class Running:
 
     def group_of(self, task: str) -> dict[str, Any]:
         return self.optimizer.param_groups[self.plan.bound[task].group]
+
+    def drew_random_numbers(self, task: str) -> None:
+        """Warn once; raise where several ranks compute the task, each with numbers of its own."""
+        own, kind = self.plan.owned.task(task), plain_class(self.optimizer).__name__
+        if own.owner is None and own.layout.grid.size > 1:
+            raise UnsupportedOptimizer(
+                f"{kind} draws random numbers, and every rank computes this matrix: their copies would differ",
+                at=task,
+                hint='wrap with strategy="owner"',
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{kind} draws random numbers (first for {task}). They come from the generator of the matrix's "
+                "owner, so the result is not, bit by bit, that of the plain optimizer on one device.",
+                stacklevel=2,
+            )
 
     def state_of(self, task: str) -> dict[str, Any]:
         """Scratch for the first step of a compiled task; the task's own state where every step is eager."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.binding import Bound
-from canzona_compile.capture.leaves import drop, paths_of, read, structure_of, write
+from canzona_compile.capture.leaves import drop, empty_containers, paths_of, read, structure_of, write
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir import Leaf, Role, Task
 from canzona_compile.layout import Shape
@@ -84,6 +84,7 @@ class StateStore:
                 found[leaf.name] = like_param(self.fragments[name, leaf.name], bound.param, leaf)
             elif (name, leaf.name) in self.residents:
                 found[leaf.name] = self.residents[name, leaf.name]
+        state.update(empty_containers(kind.structure))
         for leaf_name, path in kind.paths.items():
             if leaf_name in found:
                 write(state, path, found[leaf_name], kind.structure)

@@ -163,4 +163,5 @@ def share_captures(optimizer: Any) -> None:
     """
     capture = optimizer.canzona.session.capture
     kind = type(optimizer)._canzona_plain_class
-    capture.kinds, capture._separable = _captured.setdefault(kind, (capture.kinds, capture._separable))
+    own = capture.kinds, capture._separable, capture.counts
+    capture.kinds, capture._separable, capture.counts = _captured.setdefault(kind, own)

@@ -25,7 +25,7 @@ LAYERS = (
     "passes.micro_group passes.place passes.schedule passes",
     "pipeline observe",
     "capture.leaves capture.course capture.blame capture.dynamo capture.functional capture.twin",
-    "capture.surroundings capture.oracle capture.interpreted capture.faithful",
+    "capture.surroundings capture.randomness capture.oracle capture.interpreted capture.faithful",
     "capture.separability capture.independence capture.capture capture",
     "runtime.groups runtime.forum runtime.executor runtime",
     "split pieces options binding stagger planner state elementwise cohorts running council",

@@ -17,6 +17,7 @@ from canzona_compile.capture.faithful import holistic, same_bits
 from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.leaves import Paths, python_leaves, state_leaves
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
+from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.separability import check_separable, coupled
 from canzona_compile.capture.surroundings import Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.twin import plain_class, signature
@@ -133,7 +134,7 @@ class Capture:
         counts: Counts | None = None
         if manner not in self._separable:
             counts = check_separable(self.optimizer, group, spec, name)
-            self.counts |= counts.keys()
+            self.counts.update(counts.keys())
             self._separable.add(manner)
         self.kinds[key] = kind = self._capture(group, spec, state)
         if kind.oracle is not None:
@@ -157,7 +158,7 @@ class Capture:
             oracle = Oracle(self.optimizer, group, spec, bake=self._bake, state=state)
         except Untraceable as reason:
             return self._interpreted(spec, str(reason))
-        self.counts |= oracle.counts.keys()
+        self.counts.update(oracle.counts.keys())
         leaves = oracle.first_state[0]
         tensors = tuple(state_leaf(name, v) for name, v in leaves.items() if isinstance(v, torch.Tensor))
         return Kind(oracle, {}, tensors, oracle.counters())
@@ -203,6 +204,8 @@ class Capture:
         label = self._label(spec)
         family = kind.template.name if kind.templates else label
         template = replace(template_of(variant, label, spec), family=family, state=kind.state)
+        if draws(template.graph):
+            raise Untraceable("its step draws random numbers, which one rank has to do")
         if self._doubtful(group, template) and not self._same_bits(group, spec, template, oracle, counters, elsewhere):
             raise Untraceable(NOT_FAITHFUL)
         kind.templates[variant] = template

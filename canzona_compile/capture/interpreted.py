@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.randomness import watched
 from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.ir import Leaf, Role, Template
 
@@ -25,6 +26,7 @@ class EagerTasks(Protocol):
     def eager_optimizer(self) -> Optimizer: ...
     def group_of(self, task: str) -> dict[str, Any]: ...
     def state_of(self, task: str) -> dict[str, Any]: ...
+    def drew_random_numbers(self, task: str) -> None: ...
 
 
 class EagerStep:
@@ -48,7 +50,10 @@ class EagerStep:
         own.grad = grad.clone()
         state = self.tasks.state_of(task)
         twin = make_twin(self.tasks.eager_optimizer(), self.tasks.group_of(task), [own], {own: state})
-        step_plainly(twin)
+        with watched(param.device) as dice:
+            step_plainly(twin)
+        if dice.rolled:
+            self.tasks.drew_random_numbers(task)
         state.update(twin.state[own])
         found = dict(state_leaves(twin.state[own]))
         return (own.detach(), *(found[name] for name in self.leaves))

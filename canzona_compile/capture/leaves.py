@@ -43,6 +43,11 @@ def structure_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: pytree.tree_map(lambda _: None, value) for key, value in state.items()}
 
 
+def empty_containers(structure: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries that hold no leaves, such as the empty list of a vector's preconditioners."""
+    return {key: copy.deepcopy(value) for key, value in structure.items() if not pytree.tree_leaves(value)}
+
+
 def keys_of(path: Sequence[Any]) -> Path:
     return tuple(getattr(k, "key", getattr(k, "idx", k)) for k in path)
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
+from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.surroundings import Counts, step_alone
 from canzona_compile.capture.twin import make_twin, plain_class
 from canzona_compile.errors import UnsupportedOptimizer
@@ -109,7 +110,14 @@ def alone_as_together(optimizer: Optimizer, group: Mapping[str, Any], spec: Para
             counts.append([step_alone(twin) for _ in range(2)])
         return [p.detach() for p in own], counts
 
-    together, (both,) = run([0, 1])
-    alone, (one, other) = run([0], [1])
+    with undisturbed(spec.device) as dice:
+        together, (both,) = run([0, 1])
+        alone, (one, other) = run([0], [1])
+    if dice.rolled:
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__} draws random numbers in what cannot be traced, so that nothing shows "
+            "whether its parameters depend on one another",
+            hint="use a variant of it that draws none",
+        )
     same = both == one == other and all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
     return both[0] if same else None
