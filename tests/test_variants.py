@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile import session
+from examples.optimizers.soap import SOAP
 from tests import toy_optimizers as toys
 from tests.layouts import Case, Laid, full, local, replicate_of
 from tests.pairs import Pair, Shape, same_bits
@@ -154,3 +155,19 @@ def whole(leaf: Any) -> Any:
 def test_on_ranks(name: str, case: Case) -> None:
     for found in run(case.world, train, name, case, strategy="owner"):
         assert found == []
+
+
+def test_captures_of_soap_under_a_schedule() -> None:
+    """With a refresh every third step, 30 steps: three per shape at most, and none after a checkpoint."""
+    pair = Pair(lambda params: SOAP(params, every=3), SHAPES)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60) for optimizer in pair.both]
+    for _ in range(30):
+        pair.step()
+        for schedule in schedules:
+            schedule.step()
+    captures = pair.report.captures
+    assert captures <= 3 * len(set(SHAPES))
+    for optimizer in pair.both:
+        optimizer.load_state_dict(optimizer.state_dict())
+    pair.steps(6)
+    assert pair.report.captures == captures
