@@ -22,6 +22,7 @@ from canzona_compile.capture.capture import Capture, Kind
 from canzona_compile.capture.faithful import holistic
 from canzona_compile.capture.independence import first_dim_is_batch
 from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.sharding_rules import missing_rule
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
 from canzona_compile.ir import Task
 from canzona_compile.layout import (
@@ -80,6 +81,7 @@ class Binder:
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.replicas = self._replica_ranks()
+        self._rules: dict[Any, str] = {}  # what torch says of the elementwise work of parameters alike
         self._rows: dict[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = {}
 
     def _replica_ranks(self) -> tuple[int, ...]:
@@ -123,7 +125,16 @@ class Binder:
             if any(b.kind.template.interpreted or holistic(b.kind.template) for b in pieces):
                 return pieces  # elementwise work is the same on the parts as on the whole
         layout, kind = self._kind(g, param, name, self.optimizer.state.get(param))
+        elementwise = not kind.template.interpreted and not holistic(kind.template)
+        if isinstance(param, DTensor) and elementwise and (reason := self._missing_rule(g, param)):
+            kind = self.capture.interpreted(self._spec(layout, param), reason)
         return [Bound(param, g, Task(name, index, g, kind.template.name, layout), kind)]
+
+    def _missing_rule(self, g: int, param: DTensor) -> str:
+        key = (g, param.ndim, param.placements, param.device_mesh)
+        if key not in self._rules:
+            self._rules[key] = missing_rule(self.optimizer, self.optimizer.param_groups[g], param)
+        return self._rules[key]
 
     def _bind_pieces(self, index: int, name: str, g: int, fused: Fused) -> list[Bound]:
         states = fused.taken(self.optimizer.state.get(fused.whole) or {})
@@ -158,8 +169,10 @@ class Binder:
         return layout, kind
 
     def _captured(self, g: int, layout: Layout, param: Tensor, name: str, state: dict[str, Any] | None) -> Kind:
-        spec = ParameterSpec(layout.shape, param.dtype, grad_dtype(param), param.device)
-        return self.capture.kind_of(self.optimizer.param_groups[g], spec, name, state or None)
+        return self.capture.kind_of(self.optimizer.param_groups[g], self._spec(layout, param), name, state or None)
+
+    def _spec(self, layout: Layout, param: Tensor) -> ParameterSpec:
+        return ParameterSpec(layout.shape, param.dtype, grad_dtype(param), param.device)
 
     def layout(self, param: Tensor) -> Layout:
         """How a parameter lies on the ranks."""

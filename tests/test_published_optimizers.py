@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_optimizer
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import canzona_compile
@@ -76,10 +77,14 @@ def two_groups(make: Callable[[Any], Optimizer]) -> Callable[[list[Any]], Optimi
     return build
 
 
+TORCH_S = (optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam)
+TORCH_S += (optim.RMSprop, optim.Rprop)
+
 OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "torch-muon": lambda params: Muon(params[: len(MATRICES)], lr=0.02, weight_decay=0.1),
     "torch-adamw": lambda params: AdamW(params, lr=0.01, weight_decay=0.1),
     "torch-sgd": lambda params: SGD(params, lr=0.01, momentum=0.9, nesterov=True),
+    **{f"torch-{kind.__name__.lower()}": partial(kind, lr=0.01) for kind in TORCH_S},
     "mixed": two_groups(MuonAndAdam),
     "muon": two_groups(lambda groups: pytorch_optimizer.Muon(groups, lr=0.02, weight_decay=0.1)),
     "adamuon": two_groups(lambda groups: pytorch_optimizer.AdaMuon(groups, lr=0.02)),
@@ -92,7 +97,8 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
         params, lr=0.01, start_preconditioning_step=3, preconditioning_compute_steps=4, block_size=16
     ),
 }
-EXACT = [name for name in OPTIMIZERS if "random" not in name]
+OTHERS = [f"torch-{kind.__name__.lower()}" for kind in TORCH_S]
+EXACT = [name for name in OPTIMIZERS if "random" not in name and name not in OTHERS]
 
 
 @functools.cache
@@ -189,3 +195,10 @@ def largest_difference(name: str, case: Case) -> float:
 def test_random_starting_vectors_change_little() -> None:
     """They only estimate a largest eigenvalue, which scales an iteration that converges from anywhere near."""
     assert max(run(2, largest_difference, "scalable-shampoo-random", Case("fsdp", (2,)))) < 1e-3
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("case", [Case("fsdp", (3,)), Case("ddp", (2,))], ids=str)
+def test_bits_of_torch_s_other_optimizers(case: Case, name: str) -> None:
+    assert [found for found, _ in run(case.world, train, name, case)] == [[]] * case.world

@@ -26,7 +26,7 @@ LAYERS = (
     "pipeline observe",
     "capture.leaves capture.course capture.blame capture.dynamo capture.functional capture.twin",
     "capture.surroundings capture.randomness capture.oracle capture.interpreted capture.faithful",
-    "capture.separability capture.independence capture.capture capture",
+    "capture.sharding_rules capture.separability capture.independence capture.capture capture",
     "runtime.groups runtime.forum runtime.executor runtime",
     "split pieces options binding stagger planner state elementwise cohorts running council",
     "figures charts render report suggestions explanation",

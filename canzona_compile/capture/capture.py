@@ -117,7 +117,7 @@ class Capture:
             if not state:
                 self._learn(kind, kind.oracle, *after_first_step(kind, kind.oracle, group, spec))
         except Untraceable as reason:
-            self.kinds[key] = kind = self._interpreted(spec, str(reason))
+            self.kinds[key] = kind = self.interpreted(spec, str(reason))
         return kind
 
     def _known(
@@ -157,7 +157,7 @@ class Capture:
         try:
             oracle = Oracle(self.optimizer, group, spec, bake=self._bake, state=state)
         except Untraceable as reason:
-            return self._interpreted(spec, str(reason))
+            return self.interpreted(spec, str(reason))
         self.counts.update(oracle.counts.keys())
         leaves = oracle.first_state[0]
         tensors = tuple(state_leaf(name, v) for name, v in leaves.items() if isinstance(v, torch.Tensor))
@@ -232,7 +232,8 @@ class Capture:
             self._faithful.add(work)
         return True
 
-    def _interpreted(self, spec: ParameterSpec, reason: str) -> Kind:
+    def interpreted(self, spec: ParameterSpec, reason: str) -> Kind:
+        """The kind of parameters whose every step is the optimizer's own eager one, on an owner."""
         label = self._label(spec)
         log.info("%s is interpreted: %s", label, reason)
         return Kind(None, {None: interpreted_template(label, spec, reason)}, (), {})

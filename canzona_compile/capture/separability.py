@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from canzona_compile.capture.blame import blamed, first_line
 from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.surroundings import Counts, step_alone
 from canzona_compile.capture.twin import make_twin, plain_class
-from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir import outputs, placeholders
 
 
@@ -111,8 +112,17 @@ def alone_as_together(optimizer: Optimizer, group: Mapping[str, Any], spec: Para
         return [p.detach() for p in own], counts
 
     with undisturbed(spec.device) as dice:
-        together, (both,) = run([0, 1])
-        alone, (one, other) = run([0], [1])
+        try:
+            together, (both,) = run([0, 1])
+            alone, (one, other) = run([0], [1])
+        except CanzonaError:
+            raise
+        except Exception as error:
+            raise UnsupportedOptimizer(
+                f"{plain_class(optimizer).__name__}.step fails on parameters that are none of the model's: "
+                f"{first_line(error)}{blamed(error)}",
+                hint="make the state in step(), not in the constructor",
+            ) from error
     if dice.rolled:
         raise UnsupportedOptimizer(
             f"{plain_class(optimizer).__name__} draws random numbers in what cannot be traced, so that nothing shows "
