@@ -131,7 +131,7 @@ class Binder:
         return [Bound(param, g, Task(name, index, g, kind.template.name, layout), kind)]
 
     def _missing_rule(self, g: int, param: DTensor) -> str:
-        key = (g, param.ndim, param.placements, param.device_mesh)
+        key = (g, param.shape, param.placements, param.device_mesh)
         if key not in self._rules:
             self._rules[key] = missing_rule(self.optimizer, self.optimizer.param_groups[g], param)
         return self._rules[key]

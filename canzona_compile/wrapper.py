@@ -102,6 +102,11 @@ def wrap(
         unwrap(optimizer)
     kind = type(optimizer)
     check_step_signature(kind)
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise UnsupportedOptimizer(
+            f"{kind.__name__} has not called torch.optim.Optimizer.__init__",
+            hint="if it goes around another optimizer, wrap that one",
+        )
     if kind.__module__ == "torch.distributed.optim.zero_redundancy_optimizer":
         raise UnsupportedOptimizer(
             "ZeroRedundancyOptimizer communicates by itself",

@@ -15,26 +15,21 @@ from canzona_compile.capture.twin import make_twin, step_plainly
 
 
 def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor) -> str:
-    """Take two steps of a small parameter like this one. No collective, if the work is elementwise.
+    """Take two steps of a parameter like this one, which is thrown away. No collective, if the work is elementwise.
+
+    It has the same shape, as rules may depend on whether shards are equal.
 
     Returns:
         What torch says of the operator that it has no rule for; nothing if it knows all of them.
     """
-    own = param._local_tensor
-    shape = tuple(max(1, min(n, 2)) for n in own.shape)
-    small = [
-        DTensor.from_local(
-            torch.ones(shape, dtype=dtype, device=own.device), param.device_mesh, param.placements, run_check=False
-        )
-        for dtype in (param.dtype, param.dtype if param.grad is None else param.grad.dtype)
-    ]
-    like = torch.nn.Parameter(small[0])
-    if small[1].dtype != like.dtype:
-        like.grad_dtype = small[1].dtype
-    like.grad = small[1]
+    like = torch.nn.Parameter(torch.zeros_like(param))
+    dtype = param.dtype if param.grad is None else param.grad.dtype
+    if dtype != param.dtype:
+        like.grad_dtype = dtype
+    like.grad = torch.ones_like(param, dtype=dtype)
     twin = make_twin(optimizer, group, [like])
     try:
-        with undisturbed(own.device):
+        with undisturbed(param.device):
             step_plainly(twin)
             step_plainly(twin)
     except Exception as error:  # whatever it is: on whole tensors the step may work
