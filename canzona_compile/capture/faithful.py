@@ -22,6 +22,7 @@ from canzona_compile.capture.surroundings import give_counts
 from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.exactness import pointwise
 from canzona_compile.ir import Role, Template, tensor_value
+from canzona_compile.passes.place import from_numbers
 
 SAMPLES = 3
 LARGEST = 2**24  # elements; the branch that this looks for does not depend on the size
@@ -29,7 +30,9 @@ LARGEST = 2**24  # elements; the branch that this looks for does not depend on t
 
 def holistic(template: Template) -> bool:
     """Is there more in the graph than elementwise work?"""
-    calls = [n for n in template.graph.nodes if n.op == "call_function" and tensor_value(n) is not None]
+    numbers = from_numbers(template.graph, set())
+    work = [n for n in template.graph.nodes if n.op == "call_function" and n not in numbers]
+    calls = [n for n in work if tensor_value(n) is not None]
     return not all(pointwise(n) for n in calls)
 
 
