@@ -5,6 +5,8 @@ The oracle holds q, k, v, ... apart, in plain parameters in one process.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -348,3 +350,31 @@ def test_an_order_that_crosses_ranks_is_refused_on_all_of_them() -> None:
         assert "no neighbours" in said
         assert "attention.qkv" in said
         assert "order= may not carry rows from one rank to another" in said
+
+
+@pytest.mark.parametrize("make", ["muon", "soap"])
+def test_copies_go_on_alike(make: str) -> None:
+    both = Both(make, SPLITS["interleaved"], None)
+    both.step()
+    both.step()
+    assert canzona_compile.wrap(both.wrapped, split=SPLITS["interleaved"]) is both.wrapped
+    copies = [copy.deepcopy(both.wrapped), pickle.loads(pickle.dumps(both.wrapped))]
+    both.step()
+    for other in copies:
+        for mine, param in zip(params_of(other), both.laid.params, strict=True):
+            assert param.grad is not None
+            mine.grad = param.grad.clone()
+        other.step()
+        pairs = zip(params_of(other), both.laid.params, strict=True)
+        assert all(same_bits(mine.detach(), param.detach()) for mine, param in pairs)
+    assert both.different() == []
+
+
+def test_a_parameter_that_moves_keeps_its_pieces() -> None:
+    """Frameworks give a parameter other memory between steps: `model.to()`, offloading."""
+    both = Both("muon", BLOCK, None)
+    both.step()
+    for param in both.laid.params:
+        param.data = param.data.clone()
+    both.step()
+    assert both.different() == []
