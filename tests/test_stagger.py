@@ -178,6 +178,42 @@ def test_shampoo_with_counters_that_run_ahead() -> None:
     assert all(same_bits(a.detach(), b.detach()) for a, b in zip(params_of(plain), params_of(wrapped), strict=True))
 
 
+def test_pieces_of_a_fused_weight_are_staggered_apart() -> None:
+    weight = torch.randn(24, 8)
+    fused = nn.Parameter(weight.clone())
+    wrapped: Any = Shampoo([("qkv", fused)], lr=0.1, every=3)
+    canzona_compile.wrap(wrapped, stagger=True, split={"qkv": {"q": 8, "k": 8, "v": 8}})
+    plain = Shampoo([nn.Parameter(w.clone()) for w in weight.split(8)], lr=0.1, every=3)
+    for step in range(12):
+        fused.grad = torch.randn(24, 8)
+        for param, grad in zip(params_of(plain), fused.grad.split(8), strict=True):
+            param.grad = grad.clone()
+        wrapped.step()
+        plain.step()
+        if step == 0:
+            ahead = wrapped.canzona.session.running.plan.stagger.ahead
+            assert sorted(ahead.values()) == [0, 1, 2]
+            for name, param in zip("qkv", params_of(plain), strict=True):
+                plain.state[param]["step"] += ahead[f"qkv[{name}]"]
+    assert same_bits(torch.cat([p.detach() for p in params_of(plain)]), fused.detach())
+
+
+def test_a_matrix_that_missed_gradients_is_ahead_of_its_own_counter() -> None:
+    values = [torch.randn(8, 6) for _ in range(6)]
+    plain, wrapped = (Shampoo([nn.Parameter(v.clone()) for v in values], lr=0.1, every=3) for _ in range(2))
+    canzona_compile.wrap(wrapped, stagger=True)
+    for step in range(15):
+        for i, (a, b) in enumerate(zip(params_of(plain), params_of(wrapped), strict=True)):
+            a.grad = None if step and (step + i) % 5 == 0 else torch.randn_like(a)
+            b.grad = None if a.grad is None else a.grad.clone()
+        plain.step()
+        wrapped.step()
+        if step == 0:
+            for name, param in zip(wrapped.canzona.session.running.plan.bound, params_of(plain), strict=True):  # type: ignore[attr-defined]
+                plain.state[param]["step"] += wrapped.canzona.session.running.plan.stagger.ahead[name]  # type: ignore[attr-defined]
+    assert all(same_bits(a.detach(), b.detach()) for a, b in zip(params_of(plain), params_of(wrapped), strict=True))
+
+
 def test_nothing_periodic_has_no_profile() -> None:
     param = nn.Parameter(torch.ones(8, 8))
     optimizer = canzona_compile.wrap(torch.optim.Muon([param]), stagger=True)
