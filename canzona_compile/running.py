@@ -119,6 +119,7 @@ class Running:
             self._met.add(self._shared_lineup())
             self._program(ready, watch).run()
             self.cohorts.show_counters()
+            self.store.interpreted(ready)
         if fresh:
             self._first_step(fresh, watch)
         self.elementwise.step()
