@@ -117,7 +117,8 @@ class StateStore:
             for leaf in self.leaves(task.name):
                 self._adopt(task, leaf, self.optimizer.state[param])
         for bound in self.plan.elementwise:
-            self._adopt_elementwise(bound)
+            if isinstance(bound.param, DTensor):
+                self._adopt_elementwise(bound)
 
     def _adopt_elementwise(self, bound: Bound) -> None:
         """The optimizer's own step takes what is laid out like the parameter, not a whole tensor beside it."""

@@ -145,6 +145,12 @@ def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         state.update(pytree.tree_map_with_path(kept, dict(state_dict["state"].get(i) or {})))
 
 
+def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
+    """Undo that full state dicts of torch.distributed.checkpoint make lists of tuples, and with that other code."""
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        group.update({k: tuple(v) for k, v in group.items() if isinstance(v, list) and isinstance(old.get(k), tuple)})
+
+
 def _rebind_scheduled_step(optimizer: Optimizer) -> None:
     """A scheduler made before `wrap` has put a counting `step` on the instance; make it call the new class."""
     patched = optimizer.__dict__.get("step")
@@ -180,7 +186,9 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
             return plain.state_dict(self)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        before = self.param_groups
         plain.load_state_dict(self, state_dict)
+        keep_tuples(self, before)
         keep_as_saved(self, state_dict)
         self.canzona.session.forget_plan()
 

@@ -26,7 +26,7 @@ from examples.optimizers.soap import SOAP
 from tests.layouts import Case, Laid, full, replicate_of
 from tests.optimizers import share_captures
 from tests.pairs import params_of, same_bits
-from tests.toy_optimizers import HostReading, Listing, Nesting, ObjectKeeping
+from tests.toy_optimizers import HostReading, Listing, Nesting, ObjectKeeping, PerParameter, State, cube
 
 SHAPES = ((7, 4), (5, 5), (7, 4))  # rows that no number of ranks shares evenly; one leaf of the square is like it
 SAVED, END = 7, 13
@@ -40,9 +40,23 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "adamw": lambda params: AdamW(params, lr=0.1),  # elementwise: fragments, and counters that are tensors
     "objects": lambda params: ObjectKeeping(params, lr=0.01),  # interpreted, as is the next one
     "host": lambda params: HostReading(params, lr=0.01),
+    "words": lambda params: Wording(params, lr=0.01),
     "nested": lambda params: Nesting(params, lr=0.01),
     "lists": lambda params: Listing(params, lr=0.01),
 }
+
+
+class Wording(PerParameter):
+    """A word in the state decides what the next step does, and two averages stand in a tuple."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state.update(next="add", averages=(torch.zeros_like(param), torch.zeros_like(param, dtype=torch.float64)))
+        sign = {"add": -1, "take": 1}[state["next"]]
+        for average in state["averages"]:
+            average.lerp_(grad.to(average.dtype), 0.1)
+        state["next"] = "take" if state["next"] == "add" else "add"
+        param.add_(cube(sum(state["averages"]).to(param.dtype)), alpha=sign * group["lr"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +130,10 @@ class Run:
 
     def differs(self, steps: int) -> list[str]:
         """What differs from the plain run after so many steps; a collective."""
-        plain = plain_moment(self.name, steps, self.dtype)
+        found = self.differs_from(plain_moment(self.name, steps, self.dtype))
+        return [f"after {steps}: {what}" for what in found]
+
+    def differs_from(self, plain: Moment) -> list[str]:
         pairs = zip(plain.params, self.laid.params, strict=True)
         found = [f"parameter {i}" for i, (a, b) in enumerate(pairs) if not same_bits(a, full(b))]
         state = self.optimizer.state_dict()["state"]
@@ -124,7 +141,7 @@ class Run:
             return [*found, f"there is state of {sorted(state)}"]
         for i, param in enumerate(self.laid.params):
             found += [f"{i}{leaf}" for leaf in different_leaves(plain.state["state"][i], state[i], param)]
-        return [f"after {steps}: {what}" for what in found]
+        return found
 
 
 def different_leaves(plain: Any, state: Any, param: Tensor) -> list[str]:
