@@ -157,7 +157,7 @@ class StateStore:
             self.fragments[key] = local
             write(state, path, like_param(local, param, leaf), structure)
             return
-        whole = self._whole(task, leaf, value)
+        whole = strided_like(leaf, self._whole(task, leaf, value))
         if self.owns(task):
             self.residents[key] = whole
             write(state, path, whole, structure)
@@ -271,6 +271,12 @@ class StateStore:
             param = self.params[task.name]
             if param in self.optimizer.state and task.name in self.initialised:
                 self.optimizer.state[param] = self.portable(task)
+
+
+def strided_like(leaf: Leaf, whole: Tensor) -> Tensor:
+    """A whole tensor that lies in memory as the leaf does: the ranks that an owner sends it to expect that."""
+    same = whole.is_contiguous() if leaf.stride is None else whole.stride() == leaf.stride
+    return whole if same else leaf.blank(whole.device).copy_(whole)
 
 
 def like_param(local: Tensor, param: Tensor, leaf: Leaf) -> Tensor:

@@ -26,6 +26,7 @@ from examples.optimizers.soap import SOAP
 from tests.layouts import Case, Laid, full, replicate_of
 from tests.optimizers import share_captures
 from tests.pairs import params_of, same_bits
+from tests.toy_habits import Columns
 from tests.toy_optimizers import HostReading, Listing, Nesting, ObjectKeeping, PerParameter, State, cube
 
 SHAPES = ((7, 4), (5, 5), (7, 4))  # rows that no number of ranks shares evenly; one leaf of the square is like it
@@ -40,6 +41,7 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "adamw": lambda params: AdamW(params, lr=0.1),  # elementwise: fragments, and counters that are tensors
     "objects": lambda params: ObjectKeeping(params, lr=0.01),  # interpreted, as is the next one
     "host": lambda params: HostReading(params, lr=0.01),
+    "columns": lambda params: Columns(params, lr=0.01),
     "words": lambda params: Wording(params, lr=0.01),
     "nested": lambda params: Nesting(params, lr=0.01),
     "lists": lambda params: Listing(params, lr=0.01),

@@ -99,7 +99,7 @@ def test_every_way(saved: Saved, name: str, loader: Rank) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("loader", [(ONE, False), (Case("ddp", (2,)), True), (Case("fsdp", (3,)), True)], ids=label)
-@pytest.mark.parametrize("name", ["normuon", "adamw", "objects", "host", "nested", "lists", "words"])
+@pytest.mark.parametrize("name", ["normuon", "columns", "adamw", "objects", "host", "nested", "lists", "words"])
 def test_other_kinds_of_state(saved: Saved, name: str, loader: Rank) -> None:
     """Columns, elementwise, interpreted (by ranks that own nothing, too), nested, in lists, and no tensors at all."""
     if (name, loader) == ("words", (ONE, False)):
