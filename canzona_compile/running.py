@@ -130,8 +130,8 @@ class Running:
         if ready:
             self._met.add(self._shared_lineup())
             self._program(ready, watch).run()
-            self.store.initialised.update(ready)  # interpreted ones: only their owner could tell
             self.cohorts.show_counters()
+            self.store.interpreted(ready)
         if fresh:
             self._first_step(fresh, watch)
         self.elementwise.step()

@@ -15,6 +15,7 @@ from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.oracle import Untraceable
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.council import Council
+from canzona_compile.dummy_step import is_dummy_step, undone
 from canzona_compile.errors import CanzonaError
 from canzona_compile.explanation import Explanation, explain_ahead, explain_plan
 from canzona_compile.ir import Step
@@ -45,6 +46,7 @@ class Session:
         self.observers: list[Observer] = []
         self.running: Running | None = None
         self.number = 0
+        self.rehearsed = False  # is what `optimizer.state` holds of a dummy step?
         self._council: Council | None = None
         self._waiter = Waiter([], torch.device("cpu"))
 
@@ -62,12 +64,22 @@ class Session:
         if self.lost:
             raise CanzonaError(self.lost, hint="call canzona_compile.wrap(optimizer, replicate=...) again")
         self.number += 1
+        if is_dummy_step(self.optimizer):
+            self._rehearse()
+            return
         with self._gradients():
             try:
                 self._step()
             finally:
                 if self.running is not None:
                     self.running.give_back_pieces()
+
+    def _rehearse(self) -> None:
+        """Leave state for a checkpoint to be loaded into, portable on every rank, and nothing else."""
+        with undone(self.optimizer):
+            self._step()
+            self.close()
+        self.rehearsed = True
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[None]:
@@ -182,11 +194,13 @@ class Session:
         """Put the state in portable form (a collective) and forget the plan."""
         if self.running is not None:
             self.running.store.release()
+        if self.rehearsed:
+            self.optimizer.state.clear()
         self.forget_plan()
 
     def forget_plan(self) -> None:
-        """Bind again at the next step; `optimizer.state` is portable already."""
-        self.running = None
+        """Bind again at the next step; `optimizer.state` is portable already, and valid."""
+        self.running, self.rehearsed = None, False
 
     @contextlib.contextmanager
     def portable_state(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Where state lives: fragments beside their parameters, whole tensors on owners, and how both travel.
 
 `optimizer.state` stays the one place of all state. On an owner it holds whole tensors for the leaves
-that the plan made resident, on other ranks nothing for them. *Portable* state is what the unwrapped
+that the plan made resident, on other ranks None in their place. *Portable* state is what the unwrapped
 optimizer would hold: laid out like the parameter. Plans end and begin with portable state, and so do
 `state_dict` and `load_state_dict`.
 """
@@ -9,7 +9,7 @@ optimizer would hold: laid out like the parameter. Plans end and begin with port
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.binding import Bound
-from canzona_compile.capture.leaves import drop, empty_containers, paths_of, read, structure_of, write
+from canzona_compile.capture.leaves import empty_containers, paths_of, read, structure_of, write
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir import Leaf, Role, Task
 from canzona_compile.layout import Shape
@@ -84,11 +84,21 @@ class StateStore:
                 found[leaf.name] = like_param(self.fragments[name, leaf.name], bound.param, leaf)
             elif (name, leaf.name) in self.residents:
                 found[leaf.name] = self.residents[name, leaf.name]
+            else:
+                found[leaf.name] = None
         state.update(empty_containers(kind.structure))
         for leaf_name, path in kind.paths.items():
             if leaf_name in found:
                 write(state, path, found[leaf_name], kind.structure)
         self.initialised.add(name)
+
+    def interpreted(self, names: Iterable[str]) -> None:
+        """These tasks have stepped. Their owners have state now, and that concerns every rank of their grids."""
+        for name in names:
+            bound = self.plan.bound[name]
+            if bound.kind.oracle is None:
+                self.initialised.add(name)
+                self.optimizer.state.setdefault(bound.param, {})
 
     # -- portable state ------------------------------------------------------------------------------
 
@@ -108,6 +118,20 @@ class StateStore:
                 continue
             for leaf in self.leaves(task.name):
                 self._adopt(task, leaf, self.optimizer.state[param])
+        for bound in self.plan.elementwise:
+            if isinstance(bound.param, DTensor):
+                self._adopt_elementwise(bound)
+
+    def _adopt_elementwise(self, bound: Bound) -> None:
+        """The optimizer's own step takes what is laid out like the parameter, not a whole tensor beside it."""
+        state = self.optimizer.state.get(bound.param) or {}
+        structure = structure_of(state)
+        for name, path in paths_of(state).items():
+            value = read(state, path)
+            if isinstance(value, Tensor) and value.shape == bound.param.shape and not isinstance(value, DTensor):
+                leaf = Leaf(Role.STATE, name, tuple(value.shape), value.dtype)
+                own = self._own_fragment(bound.task, leaf, value, bound.param)
+                write(state, path, like_param(own, bound.param, leaf), structure)
 
     def _adopt_objects(self, task: Task, state: dict[str, Any]) -> None:
         """Gather what is laid out like the parameter; the owner's eager step takes whole tensors."""
@@ -119,8 +143,8 @@ class StateStore:
             whole = self._whole(task, Leaf(Role.STATE, name, tuple(value.shape), value.dtype), value)
             if self.owns(task):
                 write(state, path, whole, structure)
-            else:
-                drop(state, path)
+        if not self.owns(task):
+            state.update(structure)
 
     def _adopt(self, task: Task, leaf: Leaf, state: dict[str, Any]) -> None:
         path, structure = self.plan.bound[task.name].kind.paths[leaf.name], self.plan.bound[task.name].kind.structure
@@ -135,12 +159,12 @@ class StateStore:
             self.fragments[key] = local
             write(state, path, like_param(local, param, leaf), structure)
             return
-        whole = self._whole(task, leaf, value)
+        whole = strided_like(leaf, self._whole(task, leaf, value))
         if self.owns(task):
             self.residents[key] = whole
             write(state, path, whole, structure)
         else:
-            drop(state, path)
+            write(state, path, None, structure)
 
     def _own_fragment(self, task: Task, leaf: Leaf, value: Tensor, param: Tensor) -> Tensor:
         expected = self._fragment_shape(task, leaf)
@@ -223,14 +247,18 @@ class StateStore:
         source = grid.ranks[task.owner[0]][task.owner[1]]
         box: list[Any] = [state if self.owns(task) else None]
         dist.broadcast_object_list(box, source, group=self.groups.of(grid.members()))
-        return state if self.owns(task) else box[0]
+        if self.owns(task):
+            return state
+        found: dict[str, Any] = box[0]
+        state.update(structure_of(found))  # load looks here for what there may be in a checkpoint
+        return found
 
     @contextlib.contextmanager
     def shown_portably(self) -> Iterator[None]:
         """While open, `optimizer.state` is portable."""
         own = dict(self.optimizer.state)
-        self.release()
         try:
+            self.release()
             yield
         finally:
             self.optimizer.state.clear()
@@ -261,6 +289,12 @@ class StateStore:
             states = [self.optimizer.state.pop(piece.param, {}) for piece in fused.pieces]
             if any(states):
                 self.optimizer.state[fused.whole] = fused.merged(states, whole_of)
+
+
+def strided_like(leaf: Leaf, whole: Tensor) -> Tensor:
+    """A whole tensor that lies in memory as the leaf does: the ranks that an owner sends it to expect that."""
+    same = whole.is_contiguous() if leaf.stride is None else whole.stride() == leaf.stride
+    return whole if same else leaf.blank(whole.device).copy_(whole)
 
 
 def like_param(local: Tensor, param: Tensor, leaf: Leaf) -> Tensor:

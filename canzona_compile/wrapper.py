@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from canzona_compile.capture.leaves import paths_of, read, write
+from canzona_compile.capture.leaves import keys_of, read
 from canzona_compile.capture.twin import check_step_signature, plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.explanation import Explanation
@@ -161,17 +163,27 @@ def _attach(optimizer: Opt, options: Options, lost: str = "") -> Opt:
     return optimizer
 
 
-def keep_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Undo that torch casts loaded state to the dtype of its parameter: preconditioners may be wider."""
+def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Undo that torch casts loaded state to the dtype of its parameter, for preconditioners may be wider, and makes
+    generators of strings."""
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for i, param in zip(ids, params, strict=True):
-        given: dict[str, Any] = state_dict["state"].get(i) or {}
         state: dict[str, Any] = optimizer.state.get(param) or {}
-        for path in paths_of(given).values():
-            saved, loaded = read(given, path), read(state, path)
-            if isinstance(saved, Tensor) and isinstance(loaded, Tensor) and saved.dtype != loaded.dtype:
-                write(state, path, saved.detach().clone().to(loaded.device), given)
+
+        def kept(path: Any, saved: Any, state: dict[str, Any] = state) -> Any:
+            if not isinstance(saved, Tensor):
+                return saved
+            loaded = read(state, keys_of(path))
+            return loaded if loaded.dtype == saved.dtype else saved.detach().clone().to(loaded.device)
+
+        state.update(pytree.tree_map_with_path(kept, dict(state_dict["state"].get(i) or {})))
+
+
+def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
+    """Undo that full state dicts of torch.distributed.checkpoint make lists of tuples, and with that other code."""
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        group.update({k: tuple(v) for k, v in group.items() if isinstance(v, list) and isinstance(old.get(k), tuple)})
 
 
 def _rebind_scheduled_step(optimizer: Optimizer) -> None:
@@ -209,8 +221,10 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
             return plain.state_dict(self)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        before = self.param_groups
         plain.load_state_dict(self, state_dict)
-        keep_dtypes(self, state_dict)
+        keep_tuples(self, before)
+        keep_as_saved(self, state_dict)
         self.canzona.session.forget_plan()
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -218,7 +232,7 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
         lost = LOST if options.replicate is not None else self.canzona.session.lost
         with self.canzona.session.portable_state():
             state = {k: v for k, v in self.__getstate__().items() if k != "canzona"}
-            state["state"] = copy.copy(state["state"])
+            state["state"] = defaultdict(dict, {} if self.canzona.session.rehearsed else state["state"])
         return _restore, (plain, replace(options, replicate=None), lost), state
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:

@@ -79,14 +79,3 @@ def write(state: dict[str, Any], path: Path, value: Any, structure: Mapping[str,
     for key in path[:-1]:
         holder = holder[key]
     holder[path[-1]] = value
-
-
-def drop(state: dict[str, Any], path: Path) -> None:
-    """Take a leaf out. In a container it leaves None behind, so that the others keep their places."""
-    if len(path) == 1:
-        state.pop(path[0], None)
-    else:
-        holder: Any = state
-        for key in path[:-1]:
-            holder = holder[key]
-        holder[path[-1]] = None
