@@ -69,7 +69,8 @@ class Trainer:
         for name, param in zip(NAMES, self.params, strict=True):
             found[name] = local(param)
             for leaf, value in self.optimizer.state.get(param, {}).items():
-                found[f"{leaf} of {name}"] = local(value)
+                if value is not None:  # it lies on an owner elsewhere
+                    found[f"{leaf} of {name}"] = local(value)
         return found
 
     def last_step(self) -> Outcome:
