@@ -121,7 +121,7 @@ class Binder:
         layout = self.layout(param)
         split = chosen(self.options.split, name, layout.shape)
         if split is not None:
-            pieces = self._bind_pieces(index, name, g, Fused(param, split, self._box(layout)))
+            pieces = self._bind_pieces(index, name, g, Fused(name, param, split, self._box(layout)))
             if any(b.kind.template.interpreted or holistic(b.kind.template) for b in pieces):
                 return pieces  # elementwise work is the same on the parts as on the whole
         layout, kind = self._kind(g, param, name, self.optimizer.state.get(param))

@@ -48,13 +48,13 @@ class Piece:
 class Fused:
     """A parameter of several logical matrices, and their parameters."""
 
-    def __init__(self, whole: Tensor, split: Split, box: Box) -> None:
+    def __init__(self, name: str, whole: Tensor, split: Split, box: Box) -> None:
         """Make the pieces.
 
         Args:
             box: this rank's fragment of `whole`.
         """
-        self.whole, self.dim = whole, split.dim
+        self.name, self.whole, self.dim = name, whole, split.dim
         self.pieces: list[Piece] = []
         for name, rows in rows_of(split).items():
             entries = entries_in(box, rows, self.dim)

@@ -72,8 +72,12 @@ class Running:
 
     def take_pieces(self) -> None:
         """Give the pieces of fused parameters what those hold; raises InvalidGradient."""
-        for fused in self.plan.fused:
-            fused.take()
+        for name, bound in self.plan.bound.items():
+            fused = bound.fused
+            if fused is not None and name == f"{fused.name}[{fused.pieces[0].name}]":
+                if fused.whole.grad is not None:
+                    check_gradient(fused.whole, fused.name, bound.kind.grad_dtype)
+                fused.take()
 
     def give_back_pieces(self) -> None:
         for fused in self.plan.fused:
