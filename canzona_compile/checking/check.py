@@ -27,8 +27,8 @@ from canzona_compile.options import Options
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-# The layout says what replicates; the plain optimizer, to compare with, takes no parameter apart.
-OPTIONS = sorted({field.name for field in fields(Options)} - {"replicate", "split", "names"})
+# The layout says what replicates; the plain optimizer, to compare with, neither staggers nor takes parameters apart.
+OPTIONS = sorted({field.name for field in fields(Options)} - {"replicate", "stagger", "split", "names"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ def verify(
         layout: "fsdp" shards rows, uneven where they do not divide, "fsdp_columns" columns (rows of what has no
             columns), "hsdp" rows in two replicas, "ddp" nothing: every rank has whole plain tensors.
         seed: of `build` and of random gradients.
-        options: of `wrap`, without `replicate`, which follows from the layout.
+        options: of `wrap`, without `replicate`, which follows from the layout, and without those that make it
+            another algorithm (`stagger`, `split`).
         json: a file to write the result to.
         limit: seconds until the processes are ended.
 
