@@ -36,12 +36,13 @@ def go_back(name: str, case: Case, folder: Path) -> tuple[list[str], list[int]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "case"), [("soap", CASES[0]), ("soap", CASES[1]), ("muon", CASES[1])], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", ["muon", "soap", "host"])  # the last one is interpreted
 def test_going_back_captures_nothing(name: str, case: Case, tmp_path: Path) -> None:
     for wrong, captures in run(2, go_back, name, case, tmp_path):
         assert wrong == []
         assert captures == captures[:1] * len(captures)
-        assert captures[0] > 0
+        assert (captures[0] > 0) == (name != "host")
 
 
 def save_meanwhile(name: str, case: Case, folder: Path) -> list[str]:
