@@ -13,6 +13,7 @@ from canzona_compile.errors import (
     UnsupportedOptimizer,
 )
 from canzona_compile.explanation import Explanation
+from canzona_compile.factory import wrap_cls
 from canzona_compile.options import Options
 from canzona_compile.report import Report
 from canzona_compile.split import Split
@@ -36,4 +37,5 @@ __all__ = [
     "unwrap",
     "verify",
     "wrap",
+    "wrap_cls",
 ]

@@ -30,7 +30,7 @@ LAYERS = (
     "runtime.groups runtime.forum runtime.executor runtime",
     "split pieces options binding stagger planner state elementwise cohorts running council",
     "figures charts render report suggestions explanation",
-    "dummy_step session inspection wrapper",
+    "dummy_step session inspection wrapper factory",
     "checking.failure checking.compare checking.layouts checking.built checking.journal checking.findings",
     "checking.work checking.processes checking.table checking.check checking.command checking __main__",
 )
@@ -52,6 +52,7 @@ PUBLIC = {
     "unwrap",
     "verify",
     "wrap",
+    "wrap_cls",
 }
 
 

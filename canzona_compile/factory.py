@@ -1,0 +1,69 @@
+"""`wrap_cls`: for frameworks that build the optimizer themselves and so ask for its class."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+
+from canzona_compile.capture.twin import check_step_signature
+from canzona_compile.errors import CanzonaError
+from canzona_compile.options import Options
+from canzona_compile.wrapper import wrap
+
+Opt = TypeVar("Opt", bound=Optimizer)
+
+
+def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
+    """A class to hand to frameworks: what is built of it is `wrap(optimizer_class(...), **options)`.
+
+    Args:
+        optimizer_class: any class of optimizers that `wrap` takes.
+        options: the keyword arguments of `wrap`.
+
+    Returns:
+        A subclass of `optimizer_class`, because frameworks ask for one and treat other callables otherwise. It is
+        only for calling: its arguments are those of `optimizer_class`, its results of the type that `wrap` makes.
+
+    Raises:
+        CanzonaError: `optimizer_class` is no class of optimizers, is wrapped already or takes a closure several
+            times per step; an option cannot be. What depends on parameters is found when an optimizer is built.
+        TypeError: `wrap` has no such option.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise CanzonaError(
+            f"wrap_cls takes a subclass of torch.optim.Optimizer, not {told(optimizer_class)}",
+            hint="for an optimizer that exists, call wrap",
+        )
+    if hasattr(optimizer_class, "_canzona_plain_class"):
+        raise CanzonaError(f"{optimizer_class.__name__} is wrapped already", hint="pass the plain class")
+    check_step_signature(optimizer_class)
+    inspect.signature(wrap).bind(None, **options)
+    Options(**{name: value for name, value in options.items() if name not in ("split", "model")})
+
+    def build(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        """Its result is no instance of `cls`, so Python calls no `__init__` on it a second time."""
+        return wrap(optimizer_class(*args, **kwargs), **options)
+
+    def refuse(cls: type[Any], **kwargs: Any) -> None:
+        raise CanzonaError(
+            f"a subclass of wrap_cls({optimizer_class.__name__}) would never be built",
+            hint=f"subclass {optimizer_class.__name__}, and give the subclass to wrap_cls",
+        )
+
+    members = {
+        "__new__": build,
+        "__init_subclass__": refuse,
+        "__module__": optimizer_class.__module__,
+        "__doc__": optimizer_class.__doc__,
+        "__signature__": inspect.signature(optimizer_class),
+        "_canzona_plain_class": optimizer_class,
+    }
+    made: type[Opt] = type(f"Canzona{optimizer_class.__name__}", (optimizer_class,), members)
+    return made
+
+
+def told(thing: object) -> str:
+    """What was given instead of a class, in a word."""
+    return thing.__name__ if isinstance(thing, type) else f"a {type(thing).__name__}"
