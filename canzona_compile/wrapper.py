@@ -104,7 +104,7 @@ def wrap(
         unwrap(optimizer)
     kind = type(optimizer)
     check_step_signature(kind)
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a proxy would find those of the optimizer in it
         raise UnsupportedOptimizer(
             f"{kind.__name__} has not called torch.optim.Optimizer.__init__",
             hint="if it goes around another optimizer, wrap that one",
@@ -134,6 +134,12 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], .
 def unwrap(optimizer: Opt) -> Opt:
     """Undo `wrap`: the same object, its old class, its state in portable form (a collective)."""
     if is_wrapped(optimizer):
+        if "canzona" not in vars(optimizer):
+            raise CanzonaError(
+                f"{type(optimizer).__name__} goes around the wrapped optimizer",
+                at="unwrap",
+                hint="unwrap the optimizer inside",
+            )
         optimizer.canzona.session.close()  # type: ignore[attr-defined]
         optimizer.__class__ = plain_class(optimizer)  # type: ignore[assignment]
         del optimizer.canzona  # type: ignore[attr-defined]
