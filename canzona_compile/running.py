@@ -60,6 +60,7 @@ class Running:
         self.agreed: TakingPart = ((), ())
         self.last: tuple[Step, History] | None = None
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
+        self._fused = {b.fused: b.kind.grad_dtype for b in plan.bound.values() if b.fused is not None}
         self._met: set[Lineup] = set()
         self._scratch: dict[str, dict[str, Any]] = {}
         self._warned = False
@@ -72,15 +73,13 @@ class Running:
 
     def take_pieces(self) -> None:
         """Give the pieces of fused parameters what those hold; raises InvalidGradient."""
-        for name, bound in self.plan.bound.items():
-            fused = bound.fused
-            if fused is not None and name == f"{fused.name}[{fused.pieces[0].name}]":
-                if fused.whole.grad is not None:
-                    check_gradient(fused.whole, fused.name, bound.kind.grad_dtype)
-                fused.take()
+        for fused, expected in self._fused.items():
+            if fused.whole.grad is not None:
+                check_gradient(fused.whole, fused.name, expected)
+            fused.take()
 
     def give_back_pieces(self) -> None:
-        for fused in self.plan.fused:
+        for fused in self._fused:
             fused.give_back()
 
     def taking_part(self) -> TakingPart:
