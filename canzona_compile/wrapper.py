@@ -109,6 +109,12 @@ def wrap(
             f"{kind.__name__} has not called torch.optim.Optimizer.__init__",
             hint="if it goes around another optimizer, wrap that one",
         )
+    own = optimizer.__dict__.get("step")
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+        raise CanzonaError(
+            "the step on the object itself hides that of its class, which is what wrap changes",
+            hint="call wrap before what replaces optimizer.step: a framework's prepare, torch.compile",
+        )
     if kind.__module__ == "torch.distributed.optim.zero_redundancy_optimizer":
         raise UnsupportedOptimizer(
             "ZeroRedundancyOptimizer communicates by itself",
