@@ -97,6 +97,7 @@ def test_nothing_was_counted_and_no_parameter_changed(name: str) -> None:
     assert pair.wrapped.param_groups[0] | {"params": ()} == pair.plain.param_groups[0] | {"params": ()}
 
 
+@pytest.mark.filterwarnings("ignore:Drawing draws random numbers")
 def test_random_numbers_go_on_where_they_were() -> None:
     optimizer = canzona_compile.wrap(Drawing(parameters()))
     before = torch.get_rng_state()
