@@ -16,7 +16,7 @@ from canzona_compile.capture.course import Course, course_of
 from canzona_compile.capture.faithful import holistic, same_bits
 from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.leaves import Paths, python_leaves, state_leaves
-from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
+from canzona_compile.capture.oracle import Moment, Oracle, ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.separability import check_separable, coupled
 from canzona_compile.capture.surroundings import Counts, counts_elsewhere, counts_of
@@ -28,7 +28,6 @@ from canzona_compile.printer import dtype_name
 log = logging.getLogger(__name__)
 
 Key = tuple[Any, ...]
-Moment = tuple[Mapping[str, Any], ParameterSpec, Mapping[str, Any], Mapping[str, Any]]  # see Capture._learn
 Held = tuple[str, Shape | None, torch.dtype | None]
 LOOKAHEAD = 128  # steps; periods above that are met when they come, at the price of a new plan
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
@@ -113,9 +112,9 @@ class Capture:
             return kind
         try:
             if state or not kind.held:  # without any state every step is alike, the first one too
-                self._learn(kind, kind.oracle, group, spec, python_leaves(state or {}), self.elsewhere())
+                self._learn(kind, kind.oracle, Moment(group, spec, python_leaves(state or {}), self.elsewhere()))
             if not state:
-                self._learn(kind, kind.oracle, *after_first_step(kind, kind.oracle, group, spec))
+                self._learn(kind, kind.oracle, after_first_step(kind, kind.oracle, group, spec))
         except Untraceable as reason:
             self.kinds[key] = kind = self.interpreted(spec, str(reason))
         return kind
@@ -168,9 +167,8 @@ class Capture:
         moment = after_first_step(kind, oracle, group, spec)
         path, counters = [], []
         for _ in range(LOOKAHEAD if kind.python_state or self.counts else 0):
-            here, _, leaves, elsewhere = moment
-            counters.append(self.counters_at(here, leaves, elsewhere))
-            template, moment = self._learn(kind, oracle, *moment)
+            counters.append(self.counters_at(moment.group, moment.counters, moment.elsewhere))
+            template, moment = self._learn(kind, oracle, moment)
             path.append(template.name)
         kind.course = course_of(path, counters)
 
@@ -179,26 +177,19 @@ class Capture:
         own = {f"group.{name}": group[name] for name in self.counters("group.") if name in group}
         return {**leaves, **elsewhere, **own}
 
-    def _learn(
-        self,
-        kind: Kind,
-        oracle: Oracle,
-        group: Mapping[str, Any],
-        spec: ParameterSpec,
-        counters: Mapping[str, Any],
-        elsewhere: Mapping[str, Any],
-    ) -> tuple[Template, Moment]:
-        """Add the template of the variant that the code takes with these hyperparameters and counters.
+    def _learn(self, kind: Kind, oracle: Oracle, moment: Moment) -> tuple[Template, Moment]:
+        """Add the template of the variant that the code takes at this moment.
 
         Returns:
-            It, and the arguments for the step after that.
+            It, and the moment of the step after that.
         """
+        group, spec, counters, elsewhere = moment
         oracle.count(counters)
         variant, _ = oracle.consult(group, elsewhere)
         own = {name: value for name, value in counts_of(oracle.twin).items() if name in elsewhere}
         counted = oracle.twin.param_groups[0]  # Dynamo adds to it, `capturable` for one
         here = {**group, **{k: counted[k] for k in self.counters("group.") if k in counted}}
-        after = here, spec, oracle.counters(), own
+        after = Moment(here, spec, oracle.counters(), own)
         if variant in kind.templates:
             return kind.templates[variant], after
         label = self._label(spec)
@@ -206,7 +197,7 @@ class Capture:
         template = replace(template_of(variant, label, spec), family=family, state=kind.state)
         if draws(template.graph):
             raise Untraceable("its step draws random numbers, which one rank has to do")
-        if self._doubtful(group, template) and not self._same_bits(group, spec, template, oracle, counters, elsewhere):
+        if self._doubtful(group, template) and not self._same_bits(template, oracle, moment):
             raise Untraceable(NOT_FAITHFUL)
         kind.templates[variant] = template
         return template, after
@@ -215,19 +206,11 @@ class Capture:
         """Must a graph be compared with the eager step? Where it will run, or may be of another formula."""
         return holistic(template) or ("foreach" in group and not is_torch_s_own(self.optimizer))
 
-    def _same_bits(
-        self,
-        group: Mapping[str, Any],
-        spec: ParameterSpec,
-        template: Template,
-        oracle: Oracle,
-        counters: Mapping[str, Any],
-        elsewhere: Mapping[str, Any],
-    ) -> bool:
+    def _same_bits(self, template: Template, oracle: Oracle, moment: Moment) -> bool:
         """Compare a graph with the eager step, once for all graphs that do the same to matrices of any size."""
         work = tuple(str(n.target) for n in template.graph.nodes if n.op == "call_function")
         if work not in self._faithful:
-            if not same_bits(self.optimizer, group, spec, template, oracle, counters, elsewhere):
+            if not same_bits(self.optimizer, template, oracle, moment):
                 return False
             self._faithful.add(work)
         return True
@@ -255,7 +238,7 @@ def after_first_step(kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec:
     """What the code will see of counters when a parameter without state takes its second step."""
     own = {name.removeprefix("group."): v for name, v in oracle.counts.items() if name.startswith("group.")}
     elsewhere = {name: v for name, v in oracle.counts.items() if not name.startswith("group.")}
-    return {**group, **own}, spec, kind.python_state, elsewhere
+    return Moment({**group, **own}, spec, kind.python_state, elsewhere)
 
 
 def held(state: Mapping[str, Any]) -> frozenset[Held]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from canzona_compile.capture.leaves import read, state_leaves, write
-from canzona_compile.capture.oracle import Oracle, ParameterSpec
+from canzona_compile.capture.oracle import Moment, Oracle
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.surroundings import give_counts
 from canzona_compile.capture.twin import make_twin, step_plainly
@@ -36,15 +35,7 @@ def holistic(template: Template) -> bool:
     return not all(pointwise(n) for n in calls)
 
 
-def same_bits(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    spec: ParameterSpec,
-    template: Template,
-    oracle: Oracle,
-    counters: Mapping[str, Any],
-    elsewhere: Mapping[str, Any],
-) -> bool:
+def same_bits(optimizer: Optimizer, template: Template, oracle: Oracle, moment: Moment) -> bool:
     """Run a step of a random matrix both ways and compare every written leaf.
 
     It is the step that follows the first one if `counters` are the Python leaves of its state; they lead
@@ -53,24 +44,14 @@ def same_bits(
     Every rank does the same on the same numbers, so all come to the same verdict. Tensors above
     `LARGEST` elements are not tried.
     """
-    if math.prod(spec.shape) > LARGEST:
+    if math.prod(moment.spec.shape) > LARGEST:
         return True
-    given = optimizer, group, spec, template, oracle, counters, elsewhere
-    with undisturbed(spec.device):
-        return all(same_bits_once(*given, seed=seed) for seed in range(SAMPLES))
+    with undisturbed(moment.spec.device):
+        return all(same_bits_once(optimizer, template, oracle, moment, seed) for seed in range(SAMPLES))
 
 
-def same_bits_once(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    spec: ParameterSpec,
-    template: Template,
-    oracle: Oracle,
-    counters: Mapping[str, Any],
-    elsewhere: Mapping[str, Any],
-    *,
-    seed: int,
-) -> bool:
+def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, moment: Moment, seed: int) -> bool:
+    group, spec, counters, elsewhere = moment
     generator = torch.Generator().manual_seed(seed)
 
     def random(dtype: torch.dtype) -> Tensor:

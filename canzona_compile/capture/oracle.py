@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -56,6 +56,19 @@ class ParameterSpec:
     dtype: torch.dtype
     grad_dtype: torch.dtype
     device: torch.device
+
+
+class Moment(NamedTuple):
+    """What code sees on a step of one parameter, tensors aside.
+
+    `counters` are the Python leaves of its state, `elsewhere` the numbers that the optimizer keeps outside of
+    groups and states of parameters.
+    """
+
+    group: Mapping[str, Any]
+    spec: ParameterSpec
+    counters: Mapping[str, Any]
+    elsewhere: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
