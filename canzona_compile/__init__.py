@@ -15,6 +15,9 @@ from canzona_compile.errors import (
 from canzona_compile.explanation import Explanation
 from canzona_compile.factory import wrap_cls
 from canzona_compile.options import Options
+from canzona_compile.planfile import PlanFile
+from canzona_compile.planning.plan import plan
+from canzona_compile.planning.result import OfflinePlan
 from canzona_compile.report import Report
 from canzona_compile.split import Split
 from canzona_compile.wrapper import explain, is_wrapped, unwrap, wrap
@@ -25,7 +28,9 @@ __all__ = [
     "CanzonaError",
     "Explanation",
     "InvalidGradient",
+    "OfflinePlan",
     "Options",
+    "PlanFile",
     "RankMismatch",
     "Report",
     "Split",
@@ -34,6 +39,7 @@ __all__ = [
     "Verification",
     "explain",
     "is_wrapped",
+    "plan",
     "unwrap",
     "verify",
     "wrap",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from canzona_compile.checking import command as verify
 from canzona_compile.errors import CanzonaError
+from canzona_compile.planning import command as planning
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class Command:
 
 
 COMMANDS = {
+    "plan": Command(
+        "predict a step on a model and a mesh, and write the plan that the runtime would execute",
+        planning.add_arguments,
+        planning.run,
+    ),
     "verify": Command(
         "compare the wrapped optimizer with the plain one on your model; exit code 1 if a bit differs",
         verify.add_arguments,

@@ -114,7 +114,7 @@ def histogram(loads: Sequence[LoadReport], width: int, glyphs: Glyphs) -> Iterat
 
 
 def assumptions(report: Figures) -> str:
-    rates = rates_of(report.machine)
+    rates = rates_of(report.machine, tuple(one.rank for one in report.loads))
     flops = readable(rates.flops).replace(".00 ", " ")
     return f"assuming {flops}/s, {rates.wire / 1e9:g} GB/s, {duration(rates.latency)} a collective"
 

@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import fx
 
+from canzona_compile.hardware import Hardware, named_hardware
 from canzona_compile.ir import Machine, Template, tensor_value
 from canzona_compile.layout import Shape
 
@@ -27,23 +28,37 @@ def dim_symbols(ndim: int) -> tuple[sympy.Symbol, ...]:
 
 
 def symbolic_flops(graph: fx.Graph, template: Template) -> sympy.Expr:
-    """FLOPs of a graph node by node: 2mkn per product, one per element elsewhere.
+    """FLOPs of a graph node by node: 2mkn per product, one per element elsewhere."""
+    dims = symbolic_dims(graph, template)
+    return sympy.expand(sum((node_flops(n, dims) for n in dims if n.op == "call_function"), sympy.Integer(0)))
 
-    Dims are followed through the graph, so that in a transposed Newton-Schulz m and n change places.
+
+def symbolic_bytes(graph: fx.Graph, template: Template) -> sympy.Expr:
+    """Bytes that a graph reads and writes in memory, node by node, views aside and nothing fused."""
+    dims = symbolic_dims(graph, template)
+    total: sympy.Expr = sympy.Integer(0)
+    for node in dims:
+        view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+        if node.op == "call_function" and not view:
+            for each in (node, *(n for n in node.all_input_nodes if n in dims)):
+                total += each.meta["val"].dtype.itemsize * sympy.Mul(*dims[each])
+    return sympy.expand(total)
+
+
+def symbolic_dims(graph: fx.Graph, template: Template) -> dict[fx.Node, Dims]:
+    """The dims of every tensor in a graph, in those of the parameter.
+
+    They are followed through the graph, so that in a transposed Newton-Schulz m and n change places.
     A size that no operand explains is looked up among the parameter's dims and else left a number.
     """
     symbols = dim_symbols(len(template.shape))
     dims: dict[fx.Node, Dims] = {}
-    total: sympy.Expr = sympy.Integer(0)
     for node in graph.nodes:
         value = tensor_value(node)
-        if value is None:
-            continue
-        sizes = tuple(int(n) for n in value.shape)
-        dims[node] = follow(node, sizes, dims, template.shape, symbols)
-        if node.op == "call_function":
-            total += node_flops(node, dims)
-    return sympy.expand(total)
+        if value is not None:
+            sizes = tuple(int(n) for n in value.shape)
+            dims[node] = follow(node, sizes, dims, template.shape, symbols)
+    return dims
 
 
 def follow(
@@ -97,17 +112,23 @@ DECOMPOSITIONS = {
 }
 
 
+def decomposition(node: fx.Node) -> str:
+    """Which one a node is; empty if none."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
+    return name if name in DECOMPOSITIONS else ""
+
+
 def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:
     own = sympy.Mul(*dims[node])
     if pair := factors(node):
         return 2 * own * dims[pair[0]][-1]
-    if isinstance(node.target, torch._ops.OpOverload):
-        name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
-        if name in DECOMPOSITIONS:
-            operand = dims[node.all_input_nodes[0]]
-            return DECOMPOSITIONS[name] * sympy.Mul(*operand) * operand[-1]
-        if node.target.is_view:
-            return sympy.Integer(0)
+    if name := decomposition(node):
+        operand = dims[node.all_input_nodes[0]]
+        return DECOMPOSITIONS[name] * sympy.Mul(*operand) * operand[-1]
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        return sympy.Integer(0)
     largest = max((sympy.Mul(*dims[n]) for n in node.all_input_nodes if n in dims), key=free_size, default=own)
     return largest if free_size(largest) > free_size(own) else own
 
@@ -124,7 +145,7 @@ def flops_of(cost: sympy.Expr, shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does per second, for choosing among plans. Only ratios between plans matter.
+    """What a machine does per second, in short. Only ratios between plans matter.
 
     Attributes:
         flops: of matrix products, per rank.
@@ -140,12 +161,21 @@ class Rates:
     overlap: bool
 
 
+TYPICAL = 4096  # dim of the products that stand for all in `Rates`
+
+
+def hardware_of(machine: Machine) -> Hardware:
+    """Its rates; those assumed for its kind of device where none were given."""
+    return machine.rates or named_hardware("cpu" if machine.device == "cpu" else "h100")
+
+
 @cache
-def rates_of(machine: Machine) -> Rates:
-    """Assumed rates, within a factor of two of public figures; nothing here is measured."""
-    if machine.device == "cuda":
-        return Rates(flops=400e12, wire=100e9, latency=40e-6, overlap=True)
-    return Rates(flops=50e9 * machine.threads, wire=1e9, latency=500e-6, overlap=False)
+def rates_of(machine: Machine, ranks: tuple[int, ...] = ()) -> Rates:
+    """The rates of a machine in short, with the slowest link among `ranks`."""
+    hardware = hardware_of(machine)
+    link = hardware.link(ranks or (0,))
+    flops = hardware.product_rate("bfloat16", TYPICAL) * machine.threads
+    return Rates(flops, link.bandwidth, link.latency, hardware.overlap)
 
 
 @dataclass(frozen=True, slots=True)

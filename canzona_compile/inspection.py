@@ -14,6 +14,7 @@ from canzona_compile.ir import Step
 from canzona_compile.lifting import graph_module
 from canzona_compile.options import Options
 from canzona_compile.pipeline import History
+from canzona_compile.planfile import PlanFile
 from canzona_compile.printer import show
 from canzona_compile.report import Report
 from canzona_compile.session import Session
@@ -60,6 +61,10 @@ class Canzona:
         """What each pass took and changed."""
         return self.session.last()[1]
 
+    def plan(self) -> PlanFile:
+        """Owners and micro-groups, to be saved (`to_json`) and followed by another run: wrap(..., plan=)."""
+        return self.session.plan()
+
     def report(self) -> Report:
         """The schedule, for people (rich prints it) and machines (`to_json()`)."""
         return self.session.report()
@@ -81,6 +86,7 @@ class Canzona:
         for name, module in parts.items():
             (folder / f"{name}.py").write_text(module.print_readable(print_output=False))
         report = self.report()
+        (folder / "plan.json").write_text(self.plan().to_json())
         (folder / "report.json").write_text(report.to_json())
         (folder / "report.txt").write_text(report.to_text())
         return folder

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from canzona_compile.errors import InvalidStep
+from canzona_compile.hardware import Hardware
 from canzona_compile.layout import Box, Grid, Layout, Shape
 
 
@@ -338,11 +339,12 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What passes may know of the hardware: names and rates, no handles."""
+    """What passes may know of the hardware: names and rates, no handles. Without `rates` they are assumed."""
 
     device: str  # "cpu", "cuda"
     backend: str  # of the process group: "gloo", "nccl", "" where there is none
     threads: int  # that one rank computes with, on CPU
+    rates: Hardware | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.hardware import Hardware
+from canzona_compile.ownership import planner_named
+from canzona_compile.planfile import PlanFile
 from canzona_compile.split import Split
 
 Strategy = Literal["auto", "owner", "replicated"]
@@ -35,6 +38,9 @@ class Options:
         stagger: offset periodic work (refreshes) per matrix, so that no step does it for all of them.
         split: patterns of parameter names, and the logical matrices in parameters that they fit.
         names: of the parameters by group, where the groups themselves have none.
+        planner: which rule chooses owners, one of `ownership.NAMES`; alpha is that of the rule "alpha".
+        hardware: rates that predictions stand on; None: assumed for the kind of device.
+        plan: owners and micro-groups to take instead of planning.
     """
 
     replicate: DeviceMesh | ProcessGroup | None = None
@@ -47,12 +53,19 @@ class Options:
     stagger: bool = False
     split: tuple[tuple[str, Split], ...] = ()
     names: tuple[tuple[str, ...], ...] = ()
+    planner: str = "joint"
+    alpha: float = 1.0
+    hardware: Hardware | None = None
+    plan: PlanFile | None = None
 
     @property
     def text(self) -> str:
         """What ranks must have in common."""
-        names = [f.name for f in fields(self) if f.name not in ("replicate", "split", "names")]
+        apart = ("replicate", "split", "names", "hardware", "plan")
+        names = [f.name for f in fields(self) if f.name not in apart]
         splits = [f"{pattern} is {split}" for pattern, split in self.split]
+        if self.plan is not None:
+            splits.append(f"plan {self.plan.fingerprint}")
         return " ".join([*(f"{name} {getattr(self, name)}" for name in names), *splits])
 
     def __post_init__(self) -> None:
@@ -62,6 +75,7 @@ class Options:
                 raise CanzonaError(
                     f"{name}={value!r} is none of {', '.join(map(repr, allowed))}", at=f"wrap(..., {name}=)"
                 )
+        planner_named(self.planner, alpha=self.alpha)
         if not isinstance(self.stagger, bool):
             raise CanzonaError(f"stagger={self.stagger!r} is neither True nor False", at="wrap(..., stagger=)")
         for name in ("capacity", "depth", "micro_groups"):

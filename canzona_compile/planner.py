@@ -12,13 +12,17 @@ from canzona_compile.binding import Bound
 from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.hardware import Hardware
 from canzona_compile.ir import Form, Machine, Placed, Step, Task, Template
 from canzona_compile.options import Options
+from canzona_compile.ownership import planner_named
 from canzona_compile.passes import (
     AssignOwners,
     Batching,
     Canonicalize,
     Emit,
+    FollowGroups,
+    FollowOwners,
     FormMicroGroups,
     FuseCollectives,
     Place,
@@ -32,18 +36,20 @@ from canzona_compile.stagger import Stagger, stagger
 def planning_passes(options: Options) -> list[Pass]:
     """From captured templates to owners: once per set of parameters."""
     exact = options.numerics == "exact"
-    return [Canonicalize(), Place(exact=exact), AssignOwners(strategy=options.strategy)]
+    owners: Pass = AssignOwners(options.strategy, planner_named(options.planner, alpha=options.alpha))
+    if options.plan is not None:
+        owners = FollowOwners(options.plan)
+    return [Canonicalize(), Place(exact=exact), owners]
 
 
 def lowering_passes(options: Options) -> list[Pass]:
     """From owners to a schedule: once per set of tasks that take part in a step."""
     exact = options.numerics == "exact"
-    return [
-        FormMicroGroups(capacity=options.capacity, groups=options.micro_groups, depth=options.depth),
-        FuseCollectives(),
-        Batching(exact=exact),
-        Schedule(depth=options.depth),
-    ]
+    groups: Pass = FormMicroGroups(capacity=options.capacity, groups=options.micro_groups, depth=options.depth)
+    depth = options.depth
+    if options.plan is not None:
+        groups, depth = FollowGroups(options.plan), options.plan.depth
+    return [groups, FuseCollectives(), Batching(exact=exact), Schedule(depth=depth)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -84,11 +90,11 @@ class Plan:
         return replace(self.owned, tasks=tuple(tasks))
 
 
-def machine_of(params: Iterable[torch.Tensor]) -> Machine:
+def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) -> Machine:
     kinds = sorted({p.device.type for p in params})
     device = kinds[0] if kinds else "cpu"
     backend = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
-    return Machine(device, backend, torch.get_num_threads() if device == "cpu" else 1)
+    return Machine(device, backend, torch.get_num_threads() if device == "cpu" else 1, rates)
 
 
 def make_plan(bound: Sequence[Bound], optimizer: str, options: Options, observers: Sequence[Observer] = ()) -> Plan:
@@ -97,7 +103,7 @@ def make_plan(bound: Sequence[Bound], optimizer: str, options: Options, observer
     captured = Step(
         Form.CAPTURED,
         optimizer,
-        machine_of(b.param for b in bound),
+        machine_of((b.param for b in bound), options.hardware),
         tuple(templates.values()),
         tuple(b.task for b in bound),
     )

@@ -43,6 +43,7 @@ def show(step: Step) -> str:
     lines = [
         f"step @{step.optimizer} form={step.form.name.lower()} "
         f"machine={machine.device}/{machine.backend or 'none'} threads={machine.threads}"
+        + (f" rates={machine.rates.name}@{machine.rates.digest}" if machine.rates else "")
     ]
     for template in step.templates:
         lines += ["", *show_template(template)]

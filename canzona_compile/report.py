@@ -272,10 +272,11 @@ def timeline(step: Step, placed: Mapping[str, Placed]) -> tuple[Moment, ...]:
     Transfers run in the order in which they start. Where communication takes the cores that compute
     (gloo), the processor stands still meanwhile.
     """
-    rates = rates_of(step.machine)
+    overlap = rates_of(step.machine).overlap
     last: dict[tuple[int, Act], float] = {}
     for group in step.groups:
         load, grid = load_of_group(step, group, placed), grid_of(step, group)
+        rates = rates_of(step.machine, grid.members())
         # GroupLoad adds the scatter's and the exchange's bytes; the latter are 1/shards as many.
         parts = {
             Act.START_SCATTER: grid.shards * (grid.shards > 1),
@@ -294,7 +295,7 @@ def timeline(step: Step, placed: Mapping[str, Placed]) -> tuple[Moment, ...]:
         if event.act in TRANSFERS:
             begin = max(processor, link)
             link = arrival[event.group, TRANSFERS[event.act]] = begin + lasts
-            processor = processor if rates.overlap else link
+            processor = processor if overlap else link
             moments.append(Moment(str(event.act), event.group, "link", begin, link))
         else:
             begin = processor

@@ -21,7 +21,8 @@ from canzona_compile.explanation import Explanation, explain_ahead, explain_plan
 from canzona_compile.ir import Step
 from canzona_compile.options import Options
 from canzona_compile.pipeline import History, Observer
-from canzona_compile.planner import Plan, make_plan
+from canzona_compile.planfile import PlanFile
+from canzona_compile.planner import Plan, lower, make_plan
 from canzona_compile.report import Report, headline, make_report
 from canzona_compile.running import Running, TakingPart
 from canzona_compile.runtime.forum import Waiter
@@ -166,7 +167,10 @@ class Session:
             for name, _, param in named_params(self.optimizer, self.options.names):
                 if param.grad is not None:
                     check_gradient(param, name, param.grad.dtype)
-            return make_plan(binder.bind(), plain_class(self.optimizer).__name__, self.options, self.observers), None
+            plan = make_plan(binder.bind(), plain_class(self.optimizer).__name__, self.options, self.observers)
+            if self.options.plan is not None:
+                self.options.plan.check_followed(whole(plan, self.options))
+            return plan, None
         except CanzonaError as error:
             return None, error
         except Exception as error:  # whatever it is, peers must hear of it instead of waiting
@@ -179,6 +183,12 @@ class Session:
         if self.running is None or self.running.last is None:
             raise CanzonaError("there is no plan yet", hint="call step() once; plans are made at the first one")
         return self.running.last
+
+    def plan(self) -> PlanFile:
+        """The decisions of the plan at work, for all of its matrices."""
+        self.last()
+        assert self.running is not None
+        return PlanFile.of(whole(self.running.plan, self.options))
 
     def report(self) -> Report:
         step, _ = self.last()
@@ -207,6 +217,11 @@ class Session:
         """While open, `optimizer.state` is what the unwrapped optimizer would hold (a collective)."""
         with contextlib.nullcontext() if self.running is None else self.running.store.shown_portably():
             yield
+
+
+def whole(plan: Plan, options: Options) -> Step:
+    """The scheduled step of a plan's matrices, as if all had gradients."""
+    return lower(plan.owned, [task.name for task in plan.owned.tasks], options)[0]
 
 
 def distributed() -> bool:

@@ -13,6 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,8 +27,10 @@ from canzona_compile.capture.leaves import keys_of, read
 from canzona_compile.capture.twin import check_step_signature, plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.explanation import Explanation
+from canzona_compile.hardware import Hardware, named_hardware
 from canzona_compile.inspection import Canzona
 from canzona_compile.options import MissingGrads, Numerics, Options, Strategy
+from canzona_compile.planfile import PlanFile, read_plan
 from canzona_compile.session import Session
 from canzona_compile.split import Split
 
@@ -49,6 +52,9 @@ def wrap(
     stagger: bool = False,
     split: Mapping[str, Split | Mapping[str, int]] | None = None,
     model: nn.Module | None = None,
+    planner: str = "joint",
+    hardware: str | Path | Hardware | None = None,
+    plan: str | Path | PlanFile | None = None,
 ) -> Opt:
     """Make every `step` of an optimizer compute each matrix once, on one rank, whatever the sharding.
 
@@ -73,13 +79,18 @@ def wrap(
             sees each part as a parameter of its own. State that is no longer shaped like a parameter is
             saved per part, and belongs to this split.
         model: names the parameters, for `split` and for reports, where the groups have no `param_names`.
+        planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
+        hardware: rates that decisions stand on: a name, or a file that `canzona-compile calibrate` wrote. Assumed
+            for the kind of device by default.
+        plan: a plan, or its file, made by `canzona_compile.plan`, `canzona-compile plan --format json` or
+            `optimizer.canzona.plan()`: its owners and micro-groups are taken, and nothing else is run.
 
     Returns:
         The same object. Its class is now a subclass of the old one, and it has `.canzona`.
 
     Raises:
         CanzonaError: `optimizer` is none, takes a closure several times per step, or is wrapped with
-            other options; `model` has not all of its parameters; `split` cannot be. What depends on parameters
+            other options; `model` has not all of its parameters; `split` cannot be; a file is no plan. What depends on parameters
             and gradients is found at the first `step`.
     """
     if not isinstance(optimizer, Optimizer):
@@ -92,6 +103,14 @@ def wrap(
     options = Options(
         replicate, strategy, numerics, capacity, micro_groups, depth, missing_grads, stagger, splits, names
     )
+    if planner == "exact":
+        raise CanzonaError(
+            "the planner 'exact' is bound by time, so that ranks would plan differently",
+            at="wrap(..., planner=)",
+            hint="make a plan with it (canzona-compile plan --exact --format json) and pass that as plan=",
+        )
+    rates = named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware
+    options = replace(options, planner=planner, hardware=rates, plan=None if plan is None else read_plan(plan))
     if is_wrapped(optimizer):
         session = optimizer.canzona.session  # type: ignore[attr-defined]
         if session.options != options and not session.lost:

@@ -4,6 +4,7 @@ from canzona_compile.passes.assign_owners import AssignOwners
 from canzona_compile.passes.batch import Batching
 from canzona_compile.passes.canonicalize import Canonicalize
 from canzona_compile.passes.emit import Emit
+from canzona_compile.passes.follow_plan import FollowGroups, FollowOwners
 from canzona_compile.passes.fuse_collectives import FuseCollectives
 from canzona_compile.passes.micro_group import FormMicroGroups
 from canzona_compile.passes.place import Place
@@ -14,6 +15,8 @@ __all__ = [
     "Batching",
     "Canonicalize",
     "Emit",
+    "FollowGroups",
+    "FollowOwners",
     "FormMicroGroups",
     "FuseCollectives",
     "Place",

@@ -55,7 +55,7 @@ class FormMicroGroups:
         total, largest = makespan(tasks, placed), max(placed[t.placed].flops for t in tasks)
         counts = (self.groups,) if self.groups else COUNTS
         plans = [pack(tasks, placed, max(math.ceil(total / count), largest), self.capacity) for count in counts]
-        rates = rates_of(step.machine)
+        rates = rates_of(step.machine, grid.members())
 
         def seconds(plan: list[list[Task]]) -> float:
             loads = [load_of(own, grid, placed) for own in plan]

@@ -284,7 +284,7 @@ def test_everything_is_mentioned() -> None:
     for word in (
         "10 m^3 + 20 m^2 n",
         "bf16 8 KiB",
-        "least loaded rank",
+        "by joint",
         "reads a tensor",
         "replicate=",
     ):

@@ -1,0 +1,226 @@
+"""What a machine does per second: data, read from a JSON file, with a source for every rate.
+
+Rates that no one measured on the machine at hand are *assumed*; `calibrate` replaces them by measured ones. A
+prediction names the rates that it stands on and which kind each is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from canzona_compile.errors import CanzonaError
+
+SCHEMA = 1
+FOLDER = Path(__file__).parent / "data" / "hardware"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A rate by size: points (size, rate), sizes ascending; between them linear in the logarithm of the size."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, size: float) -> float:
+        sizes = [s for s, _ in self.points]
+        i = bisect_left(sizes, size)
+        if i == 0 or i == len(sizes):
+            return self.points[min(i, len(sizes) - 1)][1]
+        (below, low), (above, high) = self.points[i - 1], self.points[i]
+        share = math.log(size / below) / math.log(above / below)
+        return low + share * (high - low)
+
+    @property
+    def best(self) -> float:
+        return max(rate for _, rate in self.points)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One class of links.
+
+    Attributes:
+        bandwidth: bytes per second that a rank sends, while it receives as many.
+        latency: seconds that an all-to-all takes however small it is.
+        per_peer: further seconds for each other rank in it.
+    """
+
+    bandwidth: float
+    latency: float
+    per_peer: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A kind of machine.
+
+    Attributes:
+        name: of a file in `data/hardware`, or what a file of the user's calls itself.
+        device, backend: what ranks compute with ("cuda", "cpu") and talk through ("nccl", "gloo").
+        ranks_per_node: ranks that `node` links connect; between nodes there is `network`.
+        processors: of a node, shared by its ranks: GPUs, or cores with one thread per rank.
+        overlap: whether communication runs beside computation or takes the same processors.
+        products: FLOP/s of matrix products by dtype, over the geometric mean of their three dims.
+        factorizations: FLOP/s of eigh, qr, ... over the dim; "other" stands for all that are not listed.
+        bandwidth: bytes per second that elementwise work reads and writes in memory.
+        memory: bytes that a rank has.
+        launch: seconds that each operator costs beside its work: a kernel's launch, or the host's dispatch.
+        node, network: links within and between nodes.
+        sources: of each rate, by the name of its field: a public figure, or how it was measured.
+        measured: names of the fields that were measured on the machine itself; the others are assumed.
+    """
+
+    name: str
+    device: str
+    backend: str
+    ranks_per_node: int
+    processors: int
+    overlap: bool
+    products: tuple[tuple[str, Curve], ...]
+    factorizations: tuple[tuple[str, Curve], ...]
+    bandwidth: float
+    memory: float
+    launch: float
+    node: Link
+    network: Link
+    sources: tuple[tuple[str, str], ...] = ()
+    measured: tuple[str, ...] = ()
+
+    def product_rate(self, dtype: str, size: float) -> float:
+        """FLOP/s of a product; dtypes that are not listed are as slow as the slowest that is."""
+        curves = dict(self.products)
+        return curves[dtype].at(size) if dtype in curves else min(curve.at(size) for curve in curves.values())
+
+    def factorization_rate(self, operator: str, size: float) -> float:
+        curves = dict(self.factorizations)
+        return (curves.get(operator) or curves["other"]).at(size)
+
+    def link(self, ranks: tuple[int, ...]) -> Link:
+        """The slowest link among some ranks; global rank r is on node r // ranks_per_node."""
+        return self.node if len({r // self.ranks_per_node for r in ranks}) == 1 else self.network
+
+    @property
+    def digest(self) -> str:
+        """Of all rates: ranks that plan together must have equal ones."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        return tuple(name for name in RATES if name not in self.measured)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `to_json` says, as plain objects."""
+        return {
+            "schema": SCHEMA,
+            **asdict(self),
+            "products": {name: curve.points for name, curve in self.products},
+            "factorizations": {name: curve.points for name, curve in self.factorizations},
+            "sources": dict(self.sources),
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+
+RATES = ("products", "factorizations", "bandwidth", "memory", "launch", "node", "network")
+POSITIVE = ("ranks_per_node", "processors", "bandwidth", "memory")
+
+
+@cache
+def named_hardware(name: str) -> Hardware:
+    """A kind of machine by name, or from a JSON file by its path.
+
+    Raises:
+        CanzonaError: there is no such name or file, or a field is missing, of the wrong type or absurd.
+    """
+    path = FOLDER / f"{name}.json"
+    known = sorted(p.stem for p in FOLDER.glob("*.json"))
+    if name not in known:
+        path = Path(name)
+        if path.suffix != ".json" or not path.is_file():
+            raise CanzonaError(
+                f"there is no hardware {name!r}", hint=f"one of {', '.join(known)}, or a file.json that calibrate wrote"
+            )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CanzonaError(f"it is no JSON: {error}", at=str(path)) from error
+    if not isinstance(found, dict):
+        raise CanzonaError("it holds no JSON object", at=str(path), hint="write one with calibrate")
+    return hardware_from(found, str(path))
+
+
+def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
+    """Hardware from plain objects, every field checked."""
+    if given.get("schema") != SCHEMA:
+        raise CanzonaError(f"schema is {given.get('schema')!r}, not {SCHEMA}", at=at, hint="write it anew by calibrate")
+    known = {f.name for f in fields(Hardware)}
+    if missing := sorted(known - given.keys() - {"sources", "measured"}):
+        raise CanzonaError(f"the field {missing[0]!r} is missing", at=at, hint="a100.json shows all fields")
+    if unknown := sorted(given.keys() - known - {"schema"}):
+        raise CanzonaError(f"there is no field {unknown[0]!r}", at=at, hint=f"there are {', '.join(sorted(known))}")
+    values = dict(given)
+    del values["schema"]
+    for name in POSITIVE:
+        values[name] = number(given[name], name, at, positive=True)
+    values["launch"] = number(given["launch"], "launch", at, positive=False)
+    for name in ("ranks_per_node", "processors"):
+        values[name] = int(values[name])
+    for name in ("name", "device", "backend"):
+        if not isinstance(given[name], str):
+            raise CanzonaError(f"{name} is {given[name]!r}, no text", at=at)
+    if not isinstance(given["overlap"], bool):
+        raise CanzonaError(f"overlap is {given['overlap']!r}, neither true nor false", at=at)
+    for name in ("products", "factorizations"):
+        values[name] = curves(given[name], name, at)
+    if "other" not in dict(values["factorizations"]):
+        raise CanzonaError("factorizations has no rate 'other'", at=at, hint="add it, for operators not listed")
+    for name in ("node", "network"):
+        values[name] = link(given[name], name, at)
+    values["sources"] = tuple(dict(given.get("sources", {})).items())
+    values["measured"] = tuple(given.get("measured", ()))
+    if strange := sorted(set(values["measured"]) - set(RATES)):
+        raise CanzonaError(f"measured names {strange[0]!r}", at=at, hint=f"rates are {', '.join(RATES)}")
+    return Hardware(**values)
+
+
+def number(value: Any, name: str, at: str, *, positive: bool) -> float:
+    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not sound or value < 0 or (positive and not value):
+        wanted = "a positive number" if positive else "a number of at least 0"
+        raise CanzonaError(f"{name} is {value!r}, not {wanted}", at=at, hint="rates are per second, in SI units")
+    return float(value)
+
+
+def curves(value: Any, name: str, at: str) -> tuple[tuple[str, Curve], ...]:
+    if not isinstance(value, Mapping) or not value:
+        raise CanzonaError(f"{name} is no object with a rate per name", at=at)
+    return tuple((key, curve(points, f"{name}.{key}", at)) for key, points in value.items())
+
+
+def curve(value: Any, name: str, at: str) -> Curve:
+    pairs = value if isinstance(value, list | tuple) else []
+    if not pairs or any(not isinstance(p, list | tuple) or len(p) != 2 for p in pairs):
+        raise CanzonaError(f"{name} is no list of pairs [size, FLOP/s]", at=at)
+    points = tuple((number(s, name, at, positive=True), number(r, name, at, positive=True)) for s, r in pairs)
+    if any(a[0] >= b[0] for a, b in zip(points, points[1:], strict=False)):
+        raise CanzonaError(f"the sizes of {name} do not ascend", at=at)
+    return Curve(points)
+
+
+def link(value: Any, name: str, at: str) -> Link:
+    if not isinstance(value, Mapping):
+        raise CanzonaError(f"{name} is no object with bandwidth and latency", at=at)
+    if missing := [key for key in ("bandwidth", "latency") if key not in value]:
+        raise CanzonaError(f"the field {name}.{missing[0]} is missing", at=at)
+    if unknown := sorted(set(value) - {f.name for f in fields(Link)}):
+        raise CanzonaError(f"there is no field {name}.{unknown[0]}", at=at)
+    own = {key: number(v, f"{name}.{key}", at, positive=key == "bandwidth") for key, v in value.items()}
+    return Link(**own)

@@ -1,0 +1,105 @@
+"""A rank's flat buffer: buckets in reverse registration order, cut into one shard per row.
+
+Gradients become final roughly in reverse registration order, which is why buffers are laid out that way. Alignment
+between jobs is left out: at 64 elements it is nothing beside a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ownership.jobs import Job, Load
+
+BUCKET = 400_000_000  # elements, as in the authors' scripts
+
+Shards = list[list[list[Job]]]  # of each bucket, for each row, its jobs in the order of the buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What has to be added so that all shards of a bucket are equally long.
+
+    Attributes:
+        elements: summed over buckets.
+        fraction: the same, by the elements of all jobs; zero if there are none.
+    """
+
+    elements: int
+    fraction: float
+
+
+def check_bucket(bucket: int) -> None:
+    """Raise CanzonaError unless a bucket of so many elements can be filled."""
+    if bucket < 1:
+        raise CanzonaError(f"bucket={bucket} is no number of elements", hint="400_000_000 is customary")
+
+
+def in_buckets(jobs: Sequence[Job], bucket: int) -> list[list[Job]]:
+    """The jobs in the order of the buffer; a bucket closes as soon as it has at least `bucket` elements."""
+    buckets: list[list[Job]] = []
+    room = 0
+    for job in sorted(jobs, key=lambda j: -j.index):
+        if room <= 0:
+            buckets.append([])
+            room = bucket
+        buckets[-1].append(job)
+        room -= job.elements
+    return buckets
+
+
+def length(jobs: Sequence[Job]) -> int:
+    return sum(job.elements for job in jobs)
+
+
+def rows_of(shards: Shards) -> dict[int, int]:
+    """The row of each job, by its index."""
+    return {job.index: r for bucket in shards for r, shard in enumerate(bucket) for job in shard}
+
+
+def order(shards: Shards) -> list[Job]:
+    """The jobs as they follow one another in the buffer."""
+    return [job for bucket in shards for shard in bucket for job in shard]
+
+
+def padding(shards: Shards) -> Padding:
+    """What uniform collectives would add to these shards."""
+    lengths = [[length(shard) for shard in bucket] for bucket in shards]
+    added = sum(max(own) * len(own) - sum(own) for own in lengths)
+    elements = sum(map(sum, lengths))
+    return Padding(added, added / elements if elements else 0.0)
+
+
+def worst_shard(shards: Shards) -> float:
+    """The longest shard, in mean shards of its bucket, of the bucket where that is most; at least 1."""
+    lengths = [[length(shard) for shard in bucket] for bucket in shards]
+    return max((max(own) * len(own) / sum(own) for own in lengths if sum(own)), default=1.0)
+
+
+# -- what bounds of rules by elements are made of ----------------------------------------------
+
+
+def density_ratio(jobs: Sequence[Job]) -> float:
+    """d: the largest cost per element by the smallest; infinite if some cost or some number of elements is zero."""
+    own = [job for job in jobs if job.cost or job.elements]
+    if not all(job.cost and job.elements for job in own):
+        return math.inf
+    densities = [job.cost / job.elements for job in own]
+    return max(densities) / min(densities) if own else 1.0
+
+
+def overhang(jobs: Sequence[Job], bucket: int) -> float:
+    """k: the largest job of each bucket, summed, in largest jobs. At most the number of buckets, at least 1."""
+    largest = [max(job.elements for job in own) for own in in_buckets(jobs, bucket)]
+    return sum(largest) / max(largest) if any(largest) else 1.0
+
+
+def capped(factor: float, rows: int, columns: int, load: Load, *, blind: bool) -> float:
+    """A factor that also holds if places have a load, and is finite.
+
+    A planner that is `blind` to loads adds to the fullest place, which is at most the optimum, at worst its own
+    makespan. No plan is worse than everything on one of W places, which is W times the mean.
+    """
+    return min(float(rows * columns), factor + (blind and any(load.values())))

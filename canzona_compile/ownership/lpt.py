@@ -1,0 +1,85 @@
+"""Our rules in free order: largest cost first, in two stages or over all places at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from canzona_compile.ownership.buffer import capped
+from canzona_compile.ownership.exchange import Exchange
+from canzona_compile.ownership.greedy import largest_first, within_rows
+from canzona_compile.ownership.jobs import (
+    NOTHING,
+    Job,
+    Load,
+    Place,
+    loads,
+    lower_bound,
+    makespan,
+    places_of,
+    row_loads,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoStageLpt:
+    """Largest cost first to the row that has least, then to the column of that row that has least.
+
+    Guarantee: in a single row or column that of `Joint`. Else 2 - 1/W times the optimum over W = R x S places, loads
+    included. Where the busiest place got its last job, it had least of its row: at most a S-th of the row, without
+    that job. Likewise the row has at most an R-th of everything and (1 - 1/R) of its own last job. Put together, the
+    mean plus (1 - 1/W) of the largest job, and the optimum is at least either.
+    """
+
+    name: ClassVar[str] = "lpt"
+
+    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> list[Place]:
+        owned = largest_first(jobs, dict(enumerate(row_loads(rows, load))), "cost")
+        return within_rows(jobs, owned, columns, "cost", load)
+
+    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: Load = NOTHING) -> float:
+        if 1 in (rows, columns):
+            return Joint().bound(jobs, rows, columns, load)
+        return capped(2 - 1 / (rows * columns), rows, columns, load, blind=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Largest cost first to whichever place has least; then swaps that relieve the busiest place (`exchange.py`).
+
+    Ties go to the lower index and to the lowest rank r * columns + s. Never worse than without the swaps, nor than
+    `TwoStageLpt`, from whose plan the swaps start anew in the rare case that it is better still.
+
+    Guarantee, over W places: 4/3 - 1/(3W) times the optimum (Graham 1969) if nothing is there before, otherwise
+    3/2 - 1/(2W) (Lee 1991). For the second, leave out what comes after the last job j of the busiest place. Before j
+    that place had at most the mean without j: if j is at most half the optimum, that and (1 - 1/W) * j are within the
+    bound. If it is more, the optimum has at most one of these jobs on a place, best the i-th largest on the i-th
+    emptiest place. The rule does no worse: of the i emptiest places one still has only its load when the i-th job
+    comes.
+    """
+
+    name: ClassVar[str] = "joint"
+
+    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> list[Place]:
+        free = largest_first(jobs, {p: load.get(p, 0.0) for p in places_of(rows, columns)}, "cost")
+        busiest, best = self._relieved(jobs, [free[job.index] for job in jobs], rows, columns, load)
+        staged = TwoStageLpt()(jobs, rows, columns, load)
+        if makespan(loads(jobs, staged, rows, columns, load)) < busiest:
+            best = self._relieved(jobs, staged, rows, columns, load)[1]
+        return best
+
+    def _relieved(
+        self, jobs: Sequence[Job], owners: list[Place], rows: int, columns: int, load: Load
+    ) -> tuple[float, list[Place]]:
+        """A plan that is no worse, after its makespan."""
+        before = loads(jobs, owners, rows, columns, load)
+        swapped = Exchange(jobs, owners, before).run(lower_bound(jobs, rows, columns, load))
+        # Sums in the order of swaps round differently, so that what counts is added up anew.
+        after = makespan(loads(jobs, swapped, rows, columns, load))
+        return (after, swapped) if after < makespan(before) else (makespan(before), owners)
+
+    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: Load = NOTHING) -> float:
+        places = rows * columns
+        factor = 3 / 2 - 1 / (2 * places) if any(load.values()) else 4 / 3 - 1 / (3 * places)
+        return capped(factor, rows, columns, load, blind=False)

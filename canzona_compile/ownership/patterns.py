@@ -1,0 +1,212 @@
+"""Least makespans as integer programs; HiGHS solves them, by way of scipy.
+
+Two formulations. *Patterns*: a pattern says how many jobs of each kind a place takes. Places with equal load are
+interchangeable, so it only matters how many of them take which pattern. The program asks whether a given makespan can
+be had; its coefficients are small integers, costs occur in none, and it has no symmetry left. *Counts*: jobs of each
+kind on each place, for instances with too many patterns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from canzona_compile.ownership.jobs import Job, Load, Place, places_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Counts = NDArray[np.int64]  # [any, kinds]
+    Costs = NDArray[np.float64]
+
+PATTERNS = 100_000  # that are listed; ten times as many makespans
+COLUMNS = 30_000  # variables of a program of patterns
+ENTRIES = 5_000  # variables of a program of counts
+TOLERANCE = 1e-6  # makespans that differ by less, relatively, count as equal: HiGHS's own tolerance
+
+Allotment = dict[Place, tuple[int, ...]]  # how many jobs of each kind
+
+
+class GaveUp(Exception):
+    """Too large, or out of time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """An instance without names.
+
+    Attributes:
+        jobs: by kind, which is a cost, largest first; of each kind in order of index. Without those that cost
+            nothing.
+        places: by load, in order of rank.
+    """
+
+    jobs: dict[float, list[Job]]
+    places: dict[float, list[Place]]
+
+    @classmethod
+    def of(cls, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> Kinds:
+        by_cost: dict[float, list[Job]] = defaultdict(list)
+        by_load: dict[float, list[Place]] = defaultdict(list)
+        for job in sorted(jobs, key=lambda j: (-j.cost, j.index)):
+            if job.cost:
+                by_cost[job.cost].append(job)
+        for place in places_of(rows, columns):
+            by_load[load.get(place, 0.0)].append(place)
+        return cls(dict(by_cost), dict(sorted(by_load.items())))
+
+    def owners(self, allotment: Allotment) -> dict[int, Place]:
+        """Who owns each job that costs something, by its index. Places without a job left to take go without."""
+        left = [iter(own) for own in self.jobs.values()]
+        chosen: dict[int, Place] = {}
+        for place, counts in sorted(allotment.items()):
+            for kind, count in zip(left, counts, strict=True):
+                chosen |= {job.index: place for job in islice(kind, count)}
+        return chosen
+
+
+class Patterns:
+    """Which makespans can be had, by patterns; those below `most` are of interest.
+
+    Listed are patterns of all kinds but the cheapest, which then fills what room there is. Raises GaveUp if there are
+    too many.
+    """
+
+    def __init__(self, kinds: Kinds, most: float, deadline: float) -> None:
+        import numpy as np
+
+        self.kinds, self.deadline = kinds, deadline
+        self.cost = np.array([*kinds.jobs], dtype=np.float64)
+        self.jobs = np.array([len(own) for own in kinds.jobs.values()], dtype=np.int64)
+        self.load = np.array([*kinds.places], dtype=np.float64)
+        self.listed, self.used = np.zeros((1, 0), np.int64), np.zeros(1)
+        room = most - self.load[0]
+        for cost, jobs in zip(self.cost[:-1], self.jobs[:-1], strict=True):
+            count = np.arange(min(jobs, int(room / cost) + 1) + 1)
+            if len(self.listed) * len(count) > 20 * PATTERNS:
+                raise GaveUp
+            total = self.used[:, None] + count * cost
+            which, taken = np.nonzero(total <= room)
+            self.listed = np.concatenate([self.listed[which], count[taken, None]], axis=1)
+            self.used = total[which, taken]
+            if len(self.listed) > PATTERNS:
+                raise GaveUp
+
+    def makespans(self, above: float, below: float) -> list[float]:
+        """What places can have, between the two and neither, in order. Raises GaveUp if there are too many."""
+        import numpy as np
+
+        cost, jobs = self.cost[-1], self.jobs[-1]
+        above, below = above * (1 + TOLERANCE), below * (1 - TOLERANCE)
+        own = (self.load[:, None] + self.used).ravel()
+        least = np.clip(np.floor((above - own) / cost), 0, jobs + 1)
+        number = np.maximum(0, np.clip(np.ceil((below - own) / cost), -1, jobs) - least + 1).astype(np.int64)
+        if number.sum() > 10 * PATTERNS:
+            raise GaveUp
+        first = np.repeat(np.cumsum(number) - number, number)
+        totals = np.repeat(own, number) + cost * (np.repeat(least, number) + np.arange(len(first)) - first)
+        return [float(total) for total in np.unique(totals[(totals > above) & (totals < below)])]
+
+    def within(self, makespan: float) -> Allotment | None:
+        """An allotment in which no place has more than `makespan`; None if there is none. Raises GaveUp."""
+        import numpy as np
+        from scipy.sparse import csr_array
+
+        makespan *= 1 + TOLERANCE / 10  # so that equal sums in another order fit
+        parts = [self._maximal(makespan - load) for load in self.load]
+        if any(not len(part) for part in parts):
+            return None
+        columns = np.concatenate(parts)
+        if len(columns) > COLUMNS:
+            raise GaveUp
+        groups = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        places = np.array([len(own) for own in self.kinds.places.values()])
+        one_each = csr_array((np.ones(len(groups)), (groups, np.arange(len(groups)))))
+        result = run(
+            self.deadline,
+            c=np.zeros(len(columns)),
+            integrality=np.ones(len(columns)),
+            bounds=(0, places[groups]),
+            constraints=[(csr_array(columns.T), self.jobs, np.inf), (one_each, 0, places)],
+        )
+        if result.status == 2:
+            return None
+        if result.x is None:
+            raise GaveUp
+        chosen = np.round(result.x).astype(int)
+        free = [list(reversed(own)) for own in self.kinds.places.values()]
+        return {
+            free[groups[i]].pop(): tuple(columns[i].tolist()) for i in np.flatnonzero(chosen) for _ in range(chosen[i])
+        }
+
+    def _maximal(self, room: float) -> Counts:
+        """The patterns that fit and to which no job can be added: others are parts of these."""
+        import numpy as np
+
+        fits = self.used <= room
+        listed, used = self.listed[fits], self.used[fits]
+        last = np.minimum(self.jobs[-1], np.floor((room - used) / self.cost[-1])).astype(np.int64)
+        left = room - used - last * self.cost[-1]
+        smallest = np.where(listed < self.jobs[:-1], self.cost[:-1], np.inf).min(axis=1, initial=np.inf)
+        kept: Counts = np.concatenate([listed, last[:, None]], axis=1)[smallest > left]
+        return kept
+
+
+def by_counts(kinds: Kinds, lower: float, upper: float, deadline: float) -> tuple[Allotment | None, float]:
+    """The best allotment found, if any, and a lower bound of the makespan. Raises GaveUp if it is no use to try."""
+    import numpy as np
+    from scipy.sparse import csr_array, hstack, kron, vstack
+
+    places = [(place, load) for load, own in kinds.places.items() for place in own]
+    cost, jobs = np.array([*kinds.jobs]) / upper, [len(own) for own in kinds.jobs.values()]
+    load = np.array([own for _, own in places]) / upper
+    size = len(places) * len(cost)
+    if size > ENTRIES:
+        raise GaveUp
+    every = csr_array(np.eye(len(places)))
+    sums = kron(every, csr_array(cost[None]))
+    counted = kron(csr_array(np.ones((1, len(places)))), csr_array(np.eye(len(cost))))
+    # Of places with equal load the earlier has no less: one of many equal assignments.
+    alike = np.flatnonzero(np.diff(load) == 0)
+    falling = (every[alike] - every[alike + 1]) @ sums
+    nothing = csr_array((len(cost) + len(alike), 1))
+    result = run(
+        deadline,
+        c=np.append(np.zeros(size), 1.0),
+        integrality=np.append(np.ones(size), 0.0),
+        bounds=(np.append(np.zeros(size), lower / upper), np.append(np.tile(jobs, len(places)), 1.0)),
+        constraints=[
+            (
+                hstack([vstack([counted, falling]), nothing]),
+                [*jobs, *[0] * len(alike)],
+                [*jobs, *[np.inf] * len(alike)],
+            ),
+            (hstack([sums, csr_array(-np.ones((len(places), 1)))]), -np.inf, -load),
+        ],
+        gap=TOLERANCE / 10,
+    )
+    bound = lower if result.mip_dual_bound is None else max(lower, result.mip_dual_bound * upper * (1 - TOLERANCE / 10))
+    if result.x is None:
+        return None, bound
+    counts = np.round(result.x[:-1]).astype(int).reshape(len(places), len(cost))
+    return {place: tuple(own.tolist()) for (place, _), own in zip(places, counts, strict=True)}, bound
+
+
+def run(deadline: float, *, bounds: Any, constraints: Any, gap: float = 0.0, **program: Any) -> Any:
+    """What HiGHS says, with the time that is left."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise GaveUp
+    return milp(
+        **program,
+        bounds=Bounds(*bounds),
+        constraints=[LinearConstraint(*own) for own in constraints],
+        options={"time_limit": left, "mip_rel_gap": gap},
+    )

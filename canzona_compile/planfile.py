@@ -1,0 +1,174 @@
+"""A plan as a file: who computes what, in which groups. Made offline or by a run, and followed by another run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir import Step, Strategy, Task
+from canzona_compile.printer import Layouts, fingerprint, show
+
+SCHEMA = 1
+KIND = "canzona plan"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTask:
+    """What a plan decided about one matrix.
+
+    Attributes:
+        layout: placements, replicas and shards of the parameter it was made for.
+        strategy: "owner", "replicated" or "local"; others are planned and simulated, but not executed.
+        owner: (replica, shard) coordinate; None: every rank computes it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    strategy: str
+    owner: tuple[int, int] | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """The decisions of a plan, and hashes of what they lead to.
+
+    Attributes:
+        depth: micro-groups in flight at once.
+        groups: names of the tasks of each micro-group.
+        digests: of the printed graphs, tasks, groups and schedule, so that a difference can be named.
+        fingerprint: of all of these: equal where two runs do the same in the same order.
+    """
+
+    optimizer: str
+    depth: int
+    tasks: tuple[PlannedTask, ...]
+    groups: tuple[tuple[str, ...], ...]
+    digests: tuple[tuple[str, str], ...]
+    fingerprint: str
+
+    @classmethod
+    def of(cls, step: Step) -> PlanFile:
+        """The plan of a step that is SCHEDULED."""
+        return cls(
+            step.optimizer,
+            step.depth,
+            tuple(
+                PlannedTask(t.name, t.shape, layout_text(t), str(t.strategy), t.owner, t.reason) for t in step.tasks
+            ),
+            tuple(group.tasks for group in step.groups),
+            tuple(digests(step).items()),
+            fingerprint(step),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        found = {"schema": SCHEMA, "kind": KIND, **asdict(self)}
+        return {**found, "digests": dict(self.digests)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+    def task(self, task: Task) -> PlannedTask:
+        """What is planned for a task of a run; raises CanzonaError if nothing, or for another layout."""
+        found = self._by_name().get(task.name)
+        hint = "make the plan for this model and mesh, with these names"
+        if found is None:
+            raise CanzonaError("the plan does not know this parameter", at=task.name, hint=hint)
+        here = (task.shape, layout_text(task))
+        if here != (found.shape, found.layout):
+            raise CanzonaError(
+                f"the plan is for {list(found.shape)} on {found.layout}, the run has {list(task.shape)} on {here[1]}",
+                at=task.name,
+                hint=hint,
+            )
+        if found.strategy not in set(Strategy):
+            raise CanzonaError(
+                f"the plan's strategy {found.strategy!r} is simulated, but not executed yet",
+                at=task.name,
+                hint="plan with strategy auto, owner or replicated, and exact numerics",
+            )
+        return found
+
+    def check_complete(self, names: Iterable[str]) -> None:
+        """Raise CanzonaError if the plan has tasks that a run lacks."""
+        if missing := sorted({task.name for task in self.tasks} - set(names)):
+            raise CanzonaError("the plan has a parameter that the optimizer lacks", at=missing[0])
+
+    def check_followed(self, step: Step) -> None:
+        """Raise CanzonaError if a scheduled step is not what the plan says, with the part that differs."""
+        if fingerprint(step) == self.fingerprint:
+            return
+        here = digests(step)
+        parts = [name for name, digest in self.digests if here.get(name) != digest]
+        raise CanzonaError(
+            f"the run does not come out as planned: {' and '.join(parts) or 'the text'} differ",
+            at=f"plan {self.fingerprint[:12]}",
+            hint="graphs differ by torch version, optimizer and hyperparameters; plan with those of the run",
+        )
+
+    def _by_name(self) -> Mapping[str, PlannedTask]:
+        return {task.name: task for task in self.tasks}
+
+
+def layout_text(task: Task) -> str:
+    grid = task.layout.grid
+    return f"{task.layout.placements} on {grid.replicas}x{grid.shards}"
+
+
+def digests(step: Step) -> dict[str, str]:
+    """Hashes of the parts of a printed step: what runs, on whom, together with what, and when."""
+    text = show(step).splitlines()
+    graphs = [i for i, line in enumerate(text) if line.startswith("layout ")]
+    tasks = next(i for i, line in enumerate(text) if line == "tasks {")
+    first = next((i for i, line in enumerate(text) if line.startswith("group ")), len(text))
+    plan = next((i for i, line in enumerate(text) if line.startswith("schedule ")), len(text))
+    start = graphs[0] if graphs else tasks
+    cuts = {"graphs": text[:start], "tasks": text[start:first], "groups": text[first:plan], "schedule": text[plan:]}
+    return {name: hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] for name, lines in cuts.items()}
+
+
+def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
+    """A plan from its file, or from plain objects, every field checked; raises CanzonaError."""
+    if isinstance(given, PlanFile):
+        return given
+    at = "plan"
+    if not isinstance(given, Mapping):
+        at = str(given)
+        try:
+            found = json.loads(Path(given).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=at) from error
+        except ValueError as error:
+            raise CanzonaError(f"it is no JSON: {error}", at=at) from error
+    else:
+        found = dict(given)
+    if not isinstance(found, Mapping) or found.get("kind") != KIND:
+        raise CanzonaError("it is no plan", at=at, hint="canzona-compile plan --format json writes one")
+    if found.get("schema") != SCHEMA:
+        raise CanzonaError(f"schema is {found.get('schema')!r}, not {SCHEMA}", at=at, hint="make the plan anew")
+    if missing := [f.name for f in fields(PlanFile) if f.name not in found]:
+        raise CanzonaError(f"the field {missing[0]!r} is missing", at=at)
+    try:
+        tasks = tuple(
+            PlannedTask(
+                str(t["name"]),
+                tuple(map(int, t["shape"])),
+                str(t["layout"]),
+                str(t["strategy"]),
+                None if t["owner"] is None else (int(t["owner"][0]), int(t["owner"][1])),
+                str(t["reason"]),
+            )
+            for t in found["tasks"]
+        )
+        groups = tuple(tuple(map(str, group)) for group in found["groups"])
+        known = dict(found["digests"])
+        depth = int(found["depth"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise CanzonaError(f"an entry is wrong: {type(error).__name__}: {error}", at=at) from error
+    return PlanFile(str(found["optimizer"]), depth, tasks, groups, tuple(known.items()), str(found["fingerprint"]))

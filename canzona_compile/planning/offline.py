@@ -1,0 +1,93 @@
+"""A captured step without ranks, tensors or devices: what a real run would bind, from shapes and a mesh alone."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from canzona_compile.capture.capture import Capture, Kind
+from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir import Form, Machine, Step, Task
+from canzona_compile.layout import Layout
+from canzona_compile.planning.mesh import Mesh, Sharding, check
+from canzona_compile.planning.weights import Model, Weight
+
+NAMED = {
+    "muon": "torch.optim:Muon",
+    "soap": "canzona_compile.optimizers.soap:SOAP",
+    "shampoo": "canzona_compile.optimizers.shampoo:Shampoo",
+}
+
+
+def optimizer_named(name: str, arguments: Mapping[str, Any]) -> Optimizer:
+    """An optimizer over a matrix that stands for all, by one of NAMED or as "module:Class".
+
+    Raises:
+        CanzonaError: it cannot be imported or made.
+    """
+    module, colon, attribute = NAMED.get(name, name).partition(":")
+    if not colon:
+        raise CanzonaError(
+            f"there is no optimizer {name!r}", hint=f"one of {', '.join(NAMED)}, or module:Class of your own"
+        )
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise CanzonaError(f"the optimizer {name!r} cannot be imported: {error}") from error
+    return optimizer_of(kind, arguments)
+
+
+def optimizer_of(kind: Any, arguments: Mapping[str, Any]) -> Optimizer:
+    """An optimizer of a class, over a matrix that stands for all."""
+    if not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
+        raise CanzonaError(f"{kind!r} is no class of torch.optim.Optimizer")
+    try:
+        return kind([Parameter(torch.zeros(2, 2))], **arguments)
+    except Exception as error:
+        raise CanzonaError(
+            f"{kind.__name__}([matrix]) failed: {type(error).__name__}: {error}",
+            hint="in Python, plan(optimizer=...) takes an optimizer that you have made",
+        ) from error
+
+
+def captured_step(
+    model: Model, mesh: Mesh, optimizer: Optimizer, machine: Machine, dtype: torch.dtype = torch.float32
+) -> Step:
+    """The step of all matrices of a model, laid out on a mesh, as binding makes it on real ranks.
+
+    Args:
+        optimizer: whose code is captured, with the hyperparameters of its first group.
+        dtype: of parameters and gradients.
+
+    Raises:
+        CanzonaError: the mesh does not fit the model, or the optimizer cannot be distributed.
+    """
+    check(mesh, model)
+    capture = Capture(optimizer)
+    group = optimizer.param_groups[0]
+    sharding = Sharding(mesh, model.layers, model.experts)
+    kinds: dict[tuple[int, ...], Kind] = {}
+    tasks: list[Task] = []
+    for weight in model.weights:
+        for part, layout in parts(weight, sharding):
+            if layout.shape not in kinds:
+                spec = ParameterSpec(layout.shape, dtype, dtype, torch.device("cpu"))
+                kinds[layout.shape] = capture.kind_of(group, spec, weight.name)
+            template = kinds[layout.shape].template
+            tasks.append(Task(weight.name + part, len(tasks), 0, template.name, layout))
+    templates = tuple(t for kind in kinds.values() for t in kind.templates.values())
+    return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, templates, tuple(tasks))
+
+
+def parts(weight: Weight, sharding: Sharding) -> list[tuple[str, Layout]]:
+    """A weight's layouts, and what their names have at the end where there are several."""
+    layouts = sharding.layouts(weight)
+    return [(f"@{i}" if len(layouts) > 1 else "", layout) for i, layout in enumerate(layouts)]
