@@ -34,6 +34,11 @@ COMMANDS = {
         planning.add_arguments,
         planning.run,
     ),
+    "diff": Command(
+        "compare two plans; exit code 1 if they differ",
+        planning.add_diff_arguments,
+        planning.run_diff,
+    ),
     "verify": Command(
         "compare the wrapped optimizer with the plain one on your model; exit code 1 if a bit differs",
         verify.add_arguments,

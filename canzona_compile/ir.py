@@ -262,7 +262,7 @@ class Exchange:
 
     @property
     def alignment(self) -> int:
-        return max((item.wire.itemsize for item in self.items), default=1)
+        return self.items[0].wire.itemsize if self.items else 1
 
     def _box(self, item: Item, source: tuple[int, int], target: tuple[int, int]) -> Box | None:
         match self.phase:

@@ -11,7 +11,7 @@ from typing import Any
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir import Step, Strategy, Task
-from canzona_compile.printer import Layouts, fingerprint, show
+from canzona_compile.printer import show
 
 SCHEMA = 1
 KIND = "canzona plan"
@@ -56,6 +56,7 @@ class PlanFile:
     @classmethod
     def of(cls, step: Step) -> PlanFile:
         """The plan of a step that is SCHEDULED."""
+        text = show(step)
         return cls(
             step.optimizer,
             step.depth,
@@ -63,8 +64,8 @@ class PlanFile:
                 PlannedTask(t.name, t.shape, layout_text(t), str(t.strategy), t.owner, t.reason) for t in step.tasks
             ),
             tuple(group.tasks for group in step.groups),
-            tuple(digests(step).items()),
-            fingerprint(step),
+            tuple(digests(text).items()),
+            hashlib.sha256(text.encode()).hexdigest(),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,9 +103,10 @@ class PlanFile:
 
     def check_followed(self, step: Step) -> None:
         """Raise CanzonaError if a scheduled step is not what the plan says, with the part that differs."""
-        if fingerprint(step) == self.fingerprint:
+        text = show(step)
+        if hashlib.sha256(text.encode()).hexdigest() == self.fingerprint:
             return
-        here = digests(step)
+        here = digests(text)
         parts = [name for name, digest in self.digests if here.get(name) != digest]
         raise CanzonaError(
             f"the run does not come out as planned: {' and '.join(parts) or 'the text'} differ",
@@ -121,9 +123,9 @@ def layout_text(task: Task) -> str:
     return f"{task.layout.placements} on {grid.replicas}x{grid.shards}"
 
 
-def digests(step: Step) -> dict[str, str]:
+def digests(printed: str) -> dict[str, str]:
     """Hashes of the parts of a printed step: what runs, on whom, together with what, and when."""
-    text = show(step).splitlines()
+    text = printed.splitlines()
     graphs = [i for i, line in enumerate(text) if line.startswith("layout ")]
     tasks = next(i for i, line in enumerate(text) if line == "tasks {")
     first = next((i for i, line in enumerate(text) if line.startswith("group ")), len(text))

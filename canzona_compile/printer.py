@@ -218,9 +218,14 @@ class Layouts:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._known: dict[tuple[Shape, str, Grid], list[tuple[str, Layout]]] = {}
+        self._seen: dict[int, str] = {}  # most tasks share their layout as one object
 
     def name(self, layout: Layout) -> str:
-        # Boxes are compared and not hashed: most tasks share them as one object.
+        if id(layout) not in self._seen:
+            self._seen[id(layout)] = self._name(layout)
+        return self._seen[id(layout)]
+
+    def _name(self, layout: Layout) -> str:
         alike = self._known.setdefault((layout.shape, layout.placements, layout.grid), [])
         for name, known in alike:
             if known.boxes == layout.boxes:

@@ -246,13 +246,13 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
     """Every rank of every grid of two or more ranks."""
     flops: dict[int, dict[int, int]] = {}
     tasks: dict[int, int] = defaultdict(int)
+    for grid in {id(t.layout.grid): t.layout.grid for t in step.tasks}.values():
+        for rank in grid.members() if grid.size > 1 else ():
+            flops.setdefault(rank, defaultdict(int))
     for task in step.tasks:
-        grid = task.layout.grid
+        grid, owner = task.layout.grid, task.owner
         if grid.size == 1:
             continue
-        for rank in grid.members():
-            flops.setdefault(rank, defaultdict(int))
-        owner = task.owner
         for rank in grid.members() if owner is None else [grid.ranks[owner[0]][owner[1]]]:
             flops[rank][group_of[task.name]] += placed[task.placed].flops
             tasks[rank] += 1

@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise, product
+from itertools import pairwise
 
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir import (
@@ -132,12 +132,7 @@ def fused(exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], gri
     if counts:
         task_name, wire = next(iter(counts))
         raise InvalidStep(f"wire {wire.name} of {task_name} should not be in it", at=where)
-    pairs = all_pairs(phase, grid)
-    if grid.size > ALL_PAIRS_RANKS:
-        stride = len(pairs) // SAMPLED_PAIRS + 1
-        while math.gcd(stride, grid.shards * grid.replicas) > 1:  # else one target, again and again
-            stride += 1
-        pairs = pairs[::stride]
+    pairs = some_pairs(phase, grid)
 
     @cache
     def box_of(route: int, shard: int) -> Box:
@@ -167,12 +162,19 @@ def fused(exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], gri
             raise InvalidStep(f"{box_of(first, shard)} of {task.name}.{wire.name} is missing", at=at)
 
 
-def all_pairs(phase: Phase, grid: Grid) -> list[tuple[Place, Place]]:
-    """Source and target of every block: ranks of one replica, or holders of one shard."""
-    rows, columns = range(grid.replicas), range(grid.shards)
-    if phase is Phase.EXCHANGE:
-        return [((r, s), (other, s)) for s, r, other in product(columns, rows, rows)]
-    return [((r, s), (r, other)) for r, s, other in product(rows, columns, columns)]
+def some_pairs(phase: Phase, grid: Grid) -> Iterator[tuple[Place, Place]]:
+    """Source and target of blocks, ranks of one replica or holders of one shard: all of them, or a sample."""
+    teams, size = (grid.shards, grid.replicas) if phase is Phase.EXCHANGE else (grid.replicas, grid.shards)
+    total = teams * size * size
+    stride = 1
+    if grid.size > ALL_PAIRS_RANKS:
+        stride = total // SAMPLED_PAIRS + 1
+        while math.gcd(stride, grid.size) > 1:  # else one target, again and again
+            stride += 1
+    for i in range(0, total, stride):
+        team, pair = divmod(i, size * size)
+        source, target = divmod(pair, size)
+        yield ((source, team), (target, team)) if phase is Phase.EXCHANGE else ((team, source), (team, target))
 
 
 def home(phase: Phase, task: Task) -> Place | int | None:

@@ -90,8 +90,8 @@ def wrap(
 
     Raises:
         CanzonaError: `optimizer` is none, takes a closure several times per step, or is wrapped with
-            other options; `model` has not all of its parameters; `split` cannot be; a file is no plan. What depends on parameters
-            and gradients is found at the first `step`.
+            other options; `model` has not all of its parameters; `split` cannot be; a file is no plan. What depends on
+            parameters and gradients is found at the first `step`.
     """
     if not isinstance(optimizer, Optimizer):
         raise CanzonaError(

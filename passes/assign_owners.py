@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from canzona_compile.cost import GroupLoad, pipeline_seconds, rates_of
@@ -34,7 +34,7 @@ class AssignOwners:
     """
 
     strategy: str = "auto"
-    planner: Planner = Joint()
+    planner: Planner = field(default_factory=Joint)
 
     name: ClassVar[str] = "assign-owners"
     requires: ClassVar[Form] = Form.PLACED

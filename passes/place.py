@@ -63,8 +63,10 @@ class Place:
         for template in step.templates:
             families[template.family or template.name].append(template)
         placed: dict[tuple[str, LayoutKind], Placed] = {}
+        layouts = {id(task.layout): task.layout for task in step.tasks}  # most tasks share one
+        kind_of = {key: LayoutKind.of(layout) for key, layout in layouts.items()}
         for task in step.tasks:
-            kind = LayoutKind.of(task.layout)
+            kind = kind_of[id(task.layout)]
             if (task.template, kind) not in placed:
                 own = step.template_of(task)
                 family = families[own.family or own.name]
@@ -73,7 +75,7 @@ class Place:
                     name = unique_name(template, kind, placed)
                     placed[template.name, kind] = split(template, kind, cut, name)
         tasks = tuple(
-            replace(task, placed=placed[task.template, LayoutKind.of(task.layout)].name) for task in step.tasks
+            replace(task, placed=placed[task.template, kind_of[id(task.layout)]].name) for task in step.tasks
         )
         return replace(step, form=Form.PLACED, placed=tuple(placed.values()), tasks=tasks)
 

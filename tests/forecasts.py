@@ -26,7 +26,7 @@ NASTY = (
     "</script><script>window.broken = 1</script>",
     "<!-- <script> never ends",
     "<img src=x onerror='window.broken = 1'>",
-    'quote" and \'quote\' & ampersand &lt; \\" backslash \\',
+    "quote\" and 'quote' & ampersand &lt; \\\" backslash \\",
     "$title ${data} {0} %s",
     "line one\nline two\u2028line three\u2029end",
     "名前.重み.🪨 \ud800 alone",
@@ -91,15 +91,26 @@ def forecast(
         loads=loads,
         memory=MemoryForecast(buffers, buffers * max(1, groups - 1), 5 << 30, 21 << 30),
         simulation=Simulation(
-            seconds, summaries(loads, played, hardware, seconds, buffers), shown, tuple(played.spans), tuple(played.memory)
+            seconds,
+            summaries(loads, played, hardware, seconds, buffers),
+            shown,
+            tuple(played.spans),
+            tuple(played.memory),
         ),
         alternatives=alternatives(seconds, imbalance, buffers, groups),
         assumptions=(
-            "Gradients are there when the step begins.",
-            "All ranks begin at the same time, and no other traffic is on the links.",
-            "Kernels of the same shape take the same time on every rank.",
+            "gradients are there when the step begins",
+            "all ranks begin at the same time, and no other traffic is on the links",
+            "kernels of the same shape take the same time on every rank",
         ),
     )
+
+
+def nasty() -> Forecast:
+    """One with names that no one should give."""
+    found = forecast(names=NASTY)
+    templates = (replace(found.templates[0], name=NASTY[0]), *found.templates[1:])
+    return replace(found, model=NASTY[0], optimizer=NASTY[2], assumptions=NASTY, templates=templates)
 
 
 def dealt(ranks: int, groups: int, layers: int, names: tuple[str, ...]) -> tuple[TaskForecast, ...]:
@@ -176,7 +187,13 @@ def play(tasks: tuple[TaskForecast, ...], groups: int, shown: tuple[int, ...], h
             now[rank] = max(now[rank], arrival[group])
             own = [t for t in by_group[group] if t.owner == rank]
             if own:
-                work("compute", group, rank, compute_seconds(sum(t.flops for t in own), hardware), tuple(t.name for t in own))
+                work(
+                    "compute",
+                    group,
+                    rank,
+                    compute_seconds(sum(t.flops for t in own), hardware),
+                    tuple(t.name for t in own),
+                )
         over = transfer("start scatter", group, 2 * group + 1)
         if group == groups - 1:
             now.update(dict.fromkeys(shown, over))
@@ -279,9 +296,18 @@ def alternatives(seconds: float, imbalance: float, peak: int, groups: int) -> tu
         Alternative(
             "joint", "owners and groups chosen together", imbalance, seconds, seconds / 9, 3 << 30, peak, groups, True
         ),
-        Alternative("alpha", "owners first, then groups", imbalance * 1.07, seconds * 1.12, seconds / 6, 3 << 30, peak, 4),
         Alternative(
-            "one group", "no micro-groups", imbalance, seconds * 1.31, seconds / 3, 3 << 30, peak * max(1, groups - 1), 1
+            "alpha", "owners first, then groups", imbalance * 1.07, seconds * 1.12, seconds / 6, 3 << 30, peak, 4
+        ),
+        Alternative(
+            "one group",
+            "no micro-groups",
+            imbalance,
+            seconds * 1.31,
+            seconds / 3,
+            3 << 30,
+            peak * max(1, groups - 1),
+            1,
         ),
         Alternative(
             "every rank computes everything", "no owners", 1.0, seconds * 2.9, seconds / 12, 5 << 30, peak * 2, groups

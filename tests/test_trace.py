@@ -16,14 +16,18 @@ from canzona_compile.planning.trace import MOST_ARROWS, MOST_NAMES, micro, trace
 from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Memory, Simulation, Span
 from tests.forecasts import NASTY, forecast, ordered
 
-jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks the trace")
-
 SCHEMA = json.loads((Path(__file__).parent / "data" / "chrome_trace.schema.json").read_text(encoding="utf-8"))
 Event = dict[str, Any]
 
 
 def events(made: dict[str, Any], phase: str) -> list[Event]:
     return [e for e in made["traceEvents"] if e["ph"] == phase]
+
+
+def checker() -> Any:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks the format")
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    return jsonschema.Draft202012Validator(SCHEMA)
 
 
 def with_simulation(spans: tuple[Span, ...], memory: tuple[Memory, ...] = ()) -> Forecast:
@@ -41,10 +45,8 @@ def found(request: pytest.FixtureRequest) -> Forecast:
 
 
 def test_it_is_of_the_format(found: Forecast) -> None:
-    validator = jsonschema.Draft202012Validator(SCHEMA)
-    validator.check_schema(SCHEMA)
     made = json.loads(json.dumps(trace(found), allow_nan=False))
-    assert [error.message for error in validator.iter_errors(made)] == []
+    assert [error.message for error in checker().iter_errors(made)] == []
     assert made["otherData"]["fingerprint"] == found.fingerprint
     assert made["otherData"]["assumed_rates"] == ["factorizations", "bandwidth", "memory", "launch", "network"]
 
@@ -64,7 +66,7 @@ def test_it_is_of_the_format(found: Forecast) -> None:
 def test_the_schema_notices_what_is_wrong(change: dict[str, Any]) -> None:
     made = trace(forecast())
     events(made, "X")[0].update(change)
-    assert not jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(json.dumps(made)))
+    assert not checker().is_valid(json.loads(json.dumps(made)))
 
 
 def test_every_span_is_there_and_inside_the_step(found: Forecast) -> None:
@@ -166,4 +168,4 @@ def test_nothing_at_all() -> None:
     empty = replace(forecast(), simulation=Simulation(0.0, (), (), (), ()))
     made = trace(empty)
     assert made["traceEvents"] == []
-    assert jsonschema.Draft202012Validator(SCHEMA).is_valid(made)
+    assert checker().is_valid(made)

@@ -66,8 +66,9 @@ def solve(
 ) -> tuple[list[Place], Bound]:
     """The best plan found, and how far from the optimum it can be.
 
-    Starts from `Joint`. If that does not reach `lower_bound`, and no place can have a sum in between, makespans in
-    between are tried: first the largest, since often none can be had, then by bisection.
+    Starts from `Joint`. Unless that reaches `lower_bound`, all sums that a place can have in between are tried as
+    makespans: first the largest, since often none of them can be had, then by bisection. Where jobs are of too many
+    kinds for that, a single program looks for the least makespan.
     """
     return Search(jobs, rows, columns, load, time.monotonic() + seconds).run()
 

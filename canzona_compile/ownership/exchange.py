@@ -9,8 +9,8 @@ from heapq import heapify, heappop, heappush
 from canzona_compile.ownership.jobs import Job, Place
 
 ROUNDS = 20_000  # one move or swap each
-PAIRS = 1_000_000  # kinds of swaps looked at, over all rounds: one or two seconds
-NEAR = 16
+PAIRS = 500_000  # kinds of swaps looked at, over all rounds: about a second
+NEAR = 16  # kinds on either side of the ideal one
 EQUAL = 1e-12  # loads that differ by less are rounding
 
 Swap = tuple[float, int, int, Place]  # what the busier of two is left with; cost given, cost taken, the other place
@@ -76,8 +76,9 @@ class Exchange:
                     continue
                 change = self.costs[given] - self.costs[taken]
                 left = max(most - change, other[0] + change)
-                if left < most * (1 - EQUAL):
-                    best = min(best or (left, given, taken, other[1]), (left, given, taken, other[1]))
+                swap = (left, given, taken, other[1])
+                if left < most * (1 - EQUAL) and (best is None or swap < best):
+                    best = swap
         return best
 
     def _worth_taking(self, given: int, difference: float) -> list[int]:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Counts = NDArray[np.int64]  # [any, kinds]
-    Costs = NDArray[np.float64]
 
 PATTERNS = 100_000  # that are listed; ten times as many makespans
 COLUMNS = 30_000  # variables of a program of patterns
@@ -160,33 +159,31 @@ class Patterns:
 def by_counts(kinds: Kinds, lower: float, upper: float, deadline: float) -> tuple[Allotment | None, float]:
     """The best allotment found, if any, and a lower bound of the makespan. Raises GaveUp if it is no use to try."""
     import numpy as np
-    from scipy.sparse import csr_array, hstack, kron, vstack
+    from scipy.sparse import csr_array, kron
 
-    places = [(place, load) for load, own in kinds.places.items() for place in own]
+    places = [(name, load) for load, own in kinds.places.items() for name in own]
     cost, jobs = np.array([*kinds.jobs]) / upper, [len(own) for own in kinds.jobs.values()]
     load = np.array([own for _, own in places]) / upper
     size = len(places) * len(cost)
     if size > ENTRIES:
         raise GaveUp
-    every = csr_array(np.eye(len(places)))
-    sums = kron(every, csr_array(cost[None]))
-    counted = kron(csr_array(np.ones((1, len(places)))), csr_array(np.eye(len(cost))))
+    # The variables are the counts, place by place, and then the makespan.
+    place, kind = csr_array(np.eye(len(places))), csr_array(np.eye(len(cost)))
+    counted = widened(kron(csr_array(np.ones((1, len(places)))), kind))
+    sums = widened(kron(place, csr_array(cost[None])))
+    busiest = widened(csr_array((len(places), size)), 1.0)
     # Of places with equal load the earlier has no less: one of many equal assignments.
     alike = np.flatnonzero(np.diff(load) == 0)
-    falling = (every[alike] - every[alike + 1]) @ sums
-    nothing = csr_array((len(cost) + len(alike), 1))
+    falling = (place[alike] - place[alike + 1]) @ sums
     result = run(
         deadline,
         c=np.append(np.zeros(size), 1.0),
         integrality=np.append(np.ones(size), 0.0),
         bounds=(np.append(np.zeros(size), lower / upper), np.append(np.tile(jobs, len(places)), 1.0)),
         constraints=[
-            (
-                hstack([vstack([counted, falling]), nothing]),
-                [*jobs, *[0] * len(alike)],
-                [*jobs, *[np.inf] * len(alike)],
-            ),
-            (hstack([sums, csr_array(-np.ones((len(places), 1)))]), -np.inf, -load),
+            (counted, jobs, jobs),
+            (falling, 0, np.inf),
+            (sums - busiest, -np.inf, -load),
         ],
         gap=TOLERANCE / 10,
     )
@@ -194,7 +191,15 @@ def by_counts(kinds: Kinds, lower: float, upper: float, deadline: float) -> tupl
     if result.x is None:
         return None, bound
     counts = np.round(result.x[:-1]).astype(int).reshape(len(places), len(cost))
-    return {place: tuple(own.tolist()) for (place, _), own in zip(places, counts, strict=True)}, bound
+    return {name: tuple(own.tolist()) for (name, _), own in zip(places, counts, strict=True)}, bound
+
+
+def widened(matrix: Any, last: float = 0.0) -> Any:
+    """The matrix with one more column, all of it `last`."""
+    import numpy as np
+    from scipy.sparse import csr_array, hstack
+
+    return hstack([matrix, csr_array(np.full((matrix.shape[0], 1), last))], format="csr")
 
 
 def run(deadline: float, *, bounds: Any, constraints: Any, gap: float = 0.0, **program: Any) -> Any:

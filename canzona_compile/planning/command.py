@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from canzona_compile.errors import CanzonaError
 from canzona_compile.options import Numerics, Strategy
 from canzona_compile.ownership import NAMES
+from canzona_compile.planning.difference import difference, difference_table
 from canzona_compile.planning.plan import Updates, plan
 from canzona_compile.planning.result import OfflinePlan
 from canzona_compile.planning.weights import Model, from_config, from_shapes, parse_split, preset, presets, read_json
@@ -131,11 +132,9 @@ def add_diff_arguments(parser: ArgumentParser) -> None:
 
 def run_diff(given: Namespace) -> int:
     """Print what differs; 0 if nothing does, 1 otherwise."""
-    from canzona_compile.planning.difference import difference, difference_table
-
     found = difference(read_json(Path(given.before)), read_json(Path(given.after)))
     if given.json:
         print(json.dumps(found, indent=1))
     else:
         Console(width=None if sys.stdout.isatty() else 120).print(difference_table(found))
-    return 1 if found["same"] is False else 0
+    return 0 if found["same"] else 1

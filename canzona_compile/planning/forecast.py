@@ -27,7 +27,6 @@ from canzona_compile.planning.figures import (
 from canzona_compile.planning.mesh import Mesh
 from canzona_compile.planning.strategies import strategies
 from canzona_compile.planning.weights import Model
-from canzona_compile.printer import fingerprint
 from canzona_compile.report import rank_loads
 from canzona_compile.simulation.figures import Simulation
 from canzona_compile.simulation.simulate import simulate
@@ -59,12 +58,13 @@ class Request:
 
 
 def forecast(
-    step: Step, request: Request, others: Mapping[str, Callable[[], Step]], say: Callable[[str], None]
+    step: Step, digest: str, request: Request, others: Mapping[str, Callable[[], Step]], say: Callable[[str], None]
 ) -> Forecast:
     """All figures of a plan.
 
     Args:
         step: SCHEDULED, for all matrices of the model.
+        digest: its fingerprint.
         others: alternatives by name, made when they are called.
         say: told what is being done.
     """
@@ -93,7 +93,7 @@ def forecast(
             say(f"comparing with {name}")
             alternatives.append(alternative(name, make(), request))
     return Forecast(
-        fingerprint=fingerprint(step),
+        fingerprint=digest,
         model=request.model.name,
         optimizer=step.optimizer,
         matrices=len(step.tasks),
@@ -269,28 +269,26 @@ def state_bytes(step: Step) -> tuple[int, int]:
     """Of optimizer state on the rank that has most of it; and if each rank had all of its grid's."""
     held: dict[int, float] = defaultdict(float)
     everywhere: dict[int, float] = defaultdict(float)
-    fragments: dict[tuple[Grid, int], float] = defaultdict(float)
-    whole: dict[Grid, float] = defaultdict(float)
     placed = {p.name: p for p in step.placed}
+    alike: dict[tuple[int, str], list[Task]] = defaultdict(list)  # by layout, most of which are shared, and cut
     for task in step.tasks:
-        cut, grid = placed[task.placed], task.layout.grid
-        numel = max(1, math.prod(task.shape))
+        alike[id(task.layout), task.placed].append(task)
+    for (_, name), tasks in alike.items():
+        cut, layout = placed[name], tasks[0].layout
         leaves = cut.template.state or tuple(leaf for leaf in cut.template.inputs if leaf.role is Role.STATE)
-        for leaf in leaves:
-            size = math.prod(leaf.shape) * (leaf.dtype.itemsize if leaf.dtype else 8)
-            whole[grid] += size
-            if leaf.name in cut.resident and task.owner is not None:
-                held[grid.ranks[task.owner[0]][task.owner[1]]] += size
-                continue
-            spread = leaf.shape == task.shape and leaf.name not in cut.resident
-            for s, box in enumerate(task.layout.boxes):
-                fragments[grid, s] += size * (box.numel / numel if spread else 1.0)
-    for (grid, s), own in fragments.items():
-        for row in grid.ranks:
-            held[row[s]] += own
-    for grid, own in whole.items():
-        for rank in grid.members():
-            everywhere[rank] += own
+        sizes = {leaf: math.prod(leaf.shape) * (leaf.dtype.itemsize if leaf.dtype else 8) for leaf in leaves}
+        resident = sum(size for leaf, size in sizes.items() if leaf.name in cut.resident)
+        spread = sum(n for leaf, n in sizes.items() if leaf.name not in cut.resident and leaf.shape == layout.shape)
+        same = sum(sizes.values()) - resident - spread
+        numel = max(1, math.prod(layout.shape))
+        for s, box in enumerate(layout.boxes):
+            for row in layout.grid.ranks:
+                held[row[s]] += len(tasks) * (spread * box.numel / numel + same)
+                everywhere[row[s]] += len(tasks) * sum(sizes.values())
+        for task in tasks if resident else ():
+            owners = layout.grid.members() if task.owner is None else [layout.grid.ranks[task.owner[0]][task.owner[1]]]
+            for rank in owners:
+                held[rank] += resident
     return int(max(held.values(), default=0)), int(max(everywhere.values(), default=0))
 
 

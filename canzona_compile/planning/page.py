@@ -26,7 +26,17 @@ from canzona_compile.planning.trace import tracks
 from canzona_compile.simulation.figures import STREAMS, Simulation
 
 SCHEMA = 1
-SCRIPTS = ("words.js", "elements.js", "chart.js", "timeline.js", "drawing.js", "sections.js", "start.js")
+SCRIPTS = (
+    "words.js",
+    "elements.js",
+    "chart.js",
+    "timeline.js",
+    "gestures.js",
+    "drawing.js",
+    "sections.js",
+    "start.js",
+)
+STYLES = ("page.css", "figures.css", "tables.css", "narrow.css")
 MOST_BARS = 64  # ranks with a bar of their own, cut by micro-group
 # Within JSON these stand in strings only. Escaped, they can neither end the script element nor begin a comment in it.
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
@@ -37,7 +47,7 @@ T = TypeVar("T", bound=Hashable)
 def page(forecast: Forecast) -> str:
     """The whole file; write it in UTF-8."""
     data = json.dumps(payload(forecast), separators=(",", ":"), allow_nan=False)
-    style, script = part("page.css"), program()
+    style, script = "".join(map(part, STYLES)), program()
     policy = f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}; base-uri 'none'"
     title = html.escape(f"Forecast: {forecast.model} with {forecast.optimizer}")
     return Template(part("page.html")).substitute(

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,14 +15,15 @@ from canzona_compile.hardware import Hardware, named_hardware
 from canzona_compile.ir import Machine, Step
 from canzona_compile.options import Numerics, Options, Strategy
 from canzona_compile.passes.micro_group import gathered_bytes
-from canzona_compile.pipeline import Pass, run
+from canzona_compile.pipeline import Pass
 from canzona_compile.planfile import PlanFile
-from canzona_compile.planner import lower, lowering_passes, planning_passes
+from canzona_compile.planner import lowering_passes, planning_passes
 from canzona_compile.planning.forecast import Request, forecast
 from canzona_compile.planning.mesh import Mesh, parse_mesh
 from canzona_compile.planning.offline import captured_step, optimizer_named, optimizer_of
 from canzona_compile.planning.result import OfflinePlan
 from canzona_compile.planning.weights import Model, from_module, from_shapes, parse_split, preset
+from canzona_compile.verifier import verify
 
 Updates = Literal["ddp", "zero1"]
 ALTERNATIVES = ("static", "alpha", "lpt", "joint", "permuted")
@@ -95,16 +95,18 @@ def plan(
     say("capturing the optimizer's step")
     captured = captured_step(found, sizes, code, machine_of(rates, sizes))
     say(f"planning {len(captured.tasks)} matrices on {sizes.ranks} ranks")
-    owned, _ = run(captured, planning_passes(options))
+    owned = played(captured, planning_passes(options))
     if capacity is not None:
         check_capacity(owned, capacity)
-    scheduled, _ = lower(owned, [t.name for t in owned.tasks], options)
+    scheduled = played(owned, lowering_passes(options))
+    say("checking the plan")
+    verify(scheduled)
+    file = PlanFile.of(scheduled)
     request = Request(found, sizes, rates, options, updates, rank, len(captured.tasks) - len(owned.tasks))
     others: dict[str, Callable[[], Step]] = {}
     if alternatives and any(t.layout.grid.size > 1 for t in owned.tasks):
         others = alternative_steps(captured, options)
-    made = forecast(scheduled, request, others, say)
-    return OfflinePlan(scheduled, PlanFile.of(scheduled), made)
+    return OfflinePlan(scheduled, file, forecast(scheduled, file.fingerprint, request, others, say))
 
 
 def model_of(given: str | nn.Module | Mapping[str, Any] | Model, split: str) -> Model:
@@ -158,7 +160,7 @@ def alternative_steps(captured: Step, options: Options) -> dict[str, Callable[[]
 
 
 def played(step: Step, passes: Sequence[Pass]) -> Step:
-    """Apply passes without verifying each: for figures, not for execution."""
+    """Apply passes; verifying after each, as a run does, would take most of the time of a large plan."""
     for current in passes:
         step = current(step)
     return step

@@ -1,5 +1,6 @@
-
 // A column per rank, or per pixel where there are more ranks than pixels.
+
+const AXIS_LABELS = 64; // pixels left of the columns
 
 function metrics(data) {
   const { loads, simulation } = data;
@@ -7,20 +8,43 @@ function metrics(data) {
   const one = (colour) => (values) => [["", values, colour]];
   const found = [
     {
-      name: "Work", unit: flops, step: nice, about: "FLOPs of the distributed matrices that a rank computes in a step",
-      rank: loads.rank, parts: one("compute")(loads.flops), cuts: loads.by_group,
+      name: "Work",
+      unit: flops,
+      step: nice,
+      about: "FLOPs of the distributed matrices that a rank computes in a step",
+      rank: loads.rank,
+      parts: one("compute")(loads.flops),
+      cuts: loads.by_group,
       more: (i) => [["matrices", number(loads.tasks[i])]],
     },
     {
-      name: "Time", unit: duration, step: nice, about: "where the step goes on each rank", rank: ranks.rank,
+      name: "Time",
+      unit: duration,
+      step: nice,
+      about: "where the step goes on each rank",
+      rank: ranks.rank,
       parts: [
         ["computes", ranks.compute, "compute"],
         ["waits for a transfer", ranks.exposed, "gather"],
         ["waits for other ranks", ranks.bubble, "idle"],
       ],
     },
-    { name: "Buffers", unit: bytes, step: niceBytes, about: "most bytes of buffers at any time", rank: ranks.rank, parts: one("scatter")(ranks.peak) },
-    { name: "Sent", unit: bytes, step: niceBytes, about: "bytes sent to other ranks in a step", rank: ranks.rank, parts: one("gather")(ranks.sent) },
+    {
+      name: "Buffers",
+      unit: bytes,
+      step: niceBytes,
+      about: "most bytes of buffers at any time",
+      rank: ranks.rank,
+      parts: one("scatter")(ranks.peak),
+    },
+    {
+      name: "Sent",
+      unit: bytes,
+      step: niceBytes,
+      about: "bytes sent to other ranks in a step",
+      rank: ranks.rank,
+      parts: one("gather")(ranks.sent),
+    },
   ];
   for (const metric of found) {
     metric.total = metric.rank.map((_, i) => metric.parts.reduce((sum, [, values]) => sum + values[i], 0));
@@ -45,7 +69,7 @@ class Chart {
     this.offer();
     this.frame.addEventListener("pointermove", (event) => this.point(event));
     this.frame.addEventListener("pointerdown", (event) => this.point(event));
-    this.frame.addEventListener("pointerleave", () => this.leave());
+    this.frame.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && this.leave());
     this.frame.addEventListener("keydown", (event) => this.key(event));
     this.frame.addEventListener("blur", () => this.leave());
     new ResizeObserver(this.draw).observe(this.frame);
@@ -68,13 +92,17 @@ class Chart {
     this.leave();
     const { unit, rank, total, most, mean } = metric;
     const busiest = rank[total.indexOf(most)];
-    const spread = mean ? `, ${(most / mean).toFixed(2)} times the mean of ${unit(mean)}` : "";
-    const text = `${plural(rank.length, "rank")}: ${metric.about}. The most is ${unit(most)} on rank ${busiest}${spread}.`;
+    const spread = mean ? `, ${ratio(most / mean)} times the mean of ${unit(mean)}` : "";
+    const worst = `The most is ${unit(most)} on rank ${number(busiest)}${spread}.`;
+    const text = `${plural(rank.length, "rank")}: ${metric.about}. ${worst}`;
     byId("load-about").textContent = text;
     this.frame.setAttribute("aria-label", `${text} Arrow keys go from rank to rank.`);
     const named = metric.parts.filter(([name]) => name);
     byId("load-legend").hidden = !named.length;
-    legend(byId("load-legend"), named.map(([name, , colour]) => [name, `--${colour}`]));
+    legend(
+      byId("load-legend"),
+      named.map(([name, , colour]) => [name, `--${colour}`]),
+    );
     this.classes();
     this.draw();
   }
@@ -97,15 +125,31 @@ class Chart {
       el("h3", { style: { marginTop: "1.2rem" } }, "Ranks by how much"),
       el(
         "div",
-        { class: "classes", role: "img", "aria-label": counts.map((n, i) => n && name(n, i)).filter(Boolean).join("; ") },
+        {
+          class: "classes",
+          role: "img",
+          "aria-label": counts
+            .map((n, i) => n && name(n, i))
+            .filter(Boolean)
+            .join("; "),
+        },
         counts.map((n, i) =>
           el("div", {
             title: counts.length > 1 ? name(n, i) : `${plural(n, "rank")} with ${unit(least)}`,
-            style: { height: `${n ? Math.max(2, (100 * n) / top) : 0}%`, background: `var(--${this.metric.parts[0][2]})` },
+            style: {
+              height: `${n ? Math.max(2, (100 * n) / top) : 0}%`,
+              background: `var(--${this.metric.parts[0][2]})`,
+            },
           }),
         ),
       ),
-      el("div", { class: "ends" }, el("span", {}, unit(least)), el("span", {}, `up to ${plural(top, "rank")}`), el("span", {}, unit(most))),
+      el(
+        "div",
+        { class: "ends" },
+        el("span", {}, unit(least)),
+        el("span", {}, `tallest: ${plural(top, "rank")}`),
+        el("span", {}, unit(most)),
+      ),
     );
   }
 
@@ -113,7 +157,7 @@ class Chart {
     const box = { width: this.canvas.clientWidth, height: this.canvas.clientHeight };
     const g = sharp(this.canvas, box.width, box.height);
     const { rank, most, mean, unit, step } = this.metric;
-    const [left, top, bottom] = [0, 18, box.height - 22];
+    const [left, top, bottom] = [AXIS_LABELS, 18, box.height - 22];
     const room = bottom - top;
     g.font = `11px ${FONT}`;
     g.textBaseline = "alphabetic";
@@ -129,22 +173,24 @@ class Chart {
     }
     this.each = (box.width - left) / rank.length;
     this.wide = this.each >= 2.5;
-    const columns = this.wide ? rank.length : Math.floor(box.width - left);
+    const columns = this.columns();
     for (let i = 0; i < columns; i++) this.column(g, i, columns, left, bottom, room);
     g.fillStyle = colours.soft;
-    for (let value = grid; value <= most * 1.0001; value += grid) this.label(g, unit(value), 4, bottom - (value / most) * room - 4);
+    g.textAlign = "right";
+    for (let value = 0; value <= most * 1.0001; value += grid) {
+      g.fillText(unit(value), left - 8, bottom - (value / (most || 1)) * room + 4);
+    }
     const y = Math.round(bottom - (mean / (most || 1)) * room) + 0.5;
     g.setLineDash([5, 4]);
     g.strokeStyle = colours.ink;
+    g.lineWidth = 1.25;
     g.beginPath();
     g.moveTo(left, y);
     g.lineTo(box.width, y);
     g.stroke();
     g.setLineDash([]);
-    g.textAlign = "right";
     this.label(g, `mean ${unit(mean)}`, box.width - 4, y - 5);
     g.textAlign = "center";
-    g.fillStyle = colours.soft;
     const every = Math.max(1, Math.round(nice((rank.length * 44) / (box.width - left))));
     for (let i = 0; i < rank.length; i += every) {
       g.fillText(number(rank[i]), Math.min(Math.max(left + (i + 0.5) * this.each, 8), box.width - 16), box.height - 6);
@@ -185,10 +231,13 @@ class Chart {
       return;
     }
     const gap = this.each > 12 ? Math.min(10, this.each * 0.22) : this.each > 4 ? 1 : 0;
-    const width = Math.min(this.each - gap, 64);
-    const x = left + i * this.each + (this.each - width) / 2;
+    const [from, to] = [Math.round(left + i * this.each), Math.round(left + (i + 1) * this.each)]; // no blurred edges
+    const width = Math.min(to - from - gap, 64);
+    const x = from + (to - from - width) / 2;
     let y = bottom;
-    const pieces = cuts ? cuts[i].map(([group, value]) => ["", value, parts[0][2], group % 2]) : parts.map((p) => [p[0], p[1][i], p[2], 0]);
+    const pieces = cuts
+      ? cuts[i].map(([group, value]) => ["", value, parts[0][2], group % 2])
+      : parts.map((p) => [p[0], p[1][i], p[2], 0]);
     for (const [, value, colour, odd] of pieces) {
       g.fillStyle = colours[colour];
       const shade = g.globalAlpha;
@@ -201,6 +250,10 @@ class Chart {
     g.globalAlpha = 1;
   }
 
+  columns() {
+    return this.wide ? this.metric.rank.length : Math.floor(this.canvas.clientWidth - AXIS_LABELS);
+  }
+
   /** Ranks behind a column of a pixel. */
   range(i, columns) {
     const all = this.metric.rank.length;
@@ -210,8 +263,8 @@ class Chart {
 
   point(event) {
     const box = this.canvas.getBoundingClientRect();
-    const columns = this.wide ? this.metric.rank.length : Math.floor(box.width);
-    const i = Math.floor(((event.clientX - box.left) / box.width) * columns);
+    const columns = this.columns();
+    const i = Math.floor(((event.clientX - box.left - AXIS_LABELS) / (box.width - AXIS_LABELS)) * columns);
     if (i < 0 || i >= columns) return this.leave();
     this.show(i, columns, event.clientX, event.clientY);
   }
@@ -222,12 +275,16 @@ class Chart {
     const [from, to] = this.wide ? [i, i + 1] : this.range(i, columns);
     let heaviest = from;
     for (let r = from; r < to; r++) if (total[r] > total[heaviest]) heaviest = r;
-    const against = mean ? ` (${(total[heaviest] / mean).toFixed(2)} × mean)` : "";
-    const title = to - from > 1 ? `Ranks ${number(rank[from])} to ${number(rank[to - 1])}` : `Rank ${number(rank[from])}`;
-    const pairs = [[to - from > 1 ? `most, rank ${number(rank[heaviest])}` : "in all", unit(total[heaviest]) + against]];
+    const against = mean ? ` (${ratio(total[heaviest] / mean)} × mean)` : "";
+    const title =
+      to - from > 1 ? `Ranks ${number(rank[from])} to ${number(rank[to - 1])}` : `Rank ${number(rank[from])}`;
+    const pairs = [
+      [to - from > 1 ? `most, rank ${number(rank[heaviest])}` : "in all", unit(total[heaviest]) + against],
+    ];
     for (const [name, values] of parts) if (name) pairs.push([name, unit(values[heaviest])]);
     if (more) pairs.push(...more(heaviest));
-    if (cuts) for (const [group, value] of cuts[heaviest].slice(0, 12)) pairs.push([`micro-group ${group}`, unit(value)]);
+    if (cuts)
+      for (const [group, value] of cuts[heaviest].slice(0, 12)) pairs.push([`micro-group ${group}`, unit(value)]);
     tip.show(x, y, el("strong", {}, title), terms(pairs));
     byId("load-now").textContent = `${title}: ${pairs.map((pair) => pair.join(" ")).join(", ")}`;
     this.draw();
@@ -241,14 +298,21 @@ class Chart {
   }
 
   key(event) {
-    const columns = this.wide ? this.metric.rank.length : Math.floor(this.canvas.clientWidth);
-    const jumps = { ArrowLeft: this.at - 1, ArrowRight: this.at + 1, Home: 0, End: columns - 1,
-      PageUp: this.at - Math.ceil(columns / 10), PageDown: this.at + Math.ceil(columns / 10) };
+    const columns = this.columns();
+    const jumps = {
+      ArrowLeft: this.at - 1,
+      ArrowRight: this.at + 1,
+      Home: 0,
+      End: columns - 1,
+      PageUp: this.at - Math.ceil(columns / 10),
+      PageDown: this.at + Math.ceil(columns / 10),
+    };
     if (event.key === "Escape") return this.leave();
     if (!(event.key in jumps)) return;
     event.preventDefault();
     const i = Math.min(columns - 1, Math.max(0, jumps[event.key]));
     const box = this.canvas.getBoundingClientRect();
-    this.show(i, columns, box.left + ((i + 0.5) * box.width) / columns, box.top + box.height / 3);
+    const x = box.left + AXIS_LABELS + ((i + 0.5) * (box.width - AXIS_LABELS)) / columns;
+    this.show(i, columns, x, box.top + box.height / 3);
   }
 }

@@ -1,4 +1,3 @@
-
 // Paints the timeline. Only lanes in sight are visited, and spans thinner than a pixel share one.
 
 function paintTimeline(line) {
@@ -82,7 +81,8 @@ function paintTitles(g, line, top, width) {
     const after = 10 + Math.max(line.gutter - 10, g.measureText(name).width + 14);
     g.font = `11px ${FONT}`;
     g.fillStyle = colours.soft;
-    const long = `computes ${duration(compute[at])}, waits ${duration(exposed[at])} for transfers and ${duration(bubble[at])} for other ranks`;
+    const waits = `waits ${duration(exposed[at])} for transfers and ${duration(bubble[at])} for other ranks`;
+    const long = `computes ${duration(compute[at])}, ${waits}`;
     const short = `${duration(compute[at])} busy, ${duration(exposed[at] + bubble[at])} waiting`;
     g.fillText(after + g.measureText(long).width < width - 8 ? long : short, after, y);
   }
@@ -125,7 +125,12 @@ function paintLabel(g, line, i, kind, left, room, y) {
   const names = pick(line.spans.tasks, i);
   const group = line.spans.group[i];
   const single = names.length === 1 ? line.name(names[0]) : "";
-  const texts = [`${act} ${group}: ${single || plural(names.length, "matrix", "matrices")}`, `${act} ${group}`, `${act[0]}${group}`, `${group}`];
+  const texts = [
+    `${act} ${group}: ${single || plural(names.length, "matrix", "matrices")}`,
+    `${act} ${group}`,
+    `${act[0]}${group}`,
+    `${group}`,
+  ];
   g.font = `11px ${FONT}`;
   const text = texts.slice(names.length ? 0 : 1).find((own) => g.measureText(own).width < room - 8);
   if (!text) return;

@@ -1,4 +1,3 @@
-
 // What the page is made of. Text goes in as text nodes, never as markup: names are the user's.
 
 const byId = (id) => document.getElementById(id);
@@ -48,16 +47,21 @@ function table(label, heads, rows) {
   );
 }
 
-/** A bar of parts, [name, value, colour], as long as their sum is of `whole`. */
+/** A bar of parts, [name, value, colour], as long as their sum is of `whole`; what is longer fades out at the end. */
 function stack(parts, whole, label) {
+  const sum = parts.reduce((total, [, value]) => total + value, 0);
+  const scale = whole ? 100 / Math.max(whole, sum) : 0;
   return el(
     "div",
-    { class: "stack", role: "img", "aria-label": label },
+    { class: sum > whole * 1.001 ? "stack cut" : "stack", role: "img", "aria-label": label },
     parts.map(([name, value, colour]) =>
-      el("div", { title: name, style: { width: `${whole ? (100 * value) / whole : 0}%`, background: `var(${colour})` } }),
+      el("div", { title: name, style: { width: `${value * scale}%`, background: `var(${colour})` } }),
     ),
   );
 }
+
+/** How much a row of bars shows: all, unless the longest would make the shortest invisible. */
+const scaleOf = (values) => Math.min(Math.max(...values), 5 * Math.min(...values.filter((value) => value > 0)));
 
 function legend(target, entries) {
   fill(
@@ -71,7 +75,12 @@ function legend(target, entries) {
 const tag = (text, kind = "") => el("span", { class: `tag ${kind}`.trim() }, text);
 
 /** Pairs of a term and what it is. */
-const terms = (pairs) => el("dl", {}, pairs.flatMap(([term, what]) => [el("dt", {}, term), el("dd", {}, what)]));
+const terms = (pairs) =>
+  el(
+    "dl",
+    {},
+    pairs.flatMap(([term, what]) => [el("dt", {}, term), el("dd", {}, what)]),
+  );
 
 /** The box beside the pointer: at a point of the window, or out of sight. */
 const tip = {
@@ -93,8 +102,22 @@ const tip = {
 const colours = {};
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["card", "ink", "soft", "line", "faint", "focus", "compute", "elementwise", "gather", "scatter",
-    "exchange", "other", "idle", "buffers"]) {
+  for (const name of [
+    "card",
+    "ink",
+    "soft",
+    "line",
+    "faint",
+    "focus",
+    "compute",
+    "elementwise",
+    "gather",
+    "scatter",
+    "exchange",
+    "other",
+    "idle",
+    "buffers",
+  ]) {
     colours[name] = style.getPropertyValue(`--${name}`).trim();
   }
   for (const name of ["compute", "elementwise", "gather", "scatter", "exchange", "other"]) {

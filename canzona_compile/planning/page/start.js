@@ -1,4 +1,3 @@
-
 // Reads the figures and puts everything in place.
 
 const data = JSON.parse(byId("forecast").textContent);

@@ -1,12 +1,11 @@
-
-// The timeline: what is visible, and what pointers, wheel and keys do to it. `drawing.js` paints it.
+// The timeline: what is visible, and what is where. `drawing.js` paints it, `gestures.js` moves it.
 
 const AXIS = 28; // pixels of the axis on top
 const TITLE = 22; // of the line above a rank's lanes
 const LANE = 20;
 const GAP = 3;
 
-const STREAM_WORDS = { compute: "computes", node: "links within the node", network: "links to other nodes" };
+const STREAM_WORDS = { compute: "processor", node: "links within the node", network: "links to other nodes" };
 const KINDS = [
   ["compute", "computes matrices"],
   ["elementwise", "prepares, applies"],
@@ -30,7 +29,6 @@ class Timeline {
     this.from = 0;
     this.to = this.total;
     this.hovered = this.chosen = -1;
-    this.pointers = new Map();
     this.frame = byId("lanes");
     this.canvas = byId("timeline-canvas");
     this.draw = paced(() => paintTimeline(this));
@@ -41,8 +39,11 @@ class Timeline {
     this.kinds = this.spans.act.of.map(kindOf);
     this.arrange();
     const used = new Set(this.kinds);
-    legend(byId("timeline-legend"), KINDS.filter(([kind]) => used.has(kind)).map(([kind, name]) => [name, `--${kind}`]));
-    this.listen();
+    legend(
+      byId("timeline-legend"),
+      KINDS.filter(([kind]) => used.has(kind)).map(([kind, name]) => [name, `--${kind}`]),
+    );
+    new Gestures(this);
     new ResizeObserver(() => this.draw()).observe(this.frame);
     this.show(0, this.total);
   }
@@ -83,7 +84,9 @@ class Timeline {
       y += TITLE;
       simulation.streams.forEach((name, s) => {
         for (let row = 0; row <= streams[s]; row++, y += LANE + GAP) {
-          const own = (byLane.get(`${rank} ${s} ${row}`) ?? []).sort((a, b) => this.spans.start[a] - this.spans.start[b]);
+          const own = (byLane.get(`${rank} ${s} ${row}`) ?? []).sort(
+            (a, b) => this.spans.start[a] - this.spans.start[b],
+          );
           this.lanes.push({ rank, name: row ? "" : name, y, spans: own });
         }
       });
@@ -96,7 +99,8 @@ class Timeline {
     this.height = y + 4;
     byId("lanes-inside").style.height = `${this.height + AXIS}px`;
     const all = simulation.ranks.rank.length;
-    const which = simulation.shown.length < all ? `${simulation.shown.length} of ${plural(all, "rank")}` : plural(all, "rank");
+    const which =
+      simulation.shown.length < all ? `${simulation.shown.length} of ${plural(all, "rank")}` : plural(all, "rank");
     byId("timeline-about").textContent =
       `What ${which} would do during one step. Where a lane is empty, the rank waits or its links are idle.`;
   }
@@ -130,7 +134,10 @@ class Timeline {
     const [size, unit] = UNITS.find(([own]) => this.total >= own) ?? UNITS[3];
     const step = nice(length / 100);
     const all = length >= this.total;
-    byId("range").textContent = all ? duration(this.total) : `${mark(this.from, step, size)} – ${mark(this.to, step, size)} ${unit}`;
+    byId("range").textContent = all
+      ? duration(this.total)
+      : `${mark(this.from, step, size)} – ${mark(this.to, step, size)} ${unit}`;
+    byId("map").classList.toggle("all", all);
     byId("map-window").style.width = `${(100 * length) / this.total}%`;
     byId("map-window").style.marginLeft = `${(100 * this.from) / this.total}%`;
     Object.assign(this.canvas.dataset, { from: this.from, to: this.to });
@@ -149,92 +156,9 @@ class Timeline {
     this.show(this.from + seconds, this.to + seconds);
   }
 
-  listen() {
-    const on = (target, kinds, run, options) => kinds.split(" ").forEach((k) => target.addEventListener(k, run, options));
-    const step = () => (this.to - this.from) / 4;
-    on(byId("zoom-in"), "click", () => this.zoom(0.5));
-    on(byId("zoom-out"), "click", () => this.zoom(2));
-    on(byId("earlier"), "click", () => this.move(-step()));
-    on(byId("later"), "click", () => this.move(step()));
-    on(byId("whole"), "click", () => this.show(0, this.total));
-    on(this.frame, "scroll", () => this.draw());
-    on(this.frame, "wheel", (event) => this.wheel(event), { passive: false });
-    on(this.frame, "pointerdown", (event) => this.press(event));
-    on(this.frame, "pointermove", (event) => this.drag(event));
-    on(this.frame, "pointerup pointercancel", (event) => this.release(event));
-    on(this.frame, "pointerleave", () => this.hover(-1));
-    on(this.frame, "keydown", (event) => this.key(event));
-    const map = byId("map");
-    const jump = (event) => {
-      if (event.type === "pointermove" && !event.buttons) return;
-      const box = map.getBoundingClientRect();
-      const half = (this.to - this.from) / 2;
-      const at = ((event.clientX - box.left) / box.width) * this.total;
-      this.show(at - half, at + half);
-    };
-    on(map, "pointerdown", (event) => map.setPointerCapture(event.pointerId));
-    on(map, "pointerdown pointermove", jump);
-    // A wheel that is scrolling the page goes on doing so when the timeline comes under the pointer.
-    this.scrolled = -Infinity;
-    on(window, "wheel", (event) => {
-      if (!event.defaultPrevented) this.scrolled = event.timeStamp;
-    }, { passive: true });
-  }
-
-  wheel(event) {
-    const pinch = event.ctrlKey || event.metaKey;
-    const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
-    const whole = this.to - this.from >= this.total;
-    if (!pinch && event.timeStamp - this.scrolled < 250) return;
-    if (!pinch && whole && (sideways || event.deltaY > 0)) return; // nothing to do: the page scrolls
-    event.preventDefault();
-    const line = event.deltaMode === 1 ? 16 : 1;
-    const amount = (event.deltaX && sideways ? event.deltaX : event.deltaY) * line;
-    if (sideways && !pinch) this.move((amount / this.width) * (this.to - this.from));
-    else this.zoom(Math.exp(Math.max(-1, Math.min(1, amount * (pinch ? 0.01 : 0.0025)))), this.time(this.local(event)[0]));
-    this.hover(-1);
-  }
-
   local(event) {
     const box = this.canvas.getBoundingClientRect();
     return [event.clientX - box.left, event.clientY - box.top];
-  }
-
-  press(event) {
-    if (event.button) return;
-    this.pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
-    this.moved = this.pointers.size > 1;
-    if (event.pointerType === "mouse") this.frame.setPointerCapture(event.pointerId);
-  }
-
-  drag(event) {
-    const before = this.pointers.get(event.pointerId);
-    if (!before) return this.point(event);
-    const now = { x: event.clientX, y: event.clientY };
-    if (!this.moved && Math.hypot(now.x - before.x, now.y - before.y) < 5) return;
-    this.moved = true;
-    this.hover(-1);
-    this.frame.classList.add("dragging");
-    const other = [...this.pointers].find(([id]) => id !== event.pointerId)?.[1];
-    const left = this.canvas.getBoundingClientRect().left;
-    if (other) {
-      const apart = (p) => Math.max(12, Math.abs(p.x - other.x));
-      const middle = this.time((before.x + other.x) / 2 - left);
-      this.zoom(apart(before) / apart(now), middle);
-      this.move(middle - this.time((now.x + other.x) / 2 - left));
-    } else {
-      this.move(((before.x - now.x) / this.width) * (this.to - this.from));
-      if (event.pointerType === "mouse") this.frame.scrollTop += before.y - now.y;
-    }
-    this.pointers.set(event.pointerId, now);
-  }
-
-  release(event) {
-    const known = this.pointers.delete(event.pointerId);
-    this.frame.classList.remove("dragging");
-    if (!known || this.moved || event.type === "pointercancel") return;
-    this.choose(this.under(event));
-    this.point(event);
   }
 
   laneAt(event) {
@@ -252,7 +176,10 @@ class Timeline {
     const time = this.time(this.local(event)[0]);
     const { at, bytes: held } = this.data.simulation.memory;
     const now = lane.held.filter((i) => at[i] <= time).pop();
-    const pairs = [["time", duration(Math.max(0, time))], ["holds", bytes(now === undefined ? 0 : held[now])]];
+    const pairs = [
+      ["time", duration(Math.max(0, time))],
+      ["holds", bytes(now === undefined ? 0 : held[now])],
+    ];
     tip.show(event.clientX, event.clientY, el("strong", {}, `buffers of rank ${number(lane.rank)}`), terms(pairs));
   }
 
@@ -299,14 +226,18 @@ class Timeline {
   describe(i, most) {
     const { rank, group, start, end, flow } = this.spans;
     const act = shortAct(pick(this.spans.act, i));
+    const stream = this.data.simulation.streams[this.spans.stream[i]];
     const pairs = [
-      ["rank", `${number(rank[i])}, ${STREAM_WORDS[this.data.simulation.streams[this.spans.stream[i]]]}`],
+      ["rank", `${number(rank[i])}, ${STREAM_WORDS[stream] ?? stream}`],
       ["time", `${duration(start[i])} to ${duration(end[i])}`],
       ["lasts", `${duration(end[i] - start[i])}, ${share(end[i] - start[i], this.total)} of the step`],
     ];
     if (flow[i] >= 0) {
       const members = new Set(this.flows.get(flow[i]).map((k) => rank[k])).size;
-      pairs.push(["sends", bytes(this.spans.bytes[i])], ["collective", `${flow[i]}, ${plural(members, "rank")} of those shown`]);
+      pairs.push(
+        ["sends", bytes(this.spans.bytes[i])],
+        ["collective", `${flow[i]}, ${plural(members, "rank")} of those shown`],
+      );
     }
     const names = pick(this.spans.tasks, i);
     const out = [el("strong", {}, `${act}, micro-group ${group[i]}`), terms(pairs)];
@@ -321,37 +252,6 @@ class Timeline {
   name(k) {
     const own = this.data.tasks.name;
     return k < own.length ? own[k] : this.data.simulation.others[k - own.length];
-  }
-
-  key(event) {
-    const step = (this.to - this.from) / 5;
-    const shifted = { ArrowLeft: () => this.move(-step), ArrowRight: () => this.move(step) };
-    const plain = {
-      ArrowLeft: () => this.walk(-1), ArrowRight: () => this.walk(1), ArrowUp: () => this.climb(-1), ArrowDown: () => this.climb(1),
-      "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), _: () => this.zoom(2),
-      0: () => this.show(0, this.total), Home: () => this.show(0, this.total),
-      Escape: () => (this.hover(-1), this.choose(-1)),
-    };
-    const run = (event.shiftKey && shifted[event.key]) || plain[event.key];
-    if (!run || event.ctrlKey || event.metaKey || event.altKey) return;
-    event.preventDefault();
-    run();
-  }
-
-  /** To the next or previous span of the lane. */
-  walk(by) {
-    const lane = this.lanes.find((own) => own.spans.includes(this.chosen)) ?? this.lanes.find((own) => own.spans.length);
-    const at = lane.spans.indexOf(this.chosen);
-    this.reveal(lane.spans[Math.min(lane.spans.length - 1, Math.max(0, at + by))]);
-  }
-
-  /** To the lane above or below, at about the same time. */
-  climb(by) {
-    const full = this.lanes.filter((own) => own.spans.length);
-    const at = full.findIndex((own) => own.spans.includes(this.chosen));
-    if (at < 0) return this.walk(1);
-    const lane = full[Math.min(full.length - 1, Math.max(0, at + by))];
-    this.reveal(lane.spans[Math.max(0, this.lastBefore(lane.spans, this.spans.start[this.chosen]))]);
   }
 
   /** Choose a span, and bring it into sight. */

@@ -1,4 +1,3 @@
-
 // How figures read.
 
 const THIN = "\u2009";
@@ -12,17 +11,53 @@ function scaled(x, units) {
   return `${rounded(x / size)} ${unit}`;
 }
 
-const UNITS = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
+const UNITS = [
+  [1, "s"],
+  [1e-3, "ms"],
+  [1e-6, "µs"],
+  [1e-9, "ns"],
+];
 const duration = (s) => (s === null ? "–" : s === 0 ? "0" : scaled(s, UNITS));
 const bytes = (n) =>
-  scaled(n, [[2 ** 50, "PiB"], [2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]]);
-const METRIC = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
-const flops = (n) => scaled(n, METRIC.map(([size, unit]) => [size, `${unit}FLOP`]));
-const rate = (n, unit) => scaled(n, METRIC.map(([size, prefix]) => [size, `${prefix}${unit}`]));
+  scaled(n, [
+    [2 ** 50, "PiB"],
+    [2 ** 40, "TiB"],
+    [2 ** 30, "GiB"],
+    [2 ** 20, "MiB"],
+    [2 ** 10, "KiB"],
+    [1, "B"],
+  ]);
+const METRIC = [
+  [1e18, "E"],
+  [1e15, "P"],
+  [1e12, "T"],
+  [1e9, "G"],
+  [1e6, "M"],
+  [1e3, "k"],
+  [1, ""],
+];
+const flops = (n) =>
+  scaled(
+    n,
+    METRIC.map(([size, unit]) => [size, `${unit}FLOP`]),
+  );
+const rate = (n, unit) =>
+  scaled(
+    n,
+    METRIC.map(([size, prefix]) => [size, `${prefix}${unit}`]),
+  );
+const counted = (n) =>
+  scaled(n, [
+    [1e12, "trillion"],
+    [1e9, "billion"],
+    [1e6, "million"],
+    [1, ""],
+  ]).trim();
 const number = (n) => n.toLocaleString("en");
 const share = (part, whole) => (whole ? `${rounded((100 * part) / whole)}%` : "0%");
+const ratio = (x) => (x === null ? "–" : x < 100 ? x.toFixed(2) : number(Math.round(x)));
 const plural = (n, one, many = `${one}s`) => `${number(n)} ${n === 1 ? one : many}`;
-const dims = (shape) => shape.map(number).join(` × `);
+const dims = (shape) => shape.map(number).join(" × ");
 const shortAct = (act) => act.replace(/^start /, "");
 
 /** A moment on an axis whose marks are `step` apart, without its unit. */

@@ -1,0 +1,106 @@
+"""What differs between two plans, by their JSON: decisions, and figures where both have a forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from canzona_compile.charts import duration
+from canzona_compile.cost import readable_bytes
+from canzona_compile.planfile import PlannedTask, read_plan
+from canzona_compile.render import columns
+
+MOST = 20  # matrices that are listed
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Both plans side by side.
+
+    Returns:
+        "same": do they decide the same? "parts": which digests differ. "only_before", "only_after": names. "changed":
+        by name, the fields that differ as [before, after]. "figures": the same for the forecast's figures.
+
+    Raises:
+        CanzonaError: one of them is no plan.
+    """
+    a, b = read_plan(before), read_plan(after)
+    own, other = {t.name: t for t in a.tasks}, {t.name: t for t in b.tasks}
+    home = [{name: i for i, group in enumerate(plan.groups) for name in group} for plan in (a, b)]
+    changed = {}
+    for name in own.keys() & other.keys():
+        fields = changes(own[name], other[name])
+        if home[0].get(name) != home[1].get(name):
+            fields["group"] = [home[0].get(name), home[1].get(name)]
+        if fields:
+            changed[name] = fields
+    return {
+        "schema": 1,
+        "same": a.fingerprint == b.fingerprint,
+        "fingerprints": [a.fingerprint, b.fingerprint],
+        "parts": [name for name, digest in a.digests if dict(b.digests).get(name) != digest],
+        "only_before": sorted(own.keys() - other.keys()),
+        "only_after": sorted(other.keys() - own.keys()),
+        "changed": dict(sorted(changed.items())),
+        "figures": figures(before.get("forecast"), after.get("forecast")),
+    }
+
+
+def changes(a: PlannedTask, b: PlannedTask) -> dict[str, list[Any]]:
+    names = ("shape", "layout", "strategy", "owner")
+    return {n: [getattr(a, n), getattr(b, n)] for n in names if getattr(a, n) != getattr(b, n)}
+
+
+def figures(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> dict[str, list[Any]]:
+    """Predicted figures; empty where a plan, as a run writes it, has no forecast."""
+    if before is None or after is None:
+        return {}
+    found = {
+        "seconds": [f["simulation"]["seconds"] for f in (before, after)],
+        "imbalance": [f["imbalance"] for f in (before, after)],
+        "wire_bytes": [sum(n for *_, n in f["simulation"]["sent"]) for f in (before, after)],
+        "buffers": [f["memory"]["buffers"] for f in (before, after)],
+        "hardware": [f["hardware"]["name"] for f in (before, after)],
+    }
+    options = before["options"].keys() | after["options"].keys()
+    return found | {n: [f["options"].get(n) for f in (before, after)] for n in sorted(options)}
+
+
+def difference_table(found: Mapping[str, Any]) -> RenderableType:
+    """For people."""
+    parts: list[RenderableType] = []
+    short = [text[:12] for text in found["fingerprints"]]
+    if found["same"]:
+        parts.append(Text(f"the same plan, {short[0]}", "green"))
+    else:
+        parts.append(Text(f"{short[0]} and {short[1]} differ in {' and '.join(found['parts']) or 'their text'}", "bold"))
+    shown = columns("", ">before", ">after")
+    for name, (a, b) in found["figures"].items():
+        if a != b:
+            shown.add_row(Text(name), Text(value(name, a)), Text(value(name, b)))
+    if shown.row_count:
+        parts.append(shown)
+    for key, words in (("only_before", "only in the first"), ("only_after", "only in the second")):
+        if names := found[key]:
+            parts.append(Text(f"{len(names)} {words}: {', '.join(names[:MOST])}{' ...' if len(names) > MOST else ''}"))
+    if changed := found["changed"]:
+        listed = columns("matrix", "what", ">before", ">after")
+        for name, fields in list(changed.items())[:MOST]:
+            for field, (a, b) in fields.items():
+                listed.add_row(Text(name), field, Text(str(a)), Text(str(b)))
+        parts.append(listed)
+        if len(changed) > MOST:
+            parts.append(Text(f"and {len(changed) - MOST} more", "dim"))
+    return Group(*parts)
+
+
+def value(name: str, number: Any) -> str:
+    if number is None:
+        return "-"
+    if name == "seconds":
+        return duration(number)
+    if name in ("wire_bytes", "buffers"):
+        return readable_bytes(number)
+    return f"{number:.3g}" if isinstance(number, float) else str(number)
