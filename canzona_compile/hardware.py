@@ -72,6 +72,10 @@ class Hardware:
         bandwidth: bytes per second that elementwise work reads and writes in memory.
         memory: bytes that a rank has.
         launch: seconds that each operator costs beside its work: a kernel's launch, or the host's dispatch.
+        product_calls: seconds that a call of a matrix product costs beside its arithmetic, by dtype; `launch` where
+            none is given. On CPU a library chooses its code then, in more time than small products take themselves.
+        host: seconds of a rank's processor for a step's bookkeeping, by matrix: looking gradients and state up,
+            asking which code runs. 0 where the host does that while a device computes.
         node, network: links within and between nodes.
         sources: of each rate, by the name of its field: a public figure, or how it was measured.
         measured: names of the fields that were measured on the machine itself; the others are assumed.
@@ -88,6 +92,8 @@ class Hardware:
     bandwidth: float
     memory: float
     launch: float
+    product_calls: tuple[tuple[str, float], ...]
+    host: float
     node: Link
     network: Link
     sources: tuple[tuple[str, str], ...] = ()
@@ -97,6 +103,10 @@ class Hardware:
         """FLOP/s of a product; dtypes that are not listed are as slow as the slowest that is."""
         curves = dict(self.products)
         return curves[dtype].at(size) if dtype in curves else min(curve.at(size) for curve in curves.values())
+
+    def product_call(self, dtype: str) -> float:
+        """Seconds of a call of a product, beside its arithmetic."""
+        return dict(self.product_calls).get(dtype, self.launch)
 
     def factorization_rate(self, operator: str, size: float) -> float:
         curves = dict(self.factorizations)
@@ -122,6 +132,7 @@ class Hardware:
             **asdict(self),
             "products": {name: curve.points for name, curve in self.products},
             "factorizations": {name: curve.points for name, curve in self.factorizations},
+            "product_calls": dict(self.product_calls),
             "sources": dict(self.sources),
         }
 
@@ -129,7 +140,7 @@ class Hardware:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
 
-RATES = ("products", "factorizations", "bandwidth", "memory", "launch", "node", "network")
+RATES = ("products", "factorizations", "bandwidth", "memory", "launch", "product_calls", "host", "node", "network")
 POSITIVE = ("ranks_per_node", "processors", "bandwidth", "memory")
 
 
@@ -170,7 +181,9 @@ def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
     del values["schema"]
     for name in POSITIVE:
         values[name] = number(given[name], name, at, positive=True)
-    values["launch"] = number(given["launch"], "launch", at, positive=False)
+    for name in ("launch", "host"):
+        values[name] = number(given[name], name, at, positive=False)
+    values["product_calls"] = seconds_by_name(given["product_calls"], "product_calls", at)
     for name in ("ranks_per_node", "processors"):
         values[name] = int(values[name])
     for name in ("name", "device", "backend"):
@@ -197,6 +210,12 @@ def number(value: Any, name: str, at: str, *, positive: bool) -> float:
         wanted = "a positive number" if positive else "a number of at least 0"
         raise CanzonaError(f"{name} is {value!r}, not {wanted}", at=at, hint="rates are per second, in SI units")
     return float(value)
+
+
+def seconds_by_name(value: Any, name: str, at: str) -> tuple[tuple[str, float], ...]:
+    if not isinstance(value, Mapping):
+        raise CanzonaError(f"{name} is no object with seconds per name", at=at)
+    return tuple((key, number(own, f"{name}.{key}", at, positive=False)) for key, own in value.items())
 
 
 def curves(value: Any, name: str, at: str) -> tuple[tuple[str, Curve], ...]:

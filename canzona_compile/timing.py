@@ -1,8 +1,13 @@
-"""How long graphs and transfers take on a kind of machine: a sum over nodes, each bound by arithmetic or memory."""
+"""How long graphs and transfers take on a kind of machine: a sum over nodes, each bound by arithmetic or memory.
+
+Beside its work every operator costs a launch. On a CPU that is the way from Python to the kernel, which views take
+too; a product also has its library choose code. Work that many tasks share in one call is launched once.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,7 +16,7 @@ from torch import fx
 
 from canzona_compile.cost import DECOMPOSITIONS, decomposition, factors
 from canzona_compile.hardware import Hardware
-from canzona_compile.ir import Placed, tensor_value
+from canzona_compile.ir import Placed, outputs, tensor_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,33 +25,55 @@ class Work:
 
     Attributes:
         seconds: of arithmetic, at the machine's rate for this operator and size.
-        bytes: read and written in memory.
-        calls: 1 where something is launched, 0 for views and arithmetic on numbers.
+        bytes: read and written in memory while that goes on.
+        calls: operators that are launched; 0 for views on a GPU and arithmetic on numbers.
+        added: bytes of a pass of its own: the addend of a product is copied to where the result will be.
+        product: dtype of a matrix product, whose call is not in `calls`; empty for others.
     """
 
     seconds: float
     bytes: int
     calls: int
+    added: int = 0
+    product: str = ""
 
     def lasts(self, hardware: Hardware) -> float:
-        return max(self.seconds, self.bytes / hardware.bandwidth)
+        return max(self.seconds, self.bytes / hardware.bandwidth) + self.added / hardware.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class GraphTime:
-    """A graph for one whole matrix: seconds beside launches, and launches."""
+    """A graph for one whole matrix.
+
+    Attributes:
+        seconds: beside launches.
+        calls: operators that are launched, without matrix products.
+        products: calls of matrix products by dtype.
+    """
 
     seconds: float
     calls: int
+    products: tuple[tuple[str, int], ...] = ()
+
+    def product_calls(self, hardware: Hardware) -> float:
+        return sum(count * hardware.product_call(dtype) for dtype, count in self.products)
+
+    def launches(self, hardware: Hardware) -> float:
+        """Seconds of launches when every operator runs by itself."""
+        return self.calls * hardware.launch + self.product_calls(hardware)
 
     def total(self, hardware: Hardware) -> float:
-        return self.seconds + self.calls * hardware.launch
+        """Seconds of one whole matrix by itself."""
+        return self.seconds + self.launches(hardware)
 
 
 def graph_time(graph: fx.Graph, hardware: Hardware) -> GraphTime:
     """The time of a graph, node after node, nothing fused."""
     done = list(works(graph, hardware))
-    return GraphTime(sum(work.lasts(hardware) for work in done), sum(work.calls for work in done))
+    products = Counter(work.product for work in done if work.product)
+    return GraphTime(
+        sum(work.lasts(hardware) for work in done), sum(work.calls for work in done), tuple(sorted(products.items()))
+    )
 
 
 def works(graph: fx.Graph, hardware: Hardware) -> Iterator[Work]:
@@ -59,20 +86,30 @@ def works(graph: fx.Graph, hardware: Hardware) -> Iterator[Work]:
 def work_of(node: fx.Node, value: torch.Tensor, hardware: Hardware) -> Work:
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.is_view:
-        return Work(0.0, 0, 0)
+        return Work(0.0, 0, int(hardware.device == "cpu"))
     operands = {n: v for n in node.all_input_nodes if (v := tensor_value(n)) is not None}
-    moved = size_of(value) + sum(map(size_of, operands.values()))
     if pair := factors(node):
-        left, right = (tensor_value(f) for f in pair)
-        assert left is not None and right is not None
-        m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-        flops = 2.0 * value.numel() * k
-        return Work(flops / hardware.product_rate(dtype_name(value), (m * k * n) ** (1 / 3)), moved, 1)
+        return product_of(node, pair, value, hardware)
+    moved = size_of(value) + sum(map(size_of, operands.values()))
     if name := decomposition(node):
         first = next(iter(operands.values()))
         flops = float(DECOMPOSITIONS[name]) * first.numel() * first.shape[-1]
         return Work(flops / hardware.factorization_rate(name, first.shape[-1]), moved, 1)
     return Work(0.0, moved, 1)
+
+
+def product_of(node: fx.Node, pair: tuple[fx.Node, fx.Node], value: torch.Tensor, hardware: Hardware) -> Work:
+    left, right = (tensor_value(f) for f in pair)
+    assert left is not None and right is not None
+    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    dtype, adds = dtype_name(value), len(node.args) == 3
+    return Work(
+        2.0 * value.numel() * k / hardware.product_rate(dtype, (m * k * n) ** (1 / 3)),
+        size_of(left) + size_of(right) + size_of(value),
+        int(adds),
+        added=2 * size_of(value) * adds,
+        product=dtype,
+    )
 
 
 def size_of(value: torch.Tensor) -> int:
@@ -85,17 +122,35 @@ def dtype_name(value: torch.Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTime:
-    """The three graphs of a cut, for one whole matrix, and bytes of what crosses."""
+    """The three graphs of a cut, for one whole matrix.
+
+    Attributes:
+        gathered, scattered: bytes of what crosses.
+        packed: bytes of what is copied to be sent by a copy of its own. A cast at the end of prepare is not: it
+            writes where the message is.
+        kept: bytes that apply copies, because prepare has made them: new state.
+    """
 
     prepare: GraphTime
     compute: GraphTime
     apply: GraphTime
     gathered: int
     scattered: int
+    packed: int
+    kept: int
 
 
 def placed_time(placed: Placed, hardware: Hardware) -> PlacedTime:
     graphs = (graph_time(g, hardware) for g in (placed.prepare, placed.compute, placed.apply))
-    up = sum(math.prod(w.shape) * w.itemsize for w in placed.gather)
+    sizes = [math.prod(w.shape) * w.itemsize for w in placed.gather]
+    sent = outputs(placed.prepare)[: len(sizes)]
+    packed = sum(size for size, node in zip(sizes, sent, strict=True) if not casts(node))
     down = sum(math.prod(w.shape) * w.itemsize for w in placed.scatter)
-    return PlacedTime(*graphs, up, down)
+    made = (tensor_value(n) for n in outputs(placed.apply) if isinstance(n, fx.Node) and n.op == "placeholder")
+    kept = sum(size_of(value) for value in made if value is not None)
+    return PlacedTime(*graphs, sum(sizes), down, packed, kept)
+
+
+def casts(node: object) -> bool:
+    """Is it a cast to another dtype?"""
+    return isinstance(node, fx.Node) and node.target is torch.ops.aten._to_copy.default and set(node.kwargs) == {"dtype"}

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from canzona_compile.cost import GroupLoad, pipeline_seconds, rates_of
+from canzona_compile.cost import GroupLoad, Rates, pipeline_seconds, rates_of
 from canzona_compile.heaviest import holistic_tasks
-from canzona_compile.ir import Form, Placed, Step, Strategy, Task
+from canzona_compile.ir import Form, Placed, Step, Strategy, Task, Wire
 from canzona_compile.layout import Grid
 from canzona_compile.ownership.jobs import Job, Planner
 from canzona_compile.ownership.lpt import Joint
@@ -52,18 +52,24 @@ class AssignOwners:
             share = grids[grid]
             if grid.size == 1:
                 chosen = [replace(t, owner=(0, 0), strategy=Strategy.LOCAL, reason="whole on its rank") for t in share]
-            elif self.strategy != "owner" and (reason := self._replicate(share, grid, placed, step)):
-                chosen = [replace(t, owner=None, strategy=Strategy.REPLICATED, reason=reason) for t in share]
-                count(load, chosen, grid, placed)
             else:
-                chosen = self._own(share, grid, placed, load)
+                reasons = self._everywhere(share, grid, placed, step)
+                chosen = [
+                    replace(t, owner=None, strategy=Strategy.REPLICATED, reason=reasons[t.name])
+                    for t in share
+                    if t.name in reasons
+                ]
                 count(load, chosen, grid, placed)
+                chosen += self._own([t for t in share if t.name not in reasons], grid, placed, load)
+                count(load, [t for t in chosen if t.owner is not None], grid, placed)
             owned.update((t.name, t) for t in chosen)
         return replace(step, form=Form.OWNED, tasks=tuple(owned[t.name] for t in tasks))
 
     def _own(
         self, tasks: list[Task], grid: Grid, placed: dict[str, Placed], load: dict[Ranks, dict[int, float]]
     ) -> list[Task]:
+        if not tasks:
+            return []
         members = set(grid.members())
         seen: dict[int, float] = defaultdict(float)
         for ranks, own in load.items():
@@ -83,27 +89,48 @@ class AssignOwners:
             for t, owner in zip(tasks, owners, strict=True)
         ]
 
-    def _replicate(self, tasks: list[Task], grid: Grid, placed: dict[str, Placed], step: Step) -> str:
-        """Why every rank of a grid should compute all of `tasks`; empty if one owner each is better."""
+    def _everywhere(self, tasks: list[Task], grid: Grid, placed: dict[str, Placed], step: Step) -> dict[str, str]:
+        """The tasks of a grid that every rank should compute, and why.
+
+        Tried are all sets of cuts that have the least to compute for what they would move; the shortest predicted
+        time wins, and owners among equals.
+        """
+        if self.strategy == "owner":
+            return {}
         if self.strategy == "replicated":
-            return "asked for"
+            return {t.name: "asked for" for t in tasks}
+        cuts = sorted({t.placed for t in tasks}, key=lambda name: (density(placed[name]), name))
         rates = rates_of(step.machine, grid.members())
-        up = sum(w.itemsize * math.prod(w.shape) for t in tasks for w in placed[t.placed].gather)
-        down = sum(w.itemsize * math.prod(w.shape) for t in tasks for w in placed[t.placed].scatter)
-        work = [placed[t.placed].flops for t in tasks]
+        times = [self._seconds(tasks, set(cuts[:i]), grid, placed, rates) for i in range(len(cuts) + 1)]
+        best = min(range(len(times)), key=lambda i: (times[i], i))
+        reason = f"predicted {times[best] * 1e3:.3g} ms everywhere, {times[0] * 1e3:.3g} ms with owners"
+        return {t.name: reason for t in tasks if t.placed in set(cuts[:best])}
+
+    def _seconds(
+        self, tasks: list[Task], everywhere: set[str], grid: Grid, placed: dict[str, Placed], rates: Rates
+    ) -> float:
+        """Predicted for a step in one micro-group, with perfectly balanced owners."""
         sharded, share = grid.shards > 1, 1 / grid.size
-        once = GroupLoad(
-            gather_bytes=up * share * sharded,
-            compute_flops=max(sum(work) * share, max(work)),
+        all_, owned = [placed[t.placed] for t in tasks], [placed[t.placed] for t in tasks if t.placed not in everywhere]
+        up, own_up = (sum(bytes_of(p.gather) for p in some) for some in (all_, owned))
+        down = sum(bytes_of(p.scatter) for p in owned)
+        work, own_work = sum(p.flops for p in all_), [p.flops for p in owned]
+        load = GroupLoad(
+            gather_bytes=(up - own_up + own_up * share) * sharded,
+            compute_flops=work - sum(own_work) + max(sum(own_work) * share, max(own_work, default=0)),
             scatter_bytes=down * (share * sharded + (grid.replicas > 1) / grid.shards),
-            collectives=2 * sharded + (grid.replicas > 1),
+            collectives=sharded + bool(owned) * (sharded + (grid.replicas > 1)),
         )
-        everywhere = GroupLoad(up * sharded, float(sum(work)), 0.0, int(sharded))
-        owner_time = pipeline_seconds([once], rates, 1)
-        replicated_time = pipeline_seconds([everywhere], rates, 1)
-        if replicated_time >= owner_time:
-            return ""
-        return f"predicted {replicated_time * 1e3:.3g} ms everywhere, {owner_time * 1e3:.3g} ms with owners"
+        return pipeline_seconds([load], rates, 1)
+
+
+def bytes_of(wires: Sequence[Wire]) -> int:
+    return sum(wire.itemsize * math.prod(wire.shape) for wire in wires)
+
+
+def density(placed: Placed) -> float:
+    """FLOPs per byte that owners would move."""
+    return placed.flops / max(1, bytes_of(placed.gather) + bytes_of(placed.scatter))
 
 
 def count(load: dict[Ranks, dict[int, float]], tasks: Sequence[Task], grid: Grid, placed: dict[str, Placed]) -> None:

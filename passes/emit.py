@@ -283,7 +283,8 @@ class Writer(ProgramBuilder):
     def forward(self, g: GroupView) -> None:
         """Copy the fragments that this replica's owners computed to where they are sent to the others."""
         for i, segment in enumerate(g.segments):
-            for wire in segment.placed.scatter if segment.near and not segment.empty else ():
+            sends = segment.near and not segment.empty and segment.tasks[0].owner is not None
+            for wire in segment.placed.scatter if sends else ():
                 here = [g.places(Phase.SCATTER, False, t.name, wire)[0] for t in segment.tasks]
                 sources = tuple(g.view(Phase.SCATTER, False, o, wire.dtype, b.size) for o, b in here)
                 places = [g.places(Phase.EXCHANGE, True, t.name, wire) for t in segment.tasks]

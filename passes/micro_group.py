@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from canzona_compile.cost import GroupLoad, pipeline_seconds, rates_of
@@ -64,29 +64,61 @@ class FormMicroGroups:
         return min(plans, key=lambda plan: (seconds(plan), len(plan)))
 
 
+@dataclass(slots=True)
+class Load:
+    """What tasks ask of the ranks of their grid: by owner, and of every rank.
+
+    Attributes:
+        flops: of computing.
+        up, down: bytes to and from whom computes.
+    """
+
+    flops: defaultdict[object, int] = field(default_factory=lambda: defaultdict(int))
+    up: defaultdict[object, int] = field(default_factory=lambda: defaultdict(int))
+    down: defaultdict[object, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, task: Task, placed: Placed) -> None:
+        self.flops[task.owner] += placed.flops
+        self.up[task.owner] += gathered_bytes(placed)
+        self.down[task.owner] += sum(math.prod(w.shape) * w.itemsize for w in placed.scatter)
+
+    def with_(self, task: Task, placed: Placed) -> tuple[int, int]:
+        """FLOPs and bytes gathered of the busiest rank that computes `task`, if it is added."""
+        owners: list[object] = [*self.flops] if task.owner is None else [task.owner]
+        return (
+            max((self.flops.get(o, 0) for o in owners if o is not None), default=0)
+            + self.flops.get(None, 0)
+            + placed.flops,
+            max((self.up.get(o, 0) for o in owners if o is not None), default=0)
+            + self.up.get(None, 0)
+            + gathered_bytes(placed),
+        )
+
+    @staticmethod
+    def most(by_owner: Mapping[object, int]) -> int:
+        """Of the busiest rank."""
+        return max((n for o, n in by_owner.items() if o is not None), default=0) + by_owner.get(None, 0)
+
+
 def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most_bytes: int) -> list[list[Task]]:
     """Consecutive groups, each the longest whose makespan and bytes are within the limits."""
     bins: list[list[Task]] = []
-    flops: dict[object, int] = defaultdict(int)
-    size: dict[object, int] = defaultdict(int)
+    load = Load()
     for task in tasks:
-        work, need = placed[task.placed].flops, gathered_bytes(placed[task.placed])
-        full = flops[task.owner] + work > most_flops or size[task.owner] + need > most_bytes
-        if full or not bins:  # the task that overflows is rolled back into the next group
+        flops, size = load.with_(task, placed[task.placed])
+        if not bins or flops > most_flops or size > most_bytes:  # rolled back into the next group
             bins.append([])
-            flops.clear()
-            size.clear()
+            load = Load()
         bins[-1].append(task)
-        flops[task.owner] += work
-        size[task.owner] += need
+        load.add(task, placed[task.placed])
     return bins
 
 
 def makespan(tasks: Sequence[Task], placed: dict[str, Placed]) -> int:
-    load: dict[object, int] = defaultdict(int)
+    load = Load()
     for task in tasks:
-        load[task.owner] += placed[task.placed].flops
-    return max(load.values())
+        load.add(task, placed[task.placed])
+    return Load.most(load.flops)
 
 
 def gathered_bytes(placed: Placed) -> int:
@@ -95,16 +127,15 @@ def gathered_bytes(placed: Placed) -> int:
 
 def load_of(tasks: Sequence[Task], grid: Grid, placed: dict[str, Placed]) -> GroupLoad:
     """Bytes per rank and FLOPs of the busiest owner of one group."""
-    up: dict[object, int] = defaultdict(int)
-    down: dict[object, int] = defaultdict(int)
+    load = Load()
     for task in tasks:
-        up[task.owner] += gathered_bytes(placed[task.placed])
-        down[task.owner] += sum(math.prod(w.shape) * w.itemsize for w in placed[task.placed].scatter)
+        load.add(task, placed[task.placed])
     sharded, exchanged = grid.shards > 1, grid.replicas > 1
-    owned = tasks[0].owner is not None
+    owned = any(task.owner is not None for task in tasks)
+    down = max((n for o, n in load.down.items() if o is not None), default=0)
     return GroupLoad(
-        gather_bytes=max(up.values()) * sharded,
-        compute_flops=float(makespan(tasks, placed)),
-        scatter_bytes=max(down.values()) * owned * (sharded + exchanged / grid.shards),
+        gather_bytes=Load.most(load.up) * sharded,
+        compute_flops=float(Load.most(load.flops)),
+        scatter_bytes=down * (sharded + exchanged / grid.shards),
         collectives=sharded + owned * (sharded + exchanged),
     )

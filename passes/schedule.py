@@ -88,8 +88,8 @@ def pipelined(groups: tuple[MicroGroup, ...], depth: int) -> Iterator[Event]:
 def lives(step: Step, events: tuple[Event, ...]) -> Iterator[Buffer]:
     """Every buffer from the first event that writes it to the last that reads it; slots still open.
 
-    Computed values may be views of what was gathered; where they are used at apply (no scatter, or new
-    resident state) the gathered values live until then.
+    Computed values may be views of what was gathered; where they are used at apply (tasks without a scatter, or
+    new resident state) the gathered values live until then.
     """
     at = {event: i for i, event in enumerate(events)}
 
@@ -98,7 +98,8 @@ def lives(step: Step, events: tuple[Event, ...]) -> Iterator[Buffer]:
 
     resident = {p.name for p in step.placed if p.resident}
     for group in step.groups:
-        late = not group.scatter or any(step.task(name).placed in resident for name in group.tasks)
+        tasks = [step.task(name) for name in group.tasks]
+        late = not group.scatter or any(t.owner is None or t.placed in resident for t in tasks)
         if group.gather:
             yield life(group, "gather send", Act.PREPARE, Act.WAIT_GATHER)
             yield life(group, "gather recv", Act.START_GATHER, Act.COMPUTE)

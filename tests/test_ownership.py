@@ -235,7 +235,7 @@ def test_largest_first() -> None:
     jobs = buffer(1, 1, 1, 1, costs=(3, 3, 2, 2))
     assert rows(TwoStageLpt()(jobs, 2, 1, {})) == [1, 0, 1, 0], "of equals the one registered first"
     assert TwoStageLpt()(jobs, 2, 1, {(0, 0): 5.0}) == [(1, 0)] * 3 + [(0, 0)]
-    assert Joint()(buffer(4, 3, 2), 2, 2, {(0, 0): 9.0}) == [(0, 1), (1, 0), (1, 1)]
+    assert Joint()(buffer(4, 3, 2), 2, 2, {(0, 0): 9.0}) == [(1, 0), (0, 1), (1, 1)], "replicas before columns"
 
 
 def test_swaps_relieve_the_busiest() -> None:

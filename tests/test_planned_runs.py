@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
+from canzona_compile.hardware import named_hardware
+from canzona_compile.options import Options
+from canzona_compile.passes import FollowOwners
+from canzona_compile.planfile import PlanFile
+from canzona_compile.planner import lowering_passes
+from canzona_compile.planning.plan import played
 from examples.optimizers.soap import SOAP
 from tests.layouts import mesh_of
 from tests.ranks import run
@@ -172,3 +179,39 @@ def test_plans_that_do_not_fit_are_refused_by_all_ranks(tmp_path: Path) -> None:
         found = run(4, refused, "fsdp=4", {"plan": str(path)})
         assert all(words in text for text in found), (name, found)
         assert dist.is_available()
+
+
+@pytest.mark.ranks
+def test_some_matrices_everywhere_others_on_owners(tmp_path: Path) -> None:
+    """Over this link it pays to compute two shapes everywhere and not the third, which is more work for its bytes."""
+    link = {"bandwidth": 1e8, "latency": 1e-6}
+    path = tmp_path / "slow.json"
+    path.write_text(json.dumps({**named_hardware("cpu").to_dict(), "node": link, "network": link, "name": "slow"}))
+    made = canzona_compile.plan(SHAPES, mesh="dp=4", optimizer=torch.optim.Muon, hardware=path, alternatives=False)
+    assert {(t.strategy, t.shape[0] == t.shape[1]) for t in made.file.tasks} == {("owner", True), ("replicated", False)}
+    plain = train_alone(torch.optim.Muon)
+    for text, weights in run(4, train, "dp=4", torch.optim.Muon, {"hardware": str(path)}):
+        assert json.loads(text)["fingerprint"] == made.fingerprint
+        assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", ["hsdp=2,fsdp=2", "fsdp=4", "dp=2,tp=2"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_both_in_one_micro_group(mesh: str, groups: int, tmp_path: Path) -> None:
+    made = offline(mesh, strategy="owner", micro_groups=groups)
+    mixed = replace(
+        made.file,
+        tasks=tuple(
+            replace(t, strategy="replicated", owner=None) if t.shape[0] != t.shape[1] else t for t in made.file.tasks
+        ),
+    )
+    follow = Options(plan=mixed)
+    path = tmp_path / "plan.json"
+    step = played(made.step, [FollowOwners(mixed), *lowering_passes(follow)])
+    path.write_text(PlanFile.of(step).to_json())
+    assert groups > 1 or len({step.task(n).strategy for n in step.groups[0].tasks}) == 2
+    plain = train_alone(torch.optim.Muon)
+    for text, weights in run(4, train, mesh, torch.optim.Muon, {"plan": str(path)}):
+        assert {t["strategy"] for t in json.loads(text)["tasks"]} == {"owner", "replicated"}
+        assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))

@@ -48,7 +48,8 @@ class TwoStageLpt:
 class Joint:
     """Largest cost first to whichever place has least; then swaps that relieve the busiest place (`exchange.py`).
 
-    Ties go to the lower index and to the lowest rank r * columns + s. Never worse than without the swaps, nor than
+    Ties go to the lower index, to the lowest column and then to the lowest row: jobs alike spread over the replicas,
+    which then have equally much to exchange. Never worse than without the swaps, nor than
     `TwoStageLpt`, from whose plan the swaps start anew in the rare case that it is better still.
 
     Guarantee, over W places: 4/3 - 1/(3W) times the optimum (Graham 1969) if nothing is there before, otherwise
@@ -62,8 +63,10 @@ class Joint:
     name: ClassVar[str] = "joint"
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> list[Place]:
-        free = largest_first(jobs, {p: load.get(p, 0.0) for p in places_of(rows, columns)}, "cost")
-        busiest, best = self._relieved(jobs, [free[job.index] for job in jobs], rows, columns, load)
+        # Turned around, so that the lowest column comes first among equals, with all of its rows.
+        free = largest_first(jobs, {(s, r): load.get((r, s), 0.0) for r, s in places_of(rows, columns)}, "cost")
+        owners = [(r, s) for s, r in (free[job.index] for job in jobs)]
+        busiest, best = self._relieved(jobs, owners, rows, columns, load)
         staged = TwoStageLpt()(jobs, rows, columns, load)
         if makespan(loads(jobs, staged, rows, columns, load)) < busiest:
             best = self._relieved(jobs, staged, rows, columns, load)[1]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from canzona_compile import instructions
 from canzona_compile.hardware import Hardware
 from canzona_compile.ir import MicroGroup, Phase, Placed, Step, Task, Wire
 from canzona_compile.layout import Grid
-from canzona_compile.timing import PlacedTime
+from canzona_compile.lifting import product
+from canzona_compile.timing import GraphTime, PlacedTime
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -35,10 +38,18 @@ class Ends:
         return cls(*(np.zeros(shape) for _ in range(6)))
 
     def seconds(self, hardware: Hardware) -> tuple[Floats, Floats]:
-        """That a rank's links within the node, and to others, are busy."""
-        node = np.maximum(self.sent_node, self.received_node) / hardware.node.bandwidth
-        network = np.maximum(self.sent_network, self.received_network) / hardware.network.bandwidth
-        return node, network
+        """That a rank's links within the node, and to others, are busy.
+
+        Links send and receive at the same time. A processor that moves the bytes itself does one after the other,
+        and copies what stays on its rank.
+        """
+        if hardware.overlap:
+            node = np.maximum(self.sent_node, self.received_node) / hardware.node.bandwidth
+            return node, np.maximum(self.sent_network, self.received_network) / hardware.network.bandwidth
+        stays = self.send_buffer - self.sent_node - self.sent_network
+        node = (self.sent_node + self.received_node) / 2 / hardware.node.bandwidth
+        network = (self.sent_network + self.received_network) / 2 / hardware.network.bandwidth
+        return node + 2 * stays / hardware.bandwidth, network
 
 
 @dataclass(slots=True)
@@ -72,23 +83,24 @@ def traffic(step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hard
         grid, *(np.zeros(shape) for _ in range(3)), {e.phase: Ends.none(shape) for e in group.exchanges}, np.zeros(shape)
     )
     boxes = Boxes(placed)
-    launches = Launches(step, hardware)
+    launches = Launches(step, group, times, hardware)
     scattered = np.zeros(shape)  # bytes of updates that a rank has for the other replicas
     for task in tasks:
         cut, time = placed[task.placed], times[task.placed]
         share = boxes.share(task)
         made.prepare += share * time.prepare.seconds
-        made.apply += share * time.apply.seconds
+        made.apply += share * (time.apply.seconds + 2 * time.kept / hardware.bandwidth)
         up, down = boxes.bytes(task, cut.gather), boxes.bytes(task, cut.scatter)
         owner = task.owner
         made.computed[owner or (-1, -1)].append(task.name)
         where: tuple[int, int] | slice = slice(None) if owner is None else owner
-        made.compute[where] += time.compute.seconds + launches.compute(task, time)
+        made.compute[where] += time.compute.seconds + launches.compute(task)
         copied = 0
         if Phase.GATHER in made.ends:
             gather(made.ends[Phase.GATHER], owner, up, nodes)
             near = slice(None) if owner is None else owner[0]
-            made.prepare[near] += 2 * up / hardware.bandwidth
+            copies = grid.shards if owner is None else time.packed / max(1, time.gathered)
+            made.prepare[near] += 2 * up * copies / hardware.bandwidth
             made.gathered[where] += time.gathered
             copied += 2 * time.gathered
         if owner is not None and Phase.SCATTER in made.ends:
@@ -100,9 +112,8 @@ def traffic(step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hard
     if Phase.EXCHANGE in made.ends:
         exchange(made.ends[Phase.EXCHANGE], scattered, nodes)
         made.compute += 2 * scattered * grid.replicas / hardware.bandwidth  # a copy for each replica
-    fixed_prepare, fixed_apply = launches.elementwise(tasks, times)
-    made.prepare += fixed_prepare
-    made.apply += fixed_apply
+    made.prepare += launches.prepare(tasks) + len(tasks) * hardware.host
+    made.apply += launches.apply(tasks)
     return made
 
 
@@ -132,24 +143,71 @@ class Boxes:
 
 
 class Launches:
-    """What operators cost beside their work: per batch where tasks are stacked, per task where they are looped over,
-    per list of tasks alike where kernels take lists (CUDA's foreach), else per task."""
+    """What operators cost beside their work, in seconds.
 
-    def __init__(self, step: Step, hardware: Hardware) -> None:
-        self.hardware = hardware
-        self.stacked = {
-            name: len(batch.tasks) for g in step.groups for batch in g.batches if batch.stacked for name in batch.tasks
+    Each is launched once per batch where tasks are stacked, once per task where they are looped over, and once per list
+    of tasks alike where kernels take lists (CUDA's foreach; on CPU that is a loop). On CPU a loop over tasks, and the
+    view that a copy needs, take as long as another operator.
+    """
+
+    def __init__(
+        self, step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hardware: Hardware
+    ) -> None:
+        self.times, self.hardware = times, hardware
+        self.loops = hardware.device == "cpu"
+        self.joins = {e.phase for e in group.exchanges}
+        self.batches = {name: batch for batch in group.batches for name in batch.tasks}
+        self.graphs = {p.name: p.stacked.graph for p in step.placed if p.stacked is not None}
+        self.counts: dict[str, tuple[int, int]] = {}
+
+    def compute(self, task: Task) -> float:
+        """Of a task on its owner, unpacking and packing included."""
+        time, batch = self.times[task.placed].compute, self.batches[task.name]
+        alike = len(batch.tasks) if batch.stacked or not self.loops else 1
+        pieces = sum(1 for box in task.layout.boxes if box.numel) if self.loops else 1
+        copies = pieces * ((Phase.GATHER in self.joins) + (1 + self.loops) * bool(self.joins - {Phase.GATHER})) / alike
+        if not batch.stacked:
+            return (time.calls + self.loops + copies) * self.hardware.launch + time.product_calls(self.hardware)
+        shared, own = self.stacked(task.placed)
+        together = shared * self.hardware.launch + time.product_calls(self.hardware)
+        return (own + copies) * self.hardware.launch + together / len(batch.tasks)
+
+    def stacked(self, placed: str) -> tuple[int, int]:
+        """Launches of a stacked graph: for all of its tasks together, and for each."""
+        if placed not in self.counts:
+            shared = own = 0
+            for node in self.graphs[placed].nodes:
+                if node.op != "call_function" or product(node):
+                    continue
+                each = node.target is instructions.each
+                target = node.args[0] if each else node.target
+                view = isinstance(target, torch._ops.OpOverload) and target.is_view
+                counted = int(self.loops or not view)
+                if each:
+                    own += counted + self.loops
+                elif "_foreach_" in str(getattr(target, "__name__", "")):
+                    own += 1
+                else:
+                    shared += counted
+            self.counts[placed] = shared, own
+        return self.counts[placed]
+
+    def prepare(self, tasks: Sequence[Task]) -> float:
+        """Of a group, with the copies into the send buffer."""
+        return self.elementwise(
+            (t, self.times[t.placed].prepare, t.layout.grid.shards if t.owner is None else 1) for t in tasks
+        )
+
+    def apply(self, tasks: Sequence[Task]) -> float:
+        return self.elementwise((t, self.times[t.placed].apply, int(self.times[t.placed].kept > 0)) for t in tasks)
+
+    def elementwise(self, works: Iterable[tuple[Task, GraphTime, int]]) -> float:
+        """Of graphs over lists, each with some copies."""
+        seconds = {
+            t.name if self.loops else t.placed: time.launches(self.hardware) + copies * self.hardware.launch
+            for t, time, copies in works
         }
-
-    def compute(self, task: Task, time: PlacedTime) -> float:
-        return time.compute.calls * self.hardware.launch / self.stacked.get(task.name, 1)
-
-    def elementwise(self, tasks: list[Task], times: Mapping[str, PlacedTime]) -> tuple[float, float]:
-        """Seconds of a group's prepare and apply."""
-        lists = self.hardware.device != "cpu"
-        names = {t.placed for t in tasks} if lists else [t.placed for t in tasks]
-        prepare = sum(times[name].prepare.calls + 1 for name in names)  # and a copy
-        return prepare * self.hardware.launch, sum(times[name].apply.calls for name in names) * self.hardware.launch
+        return sum(seconds.values())
 
 
 def gather(ends: Ends, owner: tuple[int, int] | None, size: Floats, nodes: NDArray[np.int64]) -> None:

@@ -1,0 +1,1 @@
+"""Measures the rates of a machine that predictions stand on."""
