@@ -70,6 +70,8 @@ class Hardware:
         products: FLOP/s of matrix products by dtype, over the geometric mean of their three dims.
         factorizations: FLOP/s of eigh, qr, ... over the dim; "other" stands for all that are not listed.
         bandwidth: bytes per second that elementwise work reads and writes in memory.
+        transposed: the same where a matrix is read in another order than it is written in, over the geometric mean of
+            its dims: on CPU, large ones no longer find their rows in the cache.
         memory: bytes that a rank has.
         launch: seconds that each operator costs beside its work: a kernel's launch, or the host's dispatch.
         product_calls: seconds that a call of a matrix product costs beside its arithmetic, by dtype; `launch` where
@@ -90,6 +92,7 @@ class Hardware:
     products: tuple[tuple[str, Curve], ...]
     factorizations: tuple[tuple[str, Curve], ...]
     bandwidth: float
+    transposed: Curve
     memory: float
     launch: float
     product_calls: tuple[tuple[str, float], ...]
@@ -132,6 +135,7 @@ class Hardware:
             **asdict(self),
             "products": {name: curve.points for name, curve in self.products},
             "factorizations": {name: curve.points for name, curve in self.factorizations},
+            "transposed": self.transposed.points,
             "product_calls": dict(self.product_calls),
             "sources": dict(self.sources),
         }
@@ -140,7 +144,10 @@ class Hardware:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
 
-RATES = ("products", "factorizations", "bandwidth", "memory", "launch", "product_calls", "host", "node", "network")
+RATES = (
+    *("products", "factorizations", "bandwidth", "transposed", "memory", "launch", "product_calls", "host"),
+    *("node", "network"),
+)
 POSITIVE = ("ranks_per_node", "processors", "bandwidth", "memory")
 
 
@@ -183,6 +190,7 @@ def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
         values[name] = number(given[name], name, at, positive=True)
     for name in ("launch", "host"):
         values[name] = number(given[name], name, at, positive=False)
+    values["transposed"] = curve(given["transposed"], "transposed", at)
     values["product_calls"] = seconds_by_name(given["product_calls"], "product_calls", at)
     for name in ("ranks_per_node", "processors"):
         values[name] = int(values[name])

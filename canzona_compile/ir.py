@@ -5,8 +5,8 @@ passes add what they decide: where the graphs are cut, who owns a task, which ta
 in which order. Nothing here refers to real tensors, process groups or devices; up to SCHEDULED a
 step is the same on every rank.
 
-Graphs are `torch.fx` graphs over ATen operators, treated as immutable. `node.meta["val"]` is FX's own record
-of an operator's result (a fake tensor or a symbolic number) and the only meta entry that is read.
+Graphs are `torch.fx` graphs over ATen operators, treated as immutable. `node.meta["val"]`, FX's own record of an
+operator's result (a fake tensor or a symbolic number), is the only meta entry that is read.
 """
 
 from __future__ import annotations
@@ -125,8 +125,7 @@ class LayoutKind:
         return cls(layout.grid.shards > 1, layout.grid.replicas > 1, all(n % 64 == 0 for n in sizes))
 
     def __str__(self) -> str:
-        flags = [n for n in ("sharded", "replicated", "aligned") if getattr(self, n)]
-        return "+".join(flags) or "whole"
+        return "+".join(n for n in ("sharded", "replicated", "aligned") if getattr(self, n)) or "whole"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -241,8 +240,8 @@ class Item:
 class Exchange:
     """One fused all-to-all. What rank a sends to rank b is a *block*: the pieces in order of `items`.
 
-    Items are sorted by element size (large first) and then by wire, so that every piece is aligned and
-    the pieces of tasks alike lie side by side. Nothing is padded unless element sizes are mixed.
+    Items are sorted by element size (large first) and then by wire, so that every piece is aligned and the pieces
+    of tasks alike lie side by side. Nothing is padded unless element sizes are mixed.
     """
 
     phase: Phase
@@ -254,10 +253,9 @@ class Exchange:
         offset = 0
         for item in self.items:
             box = self._box(item, source, target)
-            if box is None or not box.numel:
-                continue
-            pieces.append(Piece(item.task, item.wire, box, offset))
-            offset += box.numel * item.wire.itemsize
+            if box is not None and box.numel:
+                pieces.append(Piece(item.task, item.wire, box, offset))
+                offset += box.numel * item.wire.itemsize
         return tuple(pieces), -(-offset // self.alignment) * self.alignment
 
     @property
@@ -339,12 +337,12 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What passes may know of the hardware: names and rates, no handles. Without `rates` they are assumed."""
+    """What passes may know of the hardware: names and rates, no handles."""
 
     device: str  # "cpu", "cuda"
     backend: str  # of the process group: "gloo", "nccl", "" where there is none
     threads: int  # that one rank computes with, on CPU
-    rates: Hardware | None = None
+    rates: Hardware | None = None  # None: assumed
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from canzona_compile.printer import show
 
 SCHEMA = 1
 KIND = "canzona plan"
+MAKE_ANEW = "make the plan anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,7 @@ class PlanFile:
         return cls(
             step.optimizer,
             step.depth,
-            tuple(
-                PlannedTask(t.name, t.shape, layout_text(t), str(t.strategy), t.owner, t.reason) for t in step.tasks
-            ),
+            tuple(PlannedTask(t.name, t.shape, layout_text(t), str(t.strategy), t.owner, t.reason) for t in step.tasks),
             tuple(group.tasks for group in step.groups),
             tuple(digests(text).items()),
             hashlib.sha256(text.encode()).hexdigest(),
@@ -145,17 +144,18 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
         try:
             found = json.loads(Path(given).read_text(encoding="utf-8"))
         except OSError as error:
-            raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=at) from error
-        except ValueError as error:
-            raise CanzonaError(f"it is no JSON: {error}", at=at) from error
+            hint = "name a file that exists and may be read"
+            raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=at, hint=hint) from error
+        except (ValueError, RecursionError) as error:
+            raise CanzonaError(f"it is no JSON: {error}", at=at, hint=MAKE_ANEW) from error
     else:
         found = dict(given)
     if not isinstance(found, Mapping) or found.get("kind") != KIND:
         raise CanzonaError("it is no plan", at=at, hint="canzona-compile plan --format json writes one")
     if found.get("schema") != SCHEMA:
-        raise CanzonaError(f"schema is {found.get('schema')!r}, not {SCHEMA}", at=at, hint="make the plan anew")
+        raise CanzonaError(f"schema is {found.get('schema')!r}, not {SCHEMA}", at=at, hint=MAKE_ANEW)
     if missing := [f.name for f in fields(PlanFile) if f.name not in found]:
-        raise CanzonaError(f"the field {missing[0]!r} is missing", at=at)
+        raise CanzonaError(f"the field {missing[0]!r} is missing", at=at, hint=MAKE_ANEW)
     try:
         tasks = tuple(
             PlannedTask(
@@ -171,6 +171,6 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
         groups = tuple(tuple(map(str, group)) for group in found["groups"])
         known = dict(found["digests"])
         depth = int(found["depth"])
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise CanzonaError(f"an entry is wrong: {type(error).__name__}: {error}", at=at) from error
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise CanzonaError(f"an entry is wrong: {type(error).__name__}: {error}", at=at, hint=MAKE_ANEW) from error
     return PlanFile(str(found["optimizer"]), depth, tasks, groups, tuple(known.items()), str(found["fingerprint"]))

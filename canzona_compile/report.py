@@ -253,8 +253,9 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
         grid, owner = task.layout.grid, task.owner
         if grid.size == 1:
             continue
-        for rank in grid.members() if owner is None else [grid.ranks[owner[0]][owner[1]]]:
-            flops[rank][group_of[task.name]] += placed[task.placed].flops
+        group, cost = group_of[task.name], placed[task.placed].flops
+        for rank in grid.members() if owner is None else (grid.ranks[owner[0]][owner[1]],):
+            flops[rank][group] += cost
             tasks[rank] += 1
     return tuple(
         LoadReport(rank, tasks[rank], sum(found.values()), dict(sorted(found.items())))

@@ -27,18 +27,20 @@ class Work:
         seconds: of arithmetic, at the machine's rate for this operator and size.
         bytes: read and written in memory while that goes on.
         calls: operators that are launched; 0 for views on a GPU and arithmetic on numbers.
-        added: bytes of a pass of its own: the addend of a product is copied to where the result will be.
+        added: seconds of a pass of its own: the addend of a product is copied to where the result will be.
+        turned: further seconds of that in a stack, where a transposed addend is not copied tile by tile.
         product: dtype of a matrix product, whose call is not in `calls`; empty for others.
     """
 
     seconds: float
     bytes: int
     calls: int
-    added: int = 0
+    added: float = 0.0
+    turned: float = 0.0
     product: str = ""
 
     def lasts(self, hardware: Hardware) -> float:
-        return max(self.seconds, self.bytes / hardware.bandwidth) + self.added / hardware.bandwidth
+        return max(self.seconds, self.bytes / hardware.bandwidth) + self.added
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,13 @@ class GraphTime:
         seconds: beside launches.
         calls: operators that are launched, without matrix products.
         products: calls of matrix products by dtype.
+        turned: further seconds where tasks are stacked: passes over transposed matrices.
     """
 
     seconds: float
     calls: int
     products: tuple[tuple[str, int], ...] = ()
+    turned: float = 0.0
 
     def product_calls(self, hardware: Hardware) -> float:
         return sum(count * hardware.product_call(dtype) for dtype, count in self.products)
@@ -72,7 +76,10 @@ def graph_time(graph: fx.Graph, hardware: Hardware) -> GraphTime:
     done = list(works(graph, hardware))
     products = Counter(work.product for work in done if work.product)
     return GraphTime(
-        sum(work.lasts(hardware) for work in done), sum(work.calls for work in done), tuple(sorted(products.items()))
+        sum(work.lasts(hardware) for work in done),
+        sum(work.calls for work in done),
+        tuple(sorted(products.items())),
+        sum(work.turned for work in done),
     )
 
 
@@ -102,14 +109,29 @@ def product_of(node: fx.Node, pair: tuple[fx.Node, fx.Node], value: torch.Tensor
     left, right = (tensor_value(f) for f in pair)
     assert left is not None and right is not None
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-    dtype, adds = dtype_name(value), len(node.args) == 3
+    dtype, added = dtype_name(value), 2 * size_of(value) if len(node.args) == 3 else 0
+    straight = added / hardware.bandwidth
+    addend = node.args[0]
+    other = isinstance(addend, fx.Node) and added and transposed(addend)
     return Work(
         2.0 * value.numel() * k / hardware.product_rate(dtype, (m * k * n) ** (1 / 3)),
         size_of(left) + size_of(right) + size_of(value),
-        int(adds),
-        added=2 * size_of(value) * adds,
-        product=dtype,
+        int(added > 0),
+        straight,
+        max(0.0, added / turning(value, hardware) - straight) if other else 0.0,
+        dtype,
     )
+
+
+def transposed(node: fx.Node) -> bool:
+    """Does a matrix lie column by column?"""
+    value = tensor_value(node)
+    return value is not None and value.ndim >= 2 and value.stride(-1) != 1 and value.stride(-2) == 1
+
+
+def turning(value: torch.Tensor, hardware: Hardware) -> float:
+    """Bytes per second at which a matrix is written in the other order."""
+    return hardware.transposed.at(math.sqrt(value.shape[-1] * value.shape[-2]))
 
 
 def size_of(value: torch.Tensor) -> int:
@@ -129,6 +151,7 @@ class PlacedTime:
         packed: bytes of what is copied to be sent by a copy of its own. A cast at the end of prepare is not: it
             writes where the message is.
         kept: bytes that apply copies, because prepare has made them: new state.
+        turned: seconds that packing what is scattered takes longer because it is transposed.
     """
 
     prepare: GraphTime
@@ -138,19 +161,27 @@ class PlacedTime:
     scattered: int
     packed: int
     kept: int
+    turned: float
 
 
 def placed_time(placed: Placed, hardware: Hardware) -> PlacedTime:
-    graphs = (graph_time(g, hardware) for g in (placed.prepare, placed.compute, placed.apply))
+    prepare, compute, apply = (graph_time(g, hardware) for g in (placed.prepare, placed.compute, placed.apply))
     sizes = [math.prod(w.shape) * w.itemsize for w in placed.gather]
     sent = outputs(placed.prepare)[: len(sizes)]
     packed = sum(size for size, node in zip(sizes, sent, strict=True) if not casts(node))
     down = sum(math.prod(w.shape) * w.itemsize for w in placed.scatter)
     made = (tensor_value(n) for n in outputs(placed.apply) if isinstance(n, fx.Node) and n.op == "placeholder")
     kept = sum(size_of(value) for value in made if value is not None)
-    return PlacedTime(*graphs, sum(sizes), down, packed, kept)
+    turned = 0.0
+    for node in outputs(placed.compute)[: len(placed.scatter)]:
+        if transposed(node):
+            value = tensor_value(node)
+            assert value is not None
+            turned += 2 * size_of(value) * max(0.0, 1 / turning(value, hardware) - 1 / hardware.bandwidth)
+    return PlacedTime(prepare, compute, apply, sum(sizes), down, packed, kept, turned)
 
 
 def casts(node: object) -> bool:
-    """Is it a cast to another dtype?"""
-    return isinstance(node, fx.Node) and node.target is torch.ops.aten._to_copy.default and set(node.kwargs) == {"dtype"}
+    """Is it a cast to another dtype and nothing else?"""
+    cast = torch.ops.aten._to_copy.default
+    return isinstance(node, fx.Node) and node.target is cast and set(node.kwargs) == {"dtype"}

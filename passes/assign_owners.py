@@ -76,12 +76,8 @@ class AssignOwners:
             if members <= set(ranks):
                 for rank, flops in own.items():
                     seen[rank] += flops
-        start = {
-            (r, s): seen[rank] for r, row in enumerate(grid.ranks) for s, rank in enumerate(row) if rank in seen
-        }
-        jobs = [
-            Job(t.name, t.index, float(placed[t.placed].flops), math.prod(t.shape) // grid.shards) for t in tasks
-        ]
+        start = {(r, s): seen[rank] for r, row in enumerate(grid.ranks) for s, rank in enumerate(row) if rank in seen}
+        jobs = [Job(t.name, t.index, float(placed[t.placed].flops), math.prod(t.shape) // grid.shards) for t in tasks]
         owners = self.planner(jobs, grid.replicas, grid.shards, start)
         reason = f"by {self.planner.name}"
         return [

@@ -29,9 +29,7 @@ class FollowOwners:
         tasks = []
         for task in holistic_tasks(step):
             planned = self.plan.task(task)
-            tasks.append(
-                replace(task, owner=planned.owner, strategy=Strategy(planned.strategy), reason=planned.reason)
-            )
+            tasks.append(replace(task, owner=planned.owner, strategy=Strategy(planned.strategy), reason=planned.reason))
         self.plan.check_complete(task.name for task in tasks)
         return replace(step, form=Form.OWNED, tasks=tuple(tasks))
 
@@ -51,6 +49,4 @@ class FollowGroups:
         found = [kept for names in self.plan.groups if (kept := tuple(n for n in names if n in present))]
         if lost := present - {name for names in found for name in names}:
             raise CanzonaError("the plan has it in no micro-group", at=min(lost))
-        return replace(
-            step, form=Form.GROUPED, groups=tuple(MicroGroup(i, names) for i, names in enumerate(found))
-        )
+        return replace(step, form=Form.GROUPED, groups=tuple(MicroGroup(i, names) for i, names in enumerate(found)))

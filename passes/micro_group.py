@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from canzona_compile.cost import GroupLoad, pipeline_seconds, rates_of
-from canzona_compile.ir import Form, MicroGroup, Placed, Step, Task
+from canzona_compile.ir import Form, MicroGroup, Placed, Step, Task, Wire
 from canzona_compile.layout import Grid
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -64,78 +64,93 @@ class FormMicroGroups:
         return min(plans, key=lambda plan: (seconds(plan), len(plan)))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What one task asks of the rank that computes it: FLOPs, and bytes to it and from it."""
+
+    flops: int
+    up: int
+    down: int
+
+
+def weights(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> dict[str, Weight]:
+    """By name of a cut."""
+    own = (placed[name] for name in {task.placed for task in tasks})
+    return {p.name: Weight(p.flops, gathered_bytes(p), size_of(p.scatter)) for p in own}
+
+
 class Load:
-    """What tasks ask of the ranks of their grid: by owner, and of every rank.
+    """What tasks ask of the ranks of their grid: by owner, and of every rank (None)."""
 
-    Attributes:
-        flops: of computing.
-        up, down: bytes to and from whom computes.
-    """
+    def __init__(self, known: Mapping[str, Weight]) -> None:
+        self.known = known
+        self.flops: dict[object, int] = {None: 0}
+        self.up: dict[object, int] = {None: 0}
+        self.down: dict[object, int] = {None: 0}
 
-    flops: defaultdict[object, int] = field(default_factory=lambda: defaultdict(int))
-    up: defaultdict[object, int] = field(default_factory=lambda: defaultdict(int))
-    down: defaultdict[object, int] = field(default_factory=lambda: defaultdict(int))
+    def add(self, task: Task) -> None:
+        weight, owner = self.known[task.placed], task.owner
+        self.flops[owner] = self.flops.get(owner, 0) + weight.flops
+        self.up[owner] = self.up.get(owner, 0) + weight.up
+        self.down[owner] = self.down.get(owner, 0) + weight.down
 
-    def add(self, task: Task, placed: Placed) -> None:
-        self.flops[task.owner] += placed.flops
-        self.up[task.owner] += gathered_bytes(placed)
-        self.down[task.owner] += sum(math.prod(w.shape) * w.itemsize for w in placed.scatter)
-
-    def with_(self, task: Task, placed: Placed) -> tuple[int, int]:
+    def with_(self, task: Task) -> tuple[int, int]:
         """FLOPs and bytes gathered of the busiest rank that computes `task`, if it is added."""
-        owners: list[object] = [*self.flops] if task.owner is None else [task.owner]
-        return (
-            max((self.flops.get(o, 0) for o in owners if o is not None), default=0)
-            + self.flops.get(None, 0)
-            + placed.flops,
-            max((self.up.get(o, 0) for o in owners if o is not None), default=0)
-            + self.up.get(None, 0)
-            + gathered_bytes(placed),
-        )
+        weight, owner = self.known[task.placed], task.owner
+        if owner is None:
+            return most(self.flops) + weight.flops, most(self.up) + weight.up
+        flops, up = self.flops.get(owner, 0), self.up.get(owner, 0)
+        return flops + self.flops[None] + weight.flops, up + self.up[None] + weight.up
 
-    @staticmethod
-    def most(by_owner: Mapping[object, int]) -> int:
-        """Of the busiest rank."""
-        return max((n for o, n in by_owner.items() if o is not None), default=0) + by_owner.get(None, 0)
+
+def most(by_owner: Mapping[object, int]) -> int:
+    """Of the busiest rank."""
+    return max((n for owner, n in by_owner.items() if owner is not None), default=0) + by_owner[None]
 
 
 def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most_bytes: int) -> list[list[Task]]:
     """Consecutive groups, each the longest whose makespan and bytes are within the limits."""
     bins: list[list[Task]] = []
-    load = Load()
+    known = weights(tasks, placed)
+    load = Load(known)
     for task in tasks:
-        flops, size = load.with_(task, placed[task.placed])
+        flops, size = load.with_(task)
         if not bins or flops > most_flops or size > most_bytes:  # rolled back into the next group
             bins.append([])
-            load = Load()
+            load = Load(known)
         bins[-1].append(task)
-        load.add(task, placed[task.placed])
+        load.add(task)
     return bins
 
 
 def makespan(tasks: Sequence[Task], placed: dict[str, Placed]) -> int:
-    load = Load()
+    return most(load_by_owner(tasks, placed).flops)
+
+
+def load_by_owner(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> Load:
+    load = Load(weights(tasks, placed))
     for task in tasks:
-        load.add(task, placed[task.placed])
-    return Load.most(load.flops)
+        load.add(task)
+    return load
 
 
 def gathered_bytes(placed: Placed) -> int:
-    return sum(math.prod(w.shape) * w.itemsize for w in placed.gather)
+    return size_of(placed.gather)
+
+
+def size_of(wires: Sequence[Wire]) -> int:
+    return sum(math.prod(w.shape) * w.itemsize for w in wires)
 
 
 def load_of(tasks: Sequence[Task], grid: Grid, placed: dict[str, Placed]) -> GroupLoad:
     """Bytes per rank and FLOPs of the busiest owner of one group."""
-    load = Load()
-    for task in tasks:
-        load.add(task, placed[task.placed])
+    load = load_by_owner(tasks, placed)
     sharded, exchanged = grid.shards > 1, grid.replicas > 1
-    owned = any(task.owner is not None for task in tasks)
-    down = max((n for o, n in load.down.items() if o is not None), default=0)
+    owned = len(load.flops) > 1
+    down = max((n for owner, n in load.down.items() if owner is not None), default=0)
     return GroupLoad(
-        gather_bytes=Load.most(load.up) * sharded,
-        compute_flops=float(Load.most(load.flops)),
+        gather_bytes=most(load.up) * sharded,
+        compute_flops=float(most(load.flops)),
         scatter_bytes=down * (sharded + exchanged / grid.shards),
         collectives=sharded + owned * (sharded + exchanged),
     )

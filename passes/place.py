@@ -74,9 +74,7 @@ class Place:
                 for template in family:
                     name = unique_name(template, kind, placed)
                     placed[template.name, kind] = split(template, kind, cut, name)
-        tasks = tuple(
-            replace(task, placed=placed[task.template, kind_of[id(task.layout)]].name) for task in step.tasks
-        )
+        tasks = tuple(replace(task, placed=placed[task.template, kind_of[id(task.layout)]].name) for task in step.tasks)
         return replace(step, form=Form.PLACED, placed=tuple(placed.values()), tasks=tasks)
 
 

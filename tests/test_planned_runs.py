@@ -21,7 +21,7 @@ from canzona_compile.options import Options
 from canzona_compile.passes import FollowOwners
 from canzona_compile.planfile import PlanFile
 from canzona_compile.planner import lowering_passes
-from canzona_compile.planning.plan import played
+from canzona_compile.planning.request import played
 from examples.optimizers.soap import SOAP
 from tests.layouts import mesh_of
 from tests.ranks import run

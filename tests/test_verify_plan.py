@@ -240,8 +240,6 @@ def test_pairs_are_members_of_one_process_group() -> None:
 def test_of_many_pairs_a_sample_is_looked_at() -> None:
     for phase in Phase:
         pairs = list(some_pairs(phase, grid_of(8, 64)))
-        fixed = 1 if phase is Phase.EXCHANGE else 0
-        assert all(a[fixed] == b[fixed] for a, b in pairs)
         assert 100 <= len(pairs) == len(set(pairs)) <= 128
         assert len({b for _, b in pairs}) > 100, "different ranks"
 

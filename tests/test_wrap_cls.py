@@ -70,7 +70,11 @@ def test_names_come_from_the_model() -> None:
     assert [task.name for task in built.canzona.report().tasks] == ["weight[a]", "weight[b]"]
 
 
-@pytest.mark.parametrize("thing", [torch.nn.Linear, muon, None, torch.nn.Linear(2, 2)], ids=["another class", "function", "nothing", "object"])
+@pytest.mark.parametrize(
+    "thing",
+    [torch.nn.Linear, muon, None, torch.nn.Linear(2, 2)],
+    ids=["another class", "function", "nothing", "object"],
+)
 def test_what_is_no_class_of_optimizers_is_refused(thing: Any) -> None:
     with pytest.raises(CanzonaError, match=r"takes a subclass of torch\.optim\.Optimizer"):
         wrap_cls(thing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +50,7 @@ def outside(mesh: DeviceMesh, matrices: int, repetitions: int) -> float:
         return distribute_tensor(torch.zeros(SIDE, SIDE), mesh, [Shard(0)], src_data_rank=None)
 
     params = [Parameter(zeros()) for _ in range(matrices)]
-    optimizer = wrap(Muon(params, lr=0.0), strategy="owner")
+    optimizer: Any = wrap(Muon(params, lr=0.0), strategy="owner")
     for param in params:
         param.grad = zeros()
     optimizer.step()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from canzona_compile.calibration import ranks as started
+from canzona_compile.calibration.clock import Clock
 from canzona_compile.calibration.measure import Extent, Points
 from canzona_compile.calibration.ranks import Measured
 from canzona_compile.errors import CanzonaError
@@ -21,15 +21,22 @@ FALLBACK = "h100"  # what an unknown GPU is taken for where nothing was measured
 
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 EXTENTS = {
-    ("cpu", False): Extent(SIZES, (16, 32, 64, 128, 256, 512), 2**26, 7),
-    ("cpu", True): Extent((16, 32, 64, 128, 256, 512, 1024), (16, 64, 256), 2**25, 5),
-    ("cuda", False): Extent((64, 128, 256, 512, 1024, 2048, 4096, 8192), (64, 256, 1024, 4096), 2**32, 15),
-    ("cuda", True): Extent((256, 1024, 4096), (256, 1024), 2**31, 5),
+    ("cpu", False): Extent(SIZES, (16, 32, 64, 128, 256, 512), (64, 256, 512, 768, 1024, 1280, 1536, 2048), 2**26, 7),
+    ("cpu", True): Extent((16, 32, 64, 128, 256, 512, 1024), (16, 64, 256), (64, 512, 1024, 1536), 2**25, 5),
+    ("cuda", False): Extent(
+        (64, 128, 256, 512, 1024, 2048, 4096, 8192), (64, 256, 1024, 4096), (256, 1024, 4096, 8192), 2**32, 15
+    ),
+    ("cuda", True): Extent((256, 1024, 4096), (256, 1024), (1024, 4096), 2**31, 5),
 }
 
 
 def calibrate(
-    *, device: str | None = None, base: str | None = None, ranks: int = 2, quick: bool = False, extent: Extent | None = None
+    *,
+    device: str | None = None,
+    base: str | None = None,
+    ranks: int = 2,
+    quick: bool = False,
+    extent: Extent | None = None,
 ) -> tuple[Hardware, bool]:
     """Measure this machine.
 
@@ -84,7 +91,8 @@ def on_cpu(found: Measured, base: Hardware, extent: Extent, ranks: int, workers:
     """The JSON of a machine whose ranks are processes that share its cores."""
     cores = processors()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
-    how = f"CPU time of a thread, median of {extent.repetitions}, of {workers} processes at work, torch {torch.__version__}"
+    clock = Clock(torch.device("cpu"), extent.repetitions)
+    how = f"{clock.how}, of {workers} processes at work, torch {torch.__version__}"
     sources = {
         **rates_of(found, how),
         "memory": "this machine's, by its cores",
@@ -106,7 +114,7 @@ def on_cpu(found: Measured, base: Hardware, extent: Extent, ranks: int, workers:
 def on_cuda(found: Measured, base: Hardware, extent: Extent) -> dict[str, Any]:
     """The JSON of nodes of GPUs."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    how = f"CUDA events, median of {extent.repetitions}, torch {torch.__version__}"
+    how = f"{Clock(torch.device('cuda'), extent.repetitions).how}, torch {torch.__version__}"
     sources = {**rates_of(found, how), "memory": "the device's properties"}
     measured: dict[str, Any] = {**values_of(found), "memory": float(properties.total_memory)}
     for name, link in (("node", found.node), ("network", found.network)):
@@ -120,7 +128,7 @@ def on_cuda(found: Measured, base: Hardware, extent: Extent) -> dict[str, Any]:
 
 
 def values_of(found: Measured) -> dict[str, Any]:
-    """What is measured on every device. Factorizations that were not are taken to be as slow as the slowest that was."""
+    """What is measured on every device. Other factorizations are taken to be as slow as the slower one of these."""
     curves = dict(found.factorizations)
     slowest: Points = tuple(
         (rates[0][0], min(rate for _, rate in rates)) for rates in zip(*curves.values(), strict=False)
@@ -129,6 +137,7 @@ def values_of(found: Measured) -> dict[str, Any]:
         "products": {name: own.points for name, own in found.products.items()},
         "factorizations": {**curves, "other": slowest},
         "bandwidth": found.bandwidth,
+        "transposed": found.transposed,
         "launch": found.launch,
     }
 
@@ -139,6 +148,7 @@ def rates_of(found: Measured, how: str) -> dict[str, str]:
         "products": f"square and skinny ones, in batches; {how}",
         "factorizations": f"float32, one at a time, other: the slower one; {how}",
         "bandwidth": f"elementwise work on fragments that no cache holds; {how}",
+        "transposed": f"pairs of matrices copied to the other order; {how}",
         "launch": f"operators on next to no data; {how}",
     }
 

@@ -14,12 +14,13 @@ from canzona_compile.calibration.clock import Clock, Work
 from canzona_compile.cost import DECOMPOSITIONS
 
 aten = torch.ops.aten
-Points = tuple[tuple[float, float], ...]  # of a curve: (size, FLOP/s)
+Points = tuple[tuple[float, float], ...]  # of a curve: (size, rate)
 
 LONGEST = 0.25  # seconds of a call after which no larger size is tried
 BATCH = 16  # products in a call, as plans stack them
 BATCH_ELEMENTS = 2**22  # of a batch's operand at most
 ASPECT = 2  # of skinny operands: dims s / 2 and 4 s have the geometric mean s
+ROWS = 512  # of matrices that are copied to the other order
 SMALL = 128  # products up to this size take less time than their call does
 
 
@@ -28,13 +29,14 @@ class Extent:
     """How much is measured.
 
     Attributes:
-        products, factorizations: sizes.
+        products, factorizations, transposed: sizes.
         cold: bytes of the fragments that elementwise work goes through, many times what a core's cache holds.
         repetitions: of each measurement.
     """
 
     products: tuple[int, ...]
     factorizations: tuple[int, ...]
+    transposed: tuple[int, ...]
     cold: int
     repetitions: int
 
@@ -109,6 +111,24 @@ def bandwidth(clock: Clock, cold: int) -> float:
             seconds += clock.seconds(work, before=lambda: clearing.add_(1.0))
             moved += size
     return moved / seconds
+
+
+def transposed(clock: Clock, sizes: Sequence[int]) -> Points:
+    """Bytes per second that are read and written when pairs of matrices are copied to the other order.
+
+    A matrix is as large as a square one of `size`, with few rows whose number is a power of two, as in models: columns
+    then compete for the same places in a cache.
+    """
+    points = []
+    for size in sizes:
+        rows = min(size, ROWS)
+        source = torch.zeros(2, size * size // rows, rows, device=clock.device, dtype=torch.bfloat16).transpose(1, 2)
+        target = torch.zeros(source.shape, device=clock.device, dtype=torch.bfloat16)
+        seconds = clock.seconds(lambda t=target, s=source: t.copy_(s))  # type: ignore[misc]
+        points.append((float(size), 2 * target.numel() * target.element_size() / seconds))
+        if seconds > LONGEST:
+            break
+    return tuple(points)
 
 
 def elementwise(elements: int, count: int, device: torch.device) -> Iterator[tuple[Work, int]]:

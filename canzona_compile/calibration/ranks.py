@@ -44,6 +44,7 @@ class Measured:
     products: Mapping[str, Products]
     factorizations: Mapping[str, Points]
     bandwidth: float
+    transposed: Points
     launch: float
     host: float | None = None
     node: Link | None = None
@@ -60,7 +61,8 @@ def alone(clock: Clock, extent: Extent, dtypes: Sequence[torch.dtype]) -> Measur
     log.info("eigh, qr")
     decomposed = {name: measure.factorization(clock, name, extent.factorizations) for name in ("eigh", "qr")}
     log.info("memory, launches")
-    return Measured(found, decomposed, measure.bandwidth(clock, extent.cold), measure.launch(clock))
+    turned = measure.transposed(clock, extent.transposed)
+    return Measured(found, decomposed, measure.bandwidth(clock, extent.cold), turned, measure.launch(clock))
 
 
 def merged(found: Sequence[Measured]) -> Measured:
@@ -84,6 +86,7 @@ def merged(found: Sequence[Measured]) -> Measured:
         products=products,
         factorizations=factorizations,
         bandwidth=statistics.median(one.bandwidth for one in found),
+        transposed=points([one.transposed for one in found]),
         launch=statistics.median(one.launch for one in found),
     )
 

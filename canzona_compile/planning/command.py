@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import get_args
 
@@ -14,8 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.options import Numerics, Strategy
+from canzona_compile.options import PLANNED_ONLY, Numerics, Strategy
 from canzona_compile.ownership import NAMES
+from canzona_compile.planfile import read_plan
 from canzona_compile.planning.difference import difference, difference_table
 from canzona_compile.planning.plan import Updates, plan
 from canzona_compile.planning.result import OfflinePlan
@@ -34,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--optimizer", default="muon", metavar="NAME", help="muon, soap, shampoo or module:Class (%(default)s)")
     add("--hardware", default="h100", metavar="NAME", help="h100, h200, gb300, a100, cpu or file.json (%(default)s)")
     add("--split", default="qkv,gate-up", metavar="PARTS", help="matrices of their own (%(default)s), or none")
-    add("--strategy", choices=get_args(Strategy), default="auto", help="(%(default)s)")
+    add("--strategy", choices=(*get_args(Strategy), *PLANNED_ONLY), default="auto", help="(%(default)s)")
     add("--planner", choices=NAMES, default="joint", help="of owners (%(default)s)")
     add("--exact", action="store_true", help="the planner exact: an optimum, or a bound and the gap to it")
     add("--alpha", type=float, metavar="A", help="the planner alpha, from 0, even exchanges, to 1, even load")
@@ -42,7 +44,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--micro-groups", type=int, metavar="N", help="per set of ranks; chosen by predicted time")
     add("--depth", type=int, default=2, metavar="N", help="micro-groups in flight (%(default)s)")
     add("--numerics", choices=get_args(Numerics), default="exact", help="(%(default)s)")
-    add("--updates", choices=get_args(Updates), default="ddp", help="over dp: by every replica, or by the owner's alone")
+    add(
+        "--updates", choices=get_args(Updates), default="ddp", help="over dp: by every replica, or by the owner's alone"
+    )
     add("--rank", type=int, metavar="N", help="a rank whose timeline is wanted")
     add("--no-alternatives", action="store_true", help="predict this plan alone")
     add("--format", choices=FORMATS, default="table", help="(%(default)s)")
@@ -51,9 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(given: Namespace) -> int:
     """Write the plan; 0."""
-    if given.alpha is not None and given.planner not in ("joint", "alpha"):
-        raise CanzonaError(f"--alpha belongs to the planner alpha, not to {given.planner}")
-    planner = "exact" if given.exact else "alpha" if given.alpha is not None else given.planner
+    planner = planner_of(given)
     with progress(given.quiet) as say:
         made = plan(
             model_of(given),
@@ -72,11 +74,22 @@ def run(given: Namespace) -> int:
             alternatives=not given.no_alternatives,
             say=say,
         )
-    if given.format == "table" and not given.output:
+    if given.format == "table" and given.output is None:
         Console(width=None if sys.stdout.isatty() else 120).print(made)
         return 0
     write(text_of(made, given.format), given.output)
     return 0
+
+
+def planner_of(given: Namespace) -> str:
+    """The planner that the options name, which must not be two."""
+    asked = [("--planner", given.planner)] if given.planner != "joint" else []
+    asked += [("--exact", "exact")] * given.exact + [("--alpha", "alpha")] * (given.alpha is not None)
+    names = {name for _, name in asked}
+    if len(names) > 1:
+        words = " and ".join(f"{option} (the planner {name})" for option, name in asked)
+        raise CanzonaError(f"{words} exclude each other", at="plan", hint="leave all but one of them out")
+    return names.pop() if names else "joint"
 
 
 def model_of(given: Namespace) -> Model:
@@ -103,12 +116,18 @@ def text_of(made: OfflinePlan, kind: str) -> str:
 
 def write(text: str, path: str | None) -> None:
     if path is None:
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # as in a file; a page says so of itself
         sys.stdout.write(text)
         return
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CanzonaError(f"it cannot be written: {error.strerror or error}", at=path) from error
+        raise CanzonaError(
+            f"it cannot be written: {error.strerror or error}",
+            at=f"-o {path}",
+            hint="name a file in a folder that exists and may be written to",
+        ) from error
 
 
 @contextmanager
@@ -132,6 +151,8 @@ def add_diff_arguments(parser: ArgumentParser) -> None:
 
 def run_diff(given: Namespace) -> int:
     """Print what differs; 0 if nothing does, 1 otherwise."""
+    for path in (given.before, given.after):
+        read_plan(path)  # whose errors name the file
     found = difference(read_json(Path(given.before)), read_json(Path(given.after)))
     if given.json:
         print(json.dumps(found, indent=1))

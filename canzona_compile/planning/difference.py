@@ -10,10 +10,12 @@ from rich.text import Text
 
 from canzona_compile.charts import duration
 from canzona_compile.cost import readable_bytes
-from canzona_compile.planfile import PlannedTask, read_plan
+from canzona_compile.errors import CanzonaError
+from canzona_compile.planfile import MAKE_ANEW, PlannedTask, read_plan
 from canzona_compile.render import columns
 
 MOST = 20  # matrices that are listed
+FIGURES = ("seconds", "imbalance", "wire_bytes", "buffers", "hardware")
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,15 +59,25 @@ def figures(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -
     """Predicted figures; empty where a plan, as a run writes it, has no forecast."""
     if before is None or after is None:
         return {}
-    found = {
-        "seconds": [f["simulation"]["seconds"] for f in (before, after)],
-        "imbalance": [f["imbalance"] for f in (before, after)],
-        "wire_bytes": [sum(n for *_, n in f["simulation"]["sent"]) for f in (before, after)],
-        "buffers": [f["memory"]["buffers"] for f in (before, after)],
-        "hardware": [f["hardware"]["name"] for f in (before, after)],
-    }
-    options = before["options"].keys() | after["options"].keys()
-    return found | {n: [f["options"].get(n) for f in (before, after)] for n in sorted(options)}
+    a, b = headline(before, "the first plan"), headline(after, "the second plan")
+    return {name: [a.get(name), b.get(name)] for name in [*FIGURES, *sorted((a.keys() | b.keys()) - set(FIGURES))]}
+
+
+def headline(forecast: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """FIGURES of a forecast, and its options."""
+    try:
+        simulation = forecast["simulation"]
+        found = (
+            simulation["seconds"],
+            forecast["imbalance"],
+            sum(count for *_, count in simulation["sent"]),
+            forecast["memory"]["buffers"],
+            forecast["hardware"]["name"],
+        )
+        return dict(zip(FIGURES, found, strict=True)) | dict(forecast["options"])
+    except (LookupError, TypeError, ValueError) as error:
+        said = f"its forecast is wrong: {type(error).__name__}: {error}"
+        raise CanzonaError(said, at=at, hint=MAKE_ANEW) from error
 
 
 def difference_table(found: Mapping[str, Any]) -> RenderableType:
@@ -75,7 +87,9 @@ def difference_table(found: Mapping[str, Any]) -> RenderableType:
     if found["same"]:
         parts.append(Text(f"the same plan, {short[0]}", "green"))
     else:
-        parts.append(Text(f"{short[0]} and {short[1]} differ in {' and '.join(found['parts']) or 'their text'}", "bold"))
+        parts.append(
+            Text(f"{short[0]} and {short[1]} differ in {' and '.join(found['parts']) or 'their text'}", "bold")
+        )
     shown = columns("", ">before", ">after")
     for name, (a, b) in found["figures"].items():
         if a != b:

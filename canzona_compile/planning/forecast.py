@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import sympy
 
@@ -13,8 +13,7 @@ from canzona_compile.cost import dim_symbols, flops_of, symbolic_bytes
 from canzona_compile.figures import LoadReport
 from canzona_compile.hardware import Hardware
 from canzona_compile.ir import Phase, Placed, Role, Step, Task
-from canzona_compile.layout import Grid, Layout
-from canzona_compile.options import Options
+from canzona_compile.layout import Grid
 from canzona_compile.planner import lowering_passes
 from canzona_compile.planning.figures import (
     Alternative,
@@ -24,12 +23,12 @@ from canzona_compile.planning.figures import (
     TaskForecast,
     TemplateForecast,
 )
-from canzona_compile.planning.mesh import Mesh
+from canzona_compile.planning.gram import GRAM, ROUNDS, flops_by_rank
+from canzona_compile.planning.mixed import Mixed
+from canzona_compile.planning.request import Request, alone, played, simulated
 from canzona_compile.planning.strategies import strategies
-from canzona_compile.planning.weights import Model
 from canzona_compile.report import rank_loads
 from canzona_compile.simulation.figures import Simulation
-from canzona_compile.simulation.simulate import simulate
 from canzona_compile.timing import PlacedTime, placed_time
 
 ABOUT = {
@@ -44,38 +43,27 @@ ABOUT = {
 PARAMETER_BYTES = 2  # of an element when parameters are gathered for a forward pass in 16 bits
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a forecast is asked for, beside the step."""
-
-    model: Model
-    mesh: Mesh
-    hardware: Hardware
-    options: Options
-    updates: str
-    rank: int | None
-    elementwise: int
-
-
 def forecast(
-    step: Step, digest: str, request: Request, others: Mapping[str, Callable[[], Step]], say: Callable[[str], None]
+    mixed: Mixed, digest: str, request: Request, others: Mapping[str, Callable[[], Step]], say: Callable[[str], None]
 ) -> Forecast:
     """All figures of a plan.
 
     Args:
-        step: SCHEDULED, for all matrices of the model.
+        mixed: all matrices of the model.
         digest: its fingerprint.
         others: alternatives by name, made when they are called.
         say: told what is being done.
     """
-    hardware, options = request.hardware, request.options
+    hardware, options, step = request.hardware, request.options, mixed.step
     say("simulating the step")
     shown = () if request.rank is None else (request.rank,)
-    simulation = simulated(step, request, shown)
+    simulation = simulated(step, request, shown, mixed.rounds, ROUNDS)
+    everything = [*step.tasks, *(g.task for g in mixed.gram)]
     placed = {p.name: p for p in step.placed}
     group_of = {name: group.index for group in step.groups for name in group.tasks}
-    loads = rank_loads(step, placed, group_of)
-    times = {name: placed_time(p, hardware) for name, p in placed.items() if any(t.placed == name for t in step.tasks)}
+    loads = with_gram(rank_loads(step, placed, group_of), mixed)
+    used = {t.placed for t in everything}
+    times = {name: placed_time(p, hardware) for name, p in placed.items() if name in used}
     chosen = Alternative(
         name=options.planner if options.strategy != "replicated" else "replicated",
         about="this plan",
@@ -96,8 +84,8 @@ def forecast(
         fingerprint=digest,
         model=request.model.name,
         optimizer=step.optimizer,
-        matrices=len(step.tasks),
-        elements=sum(math.prod(t.shape) for t in step.tasks),
+        matrices=len(everything),
+        elements=sum(math.prod(t.shape) for t in everything),
         elementwise=request.elementwise,
         mesh=request.mesh.dims,
         hardware=hardware,
@@ -105,55 +93,34 @@ def forecast(
         imbalance=chosen.imbalance,
         depth=step.depth,
         collectives=sum(len(group.exchanges) for group in step.groups),
-        hidden=hidden_seconds(step, request),
+        hidden=hidden_seconds(everything, request),
         templates=tuple(
-            template_forecast(p, [t for t in step.tasks if t.placed == p.name], times[p.name], hardware)
+            template_forecast(p, [t for t in everything if t.placed == p.name], times[p.name], mixed, hardware)
             for p in step.placed
             if p.name in times
         ),
-        tasks=tuple(task_forecast(t, placed[t.placed], group_of[t.name]) for t in step.tasks),
+        tasks=tuple(
+            task_forecast(t, placed[t.placed], group_of.get(t.name, len(step.groups)), t.name not in group_of)
+            for t in everything
+        ),
         groups=group_forecasts(step, simulation, placed),
         loads=loads,
-        memory=memory_forecast(step, request, simulation),
+        memory=memory_forecast(step, everything, request, simulation),
         simulation=simulation,
         alternatives=tuple(alternatives),
         assumptions=assumptions(request, step),
     )
 
 
-def simulated(step: Step, request: Request, shown: Sequence[int] = ()) -> Simulation:
-    """The step as `updates` says: all of it, or what a framework with ZeRO-1 leaves of it."""
-    if request.updates == "zero1":
-        step = zero1(step, request.options)
-    return simulate(step, request.hardware, shown=shown)
-
-
-def zero1(step: Step, options: Options) -> Step:
-    """The owner's replica alone gathers, computes and applies; the others get parameters in the forward pass."""
-    layouts: dict[tuple[int, int], Layout] = {}
-
-    def alone(task: Task) -> Task:
-        if task.owner is None or task.layout.grid.replicas == 1:
-            return task
-        key = (id(task.layout), task.owner[0])
-        if key not in layouts:
-            layouts[key] = replace(task.layout, grid=Grid((task.layout.grid.ranks[task.owner[0]],)))
-        return replace(task, layout=layouts[key], owner=(0, task.owner[1]))
-
-    changed = replace(step, tasks=tuple(map(alone, step.tasks)))
-    for current in lowering_passes(options):
-        changed = current(changed)
-    return changed
-
-
-def hidden_seconds(step: Step, request: Request) -> float:
+def hidden_seconds(tasks: Sequence[Task], request: Request) -> float:
     """Of gathering parameters over replicas, which ZeRO-1 overlaps with the forward pass."""
     if request.updates != "zero1":
         return 0.0
-    grids = {t.layout.grid for t in step.tasks if t.layout.grid.replicas > 1}
+    elements: dict[Grid, int] = defaultdict(int)
+    for task in tasks:
+        elements[task.layout.grid] += math.prod(task.shape) * (task.layout.grid.replicas > 1)
     found = 0.0
-    for grid in grids:
-        owned = sum(math.prod(t.shape) for t in step.tasks if t.layout.grid == grid)
+    for grid, owned in elements.items():
         link = request.hardware.link(tuple(row[0] for row in grid.ranks))
         found += owned / grid.shards * PARAMETER_BYTES * (1 - 1 / grid.replicas) / link.bandwidth
     return found
@@ -174,13 +141,30 @@ def alternative(name: str, step: Step, request: Request) -> Alternative:
     )
 
 
+def with_gram(loads: Sequence[LoadReport], mixed: Mixed) -> tuple[LoadReport, ...]:
+    """The loads of owners and of Gram products together."""
+    if not mixed.gram:
+        return tuple(loads)
+    group = len(mixed.step.groups)
+    flops = flops_by_rank([(g.form, g.task.layout, g.rounds.owner_at) for g in mixed.gram])
+    owned = Counter(g.task.layout.grid.ranks[g.rounds.owner_at[0]][g.rounds.owner_at[1]] for g in mixed.gram)
+    known = {one.rank: one for one in loads}
+    found = []
+    for rank in sorted({*known, *flops}):
+        own = known.get(rank, LoadReport(rank, 0, 0, {}))
+        more = flops.get(rank, 0)
+        by_group = {**own.by_group, **({group: more} if more else {})}
+        found.append(LoadReport(rank, own.tasks + owned[rank], own.flops + more, by_group))
+    return tuple(found)
+
+
 def imbalance(loads: Sequence[LoadReport]) -> float:
     total = sum(one.flops for one in loads)
     return max(one.flops for one in loads) * len(loads) / total if total else 1.0
 
 
 def template_forecast(
-    placed: Placed, tasks: Sequence[Task], time: PlacedTime, hardware: Hardware
+    placed: Placed, tasks: Sequence[Task], time: PlacedTime, mixed: Mixed, hardware: Hardware
 ) -> TemplateForecast:
     wire = wire_formula(placed)
     return TemplateForecast(
@@ -195,7 +179,7 @@ def template_forecast(
         wire_value=time.gathered + time.scattered,
         seconds=time.compute.total(hardware),
         resident=placed.resident,
-        strategies=strategies(placed, time, tasks, hardware),
+        strategies=strategies(placed, time, tasks, {g.task.placed for g in mixed.gram}, hardware),
     )
 
 
@@ -212,14 +196,14 @@ def value_of(formula: sympy.Expr, placed: Placed) -> int:
     return flops_of(formula, placed.template.shape)
 
 
-def task_forecast(task: Task, placed: Placed, group: int) -> TaskForecast:
+def task_forecast(task: Task, placed: Placed, group: int, gram: bool) -> TaskForecast:
     grid = task.layout.grid
     return TaskForecast(
         name=task.name,
         shape=task.shape,
         template=task.placed,
         layout=f"{task.layout.placements} on {grid.replicas}x{grid.shards}",
-        strategy=str(task.strategy),
+        strategy=GRAM if gram else str(task.strategy),
         owner=None if task.owner is None else grid.ranks[task.owner[0]][task.owner[1]],
         group=group,
         flops=placed.flops,
@@ -252,11 +236,9 @@ def group_forecasts(step: Step, simulation: Simulation, placed: Mapping[str, Pla
     return tuple(found)
 
 
-def memory_forecast(step: Step, request: Request, simulation: Simulation) -> MemoryForecast:
-    one = step
-    for current in lowering_passes(replace(request.options, micro_groups=1, capacity=1 << 62)):
-        one = current(one)
-    state, everywhere = state_bytes(step)
+def memory_forecast(step: Step, tasks: Sequence[Task], request: Request, simulation: Simulation) -> MemoryForecast:
+    one = played(step, lowering_passes(replace(request.options, micro_groups=1, capacity=1 << 62)))
+    state, everywhere = state_bytes(step, alone(tasks) if request.updates == "zero1" else tasks)
     return MemoryForecast(
         buffers=max((r.peak for r in simulation.ranks), default=0),
         one_group=max((r.peak for r in simulated(one, request).ranks), default=0),
@@ -265,16 +247,16 @@ def memory_forecast(step: Step, request: Request, simulation: Simulation) -> Mem
     )
 
 
-def state_bytes(step: Step) -> tuple[int, int]:
+def state_bytes(step: Step, tasks: Sequence[Task]) -> tuple[int, int]:
     """Of optimizer state on the rank that has most of it; and if each rank had all of its grid's."""
     held: dict[int, float] = defaultdict(float)
     everywhere: dict[int, float] = defaultdict(float)
     placed = {p.name: p for p in step.placed}
     alike: dict[tuple[int, str], list[Task]] = defaultdict(list)  # by layout, most of which are shared, and cut
-    for task in step.tasks:
+    for task in tasks:
         alike[id(task.layout), task.placed].append(task)
-    for (_, name), tasks in alike.items():
-        cut, layout = placed[name], tasks[0].layout
+    for (_, name), same_kind in alike.items():
+        cut, layout = placed[name], same_kind[0].layout
         leaves = cut.template.state or tuple(leaf for leaf in cut.template.inputs if leaf.role is Role.STATE)
         sizes = {leaf: math.prod(leaf.shape) * (leaf.dtype.itemsize if leaf.dtype else 8) for leaf in leaves}
         resident = sum(size for leaf, size in sizes.items() if leaf.name in cut.resident)
@@ -283,9 +265,9 @@ def state_bytes(step: Step) -> tuple[int, int]:
         numel = max(1, math.prod(layout.shape))
         for s, box in enumerate(layout.boxes):
             for row in layout.grid.ranks:
-                held[row[s]] += len(tasks) * (spread * box.numel / numel + same)
-                everywhere[row[s]] += len(tasks) * sum(sizes.values())
-        for task in tasks if resident else ():
+                held[row[s]] += len(same_kind) * (spread * box.numel / numel + same)
+                everywhere[row[s]] += len(same_kind) * sum(sizes.values())
+        for task in same_kind if resident else ():
             owners = layout.grid.members() if task.owner is None else [layout.grid.ranks[task.owner[0]][task.owner[1]]]
             for rank in owners:
                 held[rank] += resident

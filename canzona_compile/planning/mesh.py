@@ -24,6 +24,9 @@ DIMS = {
     "pp": "pipeline stages, of consecutive layers",
 }
 MOST_RANKS = 1 << 20
+# Whatever the order of the mesh, `fully_shard` puts its own dims before those that cut the weight already, and
+# replicas that torch does not see are around all of them.
+ORDER = {"dp": 0, "hsdp": 1, "fsdp": 2, "ep": 2, "tp": 3, "pp": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ def parse_mesh(given: str | Mapping[str, int]) -> Mesh:
     pairs: list[tuple[str, object]]
     if isinstance(given, str):
         parts = [part.partition("=") for part in given.split(",")]
-        pairs = [(name.strip(), int(size) if size.strip().isdigit() else size) for name, _, size in parts]
+        pairs = [(name.strip(), int(size) if size.strip().isdecimal() else size) for name, _, size in parts]
     else:
         pairs = list(given.items())
     seen: list[tuple[str, int]] = []
@@ -64,11 +67,15 @@ def parse_mesh(given: str | Mapping[str, int]) -> Mesh:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise CanzonaError(f"{name} is {size!r}, not a positive integer", at="mesh", hint="as in dp=32,tp=8")
         if name in dict(seen):
-            raise CanzonaError(f"{name} is given twice", at="mesh")
+            raise CanzonaError(f"{name} is given twice", at="mesh", hint="once, with the product of the sizes")
         seen.append((name, size))
     mesh = Mesh(tuple(seen))
     if mesh.ranks > MOST_RANKS:
-        raise CanzonaError(f"{mesh.ranks} ranks are more than {MOST_RANKS}", at="mesh")
+        raise CanzonaError(
+            f"{mesh.ranks} ranks are more than {MOST_RANKS}",
+            at="mesh",
+            hint="replicas do alike: plan for fewer of them",
+        )
     return mesh
 
 
@@ -83,13 +90,17 @@ def check(mesh: Mesh, model: Model) -> None:
         if count and count % size:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise CanzonaError(
-                f"{dim}={size} does not divide the {count} {what} of {model.name}", at="mesh", hint=f"{dim} can be {fitting}"
+                f"{dim}={size} does not divide the {count} {what} of {model.name}",
+                at="mesh",
+                hint=f"{dim} can be {fitting}",
             )
     if mesh.size("ep") > 1 and not model.experts:
         raise CanzonaError(f"{model.name} has no experts for ep={mesh.size('ep')}", at="mesh", hint="leave ep out")
     if mesh.size("pp") > model.layers:
         raise CanzonaError(
-            f"pp={mesh.size('pp')} stages are more than the {model.layers} layers of {model.name}", at="mesh"
+            f"pp={mesh.size('pp')} stages are more than the {model.layers} layers of {model.name}",
+            at="mesh",
+            hint=f"pp can be 1 to {model.layers}; a parameter's layer is the first number in its name",
         )
 
 
@@ -109,7 +120,7 @@ class Sharding:
         return {}
 
     def layouts(self, weight: Weight) -> tuple[Layout, ...]:
-        """One; of a stack of experts, one for each part of the mesh that has entries of its own."""
+        """One; of a stack of experts, one for each part of the mesh that has entries of its own, if it has any."""
         fixed = {"pp": self.stage(weight)}
         if weight.expert is not None:
             fixed["ep"] = weight.expert * self.mesh.size("ep") // self.experts
@@ -117,9 +128,8 @@ class Sharding:
         if key not in self._layouts:
             dims = self._expert_dims(weight) if weight.experts else ()
             parts = product(*(range(self.mesh.size(name)) for name in dims))
-            self._layouts[key] = tuple(
-                self._layout(weight, fixed | dict(zip(dims, part, strict=True)), dims) for part in parts
-            )
+            found = (self._layout(weight, fixed | dict(zip(dims, part, strict=True)), dims) for part in parts)
+            self._layouts[key] = tuple(layout for layout in found if prod(layout.shape))
         return self._layouts[key]
 
     def _expert_dims(self, weight: Weight) -> tuple[str, ...]:
@@ -131,8 +141,8 @@ class Sharding:
         shape = weight.shape
         for name in dealt:
             shape = Box.whole(shape).cut(0, self.mesh.size(name), fixed[name]).size
-        sharding = self._placements(weight)
-        dims = [name for name, _ in self.mesh.dims if name not in fixed]
+        sharding = self._placements(weight, dealt)
+        dims = [name for name in self._dims if name not in fixed]
         rows = [name for name in dims if isinstance(sharding[name], Replicate)]
         columns = [name for name in dims if name not in rows]
 
@@ -157,9 +167,13 @@ class Sharding:
                     place = place * self.mesh.size(part) + column[part]
                 at.append(place)
             boxes.append(fragment(shape, sizes, placements, at))
-        return Layout(shape, grid, tuple(boxes), self._text(single, rows, sharding))
+        return Layout(shape, grid, tuple(boxes), self._text([*single, *dealt], rows, sharding))
 
-    def _placements(self, weight: Weight) -> dict[str, Placement]:
+    @cached_property
+    def _dims(self) -> list[str]:
+        return sorted((name for name, _ in self.mesh.dims), key=ORDER.__getitem__)
+
+    def _placements(self, weight: Weight, dealt: tuple[str, ...]) -> dict[str, Placement]:
         """As FSDP2 and `parallelize_module` place it: FSDP on dim 0 of what tensor parallelism left."""
         cut, first = weight.tensor_dim, int(weight.experts)
         tensor = self.mesh.size("tp") if cut == first and "tp" in dict(self.mesh.dims) else 1
@@ -169,9 +183,14 @@ class Sharding:
         placements["fsdp"] = fsdp
         if "fsdp" in dict(self.mesh.dims):
             placements["ep"] = fsdp
+        if dealt:
+            entries = self.mesh.size("ep")
+            placements["ep"] = Shard(0)
+            if "fsdp" in dealt:
+                placements["fsdp"] = _StridedShard(0, split_factor=entries) if entries > 1 else Shard(0)
         return placements
 
     def _text(self, columns: list[str], rows: list[str], sharding: Mapping[str, Placement]) -> str:
         """As the layouts of a real run call it: placements of the DTensor's own mesh, which `dp` is no part of."""
-        own = [n for n, _ in self.mesh.dims if n in columns or (n in rows and n != "dp")]
+        own = [n for n in ("hsdp", "fsdp", "ep", "tp") if n in self._dims and n in [*columns, *rows]]
         return ",".join(short(sharding[n]) for n in own) or ("replicated" if self.mesh.ranks > 1 else "local")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,17 +15,18 @@ from canzona_compile.hardware import Hardware, named_hardware
 from canzona_compile.ir import Machine, Step
 from canzona_compile.options import Numerics, Options, Strategy
 from canzona_compile.passes.micro_group import gathered_bytes
-from canzona_compile.pipeline import Pass
-from canzona_compile.planfile import PlanFile
 from canzona_compile.planner import lowering_passes, planning_passes
-from canzona_compile.planning.forecast import Request, forecast
+from canzona_compile.planning.forecast import forecast
 from canzona_compile.planning.mesh import Mesh, parse_mesh
+from canzona_compile.planning.mixed import Mixed, best_mix
 from canzona_compile.planning.offline import captured_step, optimizer_named, optimizer_of
+from canzona_compile.planning.request import Request, played
 from canzona_compile.planning.result import OfflinePlan
 from canzona_compile.planning.weights import Model, from_module, from_shapes, parse_split, preset
 from canzona_compile.verifier import verify
 
 Updates = Literal["ddp", "zero1"]
+PlannedStrategy = Strategy | Literal["gram", "batch-split"]
 ALTERNATIVES = ("static", "alpha", "lpt", "joint", "permuted")
 Say = Callable[[str], None]
 
@@ -38,7 +39,7 @@ def plan(
     arguments: Mapping[str, Any] | None = None,
     hardware: str | Path | Hardware = "h100",
     split: str = "qkv,gate-up",
-    strategy: Strategy = "auto",
+    strategy: PlannedStrategy = "auto",
     planner: str = "joint",
     alpha: float = 1.0,
     capacity: int | None = None,
@@ -61,7 +62,10 @@ def plan(
         arguments: of the class, beside the parameters.
         hardware: a name (h100, h200, gb300, a100, cpu), or a file that `canzona-compile calibrate` wrote.
         split: which of a preset's fused weights are matrices of their own: "qkv", "gate-up", both, or "none".
-        strategy, planner, capacity, micro_groups, depth, numerics: as of `wrap`; the planner may also be "exact".
+        strategy, planner, capacity, micro_groups, depth, numerics: as of `wrap`; the planner may also be "exact", and
+            the strategy one that a run refuses: "gram", every matrix that can be is Gram-distributed (with fast
+            numerics "auto" does so with those for which it is predicted to pay), or "batch-split", the independent
+            entries of stacks have owners of their own.
         alpha: of the planner "alpha", from 0 (even communication) to 1 (even load).
         updates: who applies updates over `dp`: every replica ("ddp", what the runtime does), or the owner's replica
             alone, with parameters gathered under the next forward pass ("zero1", as frameworks with ZeRO-1 do).
@@ -83,8 +87,9 @@ def plan(
         raise CanzonaError(f"updates={updates!r} is none of {', '.join(map(repr, get_args(Updates)))}", at="plan")
     if rank is not None and not 0 <= rank < sizes.ranks:
         raise CanzonaError(f"rank {rank} is none of the {sizes.ranks} ranks of {sizes}", at="plan(..., rank=)")
+    executed: Strategy = "owner" if strategy == "gram" or strategy == "batch-split" else strategy
     options = Options(
-        strategy=strategy,
+        strategy=executed,
         numerics=numerics,
         capacity=Options().capacity if capacity is None else capacity,
         micro_groups=micro_groups,
@@ -93,7 +98,7 @@ def plan(
         alpha=alpha,
     )
     say("capturing the optimizer's step")
-    captured = captured_step(found, sizes, code, machine_of(rates, sizes))
+    captured = captured_step(found, sizes, code, machine_of(rates, sizes), entries=strategy == "batch-split")
     say(f"planning {len(captured.tasks)} matrices on {sizes.ranks} ranks")
     owned = played(captured, planning_passes(options))
     if capacity is not None:
@@ -101,12 +106,16 @@ def plan(
     scheduled = played(owned, lowering_passes(options))
     say("checking the plan")
     verify(scheduled)
-    file = PlanFile.of(scheduled)
     request = Request(found, sizes, rates, options, updates, rank, len(captured.tasks) - len(owned.tasks))
     others: dict[str, Callable[[], Step]] = {}
     if alternatives and any(t.layout.grid.size > 1 for t in owned.tasks):
         others = alternative_steps(captured, options)
-    return OfflinePlan(scheduled, file, forecast(scheduled, file.fingerprint, request, others, say))
+    mixed = Mixed(scheduled, split_stacks=strategy == "batch-split")
+    if strategy == "gram" or (strategy == "auto" and numerics == "fast"):
+        say("looking for matrices to distribute as Gram products")
+        mixed = best_mix(owned, scheduled, request, forced=strategy == "gram")
+    file = mixed.file()
+    return OfflinePlan(mixed.step, file, forecast(mixed, file.fingerprint, request, others, say))
 
 
 def model_of(given: str | nn.Module | Mapping[str, Any] | Model, split: str) -> Model:
@@ -157,10 +166,3 @@ def alternative_steps(captured: Step, options: Options) -> dict[str, Callable[[]
 
     found = {name: by(replace(options, planner=name, strategy="owner")) for name in ALTERNATIVES}
     return {**found, "replicated": by(replace(options, strategy="replicated"))}
-
-
-def played(step: Step, passes: Sequence[Pass]) -> Step:
-    """Apply passes; verifying after each, as a run does, would take most of the time of a large plan."""
-    for current in passes:
-        step = current(step)
-    return step

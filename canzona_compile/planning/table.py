@@ -26,12 +26,13 @@ def table(forecast: Forecast, options: ConsoleOptions) -> Iterator[RenderableTyp
     glyphs = ASCII if options.ascii_only else UNICODE
     width = min(options.max_width, WIDEST)
     yield headline(forecast, width)
+    lanes = "simulated; the busiest and the idlest rank" if len(forecast.simulation.shown) > MOST_LANES else "simulated"
     sections: list[tuple[str, str, Iterable[RenderableType]]] = [
         ("Alternatives", "the same matrices, planned another way", alternatives(forecast, glyphs)),
         ("Load", "FLOPs per rank and step", load(forecast, width - 2, glyphs)),
-        ("Timeline", "simulated; a busy and an idle rank", timeline(forecast, width - 2, glyphs)),
+        ("Timeline", lanes, timeline(forecast, width - 2, glyphs)),
         ("Strategies", "of matrices alike, alone on their ranks", strategies(forecast, glyphs)),
-        ("Cost", "of one matrix of m x n: FLOPs, bytes in memory, bytes on the wire", costs(forecast)),
+        ("Cost", "of one matrix of m x n: FLOPs, bytes in memory and on the wire", costs(forecast)),
         ("Micro-groups", "bytes that leave a rank, all ranks", groups(forecast)),
         ("Memory", "of the rank that needs most", memory(forecast)),
         ("Rates", f"of {forecast.hardware.name}", rates(forecast)),
@@ -139,13 +140,16 @@ def lane(spans: list[Span], total: float, room: int, glyphs: Glyphs) -> Text:
 
 
 def strategies(forecast: Forecast, glyphs: Glyphs) -> Iterator[RenderableType]:
-    found = columns("", "template", ">matrices", "strategy", ">seconds", ">compute", ">gather", ">scatter", "why")
-    for template in forecast.templates:
-        for i, one in enumerate(template.strategies):
+    for i, template in enumerate(forecast.templates):
+        yield Text(f"{template.name}: {plural(template.tasks, 'matrix', 'matrices')}", "bold")
+        found = columns("", "strategy", ">seconds", ">compute", ">gather", ">scatter", "why")
+        found.show_header = i == 0
+        for column, least in zip(found.columns, (1, 11, 7, 7, 7, 7, 16), strict=True):
+            column.min_width = least
+        found.columns[-1].no_wrap = False
+        for one in template.strategies:
             if math.isfinite(one.seconds) or one.chosen:
-                name = (template.name, str(template.tasks)) if i == 0 else ("", "")
-                found.add_row(*(Text(c, "bold" if one.chosen else "") for c in (mark(one, glyphs), *name, *cells(one))))
-    if found.row_count:
+                found.add_row(*(Text(c, "bold" if one.chosen else "") for c in (mark(one, glyphs), *cells(one))))
         yield found
 
 
@@ -191,8 +195,8 @@ def groups(forecast: Forecast) -> Iterator[RenderableType]:
             readable(group.makespan_flops),
         )
     yield found
-    if more := len(forecast.groups) - MOST_GROUPS:
-        yield Text(f"and {more} more" if more > 0 else "", "dim")
+    if (more := len(forecast.groups) - MOST_GROUPS) > 0:
+        yield Text(f"and {more} more", "dim")
 
 
 def memory(forecast: Forecast) -> Iterator[RenderableType]:
@@ -214,4 +218,6 @@ def rates(forecast: Forecast) -> Iterator[RenderableType]:
         ("network", f"{own.network.bandwidth / 1e9:g} GB/s, {duration(own.network.latency)} an exchange"),
     ):
         known = "measured" if name in own.measured else "assumed"
-        yield Text.assemble((f"{name} ", "bold"), value, (f"  {known}: {sources.get(name, 'no source given')}", "dim"))
+        source = sources.get(name, "no source given")
+        said = source if source.startswith(known) else f"{known}: {source}"
+        yield Text.assemble((f"{name} ", "bold"), value, (f"  {said}", "dim"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +16,18 @@ from canzona_compile.errors import CanzonaError
 
 PRESETS = Path(__file__).parents[1] / "data" / "qwen3.json"
 SPLITS = ("qkv", "gate-up")
+MOST_ELEMENTS = 1 << 48  # of a matrix
+MOST_MATRICES = 1 << 20
+# Fields of a config by which layers differ, or have other matrices than those of `Decoder`, unless they are as here.
+USUAL: dict[str, tuple[Any, ...]] = {
+    "decoder_sparse_step": (None, 1),
+    "first_k_dense_replace": (None, 0),
+    "kv_lora_rank": (None,),
+    "mlp_only_layers": (None, []),
+    "moe_layer_freq": (None, 1),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +158,7 @@ def preset(name: str, split: tuple[str, ...]) -> Model:
     if name not in presets():
         raise CanzonaError(
             f"there is no model {name!r}",
+            at="model",
             hint=f"one of {', '.join(presets())}; others by --hf-config or --params",
         )
     return presets()[name].model(name, split)
@@ -167,7 +181,9 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
             return default
         value = config[name]
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise CanzonaError(f"{name} is {value!r}, not a positive integer", at=at)
+            raise CanzonaError(
+                f"{name} is {value!r}, not a positive integer", at=at, hint="copy it from the model's config.json"
+            )
         return value
 
     heads, hidden = count("num_attention_heads"), count("hidden_size")
@@ -178,12 +194,26 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
         head_dim = hidden // heads
     kv_heads = count("num_key_value_heads", default=heads)
     if heads % kv_heads:
-        raise CanzonaError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}", at=at)
+        raise CanzonaError(
+            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}",
+            at=at,
+            hint="without num_key_value_heads every head has keys and values of its own",
+        )
     experts = count("num_experts", "num_local_experts", "n_routed_experts", default=0)
     wide = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
     top_k = count("num_experts_per_tok", default=1) if experts else 0
     if top_k > experts:
-        raise CanzonaError(f"num_experts_per_tok {top_k} is more than the {experts} experts", at=at)
+        raise CanzonaError(
+            f"num_experts_per_tok {top_k} is more than the {experts} experts",
+            at=at,
+            hint="it is how many a token meets",
+        )
+    if strange := [name for name, usual in USUAL.items() if config.get(name) not in usual]:
+        raise CanzonaError(
+            f"{strange[0]} is {config[strange[0]]!r}, of which it does not follow which matrices each layer has",
+            at=at,
+            hint="name the matrices and their shapes by --params",
+        )
     decoder = Decoder(
         layers=count("num_hidden_layers"),
         hidden=hidden,
@@ -196,6 +226,14 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
         experts=experts,
         top_k=top_k,
     )
+    matrices = decoder.layers * (4 + 3 * max(1, experts))
+    largest = hidden * max(2 * decoder.intermediate, 3 * heads * head_dim)
+    if matrices > MOST_MATRICES or largest > MOST_ELEMENTS:
+        raise CanzonaError(
+            f"{matrices} matrices of up to {largest} elements are no model",
+            at=at,
+            hint="look at num_hidden_layers, hidden_size, intermediate_size, head_dim and the number of experts",
+        )
     return decoder.model(str(config.get("model_type", path.stem)), split)
 
 
@@ -207,6 +245,9 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
     """
     weights = []
     for key, value in found.items():
+        place = f"{at}: {key}"
+        if not isinstance(key, str) or not key.isprintable() or not key:
+            raise CanzonaError(f"{key!r} is no name of a parameter", at=at, hint="names have printable characters")
         entry = value if isinstance(value, Mapping) else {"shape": value}
         shape = entry.get("shape")
         if (
@@ -214,21 +255,45 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
             or len(shape) < 2
             or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
         ):
-            raise CanzonaError(f"its shape is {shape!r}, not two or more positive integers", at=f"{at}: {key}")
+            raise CanzonaError(
+                f"its shape is {shape!r}, not two or more positive integers",
+                at=place,
+                hint='[rows, columns], or {"shape": [rows, columns], "tp": 0}',
+            )
+        if elements(tuple(shape)) > MOST_ELEMENTS:
+            raise CanzonaError(
+                f"its shape {list(shape)} has more than 2^48 elements",
+                at=place,
+                hint="a size is a number of elements",
+            )
         if unknown := sorted(set(entry) - {"shape", "tp", "experts", "layer"}):
             raise CanzonaError(
-                f"there is no field {unknown[0]!r}", at=f"{at}: {key}", hint="there are shape, tp, experts and layer"
+                f"there is no field {unknown[0]!r}", at=place, hint="there are shape, tp, experts and layer"
             )
         cut = entry.get("tp")
-        if cut is not None and cut not in range(len(shape)):
-            raise CanzonaError(f"tp is {cut!r}, no dim of {list(shape)}", at=f"{at}: {key}")
+        if cut is not None and (not whole(cut) or cut >= len(shape)):
+            raise CanzonaError(
+                f"tp is {cut!r}, no dim of {list(shape)}",
+                at=place,
+                hint="the dim that tensor parallelism cuts, or leave it out",
+            )
+        if entry.get("experts") is True and cut == 0:
+            raise CanzonaError("tp is 0, the dim of experts", at=place, hint="the mesh dim ep deals experts out")
         layer = entry.get("layer", layer_of(key))
-        weights.append(Weight(key, tuple(shape), layer, cut, None, bool(entry.get("experts", False))))
+        if not whole(layer):
+            raise CanzonaError(f"layer is {layer!r}, no number of a layer", at=place, hint="0 is the first")
+        stack = entry.get("experts", False)
+        if not isinstance(stack, bool) or (stack and len(shape) < 3):
+            raise CanzonaError(
+                f"experts is {stack!r} for a shape of {len(shape)} dims",
+                at=place,
+                hint="true says that the first of three or more dims is one of experts",
+            )
+        weights.append(Weight(key, tuple(shape), layer, cut, None, stack))
     if not weights:
-        raise CanzonaError("it names no parameters", at=at)
+        raise CanzonaError("it names no parameters", at=at, hint='as in {"layers.0.q": [4096, 4096]}')
     layers = 1 + max(w.layer for w in weights)
-    stacks = {w.shape[0] for w in weights if w.experts}
-    return Model(name, tuple(weights), layers, experts=min(stacks, default=0))
+    return Model(name, tuple(weights), layers, experts=math.gcd(*(w.shape[0] for w in weights if w.experts)))
 
 
 def from_module(module: nn.Module, keep: Callable[[str, nn.Parameter], bool]) -> Model:
@@ -241,18 +306,24 @@ def from_module(module: nn.Module, keep: Callable[[str, nn.Parameter], bool]) ->
 
 def layer_of(name: str) -> int:
     """The first number in a name: layers.12.attn.q is of layer 12."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
+    return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
+
+
+def whole(value: Any) -> bool:
+    """Is it an integer of at least 0?"""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=str(path)) from error
-    except ValueError as error:
-        raise CanzonaError(f"it is no JSON: {error}", at=str(path)) from error
+        hint = "name a file that exists and may be read"
+        raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=str(path), hint=hint) from error
+    except (ValueError, RecursionError) as error:
+        raise CanzonaError(f"it is no JSON: {error}", at=str(path), hint="it has to hold a JSON object") from error
     if not isinstance(found, dict):
-        raise CanzonaError("it holds no JSON object", at=str(path))
+        raise CanzonaError("it holds no JSON object", at=str(path), hint="as in {...}")
     return found
 
 
@@ -262,5 +333,7 @@ def parse_split(text: str) -> tuple[str, ...]:
         return ()
     parts = tuple(text.split(","))
     if unknown := [part for part in parts if part not in SPLITS]:
-        raise CanzonaError(f"there is no split {unknown[0]!r}", hint=f"{', '.join(SPLITS)}, both with a comma, or none")
+        raise CanzonaError(
+            f"there is no split {unknown[0]!r}", at="split", hint=f"{', '.join(SPLITS)}, both with a comma, or none"
+        )
     return parts

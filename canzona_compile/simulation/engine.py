@@ -8,7 +8,7 @@ their links are free of earlier ones, and is over for each member when its own p
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Span
@@ -65,22 +65,19 @@ class Collective:
     latency: float
 
 
-@dataclass(slots=True)
 class Outcome:
     """What happened, by rank.
 
     Attributes:
-        begun: when each collective began, by its number.
-        moments: when each operation of a rank began and ended.
+        compute, exposed, bubble, finish: seconds, as in `RankSummary`.
+        moments: when each operation of a rank that is shown began and ended.
     """
 
-    seconds: float
-    compute: list[float]
-    exposed: list[float]
-    bubble: list[float]
-    finish: list[float]
-    spans: list[Span]
-    moments: dict[int, list[tuple[float, float]]]
+    def __init__(self, ranks: int, shown: Iterable[int]) -> None:
+        self.seconds = 0.0
+        self.compute, self.exposed, self.bubble, self.finish = ([0.0] * ranks for _ in range(4))
+        self.spans: list[Span] = []
+        self.moments: dict[int, list[tuple[float, float]]] = {rank: [] for rank in shown}
 
 
 class Node:
@@ -139,7 +136,7 @@ class Engine:
         self.index = [{rank: i for i, rank in enumerate(c.members)} for c in collectives]
         self.queue: list[tuple[float, int, Callable[[float], None]]] = []
         self.count = 0
-        self.out = Outcome(0.0, *([0.0] * ranks for _ in range(4)), [], {rank: [] for rank in shown})
+        self.out = Outcome(ranks, shown)
 
     def run(self) -> Outcome:
         for rank in range(len(self.operations)):

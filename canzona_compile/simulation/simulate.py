@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -13,7 +13,8 @@ from canzona_compile.ir import Act, Event, Form, Phase, Step
 from canzona_compile.layout import Grid
 from canzona_compile.simulation.engine import Collective, Engine, Operation, Outcome, Part, Start, Wait, Work
 from canzona_compile.simulation.figures import Memory, RankSummary, Simulation
-from canzona_compile.simulation.traffic import GroupTraffic, traffic
+from canzona_compile.simulation.rounds import Rounds, RoundsPlayer
+from canzona_compile.simulation.traffic import Boxes, GroupTraffic, traffic
 from canzona_compile.timing import placed_time
 
 MOST_SHOWN = 16  # ranks of a large job whose spans are kept
@@ -23,7 +24,13 @@ WAITS = {Act.WAIT_GATHER: Phase.GATHER, Act.WAIT_SCATTER: Phase.SCATTER, Act.WAI
 
 
 def simulate(
-    step: Step, hardware: Hardware, *, shown: Collection[int] = (), without: Collection[Phase] = ()
+    step: Step,
+    hardware: Hardware,
+    *,
+    shown: Collection[int] = (),
+    without: Collection[Phase] = (),
+    matrices: Sequence[Rounds] = (),
+    rounds: int = 1,
 ) -> Simulation:
     """Play a step's schedule.
 
@@ -31,16 +38,25 @@ def simulate(
         step: at least SCHEDULED.
         shown: ranks whose spans are wanted beside those that are chosen (all of up to 16; else busy and idle ones).
         without: exchanges that are taken to cost nothing here, because they overlap something after the step.
+        matrices: further ones, on one grid, that are worked on in rounds around the schedule.
     """
     if step.form < Form.SCHEDULED:
         raise InvalidStep(f"a step of form {step.form.name} has no schedule to play")
     used = {t.placed for t in step.tasks}
     times = {p.name: placed_time(p, hardware) for p in step.placed if p.name in used}
-    groups = {g.index: traffic(step, g, times, hardware) for g in step.groups}
-    ranks = 1 + max((r for t in groups.values() for row in t.grid.ranks for r in row), default=-1)
+    boxes = Boxes()
+    groups = {g.index: traffic(step, g, times, hardware, boxes) for g in step.groups}
+    grids = [t.grid for t in groups.values()] + [m.layout.grid for m in matrices[:1]]
+    ranks = 1 + max((r for grid in grids for row in grid.ranks for r in row), default=-1)
     visible = frozenset(shown) & set(range(ranks)) | chosen(groups.values(), ranks)
-    player = Player(step, hardware, groups, ranks, frozenset(without))
+    player = Player(step, hardware, groups, ranks, frozenset(without), visible)
+    extra: RoundsPlayer | None = None
+    if matrices:
+        extra = RoundsPlayer(matrices, rounds, hardware, len(step.groups), player.operations, player.collectives)
+        extra.begin()
     player.write()
+    if extra is not None:
+        extra.finish()
     engine = Engine(
         player.operations,
         player.collectives,
@@ -51,6 +67,8 @@ def simulate(
     )
     outcome = engine.run()
     peak = static_bytes(step, groups, ranks)
+    for rank, size in extra.bytes().items() if extra is not None else ():
+        peak[rank] += size
     memory = [m for rank in sorted(visible) for m in live_bytes(step, groups, player, outcome, rank)]
     summaries = tuple(
         RankSummary(
@@ -66,6 +84,8 @@ def simulate(
     )
     spans = tuple(sorted(outcome.spans, key=lambda s: (s.rank, s.start, s.stream)))
     sent = tuple((group, str(phase), total) for (group, phase), total in player.totals.items())
+    if extra is not None:
+        sent += tuple((len(step.groups), phase, total) for phase, total in extra.sent.items())
     return Simulation(outcome.seconds, summaries, tuple(sorted(visible)), spans, tuple(memory), sent)
 
 
@@ -84,7 +104,13 @@ class Player:
     """Writes every rank's operations in the order of the schedule."""
 
     def __init__(
-        self, step: Step, hardware: Hardware, groups: dict[int, GroupTraffic], ranks: int, without: frozenset[Phase]
+        self,
+        step: Step,
+        hardware: Hardware,
+        groups: dict[int, GroupTraffic],
+        ranks: int,
+        without: frozenset[Phase],
+        visible: frozenset[int],
     ) -> None:
         self.step, self.hardware, self.groups, self.without = step, hardware, groups, without
         self.operations: list[list[Operation]] = [[] for _ in range(ranks)]
@@ -92,7 +118,8 @@ class Player:
         self.sent = [0] * ranks
         self.totals: dict[tuple[int, Phase], int] = {}  # bytes of a group's exchange, over all ranks
         self.numbers: dict[tuple[int, Phase], dict[int, int]] = {}  # of a rank's collective
-        self.position: dict[tuple[Event, int], int] = {}  # of an event among a rank's operations
+        self.visible = visible
+        self.position: dict[tuple[Event, int], int] = {}  # of an event among the operations of a visible rank
 
     def write(self) -> None:
         for event in self.step.schedule:
@@ -109,7 +136,8 @@ class Player:
                 self.work(event, own)
 
     def add(self, event: Event, rank: int, operation: Operation) -> None:
-        self.position[event, rank] = len(self.operations[rank])
+        if rank in self.visible:
+            self.position[event, rank] = len(self.operations[rank])
         self.operations[rank].append(operation)
 
     def work(self, event: Event, own: GroupTraffic) -> None:
@@ -130,9 +158,7 @@ class Player:
         self.totals[event.group, phase] = sum(map(sum, sent))
         for members in teams(grid, phase):
             ranks = tuple(grid.ranks[r][s] for r, s in members)
-            parts = tuple(
-                Part(0.0, 0.0) if free else Part(node[r][s], network[r][s], sent[r][s]) for r, s in members
-            )
+            parts = tuple(Part(0.0, 0.0) if free else Part(node[r][s], network[r][s], sent[r][s]) for r, s in members)
             self.collectives.append(
                 Collective(str(phase), event.group, ranks, parts, 0.0 if free else self.latency(ranks))
             )
@@ -203,5 +229,3 @@ def live_bytes(
         if changes[at]:
             held += changes[at]
             yield Memory(rank, at, held)
-
-

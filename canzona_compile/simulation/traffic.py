@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from canzona_compile import instructions
 from canzona_compile.hardware import Hardware
-from canzona_compile.ir import MicroGroup, Phase, Placed, Step, Task, Wire
+from canzona_compile.ir import MicroGroup, Phase, Step, Task, Wire
 from canzona_compile.layout import Grid
 from canzona_compile.lifting import product
 from canzona_compile.timing import GraphTime, PlacedTime
@@ -72,19 +72,20 @@ class GroupTraffic:
     computed: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
-def traffic(step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hardware: Hardware) -> GroupTraffic:
+def traffic(
+    step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hardware: Hardware, boxes: Boxes
+) -> GroupTraffic:
     """The figures of a group, task by task, without looking at pairs of ranks."""
     tasks = [step.task(name) for name in group.tasks]
     placed = {p.name: p for p in step.placed}
     grid = tasks[0].layout.grid
     shape = (grid.replicas, grid.shards)
     nodes = np.array(grid.ranks) // hardware.ranks_per_node
-    made = GroupTraffic(
-        grid, *(np.zeros(shape) for _ in range(3)), {e.phase: Ends.none(shape) for e in group.exchanges}, np.zeros(shape)
-    )
-    boxes = Boxes(placed)
+    ends = {e.phase: Ends.none(shape) for e in group.exchanges}
+    made = GroupTraffic(grid, np.zeros(shape), np.zeros(shape), np.zeros(shape), ends, np.zeros(shape))
     launches = Launches(step, group, times, hardware)
     scattered = np.zeros(shape)  # bytes of updates that a rank has for the other replicas
+    moved = Moved(shape)
     for task in tasks:
         cut, time = placed[task.placed], times[task.placed]
         share = boxes.share(task)
@@ -92,23 +93,27 @@ def traffic(step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hard
         made.apply += share * (time.apply.seconds + 2 * time.kept / hardware.bandwidth)
         up, down = boxes.bytes(task, cut.gather), boxes.bytes(task, cut.scatter)
         owner = task.owner
+        if owner is None and grid.shards > 1 and time.turned:  # parts that are strided are copied before they are used
+            made.apply += share * (time.turned + 2 * time.scattered / hardware.bandwidth)
         made.computed[owner or (-1, -1)].append(task.name)
         where: tuple[int, int] | slice = slice(None) if owner is None else owner
         made.compute[where] += time.compute.seconds + launches.compute(task)
         copied = 0
         if Phase.GATHER in made.ends:
-            gather(made.ends[Phase.GATHER], owner, up, nodes)
+            moved.add(Phase.GATHER, up, where)
             near = slice(None) if owner is None else owner[0]
             copies = grid.shards if owner is None else time.packed / max(1, time.gathered)
             made.prepare[near] += 2 * up * copies / hardware.bandwidth
             made.gathered[where] += time.gathered
             copied += 2 * time.gathered
         if owner is not None and Phase.SCATTER in made.ends:
-            scatter(made.ends[Phase.SCATTER], owner, down, nodes)
+            moved.add(Phase.SCATTER, down, where)
             copied += 2 * time.scattered
+            made.compute[where] += time.turned
         if owner is not None and Phase.EXCHANGE in made.ends:
             scattered[owner[0]] += down
         made.compute[where] += copied / hardware.bandwidth
+    moved.count(made.ends, nodes)
     if Phase.EXCHANGE in made.ends:
         exchange(made.ends[Phase.EXCHANGE], scattered, nodes)
         made.compute += 2 * scattered * grid.replicas / hardware.bandwidth  # a copy for each replica
@@ -118,10 +123,9 @@ def traffic(step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hard
 
 
 class Boxes:
-    """Fragments of tasks alike, looked up once."""
+    """Fragments of tasks alike, looked up once for all groups."""
 
-    def __init__(self, placed: Mapping[str, Placed]) -> None:
-        self.placed = placed
+    def __init__(self) -> None:
         self._shares: dict[object, Floats] = {}
         self._bytes: dict[object, Floats] = {}
 
@@ -150,9 +154,7 @@ class Launches:
     view that a copy needs, take as long as another operator.
     """
 
-    def __init__(
-        self, step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hardware: Hardware
-    ) -> None:
+    def __init__(self, step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hardware: Hardware) -> None:
         self.times, self.hardware = times, hardware
         self.loops = hardware.device == "cpu"
         self.joins = {e.phase for e in group.exchanges}
@@ -170,7 +172,7 @@ class Launches:
             return (time.calls + self.loops + copies) * self.hardware.launch + time.product_calls(self.hardware)
         shared, own = self.stacked(task.placed)
         together = shared * self.hardware.launch + time.product_calls(self.hardware)
-        return (own + copies) * self.hardware.launch + together / len(batch.tasks)
+        return (own + copies) * self.hardware.launch + together / len(batch.tasks) + time.turned
 
     def stacked(self, placed: str) -> tuple[int, int]:
         """Launches of a stacked graph: for all of its tasks together, and for each."""
@@ -210,43 +212,48 @@ class Launches:
         return sum(seconds.values())
 
 
-def gather(ends: Ends, owner: tuple[int, int] | None, size: Floats, nodes: NDArray[np.int64]) -> None:
-    """Fragments to one owner of their replica, or to every rank of each."""
-    if owner is None:
-        shards = len(size)
-        for r, row in enumerate(nodes):
-            same = (row[:, None] == row[None, :]).astype(float)
-            mates = same.sum(1) - 1
-            ends.sent_node[r] += size * mates
-            ends.sent_network[r] += size * (shards - 1 - mates)
-            ends.received_node[r] += same @ size - size
-            ends.received_network[r] += (1 - same) @ size
-        ends.send_buffer += size * shards
-        ends.receive_buffer += size.sum()
-        return
-    r, s = owner
-    near = nodes[r] == nodes[r, s]
-    others = size.copy()
-    others[s] = 0
-    ends.sent_node[r] += others * near
-    ends.sent_network[r] += others * ~near
-    ends.received_node[owner] += (others * near).sum()
-    ends.received_network[owner] += (others * ~near).sum()
-    ends.send_buffer[r] += size
-    ends.receive_buffer[owner] += size.sum()
+class Moved:
+    """How many values of each kind every rank gathers or scatters: tasks alike are counted together."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self._counts: dict[tuple[Phase, int], tuple[Floats, Floats]] = {}
+
+    def add(self, phase: Phase, size: Floats, where: tuple[int, int] | slice) -> None:
+        """Values of which shard s has `size[s]` bytes, and whole ones the rank or ranks `where`."""
+        if (phase, id(size)) not in self._counts:
+            self._counts[phase, id(size)] = size, np.zeros(self.shape)
+        self._counts[phase, id(size)][1][where] += 1
+
+    def count(self, ends: Mapping[Phase, Ends], nodes: NDArray[np.int64]) -> None:
+        """Add the bytes to the ends of each phase."""
+        for (phase, _), (size, counts) in self._counts.items():
+            own = ends[phase]
+            if phase is Phase.SCATTER:  # what is sent there is received here
+                own = Ends(
+                    own.received_node,
+                    own.received_network,
+                    own.sent_node,
+                    own.sent_network,
+                    own.receive_buffer,
+                    own.send_buffer,
+                )
+            gather(own, size, counts, nodes)
 
 
-def scatter(ends: Ends, owner: tuple[int, int], size: Floats, nodes: NDArray[np.int64]) -> None:
-    """The other way round."""
-    back = Ends(
-        ends.received_node,
-        ends.received_network,
-        ends.sent_node,
-        ends.sent_network,
-        ends.receive_buffer,
-        ends.send_buffer,
-    )
-    gather(back, owner, size, nodes)
+def gather(ends: Ends, size: Floats, counts: Floats, nodes: NDArray[np.int64]) -> None:
+    """Fragments to `counts[r, s]` whole values on each rank (r, s), inside of each replica."""
+    for r, row in enumerate(nodes):
+        _, place = np.unique(row, return_inverse=True)
+        whole, wanted = size.sum(), counts[r].sum()
+        near_size = np.bincount(place, size)[place] - size
+        near_count = np.bincount(place, counts[r])[place] - counts[r]
+        ends.sent_node[r] += size * near_count
+        ends.sent_network[r] += size * (wanted - counts[r] - near_count)
+        ends.received_node[r] += counts[r] * near_size
+        ends.received_network[r] += counts[r] * (whole - size - near_size)
+        ends.send_buffer[r] += size * wanted
+        ends.receive_buffer[r] += counts[r] * whole
 
 
 def exchange(ends: Ends, size: Floats, nodes: NDArray[np.int64]) -> None:
