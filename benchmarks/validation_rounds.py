@@ -37,10 +37,12 @@ class Round:
 
     Attributes:
         seconds: of each step, the slowest rank's wall time.
+        cpu: seconds of all ranks' processes together, in the mean step.
         foreign: share of all processors' time that other jobs of the machine took.
     """
 
     seconds: tuple[float, ...]
+    cpu: float
     foreign: float
 
 
@@ -133,7 +135,7 @@ def take(variant: Variant, gradients: Gradients, steps: int) -> Round:
     foreign = torch.tensor([(busy - float(own)) / (wall * processors())], dtype=torch.float64)
     dist.broadcast(foreign, 0)
     walls = tuple(sample.wall for sample in samples.shared(variant.name).values())
-    return Round(walls, max(0.0, float(foreign)))
+    return Round(walls, float(own) / steps, max(0.0, float(foreign)))
 
 
 def busy_seconds() -> float:

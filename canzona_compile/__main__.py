@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from canzona_compile.calibration import command as calibration
 from canzona_compile.checking import command as verify
 from canzona_compile.errors import CanzonaError
 from canzona_compile.planning import command as planning
@@ -33,6 +34,11 @@ COMMANDS = {
         "predict a step on a model and a mesh, and write the plan that the runtime would execute",
         planning.add_arguments,
         planning.run,
+    ),
+    "calibrate": Command(
+        "measure this machine's rates, for plan --hardware and wrap(..., hardware=)",
+        calibration.add_arguments,
+        calibration.run,
     ),
     "diff": Command(
         "compare two plans; exit code 1 if they differ",

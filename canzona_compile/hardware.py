@@ -13,12 +13,15 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from canzona_compile.errors import CanzonaError
 
 SCHEMA = 1
+SHOWN = "a100.json, which comes with the package, shows all fields"
+ANEW = "write one with calibrate"
 FOLDER = Path(__file__).parent / "data" / "hardware"
 
 
@@ -169,19 +172,19 @@ def named_hardware(name: str) -> Hardware:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise CanzonaError(f"it is no JSON: {error}", at=str(path)) from error
+        raise CanzonaError(f"it is no JSON: {error}", at=str(path), hint=ANEW) from error
     if not isinstance(found, dict):
-        raise CanzonaError("it holds no JSON object", at=str(path), hint="write one with calibrate")
+        raise CanzonaError("it holds no JSON object", at=str(path), hint=ANEW)
     return hardware_from(found, str(path))
 
 
 def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
     """Hardware from plain objects, every field checked."""
     if given.get("schema") != SCHEMA:
-        raise CanzonaError(f"schema is {given.get('schema')!r}, not {SCHEMA}", at=at, hint="write it anew by calibrate")
+        raise CanzonaError(f"schema is {given.get('schema')!r}, not {SCHEMA}", at=at, hint=ANEW)
     known = {f.name for f in fields(Hardware)}
     if missing := sorted(known - given.keys() - {"sources", "measured"}):
-        raise CanzonaError(f"the field {missing[0]!r} is missing", at=at, hint="a100.json shows all fields")
+        raise CanzonaError(f"the field {missing[0]!r} is missing", at=at, hint=SHOWN)
     if unknown := sorted(given.keys() - known - {"schema"}):
         raise CanzonaError(f"there is no field {unknown[0]!r}", at=at, hint=f"there are {', '.join(sorted(known))}")
     values = dict(given)
@@ -194,19 +197,25 @@ def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
     values["product_calls"] = seconds_by_name(given["product_calls"], "product_calls", at)
     for name in ("ranks_per_node", "processors"):
         values[name] = int(values[name])
+        if values[name] != given[name]:
+            raise CanzonaError(f"{name} is {given[name]!r}, no whole number", at=at, hint=SHOWN)
     for name in ("name", "device", "backend"):
         if not isinstance(given[name], str):
-            raise CanzonaError(f"{name} is {given[name]!r}, no text", at=at)
+            raise CanzonaError(f"{name} is {given[name]!r}, no text", at=at, hint=SHOWN)
     if not isinstance(given["overlap"], bool):
-        raise CanzonaError(f"overlap is {given['overlap']!r}, neither true nor false", at=at)
+        raise CanzonaError(f"overlap is {given['overlap']!r}, neither true nor false", at=at, hint=SHOWN)
     for name in ("products", "factorizations"):
         values[name] = curves(given[name], name, at)
     if "other" not in dict(values["factorizations"]):
         raise CanzonaError("factorizations has no rate 'other'", at=at, hint="add it, for operators not listed")
     for name in ("node", "network"):
         values[name] = link(given[name], name, at)
-    values["sources"] = tuple(dict(given.get("sources", {})).items())
-    values["measured"] = tuple(given.get("measured", ()))
+    sources, measured = given.get("sources", {}), given.get("measured", ())
+    if not isinstance(sources, Mapping):
+        raise CanzonaError("sources is no object with a text per rate", at=at, hint=SHOWN)
+    if not isinstance(measured, list | tuple):
+        raise CanzonaError("measured is no list of rates", at=at, hint=f"rates are {', '.join(RATES)}")
+    values["sources"], values["measured"] = tuple(sources.items()), tuple(measured)
     if strange := sorted(set(values["measured"]) - set(RATES)):
         raise CanzonaError(f"measured names {strange[0]!r}", at=at, hint=f"rates are {', '.join(RATES)}")
     return Hardware(**values)
@@ -222,32 +231,32 @@ def number(value: Any, name: str, at: str, *, positive: bool) -> float:
 
 def seconds_by_name(value: Any, name: str, at: str) -> tuple[tuple[str, float], ...]:
     if not isinstance(value, Mapping):
-        raise CanzonaError(f"{name} is no object with seconds per name", at=at)
+        raise CanzonaError(f"{name} is no object with seconds per name", at=at, hint=SHOWN)
     return tuple((key, number(own, f"{name}.{key}", at, positive=False)) for key, own in value.items())
 
 
 def curves(value: Any, name: str, at: str) -> tuple[tuple[str, Curve], ...]:
     if not isinstance(value, Mapping) or not value:
-        raise CanzonaError(f"{name} is no object with a rate per name", at=at)
+        raise CanzonaError(f"{name} is no object with a rate per name", at=at, hint=SHOWN)
     return tuple((key, curve(points, f"{name}.{key}", at)) for key, points in value.items())
 
 
 def curve(value: Any, name: str, at: str) -> Curve:
     pairs = value if isinstance(value, list | tuple) else []
     if not pairs or any(not isinstance(p, list | tuple) or len(p) != 2 for p in pairs):
-        raise CanzonaError(f"{name} is no list of pairs [size, FLOP/s]", at=at)
+        raise CanzonaError(f"{name} is no list of pairs [size, rate]", at=at, hint=SHOWN)
     points = tuple((number(s, name, at, positive=True), number(r, name, at, positive=True)) for s, r in pairs)
-    if any(a[0] >= b[0] for a, b in zip(points, points[1:], strict=False)):
-        raise CanzonaError(f"the sizes of {name} do not ascend", at=at)
+    if any(a[0] >= b[0] for a, b in pairwise(points)):
+        raise CanzonaError(f"the sizes of {name} do not ascend", at=at, hint=SHOWN)
     return Curve(points)
 
 
 def link(value: Any, name: str, at: str) -> Link:
     if not isinstance(value, Mapping):
-        raise CanzonaError(f"{name} is no object with bandwidth and latency", at=at)
+        raise CanzonaError(f"{name} is no object with bandwidth and latency", at=at, hint=SHOWN)
     if missing := [key for key in ("bandwidth", "latency") if key not in value]:
-        raise CanzonaError(f"the field {name}.{missing[0]} is missing", at=at)
+        raise CanzonaError(f"the field {name}.{missing[0]} is missing", at=at, hint=SHOWN)
     if unknown := sorted(set(value) - {f.name for f in fields(Link)}):
-        raise CanzonaError(f"there is no field {name}.{unknown[0]}", at=at)
+        raise CanzonaError(f"there is no field {name}.{unknown[0]}", at=at, hint=SHOWN)
     own = {key: number(v, f"{name}.{key}", at, positive=key == "bandwidth") for key, v in value.items()}
     return Link(**own)

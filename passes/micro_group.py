@@ -12,6 +12,7 @@ from canzona_compile.cost import GroupLoad, pipeline_seconds, rates_of
 from canzona_compile.ir import Form, MicroGroup, Placed, Step, Task, Wire
 from canzona_compile.layout import Grid
 
+TOLERANCE = 0.01  # of predicted time, given up for memory
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -19,12 +20,12 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 class FormMicroGroups:
     """Bin the tasks of each grid into micro-groups: sort by cost, greedy with rollback.
 
-    A group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner)
-    exceed the capacity; then the last task is rolled back into the next group. The bytes are the
-    caller's capacity. The makespan follows a cost: of several group counts the one with the shortest
-    predicted pipeline is taken, the smaller count on a tie. Where communication and computation share
-    the cores, that is one group; where they overlap, several. An owner gets
-    a matrix larger than the capacity as its only one of a group.
+    A group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner) exceed the
+    capacity; then the last task is rolled back into the next group. The bytes are the caller's capacity. The
+    makespan follows from a model of the pipeline: of several group counts those are left whose predicted time is the
+    shortest, or within 1% of it where communication overlaps computation; of these the one that holds the fewest
+    bytes at once is taken, and the smaller count on a tie. Where they share the cores, that is one group. An owner
+    gets a matrix larger than the capacity as its only one of a group.
 
     The algorithm is Algorithm 2 of Canzona (arXiv 2602.06079), with owners fixed beforehand.
     """
@@ -61,7 +62,10 @@ class FormMicroGroups:
             loads = [load_of(own, grid, placed) for own in plan]
             return round(pipeline_seconds(loads, rates, self.depth), 12)  # a tie is a tie, whatever the order of sums
 
-        return min(plans, key=lambda plan: (seconds(plan), len(plan)))
+        times = [seconds(plan) for plan in plans]
+        limit = min(times) * (1 + TOLERANCE * rates.overlap)
+        near = [plan for plan, time in zip(plans, times, strict=True) if time <= limit]
+        return min(near, key=lambda plan: (live_bytes(plan, placed, self.depth), len(plan)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,13 @@ def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most
         bins[-1].append(task)
         load.add(task)
     return bins
+
+
+def live_bytes(plan: Sequence[Sequence[Task]], placed: Mapping[str, Placed], depth: int) -> int:
+    """Most bytes that a rank holds for the groups in flight: received, assembled, and the same on the way back."""
+    loads = [load_by_owner(own, placed) for own in plan]
+    held = [2 * most(load.up) + 2 * most(load.down) for load in loads]
+    return max(sum(held[i : i + depth]) for i in range(len(held)))
 
 
 def makespan(tasks: Sequence[Task], placed: dict[str, Placed]) -> int:

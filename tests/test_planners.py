@@ -19,7 +19,7 @@ from canzona_compile.cost import GroupLoad, Rates, flops_of, pipeline_seconds, r
 from canzona_compile.ir import Act, Buffer, Form, Machine, MicroGroup, Placed, Step, Strategy, Task, Wire
 from canzona_compile.layout import Grid, Layout, Shape
 from canzona_compile.passes import AssignOwners, FormMicroGroups, Place
-from canzona_compile.passes.micro_group import COUNTS, gathered_bytes, load_of, makespan, pack
+from canzona_compile.passes.micro_group import COUNTS, TOLERANCE, gathered_bytes, live_bytes, load_of, makespan, pack
 from canzona_compile.passes.schedule import color, pipelined, stages
 from tests.pairs import muon, parameters
 from tests.samples import CPU, TOY_SHAPE, grid_of, muon_step, rows_layout, toy_placed, toy_step, toy_template
@@ -191,7 +191,8 @@ def test_micro_groups_cover_all_tasks_at_the_least_predicted_time(
         largest = max(placed[t.placed].flops for t in ordered)
         for count in COUNTS:
             limit = max(-(-makespan(ordered, placed) // count), largest)
-            assert seconds(bins) <= seconds(pack(ordered, placed, limit, capacity)) * (1 + 1e-9)
+            slack = TOLERANCE if machine is GPU else 1e-9
+            assert seconds(bins) <= seconds(pack(ordered, placed, limit, capacity)) * (1 + slack)
 
 
 def test_groups_that_communicate_come_first() -> None:
@@ -206,6 +207,16 @@ def test_where_nothing_overlaps_one_group_is_fastest() -> None:
     assert len(FormMicroGroups(10**12)(replace(owned, machine=GPU)).groups) > 1
     assert len(FormMicroGroups(10**12, groups=4)(owned).groups) == 4
     assert len(FormMicroGroups(2 * 10**7)(owned).groups) == 2
+
+
+def test_of_plans_as_fast_the_one_that_holds_least() -> None:
+    owned = AssignOwners(strategy="owner")(step_of([(10**13, 10**7)] * 64, [grid_of(1, 4)], GPU))
+    step = FormMicroGroups(10**12)(owned)
+    placed = {p.name: p for p in step.placed}
+    bins = [[step.task(n) for n in g.tasks] for g in step.groups]
+    assert live_bytes(bins, placed, 2) == 2 * (2 + 2) * 10**7, "one matrix per owner in each of two groups"
+    one = [[t for own in bins for t in own]]
+    assert live_bytes(one, placed, 2) == 16 * (2 + 2) * 10**7
 
 
 # -- predicted time ----------------------------------------------------------------------------

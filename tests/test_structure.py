@@ -38,6 +38,8 @@ LAYERS = (
     "planning.figures planning.weights planning.mesh planning.offline planning.request planning.gram planning.mixed",
     "planning.strategies planning.forecast planning.table planning.markdown planning.trace planning.page",
     "planning.difference planning.result planning.plan planning.command planning",
+    "calibration.clock calibration.links calibration.measure calibration.bookkeeping calibration.ranks",
+    "calibration.calibrate calibration.command calibration",
     "checking.failure checking.compare checking.layouts checking.built checking.journal checking.findings",
     "checking.work checking.processes checking.table checking.check checking.command checking __main__",
 )

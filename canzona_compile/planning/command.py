@@ -56,6 +56,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(given: Namespace) -> int:
     """Write the plan; 0."""
     planner = planner_of(given)
+    if given.output is not None:
+        check_output(given.output)  # now: a large plan takes a while
     with progress(given.quiet) as say:
         made = plan(
             model_of(given),
@@ -123,11 +125,20 @@ def write(text: str, path: str | None) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CanzonaError(
-            f"it cannot be written: {error.strerror or error}",
-            at=f"-o {path}",
-            hint="name a file in a folder that exists and may be written to",
-        ) from error
+        raise unwritable(path, error.strerror or str(error)) from error
+
+
+def check_output(path: str) -> None:
+    """Raise CanzonaError for what is no file in a folder."""
+    if Path(path).is_dir():
+        raise unwritable(path, "it is a folder")
+    if not Path(path).parent.is_dir():
+        raise unwritable(path, "there is no such folder")
+
+
+def unwritable(path: str, why: str) -> CanzonaError:
+    hint = "name a file in a folder that exists and may be written to"
+    return CanzonaError(f"it cannot be written: {why}", at=f"-o {path}", hint=hint)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from canzona_compile.charts import duration
+from canzona_compile.charts import duration, plural
 from canzona_compile.cost import readable_bytes
 from canzona_compile.errors import CanzonaError
 from canzona_compile.planfile import MAKE_ANEW, PlannedTask, read_plan
@@ -51,7 +51,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def changes(a: PlannedTask, b: PlannedTask) -> dict[str, list[Any]]:
-    names = ("shape", "layout", "strategy", "owner")
+    names = ("shape", "layout", "strategy", "owner", "reason")
     return {n: [getattr(a, n), getattr(b, n)] for n in names if getattr(a, n) != getattr(b, n)}
 
 
@@ -99,7 +99,8 @@ def difference_table(found: Mapping[str, Any]) -> RenderableType:
     for key, words in (("only_before", "only in the first"), ("only_after", "only in the second")):
         if names := found[key]:
             parts.append(Text(f"{len(names)} {words}: {', '.join(names[:MOST])}{' ...' if len(names) > MOST else ''}"))
-    if changed := found["changed"]:
+    decided = {name: {k: v for k, v in own.items() if k != "reason"} for name, own in found["changed"].items()}
+    if changed := {name: own for name, own in decided.items() if own}:
         listed = columns("matrix", "what", ">before", ">after")
         for name, fields in list(changed.items())[:MOST]:
             for field, (a, b) in fields.items():
@@ -107,6 +108,10 @@ def difference_table(found: Mapping[str, Any]) -> RenderableType:
         parts.append(listed)
         if len(changed) > MOST:
             parts.append(Text(f"and {len(changed) - MOST} more", "dim"))
+    elif decided:
+        name, (a, b) = next((name, own["reason"]) for name, own in found["changed"].items())
+        count = plural(len(decided), "matrix", "matrices")
+        parts.append(Text(f"{count} decided alike for another reason: {name} {a}, then {b}"))
     return Group(*parts)
 
 

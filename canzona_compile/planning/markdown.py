@@ -19,9 +19,10 @@ def lines(forecast: Forecast) -> Iterator[str]:
     yield f"## {forecast.optimizer}, {forecast.model} on {mesh}"
     yield ""
     exposed = max((r.exposed for r in forecast.simulation.ranks), default=0.0)
+    hidden = f", and {duration(forecast.hidden)} more under the next forward pass" if forecast.hidden else ""
     yield (
         f"Predicted step **{duration(forecast.simulation.seconds)}** on {forecast.hardware.name}, of which "
-        f"{duration(exposed)} are exposed communication; {forecast.matrices} matrices, max/mean load "
+        f"{duration(exposed)} are exposed communication{hidden}; {forecast.matrices} matrices, max/mean load "
         f"{forecast.imbalance:.2f}, buffers {readable_bytes(forecast.memory.buffers)}, plan "
         f"`{forecast.fingerprint[:12]}`."
     )

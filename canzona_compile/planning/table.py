@@ -64,6 +64,9 @@ def headline(forecast: Forecast, width: int) -> RenderableType:
     lines: list[RenderableType] = [grid, Text()]
     if forecast.hidden:
         lines.append(Text(f"and {duration(forecast.hidden)} under the next forward pass", "dim", justify="center"))
+    if forecast.elementwise:
+        words = f"{plural(forecast.elementwise, 'parameter')} updated elementwise, without communication"
+        lines.append(Text(words, "dim", justify="center"))
     lines.append(Text(f"plan {forecast.fingerprint[:12]}", "dim", justify="center"))
     return Panel(Group(*lines), title=title, title_align="left", border_style="dim", width=width)
 

@@ -1,0 +1,1 @@
+"""A scheduled step played on all of its ranks: discrete events over streams, links and shared processors."""

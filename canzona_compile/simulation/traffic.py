@@ -258,18 +258,13 @@ def gather(ends: Ends, size: Floats, counts: Floats, nodes: NDArray[np.int64]) -
 
 def exchange(ends: Ends, size: Floats, nodes: NDArray[np.int64]) -> None:
     """What each replica's owners computed, to the same shard of all other replicas."""
-    replicas = len(size)
-    for s in range(size.shape[1]):
-        own = size[:, s]
-        by_node: dict[int, tuple[int, float]] = {}
-        for node, bytes_ in zip(nodes[:, s].tolist(), own.tolist(), strict=True):
-            count, total = by_node.get(node, (0, 0.0))
-            by_node[node] = count + 1, total + bytes_
-        mates = np.array([by_node[node][0] - 1 for node in nodes[:, s].tolist()])
-        there = np.array([by_node[node][1] for node in nodes[:, s].tolist()])
-        ends.sent_node[:, s] += own * mates
-        ends.sent_network[:, s] += own * (replicas - 1 - mates)
-        ends.received_node[:, s] += there - own
-        ends.received_network[:, s] += own.sum() - there
-        ends.send_buffer[:, s] += own * replicas
-        ends.receive_buffer[:, s] += own.sum()
+    replicas, whole = len(size), size.sum(0)
+    for r, row in enumerate(nodes):
+        near = nodes == row  # the replicas whose rank of the same shard is on the same node
+        mates, there = near.sum(0) - 1, (size * near).sum(0)
+        ends.sent_node[r] += size[r] * mates
+        ends.sent_network[r] += size[r] * (replicas - 1 - mates)
+        ends.received_node[r] += there - size[r]
+        ends.received_network[r] += whole - there
+        ends.send_buffer[r] += size[r] * replicas
+        ends.receive_buffer[r] += whole

@@ -1,0 +1,291 @@
+"""Figures of a plan made offline: each is what its definition says, by hand or against those of a real step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import nn
+
+import canzona_compile
+from canzona_compile.figures import Facts
+from canzona_compile.hardware import named_hardware
+from canzona_compile.ir import Phase
+from canzona_compile.planning.figures import Forecast, TemplateForecast
+from canzona_compile.planning.weights import Decoder
+from canzona_compile.report import make_report
+
+Q, UP = (48, 48), (48, 80)
+SHAPES = {f"layers.{i}.{name}": shape for i in range(4) for name, shape in (("q", Q), ("up", UP))}
+ELEMENTS = 4 * (48 * 48 + 48 * 80)
+UNEVEN = {"a": (7, 5), "b": {"shape": (7, 5), "tp": 0}, "c": {"shape": (7, 5), "tp": 1}, "d": (7, 5), "e": (7, 5)}
+# Twice as wide is four times as much to carry and eight times as much to do, so that planners differ.
+MIXED = {f"w{i}": (96, 96) if i in (0, 1, 2, 7, 11) else (48, 48) for i in range(14)}
+
+
+def planned(shapes: Any, mesh: str, **options: Any) -> canzona_compile.OfflinePlan:
+    return canzona_compile.plan(shapes, mesh=mesh, **{"strategy": "owner", "alternatives": False, **options})
+
+
+def value(formula: str, template: TemplateForecast) -> int:
+    """A formula of m and n, evaluated for the template's shape."""
+    m, n = (sympy.Symbol(name, positive=True, integer=True) for name in "mn")
+    expression = sympy.sympify(formula, locals={"m": m, "n": n})
+    return int(expression.subs(dict(zip((m, n), template.shape, strict=True))))
+
+
+@pytest.fixture(scope="module")
+def sharded() -> canzona_compile.OfflinePlan:
+    """With alternatives."""
+    return planned(SHAPES, "fsdp=4", alternatives=True)
+
+
+@pytest.fixture(scope="module")
+def replicated() -> canzona_compile.OfflinePlan:
+    """DDP, where replicas have gathered nothing yet and exchange what they computed."""
+    return planned(SHAPES, "dp=4")
+
+
+# -- one matrix by hand ----------------------------------------------------------------------------
+
+
+def test_formulas_give_the_values(sharded: canzona_compile.OfflinePlan) -> None:
+    templates = sharded.forecast.templates
+    assert {(t.shape, t.tasks) for t in templates} == {(Q, 4), (UP, 4)}
+    for template in templates:
+        for formula, expected in (
+            (template.flops, template.flops_value),
+            (template.memory, template.memory_value),
+            (template.wire, template.wire_value),
+        ):
+            assert value(formula, template) == expected
+
+
+def test_newton_schulz_by_hand(sharded: canzona_compile.OfflinePlan) -> None:
+    template = next(t for t in sharded.forecast.templates if t.shape == UP)
+    m, n = UP
+    # Five steps of X X^T, its square, and the product with X; the norm and the division by it; a clamp.
+    assert template.flops_value == 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n) + 2 * m * n + 1
+    assert template.wire_value == 2 * m * n + 2 * m * n  # bfloat16 there and back
+    assert template.memory_value >= 5 * 2 * (2 * m * n + 3 * m * m)  # at least what products read and write
+    assert template.seconds >= template.memory_value / named_hardware("h100").bandwidth
+
+
+@pytest.mark.parametrize("name", ["soap", "shampoo"])
+def test_formulas_of_decompositions_give_the_values(name: str) -> None:
+    (template,) = planned({"a": (6, 4)}, "fsdp=2", optimizer=name).forecast.templates
+    assert value(template.flops, template) == template.flops_value
+    assert value(template.memory, template) == template.memory_value
+    assert value(template.wire, template) == template.wire_value == (4 + 4) * 6 * 4
+
+
+# -- against a real step's report ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ("fsdp=4", "owner"),
+        ("hsdp=2,fsdp=2", "owner"),
+        ("dp=4", "owner"),
+        ("fsdp=2,tp=2", "owner"),
+        ("tp=2,dp=2", "owner"),
+        ("fsdp=4", "replicated"),
+        ("hsdp=2,fsdp=2", "replicated"),
+    ],
+)
+def test_bytes_and_loads_are_those_of_the_report(mesh: str, strategy: str) -> None:
+    made = planned(UNEVEN, mesh, strategy=strategy, micro_groups=2, hardware="cpu")
+    found, report = made.forecast, make_report(made.step, Facts(world_size=4))
+    own = [(g.tasks, g.gather_bytes, g.scatter_bytes, g.exchange_bytes) for g in found.groups]
+    assert own == [(len(g.tasks), g.gather_bytes, g.scatter_bytes, g.exchange_bytes) for g in report.micro_groups]
+    sent = sum(sum(sizes) for _, *sizes in own)
+    assert sum(count for *_, count in found.simulation.sent) == sent > 0
+    assert found.loads == report.loads
+    assert (found.imbalance, found.depth) == (report.imbalance, report.depth)
+    assert [(t.name, t.owner, t.group, t.flops) for t in found.tasks] == [
+        (t.name, t.owner, t.micro_group, t.flops) for t in report.tasks
+    ]
+
+
+# -- loads and planners ----------------------------------------------------------------------------
+
+
+def test_imbalance_is_the_busiest_rank_over_the_mean() -> None:
+    made = planned({"a": UP, "b": UP, "c": UP}, "fsdp=2")
+    flops = made.forecast.tasks[0].flops
+    assert [load.flops for load in made.forecast.loads] == [2 * flops, flops]
+    assert made.forecast.imbalance == pytest.approx(2 / 1.5)
+
+
+def test_planners_keep_their_guarantees() -> None:
+    made = planned(MIXED, "dp=4", planner="exact", alternatives=True)
+    found = {one.name: one.imbalance for one in made.forecast.alternatives}
+    assert len(set(found.values())) > 2, "so that there is something to compare"
+    assert 1 <= found["exact"] <= found["joint"] <= found["lpt"] <= found["replicated"] * 4
+    assert found["exact"] <= found["alpha"] <= found["static"]
+    assert {t.reason for t in made.file.tasks} == {"by exact"}
+
+
+def test_alpha_may_be_anything_between_0_and_1() -> None:
+    shapes = {f"w{i}": Q for i in range(9)}
+    for alpha in (0, 0.3):
+        found = planned(shapes, "dp=4", planner="alpha", alpha=alpha).forecast
+        assert (dict(found.options)["planner"], dict(found.options)["alpha"]) == ("alpha", str(alpha))
+        assert found.imbalance == pytest.approx(3 / (9 / 4))
+
+
+def test_alternatives(sharded: canzona_compile.OfflinePlan) -> None:
+    found = {one.name: one for one in sharded.forecast.alternatives}
+    assert [one.name for one in found.values() if one.chosen] == ["joint"]
+    everywhere = found.pop("replicated")
+    assert everywhere.imbalance == 1.0
+    assert everywhere.sent > 0
+    own = [one for one in found.values() if one.name in ("static", "alpha", "lpt", "joint", "permuted")]
+    assert len(own) == 5
+    assert all(one.seconds < everywhere.seconds for one in own)
+    assert all(one.imbalance >= 1 and one.peak > 0 for one in own)
+    assert found["joint"].seconds == sharded.forecast.simulation.seconds
+
+
+# -- who computes, who applies ---------------------------------------------------------------------
+
+
+def test_where_every_rank_computes_nothing_is_scattered() -> None:
+    made = planned(SHAPES, "fsdp=4", strategy="replicated")
+    assert {phase for _, phase, _ in made.forecast.simulation.sent} == {str(Phase.GATHER)}
+    assert all((g.scatter_bytes, g.exchange_bytes) == (0, 0) and g.gather_bytes > 0 for g in made.forecast.groups)
+    assert {(t.owner, t.strategy) for t in made.forecast.tasks} == {(None, "replicated")}
+    assert made.forecast.imbalance == 1.0
+
+
+def test_replicas_exchange_and_gather_nothing(replicated: canzona_compile.OfflinePlan) -> None:
+    assert {phase for _, phase, _ in replicated.forecast.simulation.sent} == {str(Phase.EXCHANGE)}
+    assert sum(g.exchange_bytes for g in replicated.forecast.groups) == 2 * ELEMENTS * 3
+    assert any("every replica applies all updates" in text for text in replicated.forecast.assumptions)
+
+
+def test_updates_by_the_owner_s_replica_alone_take_less(replicated: canzona_compile.OfflinePlan) -> None:
+    sparing = planned(SHAPES, "dp=4", updates="zero1")
+    assert sparing.forecast.simulation.seconds < replicated.forecast.simulation.seconds
+    assert sparing.forecast.hidden > 0 == replicated.forecast.hidden
+    assert sparing.fingerprint == replicated.fingerprint, "owners are the same"
+    assert any("ZeRO-1" in text for text in sparing.forecast.assumptions)
+    assert "under the next forward pass" in sparing.to_text()
+    assert "under the next forward pass" in sparing.to_markdown()
+
+
+def test_without_replicas_it_makes_no_difference(sharded: canzona_compile.OfflinePlan) -> None:
+    same = planned(SHAPES, "fsdp=4", updates="zero1")
+    assert same.forecast.simulation == sharded.forecast.simulation
+    assert same.forecast.hidden == 0
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def adds_up(found: Forecast) -> bool:
+    """Is every moment of every rank spent on one thing?"""
+    total = found.simulation.seconds
+    return all(math.isclose(r.compute + r.exposed + r.bubble, total, rel_tol=1e-9) for r in found.simulation.ranks)
+
+
+def test_ranks_compute_or_wait(sharded: canzona_compile.OfflinePlan, replicated: canzona_compile.OfflinePlan) -> None:
+    for made in (sharded, replicated):
+        found = made.forecast
+        assert adds_up(found)
+        assert [r.rank for r in found.simulation.ranks] == list(range(4))
+        assert found.simulation.seconds == max(r.finish for r in found.simulation.ranks) > 0
+        work = {t.name: t.seconds for t in found.templates}
+        assert max(r.compute for r in found.simulation.ranks) >= max(work.values())
+
+
+def test_a_slower_machine_takes_longer(sharded: canzona_compile.OfflinePlan) -> None:
+    slow = planned(SHAPES, "fsdp=4", hardware="cpu").forecast
+    assert slow.simulation.seconds > sharded.forecast.simulation.seconds
+    assert slow.hardware == named_hardware("cpu")
+    assert adds_up(slow)
+
+
+def test_the_rank_that_is_asked_for_is_shown() -> None:
+    found = planned({"a": UP}, "fsdp=40", rank=38).forecast.simulation
+    assert len(found.shown) == 17, "one beside those that are chosen"
+    assert "compute" in {span.stream for span in found.spans if span.rank == 38}
+    assert {span.rank for span in found.spans} == set(found.shown)
+
+
+def test_stages_work_side_by_side() -> None:
+    found = planned(SHAPES, "pp=2,fsdp=2").forecast
+    assert [load.tasks for load in found.loads] == [2, 2, 2, 2]
+    early = {t.owner for t in found.tasks if t.name.startswith(("layers.0", "layers.1"))}
+    late = {t.owner for t in found.tasks if t.name.startswith(("layers.2", "layers.3"))}
+    assert (early, late) == ({0, 1}, {2, 3})
+
+
+def test_experts_are_owned_where_they_lie() -> None:
+    model = Decoder(1, 32, 16, 2, 2, 16, 64, True, experts=4, top_k=2).model("small", ("qkv", "gate-up"))
+    found = planned(model, "fsdp=2,ep=2").forecast
+    assert found.matrices == 4 + 3 * 4
+    owners = {expert: {t.owner for t in found.tasks if f"experts.{expert}." in t.name} for expert in range(4)}
+    assert owners[0] | owners[1] == {0, 2}
+    assert owners[2] | owners[3] == {1, 3}
+    assert {t.layout for t in found.tasks} == {"S0 on 1x4", "S0 on 1x2"}
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_state_is_four_bytes_per_element_and_rank(
+    sharded: canzona_compile.OfflinePlan, replicated: canzona_compile.OfflinePlan
+) -> None:
+    for made in (sharded, replicated):  # fragments of the momentum; the momentum of those that a rank owns
+        assert made.forecast.memory.state == 4 * ELEMENTS // 4
+        assert made.forecast.memory.state_replicated == 4 * ELEMENTS
+
+
+def test_a_capacity_makes_more_groups_and_smaller_buffers() -> None:
+    shapes = {f"w{i}": UP for i in range(8)}
+    size = 2 * 48 * 80  # what an owner gathers of one
+    free, tight = (planned(shapes, "fsdp=2", hardware="cpu", **given) for given in ({}, {"capacity": size}))
+    assert (len(free.forecast.groups), len(tight.forecast.groups)) == (1, 4)
+    assert tight.forecast.memory.buffers < free.forecast.memory.buffers
+    assert tight.forecast.memory.one_group == free.forecast.memory.one_group == free.forecast.memory.buffers
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def test_the_hyperparameters_of_an_optimizer_count(sharded: canzona_compile.OfflinePlan) -> None:
+    fewer = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))], ns_steps=2)
+    (template,) = planned({"a": UP}, "fsdp=2", optimizer=fewer).forecast.templates
+    same = planned({"a": UP}, "fsdp=2", optimizer=torch.optim.Muon, arguments={"ns_steps": 2})
+    (usual,) = (t for t in sharded.forecast.templates if t.shape == UP)
+    assert template.flops_value == same.forecast.templates[0].flops_value
+    assert usual.flops_value - template.flops_value == 3 * (4 * 48 * 48 * 80 + 2 * 48**3)
+
+
+def test_a_module_on_no_device() -> None:
+    with torch.device("meta"):
+        module = nn.ModuleDict({"embed": nn.Embedding(64, 48), "up": nn.Linear(48, 80)})
+    made = planned(module, "fsdp=2")
+    assert [(t.name, t.shape) for t in made.forecast.tasks] == [("up.weight", (80, 48))]
+    assert made.forecast.model == "ModuleDict"
+
+
+def test_an_optimizer_that_needs_no_whole_matrices() -> None:
+    made = planned(SHAPES, "fsdp=2", optimizer=torch.optim.AdamW)
+    found = made.forecast
+    assert (found.matrices, found.elementwise, found.collectives) == (0, len(SHAPES), 0)
+    assert (found.simulation.seconds, found.imbalance) == (0, 1.0)
+    assert "8 parameters updated elementwise" in made.to_text()
+
+
+def test_one_rank_alone() -> None:
+    made = planned(SHAPES, "fsdp=1", alternatives=True)
+    assert {t.strategy for t in made.forecast.tasks} == {"local"}
+    assert (made.forecast.collectives, made.forecast.imbalance) == (0, 1.0)
+    assert [one.name for one in made.forecast.alternatives] == ["joint"]
+    assert made.forecast.simulation.seconds > 0
