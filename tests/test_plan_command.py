@@ -213,15 +213,14 @@ def test_options_that_cannot_be(
         ("--hf-config", "{}", ["the field 'num_attention_heads' is missing", "hint: is it the config of a decoder?"]),
         ("--hf-config", '{"num_attention_heads": "8"}', ["is '8', not a positive integer", "hint: copy it"]),
         ("--hardware", "{", ["it is no JSON"]),
-        ("--hardware", "[]", ["it holds no JSON object", "hint: write one with calibrate"]),
-        ("--hardware", "{}", ["schema is None, not 1", "hint: write it anew by calibrate"]),
+        ("--hardware", "[]", ["it holds no JSON object", "hint: ", "calibrate"]),
+        ("--hardware", "{}", ["schema is None, not 1", "hint: ", "calibrate"]),
     ],
 )
 def test_files_that_cannot_be(
     option: str, text: str | None, words: list[str], good: list[str], write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = f"{abs(hash((option, text)))}.json"  # hardware that was read once is not read again
-    path = write(text, name) if text is not None else "no/such/file.json"
+    path = write(text, "file.json") if text is not None else "no/such/file.json"
     if option != "--hardware":
         good[1:3] = []
     said = refused(capsys, [*good, option, path])

@@ -22,6 +22,7 @@ from canzona_compile.layout import Layout, Shape
 from canzona_compile.planning.mesh import Mesh, Sharding, check
 from canzona_compile.planning.weights import Model, Weight
 
+SMALL = 32  # dims of matrices on which captured graphs are tried out
 NAMED = {
     "muon": "torch.optim:Muon",
     "soap": "canzona_compile.optimizers.soap:SOAP",
@@ -88,6 +89,9 @@ def captured_step(
         return capture.kind_of(group, ParameterSpec(shape, dtype, dtype, torch.device("cpu")), name)
 
     tasks: list[Task] = []
+    # Graphs are compared with eager steps once for all sizes: small matrices of the same proportions come first.
+    for shape in dict.fromkeys(miniature(weight.shape) for weight in model.weights):
+        kind_of(shape, "a small matrix")
     for weight in model.weights:
         for part, layout in parts(weight, sharding):
             if layout.shape not in kinds:
@@ -104,6 +108,12 @@ def captured_step(
     used = {task.layout.shape for task in tasks}
     templates = tuple(t for shape, kind in kinds.items() if shape in used for t in kind.templates.values())
     return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, templates, tuple(tasks))
+
+
+def miniature(shape: Shape) -> Shape:
+    """A small shape with dims in the same order of size."""
+    sizes = sorted(set(shape))
+    return tuple(SMALL * (1 + sizes.index(n)) for n in shape)
 
 
 def entry(layout: Layout) -> Layout | None:
