@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from canzona_compile.charts import duration
@@ -45,17 +46,30 @@ def document(
     return "\n".join(line for part in parts for line in (*part, "")).rstrip() + "\n"
 
 
+def paragraph(text: str) -> Iterator[str]:
+    """Lines of at most 116 columns; those of a list item are indented."""
+    yield from textwrap.wrap(text, 116, subsequent_indent="  " * text.startswith("- "))
+
+
 def assumptions(hardware: Hardware) -> Iterator[str]:
     yield "## What is assumed"
     yield ""
-    yield "- The mesh: 8 GPUs a node, tensor parallelism within it (8, or 4 where the model is small), data parallelism"
-    yield "  between nodes. The paper does not give it."
-    yield "- ZeRO-1, as in the authors' Megatron: gradients are reduced to where they are needed during backward, a matrix's"
-    yield "  data-parallel owner updates it, and parameters are gathered under the next forward pass. Neither is part of the"
-    yield "  optimizer step, in the paper's figures or in these; `hidden` below is the gather."
-    yield "- Nothing is fused, gradients are cast to bfloat16 before they travel, one all-to-all each way per micro-group."
-    yield "- Adam's share (embeddings, head, norms) is left out on all sides."
-    yield "- Rates, none of them measured by us:"
+    yield from paragraph(
+        "- The mesh: 8 GPUs a node, tensor parallelism within it (8, or 4 where the model is small), data "
+        "parallelism between nodes. The paper does not give it."
+    )
+    yield from paragraph(
+        "- ZeRO-1, as in the authors' Megatron: gradients are reduced to where they are needed during "
+        "backward, a matrix's data-parallel owner updates it, and parameters are gathered under the next "
+        "forward pass. Neither is part of the optimizer step, in the paper's figures or in these; `hidden` "
+        "below is the gather."
+    )
+    yield from paragraph(
+        "- Nothing is fused, gradients are cast to bfloat16 before they travel, one all-to-all each way per "
+        "micro-group."
+    )
+    yield from paragraph("- Adam's share (embeddings, head, norms) is left out on all sides.")
+    yield from paragraph("- Rates, none of them measured by us:")
     yield ""
     yield from (f"    - {name}: {text}" for name, text in hardware.sources)
 
@@ -90,16 +104,16 @@ def headline(cases: Sequence[Case], iterations: Sequence[Iteration], paper: Mapp
         (
             "iteration, the same",
             f"{paper['iteration ratio']}x",
-            *(
-                f"{i.before / i.owners:.2f}x to {(i.passes + c.redundant['static']) / i.owners:.2f}x"
-                for c, i in fused
-            ),
+            *(f"{i.before / i.owners:.2f}x to {(i.passes + c.redundant['static']) / i.owners:.2f}x" for c, i in fused),
         ),
     ]
     yield from rows(columns, body)
     yield ""
-    yield "One fused first matrix of an MLP (51200 x 5120, 28.2 TFLOP) is the critical path of the fused plans, whatever the"
-    yield "planner: there are exactly as many matrices as GPUs. Splitting q, k, v and gate, up halves it."
+    yield from paragraph(
+        "One fused first matrix of an MLP (51200 x 5120, 28.2 TFLOP) is the critical path of the fused plans,"
+        " whatever the planner: there are exactly as many matrices as GPUs. Splitting q, k, v and gate, up "
+        "halves it."
+    )
 
 
 def name_of(case: Case) -> str:
@@ -111,20 +125,21 @@ def balance(cases: Sequence[Case]) -> Iterator[str]:
     yield ""
     yield from rows(
         ("", "matrices", "FLOPs", *PLANNERS),
-        (
-            (name_of(c), str(c.matrices), readable(c.flops), *(f"{c.imbalance[p]:.2f}" for p in PLANNERS))
-            for c in cases
-        ),
+        ((name_of(c), str(c.matrices), readable(c.flops), *(f"{c.imbalance[p]:.2f}" for p in PLANNERS)) for c in cases),
     )
     yield ""
-    yield "By data-parallel rank alone, as the authors count, `python benchmarks/ownership_table.py` has the same rules."
+    yield from paragraph(
+        "By data-parallel rank alone, as the authors count, `python benchmarks/ownership_table.py` has the same rules."
+    )
 
 
 def latency(cases: Sequence[Case]) -> Iterator[str]:
     yield "## Optimizer step"
     yield ""
-    yield "(a) every rank computes everything; (b) replicas share the matrices by the static rule, by alpha, or in balance,"
-    yield "and the ranks within each repeat the work; (c) owners."
+    yield from paragraph(
+        "(a) every rank computes everything; (b) replicas share the matrices by the static rule, by alpha, or"
+        " in balance, and the ranks within each repeat the work; (c) owners."
+    )
     yield ""
     yield from rows(
         ("", "(a)", "(b) static", "(b) alpha", "(b) balanced", *(f"(c) {p}" for p in PLANNERS), "(c) fast", "hidden"),
@@ -145,9 +160,11 @@ def latency(cases: Sequence[Case]) -> Iterator[str]:
 def ours(cases: Sequence[Case]) -> Iterator[str]:
     yield "## What the runtime executes today"
     yield ""
-    yield "It has no ZeRO-1. Over plain replicas (`dp`, as under DDP) every replica applies all updates and their exchange is"
-    yield "part of the step; with FSDP2 on tensor parallelism (`fsdp`) owners exchange fragments with all ranks and nothing is"
-    yield "repeated. Exact numerics, the planner joint:"
+    yield from paragraph(
+        "It has no ZeRO-1. Over plain replicas (`dp`, as under DDP) every replica applies all updates and "
+        "their exchange is part of the step; with FSDP2 on tensor parallelism (`fsdp`) owners exchange "
+        "fragments with all ranks and nothing is repeated. Exact numerics, the planner joint:"
+    )
     yield ""
     yield from rows(
         ("", "dp, DDP", "fsdp instead"),
@@ -158,8 +175,10 @@ def ours(cases: Sequence[Case]) -> Iterator[str]:
 def whole_iterations(cases: Sequence[Case], iterations: Sequence[Iteration]) -> Iterator[str]:
     yield "## Iterations"
     yield ""
-    yield f"Forward and backward: 6 FLOPs per weight and token, {TOKENS} tokens (128 sequences of 2048, as in the authors'"
-    yield f"examples), {UTILISATION:.0%} of {PEAK / 1e12:.0f} TFLOP/s. Before: (b) balanced."
+    yield from paragraph(
+        f"Forward and backward: 6 FLOPs per weight and token, {TOKENS} tokens (128 sequences of 2048, as in "
+        f"the authors' examples), {UTILISATION:.0%} of {PEAK / 1e12:.0f} TFLOP/s. Before: (b) balanced."
+    )
     yield ""
     yield from rows(
         ("", "passes", "before", "owners (alpha)", "best plan", "faster by owners", "by the best plan"),
@@ -181,8 +200,11 @@ def whole_iterations(cases: Sequence[Case], iterations: Sequence[Iteration]) -> 
 def scaling(scaled: Sequence[ScaleRow]) -> Iterator[str]:
     yield "## More ranks"
     yield ""
-    yield "As the runtime would execute it: owners, exact numerics, split weights, every expert's matrix by itself. `moe-1t` has"
-    yield "61 layers of 384 experts (7168 x 2048, 8 active). The last column is what making the plan took on 2 cores."
+    yield from paragraph(
+        "As the runtime would execute it: owners, exact numerics, split weights, every expert's matrix by "
+        "itself. `moe-1t` has 61 layers of 384 experts (7168 x 2048, 8 active). The last column is what "
+        "making the plan took on 2 cores."
+    )
     yield ""
     yield from rows(
         ("", "ranks", "matrices", "parameters", "max/mean", "step", "exposed", "buffers", "planned in"),
@@ -202,18 +224,32 @@ def scaling(scaled: Sequence[ScaleRow]) -> Iterator[str]:
         ),
     )
     yield ""
-    yield "Beyond one rank per large matrix more ranks do not help: the step is that of its largest matrix, and max/mean grows."
+    yield from paragraph(
+        "Beyond one rank per large matrix more ranks do not help: the step is that of its largest matrix, and"
+        " max/mean grows."
+    )
 
 
 def differences() -> Iterator[str]:
     yield "## Where this differs from the paper, and why"
     yield ""
-    yield "- The baseline. 5.8 times 0.0717 s is 0.416 s, far below a step in which every rank computes everything, and between"
-    yield "  the static and the balanced form of (b). Which one was measured is not known."
-    yield "- The step. With the mean of two public measurements of X @ X.T, (c) alpha comes out within a few percent of"
-    yield "  0.0717 s for fused weights. A rate of 600 TFLOP/s, which others report, would make it 0.055 s."
-    yield "- The authors' released code casts to the gradient's dtype (float32) on the wire and copies three times; ours"
-    yield "  gathers bfloat16. At 256 GPUs both are small beside the largest matrix."
-    yield "- Best plan: Newton-Schulz on Gram matrices, one restart, float16 (`numerics=\"fast\"`). Planned and simulated; the"
-    yield "  runtime refuses it for now. It needs that partial Gram matrices and factors travel as triangles, that the ranks"
-    yield "  of a replica share the work of each matrix, and dense products at the rates above."
+    yield from paragraph(
+        "- The baseline. 5.8 times 0.0717 s is 0.416 s, far below a step in which every rank computes "
+        "everything, and between the static and the balanced form of (b). Which one was measured is not "
+        "known."
+    )
+    yield from paragraph(
+        "- The step. With the mean of two public measurements of X @ X.T, (c) alpha comes out within a few "
+        "percent of 0.0717 s for fused weights. A rate of 600 TFLOP/s, which others report, would make it "
+        "0.055 s."
+    )
+    yield from paragraph(
+        "- The authors' released code casts to the gradient's dtype (float32) on the wire and copies three "
+        "times; ours gathers bfloat16. At 256 GPUs both are small beside the largest matrix."
+    )
+    yield from paragraph(
+        '- Best plan: Newton-Schulz on Gram matrices, one restart, float16 (`numerics="fast"`). Planned and'
+        " simulated; the runtime refuses it for now. It needs that partial Gram matrices and factors travel "
+        "as triangles, that the ranks of a replica share the work of each matrix, and dense products at the "
+        "rates above."
+    )

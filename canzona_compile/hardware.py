@@ -151,6 +151,7 @@ RATES = (
     *("products", "factorizations", "bandwidth", "transposed", "memory", "launch", "product_calls", "host"),
     *("node", "network"),
 )
+MOST_RANKS = 1 << 20
 POSITIVE = ("ranks_per_node", "processors", "bandwidth", "memory")
 
 
@@ -196,6 +197,8 @@ def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
     values["transposed"] = curve(given["transposed"], "transposed", at)
     values["product_calls"] = seconds_by_name(given["product_calls"], "product_calls", at)
     for name in ("ranks_per_node", "processors"):
+        if values[name] != int(values[name]) or values[name] > MOST_RANKS:
+            raise CanzonaError(f"{name} is {given[name]!r}, no number of ranks", at=at, hint=f"1 to {MOST_RANKS}")
         values[name] = int(values[name])
         if values[name] != given[name]:
             raise CanzonaError(f"{name} is {given[name]!r}, no whole number", at=at, hint=SHOWN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -57,7 +58,7 @@ class PlanFile:
     @classmethod
     def of(cls, step: Step) -> PlanFile:
         """The plan of a step that is SCHEDULED."""
-        text = show(step)
+        text = decisions(step)
         return cls(
             step.optimizer,
             step.depth,
@@ -102,7 +103,7 @@ class PlanFile:
 
     def check_followed(self, step: Step) -> None:
         """Raise CanzonaError if a scheduled step is not what the plan says, with the part that differs."""
-        text = show(step)
+        text = decisions(step)
         if hashlib.sha256(text.encode()).hexdigest() == self.fingerprint:
             return
         here = digests(text)
@@ -115,6 +116,11 @@ class PlanFile:
 
     def _by_name(self) -> Mapping[str, PlannedTask]:
         return {task.name: task for task in self.tasks}
+
+
+def decisions(step: Step) -> str:
+    """A printed step without the reasons: the same decision for another reason is the same plan."""
+    return re.sub(r"(?m) because .*$", "", show(step))
 
 
 def layout_text(task: Task) -> str:

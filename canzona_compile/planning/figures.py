@@ -135,8 +135,8 @@ class Forecast:
         matrices, elements: that are distributed; `elementwise` parameters are updated by each rank on its own.
         mesh: size of each dim, in order.
         options: what was asked for, by name, as text.
-        hidden: seconds of the step that `options["exchange"] == "forward"` leaves out, because the exchange of
-            updates between replicas is taken to overlap the next forward pass.
+        hidden: seconds that gathering parameters over replicas takes under the next forward pass; 0 where updates are
+            not those of "zero1".
         assumptions: in words, what the predictions stand on beside the rates.
     """
 

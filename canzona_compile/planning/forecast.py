@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
 
-from canzona_compile.cost import dim_symbols, flops_of, symbolic_bytes
+from canzona_compile.cost import dim_symbols, flops_of, readable, symbolic_bytes
 from canzona_compile.figures import LoadReport
 from canzona_compile.hardware import Hardware
 from canzona_compile.ir import Phase, Placed, Role, Step, Task
 from canzona_compile.layout import Grid
+from canzona_compile.ownership.exact import solve
+from canzona_compile.ownership.jobs import Job
 from canzona_compile.planner import lowering_passes
 from canzona_compile.planning.figures import (
     Alternative,
@@ -65,7 +67,7 @@ def forecast(
     used = {t.placed for t in everything}
     times = {name: placed_time(p, hardware) for name, p in placed.items() if name in used}
     chosen = Alternative(
-        name=options.planner if options.strategy != "replicated" else "replicated",
+        name=options.planner if any(t.owner is not None for t in everything) else "replicated",
         about="this plan",
         imbalance=imbalance(loads),
         seconds=simulation.seconds,
@@ -95,7 +97,14 @@ def forecast(
         collectives=sum(len(group.exchanges) for group in step.groups),
         hidden=hidden_seconds(everything, request),
         templates=tuple(
-            template_forecast(p, [t for t in everything if t.placed == p.name], times[p.name], mixed, hardware)
+            template_forecast(
+                p,
+                [t for t in everything if t.placed == p.name],
+                times[p.name],
+                mixed,
+                hardware,
+                request.updates == "zero1",
+            )
             for p in step.placed
             if p.name in times
         ),
@@ -108,7 +117,7 @@ def forecast(
         memory=memory_forecast(step, everything, request, simulation),
         simulation=simulation,
         alternatives=tuple(alternatives),
-        assumptions=assumptions(request, step),
+        assumptions=(*assumptions(request, step), *bounds(step, request)),
     )
 
 
@@ -164,7 +173,7 @@ def imbalance(loads: Sequence[LoadReport]) -> float:
 
 
 def template_forecast(
-    placed: Placed, tasks: Sequence[Task], time: PlacedTime, mixed: Mixed, hardware: Hardware
+    placed: Placed, tasks: Sequence[Task], time: PlacedTime, mixed: Mixed, hardware: Hardware, zero1: bool
 ) -> TemplateForecast:
     wire = wire_formula(placed)
     return TemplateForecast(
@@ -179,7 +188,7 @@ def template_forecast(
         wire_value=time.gathered + time.scattered,
         seconds=time.compute.total(hardware),
         resident=placed.resident,
-        strategies=strategies(placed, time, tasks, {g.task.placed for g in mixed.gram}, hardware),
+        strategies=strategies(placed, time, tasks, {g.task.placed for g in mixed.gram}, hardware, zero1),
     )
 
 
@@ -279,7 +288,22 @@ def option_texts(request: Request) -> tuple[tuple[str, str], ...]:
     names = ("strategy", "planner", "alpha", "capacity", "micro_groups", "depth", "numerics")
     given = {name: getattr(own, name) for name in names}
     given |= {"micro_groups": own.micro_groups or "chosen", "updates": request.updates}
+    if request.rank is not None:
+        given["rank"] = request.rank
     return tuple((name, str(value)) for name, value in given.items())
+
+
+def bounds(step: Step, request: Request) -> Iterator[str]:
+    """How far from the optimum the planner `exact` came, by grid."""
+    if request.options.planner != "exact":
+        return
+    placed = {p.name: p for p in step.placed}
+    for grid in {t.layout.grid: None for t in step.tasks if t.owner is not None and t.layout.grid.size > 1}:
+        own = [t for t in step.tasks if t.layout.grid == grid and t.owner is not None]
+        jobs = [Job(t.name, t.index, float(placed[t.placed].flops), math.prod(t.shape) // grid.shards) for t in own]
+        _, bound = solve(jobs, grid.replicas, grid.shards)
+        found = "the optimum, proven" if bound.proven else f"at most {bound.gap:.2%} above the optimum"
+        yield f"exact owners on {grid.replicas}x{grid.shards} ranks: {readable(bound.optimum_or_best)}, {found}"
 
 
 def assumptions(request: Request, step: Step) -> tuple[str, ...]:

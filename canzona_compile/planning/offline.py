@@ -37,14 +37,18 @@ def optimizer_named(name: str, arguments: Mapping[str, Any]) -> Optimizer:
         CanzonaError: it cannot be imported or made.
     """
     module, colon, attribute = NAMED.get(name, name).partition(":")
-    if not colon:
+    if not (module and colon and attribute):
         raise CanzonaError(
             f"there is no optimizer {name!r}", hint=f"one of {', '.join(NAMED)}, or module:Class of your own"
         )
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise CanzonaError(f"the optimizer {name!r} cannot be imported: {error}") from error
+    except Exception as error:  # the module may raise whatever it likes
+        raise CanzonaError(
+            f"the optimizer cannot be imported: {type(error).__name__}: {error}",
+            at=name,
+            hint="module:Class, with the module on the path or in this folder",
+        ) from error
     return optimizer_of(kind, arguments)
 
 

@@ -130,7 +130,9 @@ def model_of(given: str | nn.Module | Mapping[str, Any] | Model, split: str) -> 
 
 def hidden_matrix(name: str, _: nn.Parameter) -> bool:
     """By the usual names, is it neither an embedding nor the head?"""
-    return not any(word in name.lower() for word in ("embed", "lm_head", "output.weight", "wte", "wpe"))
+    parts = name.lower().split(".")
+    known = ("lm_head", "wte", "wpe")
+    return parts[:1] != ["output"] and not any(part in known or "embed" in part for part in parts)
 
 
 def optimizer_from(given: str | type[Optimizer] | Optimizer, arguments: Mapping[str, Any]) -> Optimizer:

@@ -28,14 +28,23 @@ class Setting:
 
 
 def strategies(
-    placed: Placed, time: PlacedTime, tasks: Sequence[Task], by_gram: Collection[str], hardware: Hardware
+    placed: Placed, time: PlacedTime, tasks: Sequence[Task], by_gram: Collection[str], hardware: Hardware, zero1: bool
 ) -> tuple[StrategyForecast, ...]:
-    """All strategies for `tasks`, which share a cut and a grid; `by_gram` are the cuts that take that one."""
+    """All strategies for `tasks`, which share a cut and a grid; `by_gram` are the cuts that take that one.
+
+    Args:
+        zero1: replicas do not exchange updates in the step.
+    """
     grid = tasks[0].layout.grid
     at = Setting(grid, len(tasks), hardware.link(grid.ranks[0]), hardware)
     taken = {GRAM} if placed.name in by_gram else {str(t.strategy) for t in tasks}
     layout = tasks[0].layout
-    found = [owner(at, time), replicated(at, time), split_stack(at, placed, time), gram(at, placed, layout)]
+    found = [
+        owner(at, time, zero1),
+        replicated(at, time),
+        split_stack(at, placed, time),
+        gram(at, placed, layout, zero1),
+    ]
     return tuple(
         StrategyForecast(name, sum(parts), *parts, name in taken, name in set(Strategy), note)
         for name, parts, note in found
@@ -46,7 +55,7 @@ Parts = tuple[float, float, float]
 IMPOSSIBLE: Parts = (math.inf, 0.0, 0.0)
 
 
-def owner(at: Setting, time: PlacedTime) -> tuple[str, Parts, str]:
+def owner(at: Setting, time: PlacedTime, zero1: bool) -> tuple[str, Parts, str]:
     most = math.ceil(at.tasks / at.grid.size)
     compute = most * time.compute.total(at.hardware)
     if at.grid.size == 1:
@@ -54,7 +63,7 @@ def owner(at: Setting, time: PlacedTime) -> tuple[str, Parts, str]:
     sharded, replicas = at.grid.shards > 1, at.grid.replicas
     gather = at.transfer(most * time.gathered) if sharded else 0.0
     scatter = at.transfer(most * time.scattered) if sharded else 0.0
-    if replicas > 1:
+    if replicas > 1 and not zero1:
         between = at.hardware.link(tuple(row[0] for row in at.grid.ranks))
         received = at.tasks * time.scattered / at.grid.shards * (1 - 1 / replicas)
         scatter += received / between.bandwidth + between.latency
@@ -80,9 +89,11 @@ def split_stack(at: Setting, placed: Placed, time: PlacedTime) -> tuple[str, Par
     return BATCH_SPLIT, parts, f"{most} entries on the busiest of {at.grid.size} ranks"
 
 
-def gram(at: Setting, placed: Placed, layout: Layout) -> tuple[str, Parts, str]:
+def gram(at: Setting, placed: Placed, layout: Layout, zero1: bool) -> tuple[str, Parts, str]:
     if at.grid.shards == 1:
         return GRAM, IMPOSSIBLE, "not sharded"
+    if at.grid.replicas > 1 and not zero1:
+        return GRAM, IMPOSSIBLE, "replicas that all apply updates"
     form = gram_of(placed, layout, at.hardware)
     if form is None:
         return GRAM, IMPOSSIBLE, "no iteration X <- p(X X^T) X, or cut along its short dim"

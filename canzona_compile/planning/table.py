@@ -113,7 +113,9 @@ def timeline(forecast: Forecast, width: int, glyphs: Glyphs) -> Iterator[Rendera
         return
     busy = {r.rank: r.compute for r in forecast.simulation.ranks}
     order = sorted(shown, key=lambda rank: (-busy[rank], rank))
-    lanes = order if len(order) <= MOST_LANES else [order[0], order[-1]]
+    asked = dict(forecast.options).get("rank")
+    wanted = [order[0], order[-1], *([int(asked)] if asked is not None else [])]
+    lanes = order if len(order) <= MOST_LANES else list(dict.fromkeys(wanted))
     left = len("rank 12345 network ")
     room = max(20, width - left)
     rule, labels = axis(total, room, glyphs)
