@@ -12,6 +12,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Two workers: most of a test's time ranks wait for one another. A file stays on one worker, and its ranks with it.
+WORKERS ?= 2
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -27,7 +29,7 @@ demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
