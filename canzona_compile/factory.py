@@ -9,13 +9,10 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.twin import check_step_signature
 from canzona_compile.errors import CanzonaError
-from canzona_compile.options import Options
+from canzona_compile.options import NOT_YET_OPTIONS, Options
 from canzona_compile.wrapper import wrap
 
 Opt = TypeVar("Opt", bound=Optimizer)
-
-
-NOT_OPTIONS = ("split", "model", "hardware", "plan")  # `wrap` makes something of them first
 
 
 def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
@@ -43,7 +40,7 @@ def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
         raise CanzonaError(f"{optimizer_class.__name__} is wrapped already", hint="pass the plain class")
     check_step_signature(optimizer_class)
     inspect.signature(wrap).bind(None, **options)
-    Options(**{name: value for name, value in options.items() if name not in NOT_OPTIONS})
+    Options(**{name: value for name, value in options.items() if name not in NOT_YET_OPTIONS})
 
     def build(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         """Its result is no instance of `cls`, so Python calls no `__init__` on it a second time."""

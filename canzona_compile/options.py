@@ -18,6 +18,12 @@ Strategy = Literal["auto", "owner", "replicated"]
 Numerics = Literal["exact", "fast"]
 MissingGrads = Literal["skip", "zero"]
 PLANNED_ONLY = ("gram", "batch-split")
+NOT_YET_OPTIONS = (
+    "split",
+    "model",
+    "hardware",
+    "plan",
+)  # arguments of `wrap` of which it makes others, or reads a file
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ def wrap(
     split: Mapping[str, Split | Mapping[str, int]] | None = None,
     model: nn.Module | None = None,
     planner: str = "joint",
+    alpha: float = 1.0,
     hardware: str | Path | Hardware | None = None,
     plan: str | Path | PlanFile | None = None,
 ) -> Opt:
@@ -80,6 +81,7 @@ def wrap(
             saved per part, and belongs to this split.
         model: names the parameters, for `split` and for reports, where the groups have no `param_names`.
         planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
+        alpha: of the planner "alpha", from 0 (even communication) to 1 (even load).
         hardware: rates that decisions stand on: a name, or a file that `canzona-compile calibrate` wrote. Assumed
             for the kind of device by default.
         plan: a plan, or its file, made by `canzona_compile.plan`, `canzona-compile plan --format json` or
@@ -110,7 +112,8 @@ def wrap(
             hint="make a plan with it (canzona-compile plan --exact --format json) and pass that as plan=",
         )
     rates = named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware
-    options = replace(options, planner=planner, hardware=rates, plan=None if plan is None else read_plan(plan))
+    read = None if plan is None else read_plan(plan)
+    options = replace(options, planner=planner, alpha=alpha, hardware=rates, plan=read)
     if is_wrapped(optimizer):
         session = optimizer.canzona.session  # type: ignore[attr-defined]
         if session.options != options and not session.lost:

@@ -39,11 +39,20 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+Children = set[multiprocessing.process.BaseProcess]
+
+
+@pytest.fixture
+def before() -> Children:
+    """Children that other tests keep."""
+    return set(multiprocessing.active_children())
+
+
 # -- equal -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
-def test_equal_on_fragments_of_uneven_size(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_equal_on_fragments_of_uneven_size(tmp_path: Path, before: Children, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
     found = canzona_compile.verify(muon, steps=3, options={"strategy": "owner"}, json=file)
     assert found.ok, found
@@ -54,18 +63,22 @@ def test_equal_on_fragments_of_uneven_size(tmp_path: Path, capfd: pytest.Capture
     ]
     assert found.leaves[0] == Leaf("0.weight", "parameter", (33, 24), "float32")
     assert json.loads(file.read_text()) == json.loads(found.to_json())
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) == before
     assert capfd.readouterr().out == ""
 
 
 @pytest.mark.ranks
 def test_equal_on_the_command_line() -> None:
     line = ["--steps", "3", "--layout", "ddp", "--depth", "1", "--missing-grads", "zero", "--json"]
+    line += ["--planner", "alpha", "--alpha", "0.5", "--hardware", "h100"]
     done = command(f"{BUILDS}:muon_with_loss", *line)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["schema"], found["ok"], found["optimizer"]) == (1, True, "Muon")
-    assert found["options"] == {"depth": 1, "missing_grads": "zero"}
+    assert found["options"] == {
+        **{"depth": 1, "missing_grads": "zero"},
+        **{"planner": "alpha", "alpha": 0.5, "hardware": "h100"},
+    }
     assert len(found["leaves"]) == 6, "zeros for what has no gradient make state"
     assert found["compiled"] == ["0.weight"]
     assert found["idle"] == ["1.weight", "2.weight"]
@@ -151,12 +164,12 @@ def test_the_losses_gradients_are_checked() -> None:
         ("another_every_time", "build() does not make the same values every time\n  at:   0.weight"),
     ],
 )
-def test_usage_errors_on_ranks(build: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_on_ranks(build: str, says: str, before: Children, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{BUILDS}:{build}", "--steps", "2"]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert says in err[err.index("error: ") :]
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) == before
 
 
 def test_usage_errors_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,12 +204,10 @@ def test_the_console_script_exists() -> None:
     ("function", "limit", "says"),
     [(dies, 100.0, "other was killed by SIGKILL"), (sleeps, 4.0, "no result within 4 seconds")],
 )
-def test_no_process_is_left_behind(
-    function: Callable[[], None], limit: float, says: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_process_is_left_behind(function: Callable[[], None], limit: float, says: str, before: Children) -> None:
     with pytest.raises(CanzonaError, match=says):
         run([Job("one", sleeps, ()), Job("other", function, ())], limit)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) == before
 
 
 @pytest.mark.ranks

@@ -140,7 +140,8 @@ def test_everything_is_drawn(show: Show) -> None:
             assert alternative.name in shown.text("#alternatives")
         rates = shown.text("#rate-rows")
         kinds = [shown.view.locator(f"#rate-rows .{kind}").count() for kind in ("measured", "assumed")]
-        assert kinds == [len(found.hardware.measured), len(found.hardware.assumed)] == [2, 5]
+        assert kinds == [len(found.hardware.measured), len(found.hardware.assumed)]
+        assert min(kinds) >= 2
         assert all(source in rates for _, source in found.hardware.sources)
         shown.view.locator("#groups summary").click()
         assert shown.view.locator("#groups tbody tr").count() == len(found.groups)

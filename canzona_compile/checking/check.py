@@ -22,7 +22,7 @@ from canzona_compile.checking.layouts import Layout
 from canzona_compile.checking.processes import Job, run
 from canzona_compile.checking.table import table
 from canzona_compile.checking.work import Order, Outcome, run_plain, run_wrapped
-from canzona_compile.options import Options
+from canzona_compile.options import NOT_YET_OPTIONS, Options
 
 log = logging.getLogger(__name__)
 
@@ -132,4 +132,4 @@ def check_arguments(steps: int, ranks: int, layout: Layout, limit: float, option
             f"there is no option {unknown[0]!r} here",
             hint=f"{', '.join(OPTIONS)}; replicate follows from layout",
         )
-    Options(**options)
+    Options(**{name: value for name, value in options.items() if name not in NOT_YET_OPTIONS})

@@ -11,6 +11,7 @@ from rich.console import Console
 from canzona_compile.checking.check import OPTIONS, verify
 from canzona_compile.checking.layouts import Layout
 from canzona_compile.options import MissingGrads, Numerics, Strategy
+from canzona_compile.ownership import NAMES
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -27,6 +28,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         wrap.add_argument(f"--{name}", choices=get_args(kind))
     for name in ("capacity", "micro-groups", "depth"):
         wrap.add_argument(f"--{name}", type=int, metavar="N")
+    wrap.add_argument("--planner", choices=[name for name in NAMES if name != "exact"])
+    wrap.add_argument("--alpha", type=float, metavar="A")
+    for name in ("hardware", "plan"):
+        wrap.add_argument(f"--{name}", metavar="FILE")
 
 
 def run(given: Namespace) -> int:
