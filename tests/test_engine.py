@@ -125,10 +125,11 @@ def test_a_processor_that_moves_the_bytes_itself_computes_meanwhile_at_half_spee
     assert plenty.seconds == 3  # other processors of the node move them
 
 
-def test_nobody_moves_bytes_during_latency() -> None:
+def test_latency_passes_by_itself_on_links_and_is_work_of_processors() -> None:
     own = [Start(0), work(2), Wait(0)]
-    found = play([own, own], [among(0, 1, node=1, latency=2)], 2, 2, alone=True)
-    assert accounts(found) == [(2, 1, 0), (2, 1, 0)]
+    beside, alone = (play([own, own], [among(0, 1, node=1, latency=2)], 2, 2, alone=kind) for kind in (False, True))
+    assert accounts(beside) == [(2, 1, 0), (2, 1, 0)]
+    assert accounts(alone) == [(4, 1, 0), (4, 1, 0)]  # four jobs on two processors, until the works are done
 
 
 def test_groups_of_other_ranks_are_independent() -> None:
@@ -199,7 +200,7 @@ def test_no_run_is_faster_than_its_work_allows(program: Program, alone: bool) ->
     moved = [0.0] * len(loads)
     for collective in program.collectives:
         for rank, part in zip(collective.members, collective.parts, strict=True):
-            moved[rank] += part.node + part.network
+            moved[rank] += part.node + part.network + alone * collective.latency
             assert found.seconds >= collective.latency + max(part.node, part.network) - 1e-9
     assert found.seconds >= max(loads) - 1e-9
     if alone or program.processors < program.ranks_per_node:
@@ -207,7 +208,7 @@ def test_no_run_is_faster_than_its_work_allows(program: Program, alone: bool) ->
             node = slice(first, first + program.ranks_per_node)
             total = sum(loads[node]) + alone * sum(moved[node])
             assert found.seconds >= total / program.processors - 1e-9
-    serial = sum(loads) + sum(moved) + sum(c.latency for c in program.collectives)
+    serial = sum(loads) + sum(moved) + sum(c.latency for c in program.collectives if not alone)
     assert found.seconds <= serial + 1e-9
 
 

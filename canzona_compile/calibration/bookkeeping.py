@@ -12,11 +12,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Module, Parameter
 from torch.optim import Muon
 
+from canzona_compile.calibration.measure import clearing
 from canzona_compile.wrapper import wrap
 
-SIDE = 16  # of the matrices: next to nothing to compute
-COUNTS = (16, 64)  # of matrices, between which the slope is taken
-STEPS = 4  # times as many as repetitions of other measurements: one takes milliseconds
+MATRICES = 64
+SIDE = 16  # of them: next to nothing to compute
 
 
 class Stopwatch:
@@ -34,31 +34,28 @@ class Stopwatch:
         self.seconds = time.thread_time() - self.begin
 
 
-def bookkeeping(mesh: DeviceMesh, repetitions: int) -> float:
-    """Seconds per matrix and step: by how much a step with more matrices is longer outside of its program.
+def bookkeeping(mesh: DeviceMesh, cold: int, repetitions: int) -> float:
+    """Seconds per matrix of a steady step that are not its program's.
 
-    The matrices are sharded over `mesh` as `fully_shard` does; all of its ranks call this.
+    The matrices are sharded over `mesh` as `fully_shard` does; all of its ranks call this. Before each step `cold`
+    bytes of other data are gone through.
     """
-    few, many = (outside(mesh, count, STEPS * repetitions) for count in COUNTS)
-    return max(0.0, (many - few) / (COUNTS[1] - COUNTS[0]))
-
-
-def outside(mesh: DeviceMesh, matrices: int, repetitions: int) -> float:
-    """Median CPU seconds of a steady step that are not its program's."""
 
     def zeros() -> torch.Tensor:
         return distribute_tensor(torch.zeros(SIDE, SIDE), mesh, [Shard(0)], src_data_rank=None)
 
-    params = [Parameter(zeros()) for _ in range(matrices)]
+    params = [Parameter(zeros()) for _ in range(MATRICES)]
     optimizer: Any = wrap(Muon(params, lr=0.0), strategy="owner")
     for param in params:
         param.grad = zeros()
     optimizer.step()
     optimizer.step()  # from now on the program is the same
     program = Stopwatch(optimizer.canzona.step.program.module)
+    before = clearing(cold, torch.device("cpu"))
     samples = []
     for _ in range(repetitions):
+        before()
         start = time.thread_time()
         optimizer.step()
         samples.append(time.thread_time() - start - program.seconds)
-    return statistics.median(samples)
+    return statistics.median(samples) / MATRICES

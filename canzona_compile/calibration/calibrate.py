@@ -68,10 +68,7 @@ def calibrate(
     if device == "cuda":
         rank, found = started.cuda(how)
         return hardware_from(on_cuda(found, kind, how), "calibrate"), rank == 0
-    cores = processors()
-    workers = min(ranks, cores)
-    found = started.cpu(ranks, workers, how)
-    return hardware_from(on_cpu(found, kind, how, ranks, workers), "calibrate"), True
+    return hardware_from(on_cpu(started.cpu(ranks, how), kind, how, ranks), "calibrate"), True
 
 
 def default_base(device: str) -> str:
@@ -87,25 +84,25 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def on_cpu(found: Measured, base: Hardware, extent: Extent, ranks: int, workers: int) -> dict[str, Any]:
+def on_cpu(found: Measured, base: Hardware, extent: Extent, ranks: int) -> dict[str, Any]:
     """The JSON of a machine whose ranks are processes that share its cores."""
     cores = processors()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
     clock = Clock(torch.device("cpu"), extent.repetitions)
-    how = f"{clock.how}, of {workers} processes at work, torch {torch.__version__}"
+    how = f"{clock.how}, of {ranks} processes at work on {cores} cores, torch {torch.__version__}"
     sources = {
         **rates_of(found, how),
         "memory": "this machine's, by its cores",
-        "product_calls": f"one product by itself less one of a batch; {how}",
-        "host": f"steps with few and with many small matrices, outside of their programs; {how}",
+        "product_calls": f"a row of small products less their arithmetic, caches cleared; {how}",
+        "host": f"a step with many small matrices, outside of its program, caches cleared; {how}",
     }
     measured = {**values_of(found), "memory": memory, "host": found.host}
     measured["product_calls"] = {name: own.call for name, own in found.products.items()}
     if found.node is not None:
         measured["node"] = plain(found.node)
         sources["node"] = (
-            f"all-to-alls of {ranks} gloo ranks, median of {extent.repetitions} or more, torch {torch.__version__}: "
-            "bytes by CPU time of a rank, latency by wall time"
+            f"all-to-alls of {ranks} gloo ranks on {cores} cores, CPU time of a rank's process, median of "
+            f"{extent.repetitions} or more, torch {torch.__version__}"
         )
     shape = {"device": "cpu", "backend": "gloo", "ranks_per_node": max(ONE_NODE, ranks), "overlap": False}
     return together(base, {"name": f"cpu-{cores}", "processors": cores, **shape}, measured, sources)
@@ -145,11 +142,11 @@ def values_of(found: Measured) -> dict[str, Any]:
 def rates_of(found: Measured, how: str) -> dict[str, str]:
     """Sources of what `values_of` gives."""
     return {
-        "products": f"square and skinny ones, in batches; {how}",
+        "products": f"square and skinny ones, in stacks; {how}",
         "factorizations": f"float32, one at a time, other: the slower one; {how}",
         "bandwidth": f"elementwise work on fragments that no cache holds; {how}",
         "transposed": f"pairs of matrices copied to the other order; {how}",
-        "launch": f"operators on next to no data; {how}",
+        "launch": f"operators on next to no data, caches cleared; {how}",
     }
 
 

@@ -41,25 +41,21 @@ class Exchange:
         work.wait()
 
     def seconds(self, repetitions: int) -> float:
-        """Median wall time, until the data is there."""
-        self()
-        samples = []
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            self()
-            if self.sent.is_cuda:
-                torch.cuda.synchronize(self.sent.device)
-            samples.append(time.perf_counter() - start)
-        return statistics.median(samples)
+        """Median time until the data is there.
 
-    def processor_seconds(self, repetitions: int) -> float:
-        """Median CPU time of this process: the thread that calls, and those that move the bytes."""
+        On CPU that is CPU time of this process, the thread that calls and those that move the bytes, since it is
+        processors that the exchange takes; on CUDA it is wall time.
+        """
+        cuda = self.sent.is_cuda
+        clock = time.perf_counter if cuda else time.process_time
         self()
         samples = []
         for _ in range(repetitions):
-            start = time.process_time()
+            start = clock()
             self()
-            samples.append(time.process_time() - start)
+            if cuda:
+                torch.cuda.synchronize(self.sent.device)
+            samples.append(clock() - start)
         return statistics.median(samples)
 
 
@@ -69,14 +65,11 @@ def smallest(group: dist.ProcessGroup, device: torch.device, repetitions: int) -
 
 
 def bandwidth(group: dist.ProcessGroup, device: torch.device, repetitions: int) -> float:
-    """Bytes per second that a rank sends while it receives as many.
-
-    On CPU per second of a processor, since it is processors that move the bytes; else per second of the link.
-    """
+    """Bytes per second that a rank sends while it receives as many."""
     seconds = moved = 0.0
     for size in BYTES[device.type]:
         exchange = Exchange.of(group, size, device)
-        seconds += (exchange.seconds if device.type == "cuda" else exchange.processor_seconds)(repetitions)
+        seconds += exchange.seconds(repetitions)
         moved += sum(exchange.splits)
     return moved / seconds
 

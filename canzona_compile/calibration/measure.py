@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ BATCH = 16  # products in a call, as plans stack them
 BATCH_ELEMENTS = 2**22  # of a batch's operand at most
 ASPECT = 2  # of skinny operands: dims s / 2 and 4 s have the geometric mean s
 ROWS = 512  # of matrices that are copied to the other order
-SMALL = 128  # products up to this size take less time than their call does
+SMALL = 128  # products up to this size take no more time than their call does
+LIST = 32  # tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Extent:
 
     Attributes:
         products, factorizations, transposed: sizes.
-        cold: bytes of the fragments that elementwise work goes through, many times what a core's cache holds.
+        cold: bytes that are gone through before a measurement, many times what a core's cache holds: between two
+            steps of an optimizer a model is at work, and nothing of the one is left in the caches for the other.
         repetitions: of each measurement.
     """
 
@@ -49,18 +51,34 @@ class Products:
     points: Points
 
 
-def products(clock: Clock, dtype: torch.dtype, sizes: Sequence[int]) -> Products:
-    """Times square products and skinny ones of the same number of FLOPs, plain and with a transposed factor."""
-    single, batched = {}, {}
+def products(clock: Clock, dtype: torch.dtype, sizes: Sequence[int], cold: int) -> Products:
+    """Times square products and skinny ones of the same number of FLOPs, one by one and in stacks.
+
+    Of the time of a stack, what its products do not share is arithmetic. What they share is the call; that is timed in
+    a row of small ones that find nothing in the caches, as those of a step do. On CUDA a product by itself is all: a
+    stack of small ones would fill a device that one leaves idle.
+    """
+    stacks: dict[int, list[Stack]] = {}
     for size in sizes:
-        found = [product_seconds(clock, dtype, dims) for dims in dims_of(size)]
-        single[size] = statistics.fmean(alone for alone, _ in found)
-        batched[size] = statistics.fmean(each for _, each in found)
-        if single[size] > LONGEST:
+        stacks[size] = [Stack.of(dims, dtype, clock.device) for dims in dims_of(size)]
+        for stack in stacks[size]:
+            stack.time(clock)
+        if max(stack.single for stack in stacks[size]) > LONGEST:
             break
-    small = [size for size in single if size <= SMALL] or [min(single)]
-    call = max(0.0, statistics.median(single[s] - batched[s] for s in small))
-    return Products(call, tuple((float(s), 2.0 * s**3 / batched[s]) for s in batched))
+    if clock.device.type == "cuda":
+        points = {size: statistics.fmean(stack.single for stack in own) for size, own in stacks.items()}
+        return Products(0.0, rates(points))
+    small = [stack for size, own in stacks.items() if size <= max(SMALL, min(stacks)) for stack in own]
+    warm = statistics.median(stack.single - stack.slope for stack in small)
+    points = {size: statistics.fmean(stack.arithmetic(warm) for stack in own) for size, own in stacks.items()}
+    row = clock.seconds(lambda: [stack.one() for stack in small], before=clearing(cold, clock.device))
+    call = (row - sum(stack.arithmetic(warm) for stack in small)) / len(small)
+    return Products(max(0.0, call), rates(points))
+
+
+def rates(seconds: Mapping[int, float]) -> Points:
+    """FLOP/s of products by size."""
+    return tuple((float(size), 2.0 * size**3 / taken) for size, taken in seconds.items())
 
 
 def dims_of(size: int) -> list[tuple[int, int, int]]:
@@ -69,20 +87,48 @@ def dims_of(size: int) -> list[tuple[int, int, int]]:
     return [(size, size, size), (short, long, short), (short, short, long)]
 
 
-def product_seconds(clock: Clock, dtype: torch.dtype, dims: tuple[int, int, int]) -> tuple[float, float]:
-    """Of a call with one product, and of each product where a call has many.
+@dataclass(slots=True)
+class Stack:
+    """Products of equal dims, whose second factors are transposed.
 
-    On CUDA a call with one is both: many small ones would fill a device that one alone leaves idle.
+    Attributes:
+        single, whole: seconds of a call with the first of them, and with all.
     """
-    m, k, n = dims
-    count = max(1, min(BATCH, BATCH_ELEMENTS // max(m * k, k * n, m * n)))
-    left = torch.randn(count, m, k, device=clock.device, dtype=dtype)
-    right = torch.randn(count, n, k, device=clock.device, dtype=dtype).transpose(1, 2)
-    first, second = left[0], right[0]
-    alone = clock.seconds(lambda: aten.mm.default(first, second))
-    if clock.device.type == "cuda" or count == 1:
-        return alone, alone
-    return alone, clock.seconds(lambda: aten.bmm.default(left, right)) / count
+
+    left: Tensor
+    right: Tensor
+    single: float = 0.0
+    whole: float = 0.0
+
+    @classmethod
+    def of(cls, dims: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Stack:
+        m, k, n = dims
+        count = 1 if device.type == "cuda" else max(1, min(BATCH, BATCH_ELEMENTS // max(m * k, k * n, m * n)))
+        left = torch.randn(count, m, k, device=device, dtype=dtype)
+        return cls(left, torch.randn(count, n, k, device=device, dtype=dtype).transpose(1, 2))
+
+    def time(self, clock: Clock) -> None:
+        self.single = self.whole = clock.seconds(self.one)
+        if len(self.left) > 1:
+            self.whole = clock.seconds(lambda: aten.bmm.default(self.left, self.right))
+
+    def one(self) -> Tensor:
+        return torch.mm(self.left[0], self.right[0])
+
+    @property
+    def slope(self) -> float:
+        """Seconds by which a product more makes a call longer."""
+        return max(0.0, self.whole - self.single) / max(1, len(self.left) - 1)
+
+    def arithmetic(self, call: float) -> float:
+        """Seconds of a product beside its call, which takes so many."""
+        return max(self.whole - call, self.whole / 10) / len(self.left)
+
+
+def clearing(size: int, device: torch.device) -> Work:
+    """Something that fills caches with other things: so many bytes."""
+    other = torch.zeros(size // 4, device=device)
+    return lambda: other.add_(1.0)
 
 
 def factorization(clock: Clock, operator: str, sizes: Sequence[int]) -> Points:
@@ -105,10 +151,10 @@ def bandwidth(clock: Clock, cold: int) -> float:
     The operators are those of prepare, apply and packing; results are new memory where they are so in a step.
     """
     moved = seconds = 0.0
-    clearing = torch.zeros(cold // 4, device=clock.device)
+    before = clearing(cold, clock.device)
     for count in (8, 64):
         for work, size in elementwise(cold // 4 // 8, count, clock.device):
-            seconds += clock.seconds(work, before=lambda: clearing.add_(1.0))
+            seconds += clock.seconds(work, before)
             moved += size
     return moved / seconds
 
@@ -146,22 +192,22 @@ def elementwise(elements: int, count: int, device: torch.device) -> Iterator[tup
     yield lambda: instructions.copy(sent, low), 4 * elements
 
 
-def launch(clock: Clock) -> float:
-    """Seconds of an operator on next to no data, in the ways in which rank programs call them."""
-    one, two = torch.ones(4, 4, device=clock.device), torch.ones(4, 4, device=clock.device)
-    many, others = [one.clone() for _ in range(32)], [two.clone() for _ in range(32)]
+def launch(clock: Clock, cold: int) -> float:
+    """Seconds of an operator on next to no data, as rank programs call them: on lists, each tensor once.
+
+    On CPU nothing of it is in the caches before, and views and lists go the same way, one by one.
+    """
+    many, others = ([torch.ones(4, 4, device=clock.device) for _ in range(LIST)] for _ in range(2))
+    if clock.device.type == "cuda":
+        return clock.seconds(lambda: [aten.lerp.Scalar(a, b, 0.5) for a, b in zip(many, others, strict=True)]) / LIST
+    part = [(0, slice(0, 2), slice(0, 2))] * LIST
     calls: list[tuple[Work, int]] = [
-        (lambda: aten.mul.Tensor(one, two), 1),
-        (lambda: aten.lerp.Scalar(one, two, 0.5), 1),
-        (lambda: aten.clamp.default(one, 0.5), 1),
-        (lambda: aten._to_copy.default(one, dtype=torch.bfloat16), 1),
+        (lambda: [aten.mul.Tensor(a, b) for a, b in zip(many, others, strict=True)], 1),
+        (lambda: [aten.permute.default(a, [1, 0]) for a in many], 1),
+        (lambda: torch._foreach_lerp(many, others, 0.5), 1),
+        (lambda: instructions.copy(many, others), 1),
+        (lambda: instructions.parts(many, part), 1),
+        (lambda: instructions.each(aten.clamp.default, many, 0.5), 2),  # the loop counts as another operator
     ]
-    if clock.device.type == "cpu":  # where views and lists go the same way, one by one
-        calls += [
-            (lambda: aten.permute.default(one, [1, 0]), 1),
-            (lambda: instructions.parts(one, [(slice(0, 2), slice(0, 2))] * 32), 32),
-            (lambda: torch._foreach_lerp(many, others, 0.5), 32),
-            (lambda: instructions.copy(many, others), 32),
-            (lambda: instructions.each(aten.mul.Tensor, many, 0.5), 2 * 32),
-        ]
-    return statistics.fmean(clock.seconds(work) / count for work, count in calls)
+    before = clearing(cold, clock.device)
+    return statistics.fmean(clock.seconds(work, before) / count / LIST for work, count in calls)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 CPU_DTYPES = (torch.bfloat16, torch.float32)
 CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STEPS = 4  # times as many as repetitions of other measurements: one takes milliseconds
 TIMEOUT = timedelta(minutes=5)  # of a collective: that long ranks wait for the slowest to measure
 
 
@@ -57,12 +58,14 @@ def alone(clock: Clock, extent: Extent, dtypes: Sequence[torch.dtype]) -> Measur
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
         log.info("products of %s", name)
-        found[name] = measure.products(clock, dtype, extent.products)
+        found[name] = measure.products(clock, dtype, extent.products, extent.cold)
     log.info("eigh, qr")
     decomposed = {name: measure.factorization(clock, name, extent.factorizations) for name in ("eigh", "qr")}
     log.info("memory, launches")
     turned = measure.transposed(clock, extent.transposed)
-    return Measured(found, decomposed, measure.bandwidth(clock, extent.cold), turned, measure.launch(clock))
+    return Measured(
+        found, decomposed, measure.bandwidth(clock, extent.cold), turned, measure.launch(clock, extent.cold)
+    )
 
 
 def merged(found: Sequence[Measured]) -> Measured:
@@ -94,8 +97,10 @@ def merged(found: Sequence[Measured]) -> Measured:
 # -- on CPU ----------------------------------------------------------------------------------------
 
 
-def cpu(ranks: int, workers: int, extent: Extent) -> Measured:
-    """Start gloo ranks of one thread; the first `workers` of them measure what concerns one, all at once.
+def cpu(ranks: int, extent: Extent) -> Measured:
+    """Start gloo ranks of one thread, which all measure at once.
+
+    More of them than cores take turns, as they would in a step, and lose what they had in the caches.
 
     Raises:
         CanzonaError: a rank failed.
@@ -103,7 +108,7 @@ def cpu(ranks: int, workers: int, extent: Extent) -> Measured:
     with tempfile.TemporaryDirectory(prefix="canzona-calibrate-") as folder:
         level = logging.getLogger("canzona_compile").getEffectiveLevel()
         try:
-            spawn(cpu_rank, args=(ranks, workers, extent, folder, level), nprocs=ranks)
+            spawn(cpu_rank, args=(ranks, extent, folder, level), nprocs=ranks)
         except (ProcessRaisedException, ProcessExitedException) as error:
             text = str(error).strip().splitlines()
             raise CanzonaError(
@@ -113,7 +118,7 @@ def cpu(ranks: int, workers: int, extent: Extent) -> Measured:
         return found
 
 
-def cpu_rank(rank: int, ranks: int, workers: int, extent: Extent, folder: str, level: int) -> None:
+def cpu_rank(rank: int, ranks: int, extent: Extent, folder: str, level: int) -> None:
     """One process."""
     os.dup2(2, 1)  # standard output is for data
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -124,18 +129,16 @@ def cpu_rank(rank: int, ranks: int, workers: int, extent: Extent, folder: str, l
     meeting = Path(folder, "ranks").as_uri()
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=TIMEOUT)
     clock, device = Clock(torch.device("cpu"), extent.repetitions), torch.device("cpu")
-    own = None
     dist.barrier()
-    if rank < workers:  # more would take turns
-        own = alone(clock, extent, CPU_DTYPES)
     everybody: list[Measured | None] = [None] * ranks
-    dist.all_gather_object(everybody, own)
+    dist.all_gather_object(everybody, alone(clock, extent, CPU_DTYPES))
     found = merged([one for one in everybody if one is not None])
     if ranks > 1:
         log.info("all-to-alls")
         found = replace(found, node=link_among([range(ranks)], device, extent.repetitions))
     log.info("bookkeeping of a step")
-    host = torch.tensor(bookkeeping(init_device_mesh("cpu", (ranks,)), extent.repetitions), dtype=torch.float64)
+    seconds = bookkeeping(init_device_mesh("cpu", (ranks,)), extent.cold, STEPS * extent.repetitions)
+    host = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(host)
     if rank == 0:
         Path(folder, "found").write_bytes(pickle.dumps(replace(found, host=float(host) / ranks)))

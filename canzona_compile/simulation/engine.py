@@ -2,7 +2,8 @@
 
 Every rank runs its operations in order. Work takes a processor, which the ranks of a node may share: n jobs on C
 processors each run at min(1, C / n) of full speed. A collective begins when all of its members have started it and
-their links are free of earlier ones, and is over for each member when its own part has arrived.
+their links are free of earlier ones, and is over for each member when its own part has arrived. Where processors
+communicate themselves, a part is work that takes one, beside what the rank does meanwhile.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Collective:
     """An exchange among `members`, with a part for each.
 
     Attributes:
-        latency: seconds before any data has arrived.
+        latency: seconds before any data has arrived; where processors communicate, of each member's processor.
     """
 
     act: str
@@ -237,20 +238,19 @@ class Engine:
                     begin = max(begin, self.links[link][member])
         self.begun[number] = begin
         for member, part in zip(collective.members, collective.parts, strict=True):
-            arrived = begin + collective.latency
             if self.alone:
-                load = part.node + part.network
-                self.at(arrived, lambda t, m=member, w=load, b=begin: self.carry(m, number, b, t, w))  # type: ignore[misc]
+                load = collective.latency + part.node + part.network
+                self.at(begin, lambda t, m=member, w=load: self.carry(m, number, t, w))  # type: ignore[misc]
                 continue
-            end = arrived + max(part.node, part.network)
+            end = begin + collective.latency + max(part.node, part.network)
             for link, busy in ((NODE, part.node), (NETWORK, part.network)):
                 if busy:
                     self.links[link][member] = end
                     self.show(collective, number, member, link, begin, end, part.sent)
             self.arrive(member, number, end)
 
-    def carry(self, member: int, number: int, begin: float, now: float, seconds: float) -> None:
-        """Move a member's part with a processor."""
+    def carry(self, member: int, number: int, begin: float, seconds: float) -> None:
+        """Move a member's part with a processor, to which latency is work as well: system calls and threads woken."""
 
         def done(end: float) -> None:
             part = self.collectives[number].parts[self.index[number][member]]
@@ -258,9 +258,9 @@ class Engine:
             self.arrive(member, number, end)
 
         if seconds > 0:
-            self.work(member, now, seconds, done)
+            self.work(member, begin, seconds, done)
         else:
-            done(now)
+            done(begin)
 
     def show(self, own: Collective, number: int, rank: int, link: str, begin: float, end: float, sent: int) -> None:
         if rank in self.shown:
