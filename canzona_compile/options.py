@@ -79,24 +79,24 @@ class Options:
         if self.strategy in PLANNED_ONLY:
             raise CanzonaError(
                 f"strategy={self.strategy!r} is planned and simulated, but not executed yet",
-                at="wrap(..., strategy=)",
+                at="the option strategy",
                 hint="canzona_compile.plan shows what it would take; wrap executes 'auto', 'owner' and 'replicated'",
             )
         for name, kind in (("strategy", Strategy), ("numerics", Numerics), ("missing_grads", MissingGrads)):
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
                 raise CanzonaError(
-                    f"{name}={value!r} is none of {', '.join(map(repr, allowed))}", at=f"wrap(..., {name}=)"
+                    f"{name}={value!r} is none of {', '.join(map(repr, allowed))}", at=f"the option {name}"
                 )
         planner_named(self.planner, alpha=self.alpha)
         if not isinstance(self.stagger, bool):
-            raise CanzonaError(f"stagger={self.stagger!r} is neither True nor False", at="wrap(..., stagger=)")
+            raise CanzonaError(f"stagger={self.stagger!r} is neither True nor False", at="the option stagger")
         for name in ("capacity", "depth", "micro_groups"):
             value = getattr(self, name)
             if name == "micro_groups" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise CanzonaError(f"{name}={value!r} is not a positive integer", at=f"wrap(..., {name}=)")
+                raise CanzonaError(f"{name}={value!r} is not a positive integer", at=f"the option {name}")
         if self.replicate is not None and not isinstance(self.replicate, DeviceMesh | ProcessGroup):
             raise CanzonaError(
                 f"replicate= takes a DeviceMesh or a ProcessGroup, not a {type(self.replicate).__name__}",

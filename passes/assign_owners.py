@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from canzona_compile.cost import GroupLoad, Rates, pipeline_seconds, rates_of
+from canzona_compile.cost import GroupLoad, Rates, hardware_of, pipeline_seconds, rates_of
 from canzona_compile.heaviest import holistic_tasks
-from canzona_compile.ir import Form, Placed, Step, Strategy, Task, Wire
+from canzona_compile.ir import Form, Machine, Placed, Step, Strategy, Task, Wire
 from canzona_compile.layout import Grid
 from canzona_compile.ownership.jobs import Job, Planner
 from canzona_compile.ownership.lpt import Joint
+from canzona_compile.timing import graph_time
 
 Ranks = tuple[int, ...]
 
@@ -96,28 +97,42 @@ class AssignOwners:
         if self.strategy == "replicated":
             return {t.name: "asked for" for t in tasks}
         cuts = sorted({t.placed for t in tasks}, key=lambda name: (density(placed[name]), name))
+        compute = {name: compute_seconds(placed[name], step.machine, grid) for name in cuts}
         rates = rates_of(step.machine, grid.members())
-        times = [self._seconds(tasks, set(cuts[:i]), grid, placed, rates) for i in range(len(cuts) + 1)]
+        times = [self._seconds(tasks, set(cuts[:i]), grid, placed, compute, rates) for i in range(len(cuts) + 1)]
         best = min(range(len(times)), key=lambda i: (times[i], i))
         reason = f"predicted {times[best] * 1e3:.3g} ms everywhere, {times[0] * 1e3:.3g} ms with owners"
         return {t.name: reason for t in tasks if t.placed in set(cuts[:best])}
 
     def _seconds(
-        self, tasks: list[Task], everywhere: set[str], grid: Grid, placed: dict[str, Placed], rates: Rates
+        self,
+        tasks: list[Task],
+        everywhere: set[str],
+        grid: Grid,
+        placed: dict[str, Placed],
+        compute: Mapping[str, float],
+        rates: Rates,
     ) -> float:
         """Predicted for a step in one micro-group, with perfectly balanced owners."""
         sharded, share = grid.shards > 1, 1 / grid.size
         all_, owned = [placed[t.placed] for t in tasks], [placed[t.placed] for t in tasks if t.placed not in everywhere]
         up, own_up = (sum(bytes_of(p.gather) for p in some) for some in (all_, owned))
         down = sum(bytes_of(p.scatter) for p in owned)
-        work, own_work = sum(p.flops for p in all_), [p.flops for p in owned]
+        work, own_work = sum(compute[p.name] for p in all_), [compute[p.name] for p in owned]
+        busiest = work - sum(own_work) + max(sum(own_work) * share, max(own_work, default=0.0))
         load = GroupLoad(
             gather_bytes=(up - own_up + own_up * share) * sharded,
-            compute_flops=work - sum(own_work) + max(sum(own_work) * share, max(own_work, default=0)),
+            compute_flops=busiest * rates.flops,
             scatter_bytes=down * (share * sharded + (grid.replicas > 1) / grid.shards),
             collectives=sharded + bool(owned) * (sharded + (grid.replicas > 1)),
         )
-        return pipeline_seconds([load], rates, 1)
+        return round(pipeline_seconds([load], rates, 1), 12)  # a tie is a tie, whatever the order of sums
+
+
+def compute_seconds(placed: Placed, machine: Machine, grid: Grid) -> float:
+    """Of a matrix by itself: arithmetic and launches, which are all there is to small ones."""
+    hardware, rates = hardware_of(machine), rates_of(machine, grid.members())
+    return placed.flops / rates.flops + graph_time(placed.compute, hardware).launches(hardware)
 
 
 def bytes_of(wires: Sequence[Wire]) -> int:

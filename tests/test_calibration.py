@@ -1,0 +1,161 @@
+"""Calibration: what is measured, what is kept of a known kind, and that the sums are right."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from canzona_compile.__main__ import main
+from canzona_compile.calibration.calibrate import calibrate
+from canzona_compile.calibration.clock import Clock
+from canzona_compile.calibration.measure import Extent, dims_of, products, transposed
+from canzona_compile.errors import CanzonaError
+from canzona_compile.hardware import named_hardware
+
+TINY = Extent((16, 64, 256), (16, 32), (64, 256), 2**20, 3)
+CPU = torch.device("cpu")
+
+
+# -- the sums --------------------------------------------------------------------------------------
+
+
+class Count(TorchDispatchMode):
+    """Counts products and their FLOPs, and bytes that are copied."""
+
+    calls = flops = copied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.calls += 1
+            self.flops += 2 * made.numel() * args[0].shape[-1]
+        if func is torch.ops.aten.copy_.default:
+            self.copied += 2 * made.numel() * made.itemsize
+        return made
+
+
+class Model:
+    """A clock of a machine whose rates are known: seconds follow from what is done."""
+
+    device, repetitions = CPU, 1
+
+    def __init__(self, call: float, rate: float, bandwidth: float) -> None:
+        self.call, self.rate, self.bandwidth = call, rate, bandwidth
+
+    def seconds(self, work: Callable[[], object], before: Callable[[], object] | None = None) -> float:
+        if before is not None:
+            before()
+        with Count() as found:
+            work()
+        return found.calls * self.call + found.flops / self.rate + found.copied / self.bandwidth
+
+
+@pytest.mark.parametrize("call", [0.0, 2e-6, 1e-5])
+def test_calls_and_arithmetic_are_told_apart(call: float) -> None:
+    model: Any = Model(call, 5e10, 1e9)
+    found = products(model, torch.float32, (16, 64, 256), 2**12)
+    assert found.call == pytest.approx(call, abs=1e-12)
+    assert [size for size, _ in found.points] == [16, 64, 256]
+    assert [rate for _, rate in found.points] == pytest.approx([5e10] * 3)
+
+
+def test_copies_to_the_other_order_count_bytes_twice() -> None:
+    model: Any = Model(0.0, 1.0, 3e9)
+    assert [rate for _, rate in transposed(model, (64, 256))] == pytest.approx([3e9, 3e9])
+
+
+@pytest.mark.parametrize("size", [16, 24, 100])
+def test_square_and_skinny_products_have_the_same_flops(size: int) -> None:
+    assert {math.prod(dims) for dims in dims_of(size)} == {size**3}
+
+
+def test_what_comes_before_is_not_timed() -> None:
+    done: list[str] = []
+    clock = Clock(CPU, 3)
+    assert clock.seconds(lambda: done.append("work"), before=lambda: done.append("before")) >= 0
+    assert done == ["work", *["before", "work"] * 3]
+
+
+# -- this machine ----------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_two_ranks_measure_all_but_the_network(tmp_path: Path) -> None:
+    found, shows = calibrate(device="cpu", ranks=2, extent=TINY)
+    assert shows
+    assert found.assumed == ("network",)
+    assert (found.device, found.backend, found.overlap) == ("cpu", "gloo", False)
+    assert [size for size, _ in dict(found.products)["bfloat16"].points] == [16, 64, 256]
+    positive = [found.bandwidth, found.launch, found.host, found.memory, found.node.bandwidth, found.node.latency]
+    positive += [found.product_rate(dtype, 100) for dtype in ("bfloat16", "float32")]
+    positive += [found.factorization_rate(name, 32) for name in ("eigh", "qr", "svd")]
+    assert all(0 < value < math.inf for value in positive), positive
+    sources = dict(found.sources)
+    assert "CPU time of a thread, median of 3, of 2 processes" in sources["products"]
+    assert "2 gloo ranks" in sources["node"]
+    assert sources["network"].startswith("assumed, as cpu: ")
+    file = tmp_path / "mine.json"
+    file.write_text(found.to_json())
+    assert named_hardware(str(file)) == found
+
+
+@pytest.mark.ranks
+def test_one_rank_has_no_link_to_measure() -> None:
+    found, _ = calibrate(device="cpu", ranks=1, extent=TINY)
+    assert set(found.assumed) == {"node", "network"}
+    assert found.node == named_hardware("cpu").node
+
+
+@pytest.mark.ranks
+def test_plan_and_report_stand_on_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.json"
+    assert main(["calibrate", "--quiet", "--quick", "-o", str(file)]) == 0
+    assert capsys.readouterr().out == ""
+    rates = json.loads(file.read_text())
+    line = ["plan", "--params", str(shapes(tmp_path)), "--mesh", "fsdp=2", "--hardware", str(file), "--format", "json"]
+    assert main(line) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert set(made["forecast"]["hardware"]["measured"]) == set(rates["measured"]) >= {"products", "node", "launch"}
+
+
+def shapes(folder: Path) -> Path:
+    file = folder / "shapes.json"
+    file.write_text(json.dumps({"one": [64, 64], "other": [128, 64]}))
+    return file
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ranks": 0}, "ranks is 0"),
+        ({"base": "h1000"}, "no hardware 'h1000'"),
+        ({"device": "cuda"}, "there is no CUDA device"),
+    ],
+)
+def test_what_cannot_be_measured(options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CanzonaError, match=says):
+        calibrate(extent=TINY, **options)
+
+
+def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CanzonaError, match="starts its ranks itself"):
+        calibrate(device="cpu", extent=TINY)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "-o", str(tmp_path / "no" / "mine.json")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "there is no such folder" in err
