@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch
@@ -69,6 +69,10 @@ class Grid:
     """Global ranks by (replica, shard): `ranks[r][s]`."""
 
     ranks: tuple[tuple[int, ...], ...]
+    _members: tuple[int, ...] = field(init=False, repr=False, compare=False)  # thousands of ranks are sorted once
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_members", tuple(sorted(rank for row in self.ranks for rank in row)))
 
     @property
     def replicas(self) -> int:
@@ -84,7 +88,7 @@ class Grid:
 
     def members(self) -> tuple[int, ...]:
         """Every rank once, ascending."""
-        return tuple(sorted(rank for row in self.ranks for rank in row))
+        return self._members
 
     def find(self, rank: int) -> tuple[int, int]:
         """The coordinate (r, s) of a global rank."""

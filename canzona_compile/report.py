@@ -246,17 +246,26 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
     """Every rank of every grid of two or more ranks."""
     flops: dict[int, dict[int, int]] = {}
     tasks: dict[int, int] = defaultdict(int)
-    for grid in {id(t.layout.grid): t.layout.grid for t in step.tasks}.values():
+    grids = {id(t.layout.grid): t.layout.grid for t in step.tasks}
+    for grid in grids.values():
         for rank in grid.members() if grid.size > 1 else ():
             flops.setdefault(rank, defaultdict(int))
+    everywhere: dict[tuple[int, int], list[int]] = defaultdict(list)  # FLOPs of tasks by grid and micro-group
     for task in step.tasks:
-        grid, owner = task.layout.grid, task.owner
+        grid, owner, group, cost = task.layout.grid, task.owner, group_of[task.name], placed[task.placed].flops
         if grid.size == 1:
             continue
-        group, cost = group_of[task.name], placed[task.placed].flops
-        for rank in grid.members() if owner is None else (grid.ranks[owner[0]][owner[1]],):
-            flops[rank][group] += cost
-            tasks[rank] += 1
+        if owner is None:
+            everywhere[id(grid), group].append(cost)
+            continue
+        rank = grid.ranks[owner[0]][owner[1]]
+        flops[rank][group] += cost
+        tasks[rank] += 1
+    for (number, group), costs in everywhere.items():
+        total = sum(costs)
+        for rank in grids[number].members():
+            flops[rank][group] += total
+            tasks[rank] += len(costs)
     return tuple(
         LoadReport(rank, tasks[rank], sum(found.values()), dict(sorted(found.items())))
         for rank, found in sorted(flops.items())

@@ -16,6 +16,7 @@ from canzona_compile.ir import Machine, Step
 from canzona_compile.options import Numerics, Options, Strategy
 from canzona_compile.passes.micro_group import gathered_bytes
 from canzona_compile.planner import lowering_passes, planning_passes
+from canzona_compile.planning.collector import paused
 from canzona_compile.planning.forecast import forecast
 from canzona_compile.planning.mesh import Mesh, parse_mesh
 from canzona_compile.planning.mixed import Mixed, best_mix
@@ -31,6 +32,7 @@ ALTERNATIVES = ("static", "alpha", "lpt", "joint", "permuted")
 Say = Callable[[str], None]
 
 
+@paused()
 def plan(
     model: str | nn.Module | Mapping[str, Any] | Model,
     *,

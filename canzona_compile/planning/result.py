@@ -13,6 +13,7 @@ from rich.jupyter import JupyterMixin
 
 from canzona_compile.ir import Step
 from canzona_compile.planfile import PlanFile
+from canzona_compile.planning.collector import paused
 from canzona_compile.planning.figures import Forecast
 from canzona_compile.planning.markdown import markdown
 from canzona_compile.planning.page import page
@@ -46,6 +47,7 @@ class OfflinePlan(JupyterMixin):
         found: dict[str, Any] = finite({**self.file.to_dict(), "forecast": own})
         return found
 
+    @paused()
     def to_json(self) -> str:
         return json.dumps(self.to_dict()) + "\n"
 

@@ -142,12 +142,12 @@ class Player:
 
     def work(self, event: Event, own: GroupTraffic) -> None:
         seconds = {Act.PREPARE: own.prepare, Act.COMPUTE: own.compute, Act.APPLY: own.apply}[event.act].tolist()
-        everywhere = tuple(own.computed.get((-1, -1), ()))
+        act, computed = str(event.act), own.computed if event.act is Act.COMPUTE else {}
+        everywhere = tuple(computed.get((-1, -1), ()))
         for r, row in enumerate(own.grid.ranks):
             for s, rank in enumerate(row):
-                computed = everywhere + tuple(own.computed.get((r, s), ()))
-                tasks = computed if event.act is Act.COMPUTE else ()
-                self.add(event, rank, Work(str(event.act), event.group, seconds[r][s], tasks))
+                tasks = (*everywhere, *computed.get((r, s), ()))
+                self.add(event, rank, Work(act, event.group, seconds[r][s], tasks))
 
     def start(self, event: Event, own: GroupTraffic, phase: Phase) -> None:
         ends, grid = own.ends[phase], own.grid
