@@ -186,7 +186,9 @@ def test_some_matrices_everywhere_others_on_owners(tmp_path: Path) -> None:
     """Over this link it pays to compute two shapes everywhere and not the third, which is more work for its bytes."""
     link = {"bandwidth": 1e8, "latency": 1e-6}
     path = tmp_path / "slow.json"
-    path.write_text(json.dumps({**named_hardware("cpu").to_dict(), "node": link, "network": link, "name": "slow"}))
+    calls = {"launch": 1e-9, "product_calls": {"bfloat16": 1e-9, "float32": 1e-9}}  # arithmetic and bytes decide
+    slow = {**named_hardware("cpu").to_dict(), **calls, "node": link, "network": link, "name": "slow"}
+    path.write_text(json.dumps(slow))
     made = canzona_compile.plan(SHAPES, mesh="dp=4", optimizer=torch.optim.Muon, hardware=path, alternatives=False)
     assert {(t.strategy, t.shape[0] == t.shape[1]) for t in made.file.tasks} == {("owner", True), ("replicated", False)}
     plain = train_alone(torch.optim.Muon)
