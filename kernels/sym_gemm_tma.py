@@ -1,0 +1,162 @@
+"""sym_gemm by tensor descriptors (TMA), for sm_90 and later: rows begin at multiples of 16 bytes."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from canzona_compile.kernels.dispatch import Tile, triangle
+from canzona_compile.kernels.triangle import INTERPRETED, scalar, triangle_tile
+
+
+@triton.jit
+def _finish(
+    acc,
+    c,
+    d,
+    alpha,
+    beta,
+    diag,
+    batch,
+    c_step,
+    row,
+    col,
+    BLOCK: tl.constexpr,
+    HAS_C: tl.constexpr,
+):
+    """Scale one square block, add to it, and write it to both sides of the diagonal, on the diagonal once."""
+    # A block above the diagonal is another program's, who computes it below.
+    if row >= col:
+        top = row * BLOCK
+        left = col * BLOCK
+        result = acc * scalar(alpha)
+        if HAS_C:
+            add = c.load([batch * c_step, top, left]).reshape(BLOCK, BLOCK)
+            result += scalar(beta) * add.to(tl.float32)
+        rows = top + tl.arange(0, BLOCK)
+        cols = left + tl.arange(0, BLOCK)
+        result += tl.where(rows[:, None] == cols[None, :], scalar(diag), 0.0)
+        value = result.to(d.dtype)
+        mirrored = tl.trans(value)
+        # Below the diagonal this takes all of `value`; in a block of the diagonal it makes both halves the same bits.
+        value = tl.where(rows[:, None] >= cols[None, :], value, mirrored)
+        d.store([batch, top, left], value.reshape(1, BLOCK, BLOCK))
+        if row != col:
+            d.store([batch, left, top], mirrored.reshape(1, BLOCK, BLOCK))
+
+
+@triton.jit
+def sym_gemm_tma(
+    a,
+    b,
+    c,
+    d,
+    alpha,
+    beta,
+    diag,
+    M,
+    K,
+    a_step,
+    b_step,
+    c_step,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+    A_TURNED: tl.constexpr,
+    B_TURNED: tl.constexpr,
+    HAS_C: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One program computes BLOCK x (WIDE * BLOCK) of the lower triangle.
+
+    The triangle is made of squares of WIDE blocks; a square takes WIDE programs, one under the other. `a_step` is 0
+    for a stack of one matrix in all places, else 1. An operand is TURNED if its rows, not its columns, lie together.
+    """
+    side = tl.cdiv(M, BLOCK * WIDE)
+    programs = WIDE * side * (side + 1) // 2
+    pid = tl.program_id(0)
+    batch = pid // programs
+    n = pid % programs
+    i, j = triangle_tile(n // WIDE, side, BAND)
+    row = i * WIDE + n % WIDE
+    col = j * WIDE
+
+    acc = tl.zeros((BLOCK, BLOCK * WIDE), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if A_TURNED:
+            x = a.load([batch * a_step, k, row * BLOCK]).reshape(BLOCK_K, BLOCK).T
+        else:
+            x = a.load([batch * a_step, row * BLOCK, k]).reshape(BLOCK, BLOCK_K)
+        if B_TURNED:
+            y = b.load([batch * b_step, k, col * BLOCK]).reshape(BLOCK_K, BLOCK * WIDE)
+        else:
+            y = b.load([batch * b_step, col * BLOCK, k]).reshape(BLOCK * WIDE, BLOCK_K).T
+        if UPCAST:
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+
+    if WIDE == 1:
+        _finish(acc, c, d, alpha, beta, diag, batch, c_step, row, col, BLOCK, HAS_C)
+    else:
+        halves = tl.permute(tl.reshape(acc, (BLOCK, 2, BLOCK)), (0, 2, 1))
+        first, second = tl.split(halves)
+        _finish(first, c, d, alpha, beta, diag, batch, c_step, row, col, BLOCK, HAS_C)
+        _finish(second, c, d, alpha, beta, diag, batch, c_step, row, col + 1, BLOCK, HAS_C)
+
+
+def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[object, ...]) -> None:
+    """Run it. a, b: [B, M, K]; c, d: [B, M, M]; scalars: alpha, beta and diag, floats or 0-d tensors.
+
+    The caller looks after the alignment (`operands.alignment` of all tensors is 8 or more). c and d are row-major
+    or column-major alike: a symmetric matrix is the same either way.
+    """
+    wide, rest = divmod(tile.n, tile.m)
+    if rest or wide not in (1, 2):
+        raise ValueError(f"a tile has to be one or two squares, not {tile.m} x {tile.n}")
+    batch, m, k = a.shape
+    square = (tile.m, tile.m)
+    add = d if c is None else c
+    sym_gemm_tma[(batch * wide * triangle(-(-m // (tile.m * wide))),)](
+        _descriptor(a, (tile.m, tile.k)),
+        _descriptor(b, (tile.n, tile.k)),
+        _descriptor(add, square),
+        _descriptor(d, square),
+        *scalars,
+        m,
+        k,
+        _step(a),
+        _step(b),
+        _step(add),
+        BLOCK=tile.m,
+        WIDE=wide,
+        BLOCK_K=tile.k,
+        BAND=tile.band,
+        A_TURNED=_turned(a),
+        B_TURNED=_turned(b),
+        HAS_C=c is not None,
+        UPCAST=INTERPRETED,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _turned(x: Tensor) -> bool:
+    return x.stride(2) != 1
+
+
+def _step(x: Tensor) -> int:
+    """How far the descriptor goes on per matrix: one that is the same everywhere is described once."""
+    return int(x.stride(0) != 0 and x.shape[0] > 1)
+
+
+def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """A descriptor of [batch, rows, columns] as they lie in memory, the contiguous dim last; reads zeros outside."""
+    if _turned(x):
+        x, block = x.mT, (block[1], block[0])
+    _, rows, columns = x.shape
+    batch = x.shape[0] if _step(x) else 1
+    between = x.stride(0) if batch > 1 else rows * x.stride(1)
+    return TensorDescriptor(x, [batch, rows, columns], [between, x.stride(1), 1], [1, *block])
