@@ -71,16 +71,17 @@ def sym_gemm_pointer(
     if HAS_C:
         c_tile = c + batch * c_batch + wide_rows[:, None] * c_row + wide_cols[None, :] * c_col
         result += scalar(beta) * tl.load(c_tile, mask=inside, other=0.0).to(tl.float32)
-    result += tl.where(rows[:, None] == cols[None, :], scalar(diag), 0.0)
-    value = result.to(d.dtype.element_ty)
-    mirrored = tl.trans(value)
-    # Below the diagonal this takes all of `value`; in a tile of the diagonal it makes both halves the same bits.
-    value = tl.where(rows[:, None] >= cols[None, :], value, mirrored)
-    d_matrix = d + batch * d_batch
-    tl.store(d_matrix + wide_rows[:, None] * d_row + wide_cols[None, :] * d_col, value, mask=inside)
+    here = d + batch * d_batch + wide_rows[:, None] * d_row + wide_cols[None, :] * d_col
     if i != j:
-        across = (cols[:, None] < M) & (rows[None, :] < M)
-        tl.store(d_matrix + wide_cols[:, None] * d_row + wide_rows[None, :] * d_col, mirrored, mask=across)
+        value = result.to(d.dtype.element_ty)
+        tl.store(here, value, mask=inside)
+        there = d + batch * d_batch + wide_cols[:, None] * d_row + wide_rows[None, :] * d_col
+        tl.store(there, tl.trans(value), mask=(cols[:, None] < M) & (rows[None, :] < M))
+    else:
+        value = tl.where(rows[:, None] == cols[None, :], result + scalar(diag), result).to(d.dtype.element_ty)
+        # Both halves of a tile of the diagonal become the same bits.
+        value = tl.where(rows[:, None] >= cols[None, :], value, tl.trans(value))
+        tl.store(here, value, mask=inside)
 
 
 def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[object, ...]) -> None:

@@ -34,16 +34,17 @@ def _finish(
         if HAS_C:
             add = c.load([batch * c_step, top, left]).reshape(BLOCK, BLOCK)
             result += scalar(beta) * add.to(tl.float32)
-        rows = top + tl.arange(0, BLOCK)
-        cols = left + tl.arange(0, BLOCK)
-        result += tl.where(rows[:, None] == cols[None, :], scalar(diag), 0.0)
-        value = result.to(d.dtype)
-        mirrored = tl.trans(value)
-        # Below the diagonal this takes all of `value`; in a block of the diagonal it makes both halves the same bits.
-        value = tl.where(rows[:, None] >= cols[None, :], value, mirrored)
-        d.store([batch, top, left], value.reshape(1, BLOCK, BLOCK))
         if row != col:
-            d.store([batch, left, top], mirrored.reshape(1, BLOCK, BLOCK))
+            value = result.to(d.dtype)
+            d.store([batch, top, left], value.reshape(1, BLOCK, BLOCK))
+            d.store([batch, left, top], tl.trans(value).reshape(1, BLOCK, BLOCK))
+        else:
+            rows = tl.arange(0, BLOCK)[:, None]
+            cols = tl.arange(0, BLOCK)[None, :]
+            value = tl.where(rows == cols, result + scalar(diag), result).to(d.dtype)
+            # Both halves of a block of the diagonal become the same bits.
+            value = tl.where(rows >= cols, value, tl.trans(value))
+            d.store([batch, top, left], value.reshape(1, BLOCK, BLOCK))
 
 
 @triton.jit
