@@ -73,13 +73,15 @@ NO_VERDICTS: Verdicts = {}
 
 SQUARE = Tile(128, 128, 64, warps=8, stages=3)
 WIDE = Tile(128, 256, 64, warps=8, stages=3)
+DEEP = Tile(128, 256, 64, warps=8, stages=4)
+SMALL = Tile(64, 64, 64, warps=4, stages=4)
 
 # What may be chosen, by operation and architecture: the tuner tries these, a verdict has to be one of these, and the
 # ahead-of-time test compiles these. Other tiles spilled registers there.
 CANDIDATES: Mapping[tuple[Operation, int], tuple[Choice, ...]] = {
-    ("sym_gemm", 80): (Choice("pointer", SQUARE),),
-    ("sym_gemm", 90): (Choice("tma", SQUARE), Choice("tma", WIDE), Choice("pointer", SQUARE)),
-    ("sym_gemm", 100): (Choice("tma", SQUARE), Choice("tma", WIDE)),
+    ("sym_gemm", 80): (Choice("pointer", SQUARE), Choice("pointer", SMALL)),
+    ("sym_gemm", 90): (*(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP, SMALL)), Choice("pointer", SQUARE)),
+    ("sym_gemm", 100): tuple(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP)),
     ("gemm_axpby", 80): (Choice("pointer", SQUARE),),
     ("gemm_axpby", 90): (Choice("pointer", SQUARE), Choice("pointer", WIDE)),
     ("gemm_axpby", 100): (Choice("pointer", SQUARE),),

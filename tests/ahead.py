@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from canzona_compile.kernels.dispatch import CANDIDATES, Choice, Operation, Tile
+from canzona_compile.kernels.gemm_axpby_pointer import gemm_axpby_pointer
 from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
 from canzona_compile.kernels.sym_gemm_tma import sym_gemm_tma
 
@@ -99,6 +101,22 @@ def tma_case(arch: int, choice: Choice, tile: Tile, turned: bool, kind: str = "b
     return Case("sym_gemm", arch, choice, "turned" if turned else "", sym_gemm_tma, types, constants, divisible)
 
 
+def axpby_case(arch: int, choice: Choice, tile: Tile, turned: bool) -> Case:
+    """X row-major, no update; turned: X and parameter column-major, the update with scalars in memory."""
+    number = "*fp32" if turned else "fp32"
+    types = {"f": "*bf16", "x": "*bf16", "y": "*bf16", "p": "*fp32" if turned else "*bf16"}
+    types |= dict.fromkeys(("alpha", "beta", "lr", "decay", "scale"), number)
+    types |= dict.fromkeys(("M", "N", "p_rows", "p_columns"), "i32")
+    unit = dict.fromkeys((f"{x}_{'row' if turned else 'col'}" for x in "fxyp"), 1)
+    strides = [f"{x}_{dim}" for x in "fxyp" for dim in ("batch", "row", "col")]
+    types |= {s: "i64" if s.endswith("batch") else "i32" for s in strides if s not in unit}
+    constants = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "BAND": tile.band}
+    constants |= {"UPDATE": turned, "UPCAST": False, **unit}
+    divisible = frozenset(name for name, kind in types.items() if kind != "fp32")
+    variant = "turned" if turned else ""
+    return Case("gemm_axpby", arch, choice, variant, gemm_axpby_pointer, types, constants, divisible)
+
+
 def cases(arch: int) -> Iterator[Case]:
     """All that dispatch can choose on an architecture."""
     for (op, where), choices in CANDIDATES.items():
@@ -106,10 +124,9 @@ def cases(arch: int) -> Iterator[Case]:
             continue
         for choice in choices:
             assert choice.tile is not None
-            if op == "sym_gemm":
-                build = tma_case if choice.kernel == "tma" else pointer_case
-                for turned in (False, True):
-                    yield build(arch, choice, choice.tile, turned)
+            make = axpby_case if op == "gemm_axpby" else tma_case if choice.kernel == "tma" else pointer_case
+            for turned in (False, True):
+                yield make(arch, choice, choice.tile, turned)
 
 
 def build(case: Case) -> Built:
@@ -147,8 +164,6 @@ def build(case: Case) -> Built:
 
 def resources(cubin: bytes) -> dict[str, int]:
     """REG, STACK, SHARED, LOCAL of machine code, as Triton's own cuobjdump tells them."""
-    import tempfile
-
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
