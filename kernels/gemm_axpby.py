@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from canzona_compile.kernels.dispatch import Choice, Problem, record
+from canzona_compile.kernels.dispatch import Choice, Operation, Problem, record
 from canzona_compile.kernels.operands import (
     Scalar,
     alignment,
@@ -92,9 +92,9 @@ def gemm_axpby(
         return target
 
     result = batched(target, batch)
-    problem = Problem(
-        "gemm_axpby", v.shape[0], side, m if right else n, x.dtype, target.dtype, _alignment(side, f, v, result)
-    )
+    op: Operation = "gemm_axpby" if update is None else "gemm_update"
+    level = _alignment(side, f, v, result)
+    problem = Problem(op, v.shape[0], side, m if right else n, x.dtype, target.dtype, level)
     choice = choice or decide(problem, x.device)
     record(problem, choice)
     if choice.tile is None:

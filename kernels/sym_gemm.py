@@ -61,8 +61,8 @@ def sym_gemm(
         TypeError: an operand is not floating point, or a and b differ in dtype.
         ValueError: shapes or devices do not fit, or the given choice cannot run here.
     """
-    m, k = (a.shape[-1], a.shape[-2]) if trans else (a.shape[-2], a.shape[-1])
     matrices("a", a)
+    m, k = (a.shape[-1], a.shape[-2]) if trans else (a.shape[-2], a.shape[-1])
     if b is not None:
         matrices("b", b, (a.shape[-2], a.shape[-1]), a)
         if b.dtype != a.dtype:

@@ -101,20 +101,20 @@ def tma_case(arch: int, choice: Choice, tile: Tile, turned: bool, kind: str = "b
     return Case("sym_gemm", arch, choice, "turned" if turned else "", sym_gemm_tma, types, constants, divisible)
 
 
-def axpby_case(arch: int, choice: Choice, tile: Tile, turned: bool) -> Case:
-    """X row-major, no update; turned: X and parameter column-major, the update with scalars in memory."""
+def axpby_case(arch: int, choice: Choice, tile: Tile, turned: bool, update: bool) -> Case:
+    """X row-major; turned: X and parameter column-major, with scalars in memory."""
     number = "*fp32" if turned else "fp32"
-    types = {"f": "*bf16", "x": "*bf16", "y": "*bf16", "p": "*fp32" if turned else "*bf16"}
+    types = {"f": "*bf16", "x": "*bf16", "y": "*bf16", "p": "*fp32" if update else "*bf16"}
     types |= dict.fromkeys(("alpha", "beta", "lr", "decay", "scale"), number)
     types |= dict.fromkeys(("M", "N", "p_rows", "p_columns"), "i32")
     unit = dict.fromkeys((f"{x}_{'row' if turned else 'col'}" for x in "fxyp"), 1)
     strides = [f"{x}_{dim}" for x in "fxyp" for dim in ("batch", "row", "col")]
     types |= {s: "i64" if s.endswith("batch") else "i32" for s in strides if s not in unit}
     constants = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "BAND": tile.band}
-    constants |= {"UPDATE": turned, "UPCAST": False, **unit}
+    constants |= {"UPDATE": update, "UPCAST": False, **unit}
     divisible = frozenset(name for name, kind in types.items() if kind != "fp32")
     variant = "turned" if turned else ""
-    return Case("gemm_axpby", arch, choice, variant, gemm_axpby_pointer, types, constants, divisible)
+    return Case("gemm_update" if update else "gemm_axpby", arch, choice, variant, gemm_axpby_pointer, types, constants, divisible)
 
 
 def cases(arch: int) -> Iterator[Case]:
@@ -124,9 +124,13 @@ def cases(arch: int) -> Iterator[Case]:
             continue
         for choice in choices:
             assert choice.tile is not None
-            make = axpby_case if op == "gemm_axpby" else tma_case if choice.kernel == "tma" else pointer_case
             for turned in (False, True):
-                yield make(arch, choice, choice.tile, turned)
+                if op != "sym_gemm":
+                    yield axpby_case(arch, choice, choice.tile, turned, op == "gemm_update")
+                elif choice.kernel == "tma":
+                    yield tma_case(arch, choice, choice.tile, turned)
+                else:
+                    yield pointer_case(arch, choice, choice.tile, turned)
 
 
 def build(case: Case) -> Built:
