@@ -91,9 +91,7 @@ def gemm_axpby_pointer(
         tl.store(y + batch * y_batch + wide_rows[:, None] * y_row + wide_cols[None, :] * y_col, value, mask=inside)
 
 
-def launch(
-    tile: Tile, f: Tensor, x: Tensor, y: Tensor | None, p: Tensor | None, scalars: tuple[object, ...]
-) -> None:
+def launch(tile: Tile, f: Tensor, x: Tensor, y: Tensor | None, p: Tensor | None, scalars: tuple[object, ...]) -> None:
     """Run it. f: [B, M, M]; x, y: [B, M, N]; p: [B, m, n] with m <= M, n <= N, in the place of y.
 
     scalars: alpha, beta, lr, weight decay and scale, floats or 0-d tensors.

@@ -11,8 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from canzona_compile.kernels import verdicts
-from canzona_compile.kernels.dispatch import Choice, Problem, choose
+from canzona_compile.kernels.dispatch import Choice, Problem, Verdicts, choose
+from canzona_compile.kernels.verdicts import Machine, load
 
 Scalar = float | Tensor
 
@@ -79,27 +79,30 @@ def on_host(value: Scalar) -> Scalar:
 
 
 @cache
-def architecture(device: torch.device) -> int | None:
-    """`arch` of `dispatch.choose`: None without CUDA, with ROCm, and where Triton is not installed."""
+def machine(device: torch.device) -> Machine | None:
+    """What `dispatch.choose` and the verdicts ask for: None without CUDA, with ROCm, and if Triton is missing."""
     if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return Machine(10 * major + minor, torch.cuda.get_device_name(device))
 
 
 @cache
-def _decide(problem: Problem, arch: int | None) -> Choice:
-    return choose(problem, arch, verdicts.load(arch) if arch is not None else {})
+def _verdicts(here: Machine) -> Verdicts:
+    return load(here)
 
 
+@cache
 def decide(problem: Problem, device: torch.device) -> Choice:
     """`dispatch.choose` with this machine's architecture and verdicts, remembered per problem."""
-    return _decide(problem, architecture(device))
+    here = machine(device)
+    return choose(problem, None) if here is None else choose(problem, here.arch, _verdicts(here))
 
 
 def forget_decisions() -> None:
     """Read the verdicts on disk again on the next call."""
-    _decide.cache_clear()
+    decide.cache_clear()
+    _verdicts.cache_clear()
 
 
 def guard(tensor: Tensor) -> AbstractContextManager[object]:

@@ -147,9 +147,7 @@ def _run(
         launch(choice.tile, a, b, c, d, scalars)
 
 
-def _library(
-    a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, beta: Scalar, diag: Scalar
-) -> None:
+def _library(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, beta: Scalar, diag: Scalar) -> None:
     """[B, M, K] x [B, M, K] -> [B, M, M] by batched products of the library."""
     one_dtype = d.dtype == a.dtype and (c is None or c.dtype == a.dtype)
     if one_dtype and not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):

@@ -68,7 +68,7 @@ class Built:
 def pointer_case(arch: int, choice: Choice, tile: Tile, turned: bool, kind: str = "bf16") -> Case:
     """Aligned operands; turned: of A^T A, with scalars in memory."""
     number = "*fp32" if turned else "fp32"
-    types = {name: f"*{kind}" for name in "abcd"} | dict.fromkeys(("alpha", "beta", "diag"), number)
+    types = dict.fromkeys("abcd", f"*{kind}") | dict.fromkeys(("alpha", "beta", "diag"), number)
     types |= {"M": "i32", "K": "i32"}
     unit = dict.fromkeys(("a_row", "b_row") if turned else ("a_col", "b_col"), 1) | {"c_col": 1, "d_col": 1}
     strides = [f"{x}_{dim}" for x in "abcd" for dim in ("batch", "row", "col")]
@@ -114,7 +114,16 @@ def axpby_case(arch: int, choice: Choice, tile: Tile, turned: bool, update: bool
     constants |= {"UPDATE": update, "UPCAST": False, **unit}
     divisible = frozenset(name for name, kind in types.items() if kind != "fp32")
     variant = "turned" if turned else ""
-    return Case("gemm_update" if update else "gemm_axpby", arch, choice, variant, gemm_axpby_pointer, types, constants, divisible)
+    return Case(
+        "gemm_update" if update else "gemm_axpby",
+        arch,
+        choice,
+        variant,
+        gemm_axpby_pointer,
+        types,
+        constants,
+        divisible,
+    )
 
 
 def cases(arch: int) -> Iterator[Case]:

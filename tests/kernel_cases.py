@@ -94,9 +94,7 @@ def gapped(x: Tensor) -> Tensor:
     return large[..., : x.shape[-1]]
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    f.__name__: f for f in (spread, turned, shifted, repeated, gapped)
-}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {f.__name__: f for f in (spread, turned, shifted, repeated, gapped)}
 ALIGNED = ("turned", "repeated", "gapped")  # what tensor descriptors can describe, of sizes that are multiples of 8
 
 

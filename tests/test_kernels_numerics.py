@@ -76,7 +76,9 @@ def test_any_strides(dtype: torch.dtype, layout: str) -> None:
     close(result, mirrored(exact), mirrored(magnitude))
 
 
-@pytest.mark.parametrize("layouts", list(itertools.product(("gapped", "turned"), repeat=2)) + [("repeated",) * 2], ids=str)
+@pytest.mark.parametrize(
+    "layouts", [*itertools.product(("gapped", "turned"), repeat=2), ("repeated", "repeated")], ids=str
+)
 @pytest.mark.parametrize("choice", [TMA, PAIRS], ids=name_of)
 def test_layouts_of_descriptors(choice: Choice, layouts: tuple[str, str]) -> None:
     assert set(layouts) <= set(ALIGNED)
@@ -272,8 +274,8 @@ def test_what_cannot_be_is_refused() -> None:
         sym_gemm(torch.zeros(3))
     with pytest.raises(ValueError, match="out is"):
         sym_gemm(a, out=torch.empty(8, 8))
+    square = torch.zeros(8, 8)
     with pytest.raises(ValueError, match="read while it is written"):
-        square = torch.zeros(8, 8)
         sym_gemm(square, out=square)
     with pytest.raises(ValueError, match="scalar"):
         sym_gemm(a, alpha=torch.zeros(2), choice=POINTER)
