@@ -139,8 +139,10 @@ def _checked(update: Update, out: Tensor | None, x: Tensor, batch: torch.Size) -
     return param
 
 
-def _alignment(side: int, *operands: Tensor) -> int:
-    least = alignment(*operands)
+def _alignment(side: int, f: Tensor, x: Tensor, target: Tensor) -> int:
+    if (x.stride(2) == 1) != (target.stride(2) == 1):
+        return 1  # tiles would have to be transposed on the way
+    least = alignment(f, x, target)
     return min(least, 8) if side % 16 else least
 
 
@@ -157,8 +159,18 @@ def _triton(
     from canzona_compile.kernels.triangle import INTERPRETED  # late: everything else works without Triton
 
     runnable(choice, x, INTERPRETED)
-    if choice.kernel != "pointer" or choice.tile is None:
-        raise ValueError(f"gemm_axpby has no kernel {choice.kernel!r}")
+    assert choice.tile is not None
+    if choice.kernel == "tma":
+        if update is not None:
+            raise ValueError("tma: an update is applied by the pointer kernel only")
+        if _alignment(8, f, x, target) < 8:
+            raise ValueError("tma: rows have to begin at multiples of 16 bytes, and out has to lie as x does")
+        from canzona_compile.kernels.gemm_axpby_tma import launch as launch_tma
+
+        operands = (x, f) if right else (f, x)
+        with guard(x):
+            launch_tma(choice.tile, *operands, x, target, (on_device(alpha, x), on_device(beta, x)))
+        return
     from canzona_compile.kernels.gemm_axpby_pointer import launch
 
     rest = (0.0, 0.0, 0.0) if update is None else (update.lr, update.weight_decay, update.scale)

@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from canzona_compile.kernels.descriptors import descriptor, step, turned
 from canzona_compile.kernels.dispatch import Tile, triangle
 from canzona_compile.kernels.triangle import INTERPRETED, scalar, triangle_tile
 
@@ -121,43 +121,24 @@ def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalar
     square = (tile.m, tile.m)
     add = d if c is None else c
     sym_gemm_tma[(batch * wide * triangle(-(-m // (tile.m * wide))),)](
-        _descriptor(a, (tile.m, tile.k)),
-        _descriptor(b, (tile.n, tile.k)),
-        _descriptor(add, square),
-        _descriptor(d, square),
+        descriptor(a, (tile.m, tile.k)),
+        descriptor(b, (tile.n, tile.k)),
+        descriptor(add, square),
+        descriptor(d, square),
         *scalars,
         m,
         k,
-        _step(a),
-        _step(b),
-        _step(add),
+        step(a),
+        step(b),
+        step(add),
         BLOCK=tile.m,
         WIDE=wide,
         BLOCK_K=tile.k,
         BAND=tile.band,
-        A_TURNED=_turned(a),
-        B_TURNED=_turned(b),
+        A_TURNED=turned(a),
+        B_TURNED=turned(b),
         HAS_C=c is not None,
         UPCAST=INTERPRETED,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-
-
-def _turned(x: Tensor) -> bool:
-    return x.stride(2) != 1
-
-
-def _step(x: Tensor) -> int:
-    """How far the descriptor goes on per matrix: one that is the same everywhere is described once."""
-    return int(x.stride(0) != 0 and x.shape[0] > 1)
-
-
-def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """A descriptor of [batch, rows, columns] as they lie in memory, the contiguous dim last; reads zeros outside."""
-    if _turned(x):
-        x, block = x.mT, (block[1], block[0])
-    _, rows, columns = x.shape
-    batch = x.shape[0] if _step(x) else 1
-    between = x.stride(0) if batch > 1 else rows * x.stride(1)
-    return TensorDescriptor(x, [batch, rows, columns], [between, x.stride(1), 1], [1, *block])

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 
 from canzona_compile.kernels.dispatch import CANDIDATES, Choice, Operation, Tile
 from canzona_compile.kernels.gemm_axpby_pointer import gemm_axpby_pointer
+from canzona_compile.kernels.gemm_axpby_tma import gemm_axpby_tma
 from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
 from canzona_compile.kernels.sym_gemm_tma import sym_gemm_tma
 
@@ -126,6 +127,20 @@ def axpby_case(arch: int, choice: Choice, tile: Tile, turned: bool, update: bool
     )
 
 
+def axpby_tma_case(arch: int, choice: Choice, tile: Tile, turned: bool) -> Case:
+    """L and R row-major; turned: both column-major, with scalars in memory."""
+    left = (tile.k, tile.m) if turned else (tile.m, tile.k)
+    right = (tile.n, tile.k) if turned else (tile.k, tile.n)
+    blocks = {"left": left, "right": right, "add": (tile.m, tile.m), "y": (tile.m, tile.m)}
+    types = {name: f"tensordesc<bf16[1, {rows}, {columns}]>" for name, (rows, columns) in blocks.items()}
+    types |= dict.fromkeys(("alpha", "beta"), "*fp32" if turned else "fp32")
+    types |= dict.fromkeys(("M", "N", "K", "left_step", "right_step", "add_step"), "i32")
+    constants = {"BLOCK": tile.m, "WIDE": tile.n // tile.m, "BLOCK_K": tile.k, "BAND": tile.band}
+    constants |= {"LEFT_TURNED": turned, "RIGHT_TURNED": turned, "UPCAST": False}
+    variant = "turned" if turned else ""
+    return Case("gemm_axpby", arch, choice, variant, gemm_axpby_tma, types, constants, frozenset({"M", "N", "K"}))
+
+
 def cases(arch: int) -> Iterator[Case]:
     """All that dispatch can choose on an architecture."""
     for (op, where), choices in CANDIDATES.items():
@@ -134,7 +149,9 @@ def cases(arch: int) -> Iterator[Case]:
         for choice in choices:
             assert choice.tile is not None
             for turned in (False, True):
-                if op != "sym_gemm":
+                if op == "gemm_axpby" and choice.kernel == "tma":
+                    yield axpby_tma_case(arch, choice, choice.tile, turned)
+                elif op != "sym_gemm":
                     yield axpby_case(arch, choice, choice.tile, turned, op == "gemm_update")
                 elif choice.kernel == "tma":
                     yield tma_case(arch, choice, choice.tile, turned)

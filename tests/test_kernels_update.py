@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 
 LIBRARY = Choice("library")
 POINTER = Choice("pointer", Tile(16, 32, 16, warps=4, stages=2, band=2))
+TMA = Choice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2))
+PAIRS = Choice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2))
 KERNELS = (LIBRARY, POINTER)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -58,6 +60,25 @@ def test_any_strides(choice: Choice, layouts: tuple[str, str]) -> None:
     assert gemm_axpby(factor, x, alpha=2.0, out=out.inner, choice=choice) is out.inner
     close(out.inner, *exact(factor, x, 2.0, 1.0, False))
     assert out.untouched()
+
+
+@pytest.mark.parametrize("layouts", list(itertools.product(ALIGNED, repeat=2)), ids=str)
+@each_side
+@pytest.mark.parametrize("choice", [TMA, PAIRS], ids=name_of)
+def test_layouts_of_descriptors(choice: Choice, right: bool, layouts: tuple[str, str]) -> None:
+    """Sizes that leave half-empty tiles, in both dims and in the sum."""
+    side = 56 if right else 40
+    factor = LAYOUTS[layouts[0]](random(2, side, side, dtype=torch.float16))
+    x = LAYOUTS[layouts[1]](random(2, 40, 56, dtype=torch.float16, seed=1))
+    result = torch.full((2, 40, 72), 7.0, dtype=torch.float16)
+    out = result[..., :56]
+    if layouts[1] == "turned":
+        result = torch.full((2, 56, 56), 7.0, dtype=torch.float16)
+        out = result[..., :40].mT
+    beta = torch.tensor(-0.5)
+    assert gemm_axpby(factor, x, alpha=2.0, beta=beta, right=right, out=out, choice=choice) is out
+    close(out, *exact(factor, x, 2.0, -0.5, right))
+    assert (result[..., 40 if layouts[1] == "turned" else 56 :] == 7.0).all()
 
 
 @each_kernel
@@ -156,8 +177,13 @@ def test_what_cannot_be_is_refused() -> None:
         gemm_axpby(f, x, out=x)
     with pytest.raises(ValueError, match="out is"):
         gemm_axpby(f, x, out=torch.empty(2, 8, 6, dtype=torch.float16))
-    with pytest.raises(ValueError, match="no kernel 'tma'"):
-        gemm_axpby(f, x, choice=Choice("tma", Tile(16, 16, 16, 4, 2)))
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        gemm_axpby(f, x, choice=TMA)
+    wide = torch.zeros(2, 8, 8)
+    with pytest.raises(ValueError, match="as x does"):
+        gemm_axpby(f, wide, out=torch.zeros(2, 8, 8).mT, choice=TMA)
+    with pytest.raises(ValueError, match="pointer kernel only"):
+        gemm_axpby(f, wide, update=Update(torch.zeros(2, 8, 8), 0.1), choice=TMA)
 
 
 # -- padding --------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ MOST_LINES = 400
 
 # A module may import those before it. Whoever adds one decides where it stands.
 LAYERS = (
-    "kernels.dispatch kernels.verdicts kernels.operands kernels.padding kernels.triangle",
+    "kernels.dispatch kernels.verdicts kernels.operands kernels.padding kernels.triangle kernels.descriptors",
     "kernels.sym_gemm_pointer kernels.sym_gemm_tma kernels.sym_gemm",
-    "kernels.gemm_axpby_pointer kernels.gemm_axpby kernels.tune kernels",
+    "kernels.gemm_axpby_pointer kernels.gemm_axpby_tma kernels.gemm_axpby kernels.tune kernels",
     "errors hardware layout ir",
     "ownership.jobs ownership.buffer ownership.greedy ownership.static ownership.alpha ownership.exchange",
     "ownership.lpt ownership.permuted ownership.patterns ownership.exact ownership",
