@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +16,22 @@ from canzona_compile.kernels.dispatch import Choice
 # Half a unit in the last place. The interpreter cuts float32 off to bfloat16, hence a whole unit there.
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
 ACCUMULATED = 1e-6  # what sums in float32 may lose, in parts of the sum of magnitudes
+
+
+def no_interpreter() -> str:
+    """Why Triton's interpreter does not run here; empty if it does."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs TRITON_INTERPRET=1 before kernels are imported, which -m gpu leaves out"
+    try:
+        triton, numpy = (tuple(map(int, importlib.metadata.version(x).split(".")[:2])) for x in ("triton", "numpy"))
+    except importlib.metadata.PackageNotFoundError:
+        return "needs Triton"
+    if triton < (3, 7) and numpy >= (1, 25):
+        return "the interpreter of Triton 3.6 makes loop bounds in a way that numpy warns of or refuses"
+    return ""
+
+
+interpreted = pytest.mark.skipif(bool(no_interpreter()), reason=no_interpreter() or "it runs")
 
 
 def random(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:

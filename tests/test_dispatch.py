@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import logging
@@ -33,6 +34,7 @@ from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tune import LIBRARY, Trial, tune, winner
 from canzona_compile.kernels.verdicts import Machine
 from canzona_compile.tuning.command import describe, problems
+from tests.kernel_cases import interpreted
 
 HALF = torch.bfloat16
 HERE = Machine(90, "a card")
@@ -251,9 +253,9 @@ def wall(call: Callable[[], object]) -> float:
     return 1000 * (time.perf_counter() - begun)
 
 
+@interpreted
 @pytest.mark.parametrize("op", ["sym_gemm", "gemm_axpby", "gemm_update"])
 def test_a_candidate_that_is_right_and_faster_wins(op: str) -> None:
-    pytest.importorskip("triton")
     cpu = torch.device("cpu")
     verdict = tune(op, (2, 32, 48), torch.float16, cpu, [POINTER], pointer_is_faster, rounds=1)  # type: ignore[arg-type]
     assert verdict.problem == Problem(op, 2, 32, 48, torch.float16, torch.float16, 16)  # type: ignore[arg-type]
@@ -265,9 +267,10 @@ def test_a_candidate_that_is_right_and_faster_wins(op: str) -> None:
     assert slower.choice.kernel == "library"  # the interpreter is a thousand times slower
 
 
+@interpreted
 def test_a_candidate_that_is_wrong_or_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast it is: a wrong element, a NaN, a kernel that raises."""
-    pointer = pytest.importorskip("canzona_compile.kernels.sym_gemm_pointer")
+    pointer = importlib.import_module("canzona_compile.kernels.sym_gemm_pointer")
     right = pointer.launch
 
     def wrong_in_the_last_matrix(tile: Tile, a: object, b: object, c: object, d: torch.Tensor, scalars: object) -> None:

@@ -15,10 +15,22 @@ import triton.language as tl
 from canzona_compile.kernels.dispatch import Choice, Tile, recorded, triangle
 from canzona_compile.kernels.sym_gemm import reference, sym_gemm
 from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
-from canzona_compile.kernels.triangle import INTERPRETED, triangle_row, triangle_tile
-from tests.kernel_cases import ALIGNED, LAYOUTS, Guarded, close, integers, mirrored, name_of, product, random, symmetric
+from canzona_compile.kernels.triangle import triangle_row, triangle_tile
+from tests.kernel_cases import (
+    ALIGNED,
+    LAYOUTS,
+    Guarded,
+    close,
+    integers,
+    interpreted,
+    mirrored,
+    name_of,
+    product,
+    random,
+    symmetric,
+)
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 when the kernels are imported")
+pytestmark = interpreted
 
 LIBRARY = Choice("library")
 POINTER = Choice("pointer", Tile(16, 16, 16, warps=4, stages=2, band=2))
@@ -117,10 +129,12 @@ def test_sums_of_nothing() -> None:
 def test_batch_offsets_are_64_bits_wide() -> None:
     """Three matrices, 2^30 elements apart, so that the last one begins where 32 bits have wrapped around."""
     far, size = 2**30, 16
-    no_reserve = 0x4000  # Linux's MAP_NORESERVE: of 4 GiB only what is written takes memory
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE: of 8 GiB only what is written takes memory
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    memory = mmap.mmap(-1, (2 * far + size * size) * 2, flags=flags)
-    stack = [torch.frombuffer(memory, dtype=torch.float16, count=size * size, offset=2 * i * far) for i in range(3)]
+    # The first matrix lies in the middle, so that what 32 bits would make of the last one's offset is memory too.
+    memory = mmap.mmap(-1, (4 * far + size * size) * 2, flags=flags)
+    starts = [2 * far, 3 * far, 4 * far]
+    stack = [torch.frombuffer(memory, dtype=torch.float16, count=size * size, offset=2 * at) for at in starts]
     values = random(3, size, size, dtype=torch.float16)
     for place, value in zip(stack, values, strict=True):
         place.copy_(value.flatten())

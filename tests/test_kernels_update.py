@@ -14,10 +14,9 @@ from canzona_compile.kernels.dispatch import Choice, Tile, recorded
 from canzona_compile.kernels.gemm_axpby import Update, gemm_axpby, reference
 from canzona_compile.kernels.padding import corner, pad_cast, padded_size
 from canzona_compile.kernels.sym_gemm import sym_gemm
-from canzona_compile.kernels.triangle import INTERPRETED
-from tests.kernel_cases import ALIGNED, LAYOUTS, Guarded, close, integers, name_of, random, symmetric
+from tests.kernel_cases import ALIGNED, LAYOUTS, Guarded, close, integers, interpreted, name_of, random, symmetric
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 when the kernels are imported")
+pytestmark = interpreted
 
 LIBRARY = Choice("library")
 POINTER = Choice("pointer", Tile(16, 32, 16, warps=4, stages=2, band=2))
