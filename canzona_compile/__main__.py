@@ -18,6 +18,7 @@ from canzona_compile.calibration import command as calibration
 from canzona_compile.checking import command as verify
 from canzona_compile.errors import CanzonaError
 from canzona_compile.planning import command as planning
+from canzona_compile.tuning import command as tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,11 @@ COMMANDS = {
         "compare two plans; exit code 1 if they differ",
         planning.add_diff_arguments,
         planning.run_diff,
+    ),
+    "tune": Command(
+        "measure on this GPU which kernels beat the library, and keep that for later runs",
+        tuning.add_arguments,
+        tuning.run,
     ),
     "verify": Command(
         "compare the wrapped optimizer with the plain one on your model; exit code 1 if a bit differs",

@@ -18,6 +18,9 @@ Golden = Callable[..., None]
 def pytest_configure(config: pytest.Config) -> None:
     # Dynamo imports deprecated parts of torch; were that an error, every capture would fail.
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit:DeprecationWarning")
+    # Triton asks when it decorates a kernel, so this has to come before the first import of one.
+    if config.option.markexpr.strip() != "gpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""The command that measures which kernels are fastest on this GPU."""

@@ -1,0 +1,104 @@
+"""`python -m canzona_compile tune`."""
+
+from __future__ import annotations
+
+import logging
+from argparse import ArgumentParser, Namespace
+
+import torch
+
+from canzona_compile.errors import CanzonaError
+from canzona_compile.kernels import verdicts
+from canzona_compile.kernels.dispatch import CANDIDATES, Choice, Operation
+from canzona_compile.kernels.operands import forget_decisions, machine
+from canzona_compile.kernels.tune import Trial, Verdict, cuda_clock, tune
+
+log = logging.getLogger(__name__)
+
+SHAPES = ("1x4096x4096", "1x4096x12288", "1x5120x25600", "16x1024x4096", "64x1024x1024", "1x2048x8192")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("shapes", nargs="*", metavar="BxMxN", help=f"batches of matrices (default: {' '.join(SHAPES)})")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="what the products compute in (%(default)s)")
+    add("--rounds", type=int, default=15, help="how often all candidates take their turn (%(default)s)")
+    add("--dry-run", action="store_true", help="measure and print, but keep nothing for later runs")
+
+
+def run(given: Namespace) -> int:
+    """Measure all products of a Newton-Schulz step on these matrices, print and keep which kernel won."""
+    shapes = [_parsed(text) for text in given.shapes or SHAPES]
+    if given.rounds < 1:
+        raise CanzonaError(f"--rounds has to be 1 or more, not {given.rounds}")
+    if not torch.cuda.is_available():
+        raise CanzonaError("there is no CUDA device to tune on; without one all products are the library's")
+    device = torch.device("cuda", torch.cuda.current_device())
+    here = machine(device)
+    if here is None:
+        raise CanzonaError("Triton is not installed, or this is no NVIDIA GPU; all products are the library's")
+    if not any(arch == here.arch for _, arch in CANDIDATES):
+        raise CanzonaError(f"there are no kernels for sm_{here.arch}; all products are the library's")
+    for op, shape in problems(shapes):
+        verdict = tune(
+            op, shape, DTYPES[given.dtype], device, CANDIDATES[op, here.arch], cuda_clock, rounds=given.rounds
+        )
+        print(describe(verdict), flush=True)
+        if not given.dry_run:
+            path = verdicts.store(
+                here, verdict.problem, verdict.choice, {"trials": [_figures(t) for t in verdict.trials]}
+            )
+            log.info("kept in %s", path)
+    forget_decisions()
+    return 0
+
+
+def problems(shapes: list[tuple[int, int, int]]) -> list[tuple[Operation, tuple[int, int, int]]]:
+    """The products of a Newton-Schulz step, each once: X X^T, its square, and the product with X."""
+    found: dict[tuple[Operation, tuple[int, int, int]], None] = {}
+    for batch, rows, columns in shapes:
+        m, n = min(rows, columns), max(rows, columns)
+        found["sym_gemm", (batch, m, n)] = None
+        found["sym_gemm", (batch, m, m)] = None
+        found["gemm_axpby", (batch, m, n)] = None
+        found["gemm_update", (batch, m, n)] = None
+    return list(found)
+
+
+def describe(verdict: Verdict) -> str:
+    """A line for the problem and the winner, and one for everything that was tried."""
+    p = verdict.problem
+    lines = [f"{p.op} {p.batch}x{p.m}x{p.k} {str(p.dtype).removeprefix('torch.')}: {named(verdict.choice)}"]
+    for trial in verdict.trials:
+        told = trial.refused or f"{trial.milliseconds:.4f} ms, {trial.speedup:.2f}x, error {trial.error:.1e}"
+        lines.append(f"    {named(trial.choice):24} {told}")
+    return "\n".join(lines)
+
+
+def named(choice: Choice) -> str:
+    """Kernel and tile in a few characters: tma 128x256x64, 8 warps, 3 stages is `tma 128x256x64 w8 s3`."""
+    t = choice.tile
+    return choice.kernel if t is None else f"{choice.kernel} {t.m}x{t.n}x{t.k} w{t.warps} s{t.stages}"
+
+
+def _figures(trial: Trial) -> dict[str, object]:
+    """For the file; JSON has no infinity."""
+    if trial.refused:
+        return {"kernel": named(trial.choice), "refused": trial.refused}
+    return {
+        "kernel": named(trial.choice),
+        "speedup": trial.speedup,
+        "milliseconds": trial.milliseconds,
+        "error": trial.error,
+    }
+
+
+def _parsed(text: str) -> tuple[int, int, int]:
+    sizes = text.lower().split("x")
+    if len(sizes) == 2:
+        sizes = ["1", *sizes]
+    if len(sizes) != 3 or not all(s.isdecimal() and int(s) for s in sizes):
+        raise CanzonaError("a shape is BATCHxROWSxCOLUMNS, or ROWSxCOLUMNS", at=text)
+    batch, rows, columns = map(int, sizes)
+    return batch, rows, columns

@@ -1,0 +1,120 @@
+"""Tensors as kernels take them: batches with one leading dim, scalars on the device, alignment, and where to run."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from canzona_compile.kernels.dispatch import Choice, Problem, Verdicts, choose
+from canzona_compile.kernels.verdicts import Machine, load
+
+Scalar = float | Tensor
+
+
+def batched(tensor: Tensor, batch: Sequence[int]) -> Tensor:
+    """`tensor`, broadcast to leading dims `batch`, as [prod(batch), rows, columns]: a view where strides allow it."""
+    rows, columns = tensor.shape[-2:]
+    return tensor.expand(*batch, rows, columns).reshape(math.prod(batch), rows, columns)
+
+
+def matrices(name: str, tensor: Tensor, shape: tuple[int, int] | None = None, like: Tensor | None = None) -> None:
+    """Check that a tensor is a stack of real matrices, of one shape, on the device of another tensor.
+
+    Raises:
+        TypeError: its dtype is not floating point.
+        ValueError: dims, shape or device do not fit.
+    """
+    if tensor.dim() < 2:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: a matrix, or a stack of matrices, is needed")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} is {tensor.dtype}: a floating-point dtype is needed")
+    if shape is not None and tuple(tensor.shape[-2:]) != shape:
+        raise ValueError(f"{name} holds {'x'.join(map(str, tensor.shape[-2:]))} matrices, not {shape[0]}x{shape[1]}")
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, the first operand on {like.device}")
+
+
+def alignment(*tensors: Tensor) -> int:
+    """`Problem.alignment` of [batch, rows, columns] tensors; the caller looks at k."""
+    least = 16
+    for tensor in tensors:
+        strides = tensor.stride()
+        if 1 not in strides[1:] or tensor.data_ptr() % 16:
+            return 1
+        inner = 2 if strides[2] == 1 else 1
+        others = [s for dim, s in enumerate(strides) if dim != inner and tensor.shape[dim] > 1]
+        if any(s * tensor.element_size() % 16 for s in others):
+            return 1
+        if any(s % 16 for s in others):
+            least = 8
+    return least
+
+
+def on_device(value: Scalar, like: Tensor) -> Scalar:
+    """A number as kernels take it: a float, or a 0-d tensor of `like`'s device, which nobody has to wait for."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ValueError(f"a scalar is needed, not a tensor of shape {tuple(value.shape)}")
+    return value if value.device == like.device else float(value)
+
+
+def is_zero(value: Scalar) -> bool:
+    """Whether a value is known to be zero without looking at a device."""
+    return not isinstance(value, Tensor) and value == 0.0
+
+
+def on_host(value: Scalar) -> Scalar:
+    """A float, unless that would make the host wait for a device."""
+    return float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
+
+
+# -- where to run ---------------------------------------------------------------------------------
+
+
+@cache
+def machine(device: torch.device) -> Machine | None:
+    """What `dispatch.choose` and the verdicts ask for: None without CUDA, with ROCm, and if Triton is missing."""
+    if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return Machine(10 * major + minor, torch.cuda.get_device_name(device))
+
+
+@cache
+def _verdicts(here: Machine) -> Verdicts:
+    return load(here)
+
+
+@cache
+def decide(problem: Problem, device: torch.device) -> Choice:
+    """`dispatch.choose` with this machine's architecture and verdicts, remembered per problem."""
+    here = machine(device)
+    return choose(problem, None) if here is None else choose(problem, here.arch, _verdicts(here))
+
+
+def forget_decisions() -> None:
+    """Read the verdicts on disk again on the next call."""
+    decide.cache_clear()
+    _verdicts.cache_clear()
+
+
+def guard(tensor: Tensor) -> AbstractContextManager[object]:
+    """Makes the tensor's device the current one, as Triton launches on that."""
+    if tensor.device.type == "cuda" and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
+def runnable(choice: Choice, tensor: Tensor, interpreted: bool) -> None:
+    """Raise ValueError if a Triton kernel cannot run where the tensor is."""
+    if tensor.device.type == "cuda" and interpreted:
+        raise ValueError(f"{choice.kernel}: TRITON_INTERPRET is set, which is for CPU tensors")
+    if tensor.device.type != "cuda" and not interpreted:
+        raise ValueError(f"{choice.kernel}: Triton kernels run on CUDA, and elsewhere only with TRITON_INTERPRET=1")

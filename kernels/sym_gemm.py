@@ -1,0 +1,169 @@
+"""sym_gemm: symmetric products, one triangle computed and mirrored. alpha * A @ B^T + beta * C + diag * I.
+
+One triangle of tiles is little more than half of the work: (t + 1) / 2t of it, with t = ceil(M / 128) tiles a side.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from canzona_compile.kernels.dispatch import Choice, Problem, record
+from canzona_compile.kernels.operands import (
+    Scalar,
+    alignment,
+    batched,
+    decide,
+    guard,
+    is_zero,
+    matrices,
+    on_device,
+    on_host,
+    runnable,
+)
+
+
+def sym_gemm(
+    a: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | None = None,
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar = 0.0,
+    diag: Scalar = 0.0,
+    trans: bool = False,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    choice: Choice | None = None,
+) -> Tensor:
+    """alpha * A @ (B or A)^T + beta * C + diag * I, of which the caller knows that it is symmetric.
+
+    Sums are kept in float32, whatever the operands are (float64 in float64), and rounded once at the end; the
+    library may round once more where `diag`, or an `alpha` on the device, is not the trivial one. The Triton
+    kernels compute one triangle and write it to both sides, so their result equals its transpose bit for bit, even
+    where A @ B^T is symmetric only in exact arithmetic; the library's result is as symmetric as its product.
+
+    Args:
+        a: [..., M, K], or [..., K, M] with `trans`; float16, bfloat16, float32 or float64, any strides.
+        b: like a. Given only where A @ B^T is symmetric, as it is if A and B are polynomials of one symmetric matrix.
+        c: [..., M, M], symmetric: one triangle of it is read. Any floating dtype. Not read if beta is the number 0.
+        alpha, beta, diag: numbers, or 0-d tensors; on the device, nobody waits for them.
+        trans: take A^T @ (B or A) of operands stored as [..., K, M].
+        out: [..., M, M], where to write, and what is returned. May be c; must not overlap a or b.
+        dtype: of the result; default: out's, else a's.
+        choice: which kernel; default: what `dispatch` chooses. For tests and the tuner.
+
+    Leading dims are broadcast against each other.
+
+    Returns: [..., M, M].
+
+    Raises:
+        TypeError: an operand is not floating point, or a and b differ in dtype.
+        ValueError: shapes or devices do not fit, or the given choice cannot run here.
+    """
+    matrices("a", a)
+    m, k = (a.shape[-1], a.shape[-2]) if trans else (a.shape[-2], a.shape[-1])
+    if b is not None:
+        matrices("b", b, (a.shape[-2], a.shape[-1]), a)
+        if b.dtype != a.dtype:
+            raise TypeError(f"a is {a.dtype}, b is {b.dtype}: one dtype is needed")
+    if c is not None:
+        matrices("c", c, (m, m), a)
+        c = None if is_zero(beta) else c
+    batch = torch.broadcast_shapes(*(t.shape[:-2] for t in (a, b, c) if t is not None))
+    if out is None:
+        out = a.new_empty(*batch, m, m, dtype=dtype or a.dtype)
+    else:
+        matrices("out", out, (m, m), a)
+        if out.shape[:-2] != batch or (dtype is not None and out.dtype != dtype):
+            raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not {dtype or out.dtype} {(*batch, m, m)}")
+        if any(t is not None and t.data_ptr() == out.data_ptr() for t in (a, b)) and out.numel():
+            raise ValueError("out is a or b: both are read while it is written")
+    if out.numel() == 0:
+        return out
+
+    left = batched(a.mT if trans else a, batch)
+    right = left if b is None else batched(b.mT if trans else b, batch)
+    add = None if c is None else batched(c, batch)
+    result = batched(out, batch)
+    operands = [left, right, result] if add is None else [left, right, result, add]
+    problem = Problem("sym_gemm", left.shape[0], m, k, a.dtype, out.dtype, _alignment(k, operands))
+    choice = choice or decide(problem, a.device)
+    record(problem, choice)
+    _run(choice, left, right, add, result, alpha, beta, diag)
+    if result.data_ptr() != out.data_ptr():  # out's leading dims have no common stride
+        out.copy_(result.view(out.shape))
+    return out
+
+
+def reference(
+    a: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | None = None,
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar = 0.0,
+    diag: Scalar = 0.0,
+    trans: bool = False,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The same in plain torch, in float32 (float64 in float64), rounded once at the end."""
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    left = (a.mT if trans else a).to(wide)
+    right = left if b is None else (b.mT if trans else b).to(wide)
+    result = alpha * (left @ right.mT)
+    if c is not None and not is_zero(beta):
+        result = result + beta * c.to(wide)
+    result = result + diag * torch.eye(left.shape[-2], dtype=wide, device=a.device)
+    if out is not None:
+        return out.copy_(result)
+    return result.to(dtype or a.dtype)
+
+
+def _alignment(k: int, operands: list[Tensor]) -> int:
+    least = alignment(*operands)
+    return min(least, 8) if k % 16 else least
+
+
+def _run(
+    choice: Choice, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, beta: Scalar, diag: Scalar
+) -> None:
+    if choice.tile is None:
+        _library(a, b, c, d, on_host(alpha), on_host(beta), on_host(diag))
+        return
+    scalars = tuple(on_device(x, a) for x in (alpha, beta, diag))
+    # Imported here, so that everything else works without Triton.
+    from canzona_compile.kernels.triangle import INTERPRETED
+
+    runnable(choice, a, INTERPRETED)
+    if choice.kernel == "tma":
+        if alignment(*(x for x in (a, b, c, d) if x is not None)) < 8:
+            raise ValueError("tma: rows have to begin at multiples of 16 bytes; use the pointer kernel, or pad")
+        from canzona_compile.kernels.sym_gemm_tma import launch
+    else:
+        from canzona_compile.kernels.sym_gemm_pointer import launch
+    with guard(a):
+        launch(choice.tile, a, b, c, d, scalars)
+
+
+def _library(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, beta: Scalar, diag: Scalar) -> None:
+    """[B, M, K] x [B, M, K] -> [B, M, M] by batched products of the library."""
+    one_dtype = d.dtype == a.dtype and (c is None or c.dtype == a.dtype)
+    if one_dtype and not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
+        # With beta = 0 the first operand is not read, so the result can stand in for it.
+        torch.baddbmm(d if c is None else c, a, b.mT, beta=0.0 if c is None else beta, alpha=alpha, out=d)
+    else:
+        result = alpha * _product(a, b.mT, d.dtype)
+        d.copy_(result if c is None else result + beta * c)
+    if not is_zero(diag):
+        d.diagonal(dim1=-2, dim2=-1).add_(diag)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b, 16-bit operands with a float32 result."""
+    if a.dtype in (torch.float16, torch.bfloat16):
+        if a.is_cuda:
+            return torch.bmm(a, b, out_dtype=torch.float32)
+        return torch.bmm(a.float(), b.float())
+    return torch.bmm(a, b)

@@ -1,0 +1,45 @@
+"""Device functions that the matrix kernels share: the tiles of a lower triangle, and runtime scalars."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+# Triton decides this when it decorates. Its interpreter multiplies the bit patterns of bfloat16 operands, so they are
+# cast up inside of the kernels there, and only there.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def scalar(x):
+    """A number given by value, or by a pointer to it, in float32."""
+    value = x
+    if value.dtype.is_ptr():
+        value = tl.load(value)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def triangle_row(n):
+    """The row of the n-th entry of a lower triangle that is read row by row."""
+    row = ((tl.sqrt((8 * n + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32)
+    # A rounded square root may be one off, in either direction.
+    row = tl.where(row * (row + 1) // 2 > n, row - 1, row)
+    row = tl.where((row + 1) * (row + 2) // 2 <= n, row + 1, row)
+    return row
+
+
+@triton.jit
+def triangle_tile(n, side, BAND: tl.constexpr):
+    """Row and column of the n-th tile of a lower triangle of side x side tiles.
+
+    BAND rows are walked together, column by column, so that programs that run at the same time read the same
+    rows and columns. The tiles above a band are as many as if they were walked row by row, which gives the band.
+    """
+    top = triangle_row(n) // BAND * BAND
+    height = tl.minimum(side - top, BAND)
+    inside = n - top * (top + 1) // 2
+    corner = inside - top * height  # the band is a rectangle, then a triangle at the diagonal
+    row = triangle_row(tl.maximum(corner, 0))
+    i = top + tl.where(corner < 0, inside % height, row)
+    j = tl.where(corner < 0, inside // height, top + corner - row * (row + 1) // 2)
+    return i, j

@@ -1,0 +1,203 @@
+"""Which kernel is fastest here, measured: a candidate wins only if it is right, compared with float64, and faster.
+
+Offline: measuring takes seconds, and a measurement in the midst of a step would measure that step. All candidates and
+the library take turns, so that clocks and temperature are the same for all.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from canzona_compile.kernels.dispatch import Choice, Operation, Problem, recorded
+from canzona_compile.kernels.gemm_axpby import Update, gemm_axpby
+from canzona_compile.kernels.gemm_axpby import reference as axpby_reference
+from canzona_compile.kernels.sym_gemm import reference as sym_reference
+from canzona_compile.kernels.sym_gemm import sym_gemm
+
+LIBRARY = Choice("library", reason="measured")
+MARGIN = 1.02  # a candidate has to be faster by this much, so that noise does not choose
+UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+
+Clock = Callable[[Callable[[], object]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to call an operation: what runs under a choice, and what it should give for a part of the batch."""
+
+    name: str
+    run: Callable[[Choice], Tensor]
+    exact: Callable[[slice], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What became of a candidate: the worst of its speeds and errors over all forms, or why it was refused.
+
+    speedup: the library's time over its time; error: largest deviation from float64, in parts of the largest value.
+    """
+
+    choice: Choice
+    speedup: float = 0.0
+    milliseconds: float = math.inf
+    error: float = math.inf
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The winner, and all that was tried, the library first."""
+
+    problem: Problem
+    choice: Choice
+    trials: tuple[Trial, ...]
+
+
+def tune(
+    op: Operation,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    candidates: Sequence[Choice],
+    clock: Clock,
+    rounds: int = 15,
+) -> Verdict:
+    """Try candidates on random operands.
+
+    Args:
+        op: the operation; sym_gemm is tried with and without a summand, and has to win in both forms.
+        shape: batch, m and k of `Problem`.
+        dtype: of operands and result.
+        device: where.
+        candidates: Triton kernels; the library takes part anyway.
+        clock: milliseconds that a call takes, in the mean.
+        rounds: how often all take their turn.
+    """
+    forms = _forms(op, shape, dtype, device)
+    with recorded() as launches:
+        library = {form.name: _error(form, LIBRARY, shape[0]) for form in forms}
+    problem = launches[0].problem
+    allowed = {name: 2.0 * error + UNIT[dtype] for name, error in library.items()}
+    checked = [_check(choice, forms, shape[0], allowed) for choice in candidates]
+    running = [LIBRARY, *(trial.choice for trial in checked if not trial.refused)]
+    times = _race(forms, running, clock, rounds)
+    trials = [Trial(LIBRARY, 1.0, max(times[LIBRARY]), max(library.values()))]
+    for trial in checked:
+        if not trial.refused:
+            mine = times[trial.choice]
+            speedup = min(theirs / own for theirs, own in zip(times[LIBRARY], mine, strict=True))
+            trial = Trial(trial.choice, speedup, max(mine), trial.error)
+        trials.append(trial)
+    return Verdict(problem, winner(trials), tuple(trials))
+
+
+def winner(trials: Sequence[Trial]) -> Choice:
+    """The fastest of those that were not refused, if it beats the library, the first trial, by the margin."""
+    library, *others = trials
+    best = max((t for t in others if not t.refused), key=lambda t: t.speedup, default=library)
+    if best is library or best.speedup < MARGIN:
+        return LIBRARY
+    return Choice(best.choice.kernel, best.choice.tile, f"measured: {best.speedup:.2f} times the library's speed")
+
+
+def cuda_clock(call: Callable[[], object], least: float = 2.0) -> float:
+    """Milliseconds of a call by CUDA events, in the mean over at least `least` of them."""
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    calls = 1
+    while True:
+        begun.record()
+        for _ in range(calls):
+            call()
+        ended.record()
+        ended.synchronize()
+        taken = float(begun.elapsed_time(ended))
+        if taken >= least or calls >= 1024:
+            return taken / calls
+        calls *= 2
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def _check(choice: Choice, forms: Sequence[Form], batch: int, allowed: dict[str, float]) -> Trial:
+    """Run each form once and compare it with float64."""
+    worst = 0.0
+    for form in forms:
+        try:
+            error = _error(form, choice, batch)
+        except Exception as problem:  # whatever a compiler or a driver raises, it is no reason to stop
+            return Trial(choice, refused=f"{form.name}: {type(problem).__name__}: {problem}".splitlines()[0][:200])
+        if not error <= allowed[form.name]:  # NaN too
+            return Trial(choice, error=error, refused=f"{form.name}: off by {error:.2e}, more than the library")
+        worst = max(worst, error)
+    return Trial(choice, error=worst)
+
+
+def _error(form: Form, choice: Choice, batch: int) -> float:
+    """Largest deviation from float64 in the first and the last matrix, in parts of the largest value."""
+    result = form.run(choice)
+    worst = 0.0
+    for index in {0, batch - 1}:
+        part = slice(index, index + 1)
+        exact = form.exact(part)
+        error = float((result[part].double() - exact).abs().max() / exact.abs().max())
+        if not error <= worst:
+            worst = error
+    return worst
+
+
+def _race(forms: Sequence[Form], choices: Sequence[Choice], clock: Clock, rounds: int) -> dict[Choice, list[float]]:
+    """Median time per choice and form."""
+    times: dict[Choice, list[list[float]]] = {choice: [[] for _ in forms] for choice in choices}
+    for _ in range(rounds):
+        for index, form in enumerate(forms):
+            for choice in choices:
+                times[choice][index].append(clock(partial(form.run, choice)))
+    return {choice: [statistics.median(each) for each in measured] for choice, measured in times.items()}
+
+
+def _forms(op: Operation, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[Form]:
+    batch, m, k = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make(*dims: int) -> Tensor:
+        return torch.randn(*dims, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    if op == "sym_gemm":
+        a, c, d = make(batch, m, k), make(batch, m, m), torch.empty(batch, m, m, dtype=dtype, device=device)
+        c = c + c.mT
+        alpha, beta = 1.0 / math.sqrt(k), 0.5
+        return [
+            Form("A A^T", lambda x: sym_gemm(a, out=d, choice=x), lambda i: sym_reference(a[i].double())),
+            Form(
+                "A A^T + C",
+                lambda x: sym_gemm(a, c=c, alpha=alpha, beta=beta, out=d, choice=x),
+                lambda i: sym_reference(a[i].double(), c=c[i].double(), alpha=alpha, beta=beta),
+            ),
+        ]
+    factor, x = make(batch, m, m) / math.sqrt(m), make(batch, m, k)
+    if op == "gemm_axpby":
+        y = torch.empty_like(x)
+        return [
+            Form(
+                "aX + bFX",
+                lambda z: gemm_axpby(factor, x, alpha=0.5, beta=0.75, out=y, choice=z),
+                lambda i: axpby_reference(factor[i].double(), x[i].double(), alpha=0.5, beta=0.75),
+            )
+        ]
+    # Each call changes the parameter. With all of it decayed, and with a rate of 1, it is -Y after each call.
+    param = torch.zeros_like(x)
+    return [
+        Form(
+            "P <- P - Y",
+            lambda z: gemm_axpby(factor, x, alpha=0.5, update=Update(param, lr=1.0, weight_decay=1.0), choice=z),
+            lambda i: -axpby_reference(factor[i].double(), x[i].double(), alpha=0.5),
+        )
+    ]

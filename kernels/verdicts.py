@@ -1,0 +1,124 @@
+"""What the tuner measured, on disk: one JSON file per kind of GPU, torch, triton and source of kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from canzona_compile.kernels.dispatch import CANDIDATES, Choice, Problem, Tile
+
+log = logging.getLogger(__name__)
+
+Figures = Mapping[str, object]
+
+
+@cache
+def source_digest() -> str:
+    """Of all files of this folder: a verdict is worth nothing once a kernel or its wrapper is another."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A kind of GPU: cards of one architecture differ in what is fast."""
+
+    arch: int
+    name: str
+
+
+def versions(machine: Machine) -> dict[str, str]:
+    """What a verdict depends on besides the problem; part of the file and of its name."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    return {
+        "arch": f"sm_{machine.arch}",
+        "device": machine.name,
+        "torch": torch.__version__,
+        "triton": triton,
+        "source": source_digest(),
+    }
+
+
+def folder() -> Path:
+    """The user's cache folder: $XDG_CACHE_HOME/canzona_compile, or ~/.cache/canzona_compile."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "canzona_compile"
+
+
+def path_of(machine: Machine) -> Path:
+    """The file of the verdicts for a kind of GPU, with the software that is here."""
+    key = hashlib.sha256(json.dumps(versions(machine), sort_keys=True).encode()).hexdigest()[:12]
+    return folder() / f"kernels-sm_{machine.arch}-{key}.json"
+
+
+def load(machine: Machine) -> dict[Problem, Choice]:
+    """All verdicts that hold here; none if there is no file, or if it cannot be read, which is logged."""
+    path = path_of(machine)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    try:
+        document = json.loads(text)
+        if document["versions"] != versions(machine):
+            return {}
+        found = dict(_parsed(entry) for entry in document["verdicts"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s: not verdicts of the tuner (%s: %s); ignored", path, type(error).__name__, error)
+        return {}
+    return {problem: choice for problem, choice in found.items() if _known(problem, choice, machine.arch)}
+
+
+def store(machine: Machine, problem: Problem, choice: Choice, figures: Figures) -> Path:
+    """Add a verdict to the file, in the place of an older one of the same problem. Returns the file."""
+    path = path_of(machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mine = _written(problem, choice, figures)
+    try:
+        others = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        others = []
+    kept = [entry for entry in others if entry.get("problem") != mine["problem"]]
+    text = json.dumps({"versions": versions(machine), "verdicts": [*kept, mine]}, indent=1)
+    # Another process may read meanwhile: it sees the old file or the new one.
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+    os.replace(name, path)
+    return path
+
+
+def _written(problem: Problem, choice: Choice, figures: Figures) -> dict[str, Any]:
+    fields = dataclasses.asdict(problem)
+    fields |= {name: str(fields[name]).removeprefix("torch.") for name in ("dtype", "out_dtype")}
+    return {"problem": fields, "choice": dataclasses.asdict(choice), "figures": dict(figures)}
+
+
+def _parsed(entry: dict[str, Any]) -> tuple[Problem, Choice]:
+    fields, chosen = dict(entry["problem"]), dict(entry["choice"])
+    for name in ("dtype", "out_dtype"):
+        fields[name] = getattr(torch, fields[name])
+    tile = chosen.pop("tile")
+    return Problem(**fields), Choice(**chosen, tile=None if tile is None else Tile(**tile))
+
+
+def _known(problem: Problem, choice: Choice, arch: int) -> bool:
+    """Whether a choice is one that can be made here, and that was compiled ahead of time in the tests."""
+    candidates = CANDIDATES.get((problem.op, arch), ())
+    return choice.kernel == "library" or any(choice.same_kernel(other) for other in candidates)
