@@ -84,7 +84,8 @@ def filled(basis: Tensor) -> Tensor:
     """
     missing = identity(basis[..., :1, :]) - basis.mT @ basis
     other = noise(basis)
-    return basis + (other - basis @ (basis.mT @ other)) @ missing
+    added: Tensor = (other - basis @ (basis.mT @ other)) @ missing
+    return basis + added
 
 
 def identity(like: Tensor) -> Tensor:
@@ -100,7 +101,8 @@ def noise(like: Tensor) -> Tensor:
     for multiplier in (0x7FEB352D, 0x846CA68B):
         mixed = ((mixed ^ (mixed >> 15)) & 0x7FFFFFFF) * multiplier & 0xFFFFFFFF
     mixed = (mixed ^ (mixed >> 16)) & 0xFFFFFF
-    return (mixed.to(like.dtype) * 2.0**-23 - 1.0) * (3.0 / max(m, 1)) ** 0.5
+    uniform: Tensor = mixed.to(like.dtype) * 2.0**-23 - 1.0
+    return uniform * (3.0 / max(m, 1)) ** 0.5
 
 
 def flops(m: Any, n: Any) -> Any:

@@ -61,7 +61,7 @@ def inverse_root(matrix: Tensor, p: int, ridge: float = 0.0, floor: float | None
             symmetric = floored(symmetric, bound, floor)
             bound = bound.clamp(min=floor)
         root = scaled_root(symmetric / bound, p)
-        return root * bound.pow(-1.0 / p)
+        return root.mul_(bound.pow(-1.0 / p))
 
 
 def check(matrix: Tensor, p: int, floor: float | None) -> None:
@@ -86,7 +86,8 @@ def norm_bound(matrix: Tensor) -> Tensor:
     scaled = matrix / rough
     square = scaled @ scaled
     fourth = square @ square
-    return (rough * fourth.norm(dim=(-2, -1), keepdim=True).pow(0.25) * (1.0 + 2.0**-10)).clamp(min=least)
+    bound: Tensor = rough * fourth.norm(dim=(-2, -1), keepdim=True).pow(0.25) * (1.0 + 2.0**-10)
+    return bound.clamp(min=least)
 
 
 def scaled_root(matrix: Tensor, p: int) -> Tensor:
@@ -142,4 +143,5 @@ def reference(matrix: Tensor, p: int, ridge: float = 0.0, floor: float | None = 
     eigenvalues = eigenvalues + ridge
     if floor is not None:
         eigenvalues = eigenvalues.clamp(min=floor)
-    return eigenvectors * eigenvalues.pow(-1.0 / p).unsqueeze(-2) @ eigenvectors.mT
+    root: Tensor = eigenvectors * eigenvalues.pow(-1.0 / p).unsqueeze(-2) @ eigenvectors.mT
+    return root
