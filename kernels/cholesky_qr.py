@@ -60,7 +60,9 @@ def cholesky_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
         basis = filled(basis)
         for _ in range(LAST):
             basis = round_of(basis)
-        return basis, (basis.mT @ matrix).triu()
+        triangle = (basis.mT @ matrix).triu()
+        triangle.diagonal(dim1=-2, dim2=-1).clamp_(min=0.0)  # of dependent columns rounding leaves either sign
+        return basis, triangle
 
 
 def round_of(basis: Tensor) -> Tensor:

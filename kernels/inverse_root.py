@@ -8,7 +8,7 @@ from torch import Tensor
 from canzona_compile.kernels.full_precision import full_precision
 from canzona_compile.kernels.minimax import Coefficients, schedule
 
-SMALLEST = 2.0**-22  # eigenvalues below this part of the largest one meet a soft floor: float32 has lost them
+SMALLEST = 2.0**-19  # of the largest eigenvalue: below it accuracy ends slowly, in a soft floor
 TOLERANCE = 2.0**-23  # of the composed polynomials, relative
 SIGN_SMALLEST = 2.0**-40  # of squares: the sign of what is below 2^-20 of the largest one is not resolved
 LARGEST_P = 16
@@ -32,7 +32,7 @@ def inverse_root(matrix: Tensor, p: int, ridge: float = 0.0, floor: float | None
         p = 4       1e-6    5e-6    5e-4    5e-2    finite
 
     That is 1e-7 condition / p, what one rounding of A does; float32 eigenvalues do the same or worse. Where A + ridge I
-    has eigenvalues below 2^-22 of the largest one, the result is as if they were about that large; in an
+    has eigenvalues below 1e-7 of the largest one, the result is as if they were about that large; in an
     eigendecomposition in float32 they are noise as well. With a floor the condition is at most that of the largest
     eigenvalue to the floor, and the floor is met up to 2^-20 of the largest eigenvalue.
 
