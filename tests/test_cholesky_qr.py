@@ -105,7 +105,9 @@ def test_dependent_columns_are_completed(kind: str, shape: tuple[int, int]) -> N
 
 
 @untimed(40)
-@given(st.integers(1, 24), st.integers(0, 12), st.lists(st.floats(-9.0, 0.0), min_size=24, max_size=24), st.integers(0, 9))
+@given(
+    st.integers(1, 24), st.integers(0, 12), st.lists(st.floats(-9.0, 0.0), min_size=24, max_size=24), st.integers(0, 9)
+)
 def test_any_singular_values(n: int, more: int, exponents: list[float], seed: int) -> None:
     singular = torch.tensor([10.0**e for e in exponents[:n]], dtype=torch.float64)
     matrix = (orthogonal(n + more, n, seed) * singular @ orthogonal(n, n, seed + 1).mT).float()

@@ -1,10 +1,11 @@
-"""Inverse roots by matrix products against roots by eigenvalues in float64, over spectra; the polynomials that they take."""
+"""Inverse roots by matrix products against roots by eigenvalues in float64, over spectra, and their polynomials."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -85,13 +86,15 @@ def test_steps_take_an_interval_to_one(p: int, bits: float, place: float) -> Non
 def test_below_the_interval_the_root_is_capped(p: int) -> None:
     steps = schedule(p, SMALLEST, 2.0**-23)
     caps = [composed(steps, p, SMALLEST * 2.0**-k)[0] for k in range(12)]
-    assert all(a <= b for a, b in zip(caps, caps[1:], strict=False))
+    assert all(a <= b for a, b in pairwise(caps))
     top = composed(steps, p, 0.0)[0]
     assert caps[-1] <= top <= 16.0 * SMALLEST ** (-1.0 / p)
     assert 0.0 < composed(steps, p, -(2.0**-24))[0] < 4.0 * top  # rounding's negative numbers do no harm
 
 
-@pytest.mark.parametrize(("p", "smallest", "tolerance"), [(1, 0.1, 1e-3), (2, 0.0, 1e-3), (2, 1.0, 1e-3), (2, 0.1, 0.0)])
+@pytest.mark.parametrize(
+    ("p", "smallest", "tolerance"), [(1, 0.1, 1e-3), (2, 0.0, 1e-3), (2, 1.0, 1e-3), (2, 0.1, 0.0)]
+)
 def test_intervals_that_are_none(p: int, smallest: float, tolerance: float) -> None:
     with pytest.raises(ValueError, match="smallest in"):
         schedule(p, smallest, tolerance)
@@ -135,9 +138,7 @@ def test_any_spectrum_at_any_scale(exponents: list[float], p: int, scale: int, s
 
 @untimed(60)
 @given(EXPONENTS, st.sampled_from([2, 4]), st.floats(-3.0, 1.0), st.floats(-1.0, 1.0), st.integers(0, 9))
-def test_floors_are_those_of_eigenvalues(
-    exponents: list[float], p: int, floor: float, shift: float, seed: int
-) -> None:
+def test_floors_are_those_of_eigenvalues(exponents: list[float], p: int, floor: float, shift: float, seed: int) -> None:
     """Also of indefinite matrices."""
     eigenvalues = torch.tensor([10.0**e for e in exponents], dtype=torch.float64) + shift
     matrix = with_spectrum(eigenvalues, seed, 1)
