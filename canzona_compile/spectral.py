@@ -216,7 +216,7 @@ def turned(node: fx.Node, known: Known) -> Meaning | None:
 
 
 def reshaped(node: fx.Node, known: Known) -> Meaning | None:
-    """A vector as a row or a column."""
+    """A vector as a row or a column; anything as what it is."""
     own, value = known[node.all_input_nodes[0]], tensor_value(node)
     before = tensor_value(node.all_input_nodes[0])
     assert value is not None and before is not None
@@ -262,7 +262,7 @@ RULES = rules(
     ((aten.mul.Tensor, aten.mul.Scalar), multiplied),
     ((aten.div.Tensor, aten.div.Scalar), lambda node, known: multiplied(node, known, -1.0)),
     ((aten.permute.default, aten.transpose.int, aten.t.default), turned),
-    ((aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten._unsafe_view.default), reshaped),
+    ((aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default, aten.expand.default), reshaped),
     ((aten.diag_embed.default,), diagonal),
     ((aten.mm.default, aten.bmm.default), product),
     ((aten.clone.default,), same),

@@ -75,7 +75,8 @@ def round_of(basis: Tensor) -> Tensor:
     shifted, failed = torch.linalg.cholesky_ex(gram + size * SHIFT * identity(gram))
     shifted = torch.where((failed > 0)[..., None, None], size.sqrt() * identity(gram), shifted)
     factor = torch.where(bad, shifted, factor)
-    return torch.linalg.solve_triangular(factor.mT, basis, upper=True, left=False)
+    solved: Tensor = torch.linalg.solve_triangular(factor.mT, basis, upper=True, left=False)
+    return solved
 
 
 def filled(basis: Tensor) -> Tensor:
@@ -103,8 +104,8 @@ def noise(like: Tensor) -> Tensor:
     for multiplier in (0x7FEB352D, 0x846CA68B):
         mixed = ((mixed ^ (mixed >> 15)) & 0x7FFFFFFF) * multiplier & 0xFFFFFFFF
     mixed = (mixed ^ (mixed >> 16)) & 0xFFFFFF
-    uniform: Tensor = mixed.to(like.dtype) * 2.0**-23 - 1.0
-    return uniform * (3.0 / max(m, 1)) ** 0.5
+    made: Tensor = (mixed.to(like.dtype) * 2.0**-23 - 1.0) * (3.0 / max(m, 1)) ** 0.5
+    return made
 
 
 def flops(m: Any, n: Any) -> Any:

@@ -96,15 +96,15 @@ def roots_of(eigh: fx.Node) -> bool:
         return False
     known = meanings(eigh)
     inside = {eigh, *known}
-    seen = [node for node in inside if any(user not in inside for user in node.users)]
+    seen = [n for n in eigh.graph.nodes if n in inside and any(user not in inside for user in n.users)]
     found = {node: root for node in seen if (root := root_in(known.get(node))) is not None}
     if len(found) < len(seen) or not found:
         return False
     for node, (p, spectrum) in found.items():
         with eigh.graph.inserting_before(node):
             made = inverse_root(eigh.graph, matrix, p, spectrum, tensor_value(node))
-        outside = [user for user in node.users if user not in inside]
-        node.replace_all_uses_with(made, delete_user_cb=lambda user, outside=outside: user in outside)
+        for user in [user for user in node.users if user not in inside]:
+            user.replace_input_with(node, made)
     return True
 
 

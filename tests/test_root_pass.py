@@ -304,7 +304,7 @@ def test_shampoo_takes_products_and_the_same_step() -> None:
 
 def test_soap_takes_products_where_they_were_measured_and_the_same_step() -> None:
     template = captured(SOAP)
-    assert after(template, gpu()) is template  # nobody knows how long our QR takes
+    assert len(calls(after(template, gpu()).graph, QR)) == 2  # nobody knows how long ours takes
     assert len(calls(after(template, gpu(cholesky_qr=1e-9)).graph, QR)) == 2
     found = after(template, gpu(cholesky_qr=1e6))
     assert len(calls(template.graph, QR)) == len(calls(found.graph, CHOLESKY_QR)) == 2
