@@ -3,67 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
-import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.optim import Optimizer
 
-from canzona_compile.capture.capture import Capture
-from canzona_compile.capture.oracle import ParameterSpec
-from canzona_compile.cost import symbolic_flops
-from canzona_compile.hardware import Curve, Hardware, named_hardware
-from canzona_compile.ir import Form, Leaf, Machine, Placed, Role, Step, Task, Template, placeholders
-from canzona_compile.kernels import batched, cholesky_qr, inverse_root
+from canzona_compile.ir import Leaf, Machine, Role, Template, placeholders
 from canzona_compile.kernels.root_ops import CHOLESKY_QR, INVERSE_ROOT
 from canzona_compile.layout import Shape
 from canzona_compile.options import Options
-from canzona_compile.passes import Batching, Canonicalize, Place, Roots
+from canzona_compile.passes import Canonicalize, Roots
 from canzona_compile.planner import planning_passes
-from canzona_compile.timing import graph_time
-from canzona_compile.verifier import verify
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.random_graphs import evaluate
-from tests.samples import Builder, empty, grid_of, rows_layout
+from tests.root_samples import after, calls, captured, gpu, rates, step_of, values
 from tests.test_roots import error, spectrum, with_spectrum
 
 aten = torch.ops.aten
 EIGH, QR = aten._linalg_eigh.default, aten.linalg_qr.default
 N = 12
-
-
-def rates(**factorizations: float) -> Hardware:
-    """A GPU on which everything takes next to no time but decompositions, at these FLOP/s; 1 where none is given."""
-    curves = {"eigh": 1.0, "qr": 1.0, "other": 1.0, **factorizations}
-    flat = {name: Curve(((64.0, rate),)) for name, rate in curves.items()}
-    return replace(named_hardware("h200"), launch=0.0, factorizations=tuple(flat.items()))
-
-
-def gpu(**factorizations: float) -> Machine:
-    return Machine("cuda", "nccl", 1, rates(**factorizations))
-
-
-def step_of(template: Template, machine: Machine, count: int = 1) -> Step:
-    layout = rows_layout(template.shape, grid_of(1, 2))
-    tasks = tuple(Task(f"w{i}", i, 0, template.name, layout) for i in range(count))
-    return Step(Form.CAPTURED, "Toy", machine, (template,), tasks)
-
-
-def after(template: Template, machine: Machine, count: int = 1) -> Template:
-    """The template once canonical and rewritten, and valid."""
-    step = Roots()(Canonicalize()(step_of(template, machine, count)))
-    verify(step)
-    return step.templates[0]
-
-
-def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.target is target]
 
 
 # -- forms -------------------------------------------------------------------------------------
@@ -253,38 +214,6 @@ def test_fast_numerics_alone_rewrite() -> None:
 
 # -- whole optimizers --------------------------------------------------------------------------
 
-SHAPE = (10, 6)
-
-
-@cache
-def captured(kind: type[Optimizer]) -> Template:
-    """A step that refreshes."""
-    optimizer = kind([torch.nn.Parameter(torch.zeros(2, 2))], every=1)  # type: ignore[call-arg]
-    spec = ParameterSpec(SHAPE, torch.float32, torch.float32, torch.device("cpu"))
-    template = Capture(optimizer).kind_of(optimizer.param_groups[0], spec, "w").template
-    assert not template.interpreted
-    return Canonicalize()(step_of(template, gpu())).templates[0]
-
-
-def values(template: Template, seed: int = 0) -> dict[str, Any]:
-    """Of leaves, as after some steps: statistics are positive definite, bases about those of their eigenvectors."""
-    make = torch.Generator().manual_seed(seed)
-    numbers = {"eps": 1e-4, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "betas_0": 0.9, "betas_1": 0.95}
-    found: dict[str, Any] = {}
-    for leaf in template.inputs:
-        if leaf.role is Role.SCALAR:
-            found[leaf.name] = numbers.get(leaf.name, 0.95 if "beta" in leaf.name else 3)
-        elif leaf.name in ("left", "right"):
-            found[leaf.name] = with_spectrum(torch.logspace(0, -2, leaf.shape[0]), seed, 1)[0]
-        else:
-            found[leaf.name] = torch.randn(leaf.shape, generator=make)
-    for side in ("left", "right"):
-        if f"{side}_basis" in found:
-            found[f"{side}_basis"] = torch.linalg.eigh(found[side]).eigenvectors.flip(1)
-    if "exp_avg_sq" in found:
-        found["exp_avg_sq"] = found["exp_avg_sq"].square() + 0.1
-    return found
-
 
 def results(template: Template, given: Mapping[str, Any]) -> dict[str, Tensor]:
     return dict(zip(template.writes, evaluate(template.graph, dict(given)), strict=True))
@@ -329,121 +258,3 @@ def test_qr_of_what_is_no_product_stays() -> None:
     assert not calls(both.graph, QR)
     a = with_spectrum(spectrum("even", N, 10.0))[0]
     assert error(applied(both, a, 0.0)[None], (a.double() @ a.double())[None]) < 1e-5
-
-
-# -- costs and batches -------------------------------------------------------------------------
-
-
-def test_costs_count_decompositions_and_what_replaces_them() -> None:
-    m, n = sympy.symbols("m n", positive=True, integer=True)
-    template = captured(Shampoo)
-    found = after(template, gpu())
-    plain, products = (symbolic_flops(t.graph, t) for t in (template, found))
-    assert plain.coeff(m, 3).subs(n, 0) == 9 + 2  # eigh, and its product
-    assert products.coeff(m, 3).subs(n, 0) == 2 * inverse_root.products(4, True)
-    soap = after(captured(SOAP), gpu(cholesky_qr=1e6))
-    assert symbolic_flops(captured(SOAP).graph, captured(SOAP)).coeff(n, 3).subs(m, 0) == 4 + 2
-    expected = 2 + cholesky_qr.flops(sympy.Integer(1), sympy.Integer(1))
-    assert symbolic_flops(soap.graph, soap).coeff(n, 3).subs(m, 0) == expected
-
-
-def test_time_of_decompositions_is_that_of_their_rates() -> None:
-    template = captured(Shampoo)
-    slow, fast = (graph_time(template.graph, rates(eigh=rate)).seconds for rate in (1e3, 2e3))
-    assert slow - fast == pytest.approx(9 * (10**3 + 6**3) / 2e3)
-    found = after(template, gpu())
-    slow, fast = (graph_time(found.graph, rates(inverse_root=rate)).seconds for rate in (1e3, 2e3))
-    assert slow - fast == pytest.approx(2 * inverse_root.products(4, True) * (10**3 + 6**3) / 2e3)
-
-
-def cut(template: Template, machine: Machine) -> Placed:
-    step = Place(exact=False)(step_of(template, machine))
-    verify(step)
-    return step.placed[0]
-
-
-def stacked(template: Template, machine: Machine, exact: bool = False) -> Placed:
-    return Batching(exact=exact)._stacked(cut(template, machine), machine)
-
-
-def test_decompositions_are_stacked_where_that_gains() -> None:
-    template = captured(Shampoo)
-    rates_of = {"eigh_batched": 2.0, "eigh": 1.0}
-    assert ops(stacked(template, gpu(**rates_of)))["_linalg_eigh"] == "stacked"
-    assert ops(stacked(template, gpu(**{**rates_of, "eigh": 3.0})))["_linalg_eigh"] == "listed"
-    assert ops(stacked(template, Machine("cpu", "gloo", 1, rates(**rates_of))))["_linalg_eigh"] == "listed"
-    assert stacked(template, gpu(**rates_of), exact=True).stacked is None
-    assert ops(stacked(after(template, gpu()), gpu()))["inverse_root"] == "stacked"
-
-
-def ops(placed: Placed) -> dict[str, str]:
-    """How each operator runs."""
-    assert placed.stacked is not None
-    found = {}
-    for node in placed.stacked.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            found[node.target.overloadpacket.__name__] = "stacked"
-        found.update({a.overloadpacket.__name__: "listed" for a in node.args if isinstance(a, torch._ops.OpOverload)})
-    return found
-
-
-@pytest.mark.parametrize("kind", [Shampoo, SOAP])
-@pytest.mark.parametrize("rewrite", [False, True])
-def test_stacks_give_what_tasks_give_one_by_one(kind: type[Optimizer], rewrite: bool) -> None:
-    machine = gpu(eigh_batched=2.0, qr_batched=2.0, cholesky_qr=1e6)
-    template = after(captured(kind), machine) if rewrite else captured(kind)
-    placed = stacked(template, machine)
-    assert placed.stacked is not None
-    names = [str(n.target) for n in placeholders(placed.compute)]
-    tasks = [values(template, seed) for seed in range(3)]
-    inner = [wire.name for wire in placed.gather]
-    for i, task in enumerate(tasks):
-        made = evaluate(placed.prepare, task)
-        task.update(zip(inner, made, strict=False))
-        assert set(names) <= task.keys(), i
-    single = {leaf.name for leaf in template.inputs if leaf.role is Role.SCALAR}
-    given: dict[str, Any] = {}
-    for name in names:
-        own = [task[name] for task in tasks]
-        given[name] = own[0] if name in single else torch.stack(own) if name in placed.stacked.inputs else own
-    together = evaluate(placed.stacked.graph, given)
-    apart = [evaluate(placed.compute, task) for task in tasks]
-    for place, found in enumerate(together):
-        for i in range(3):
-            assert error(found[i][None], apart[i][place][None]) < 2e-4
-
-
-@pytest.mark.parametrize(
-    ("operator", "size", "version", "expected"),
-    [
-        ("eigh", 32, "2.11.0+cu128", True),
-        ("eigh", 33, "2.11.0", False),
-        ("eigh", 1024, "2.12.1", True),
-        ("eigh", 1024, "2.13.0+cu130", True),
-        ("qr", 256, "2.13.0", True),
-        ("qr", 257, "2.13.0", False),
-        ("cholesky_ex", 1024, "2.11.0", True),
-        ("solve_triangular", 1024, "2.11.0", True),
-        ("svd", 8, "2.13.0", False),
-        ("eigh", 1024, "3.0.0a0+git", True),
-    ],
-)
-def test_the_table_of_versions(operator: str, size: int, version: str, expected: bool) -> None:
-    assert batched.gains(operator, size, version) is expected
-
-
-def test_versions_that_are_none() -> None:
-    with pytest.raises(ValueError, match="version"):
-        batched.gains("eigh", 8, "main")
-
-
-def test_cholesky_factors_and_solves_are_stacked_too() -> None:
-    b = Builder(param=empty((4, 4)), grad=empty((4, 4)))
-    factor = b.call("factor", aten.linalg_cholesky_ex.default, b["grad"])
-    lower = b.graph.call_function(__import__("operator").getitem, (factor, 0))
-    lower.meta["val"] = empty((4, 4))
-    solved = b.call("solved", aten.linalg_solve_triangular.default, lower, b["param"], upper=False)
-    leaves = tuple(Leaf(role, role.value, (4, 4), torch.float32) for role in (Role.PARAM, Role.GRAD))
-    template = Template("solve", (4, 4), torch.float32, leaves, ("param",), b.returns(solved))
-    found = ops(stacked(template, gpu()))
-    assert found["linalg_cholesky_ex"] == found["linalg_solve_triangular"] == "stacked"
