@@ -48,9 +48,10 @@ class Roots:
         if step.machine.device == "cpu":
             return step
         hardware = hardware_of(step.machine)
+        family = {t.name: t.family or t.name for t in step.templates}  # a task takes any of them, and names one
         templates = []
         for template in step.templates:
-            layouts = [task.layout for task in step.tasks if task.template == template.name]
+            layouts = [task.layout for task in step.tasks if family[task.template] == family[template.name]]
             shared = bool(layouts) and len(layouts) > layouts[0].grid.size
             templates.append(rewritten(template, in_batches(hardware) if shared else hardware))
         return replace(step, templates=tuple(templates))

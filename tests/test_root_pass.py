@@ -206,6 +206,14 @@ def test_tasks_that_share_an_owner_are_judged_by_rates_of_stacks() -> None:
     assert calls(after(template, machine, count=3).graph, EIGH)
 
 
+def test_variants_that_no_task_names_are_judged_like_their_family() -> None:
+    machine = gpu(eigh=1e3, eigh_batched=1e12, inverse_root=1e6)
+    plain, refresh = (replace(traced(FORMS["rows"][0]), name=name, family="f") for name in ("plain", "refresh"))
+    step = Canonicalize()(step_of(plain, machine, count=3))
+    step = replace(step, templates=(*step.templates, Canonicalize()(step_of(refresh, machine)).templates[0]))
+    assert all(calls(template.graph, EIGH) for template in Roots()(step).templates)
+
+
 def test_fast_numerics_alone_rewrite() -> None:
     names = {numerics: [p.name for p in planning_passes(Options(numerics=numerics))] for numerics in ("exact", "fast")}
     assert "roots" in names["fast"]
