@@ -10,9 +10,7 @@ Coefficients = tuple[float, float, float]
 ROUNDS = 60  # of Remez' exchange at most; it settles in about ten
 SETTLED = 1e-13
 MARGIN = 2.0**-9  # by which a step stays below 1, so that what rounding puts above 1 does not grow from step to step
-CUSHION = (
-    0.01  # steps are best from here on: one that is best for less maps large t to tiny ones, and their digits are lost
-)
+CUSHION = 0.01  # steps are best from here on: one that is best for less makes large t tiny, and loses their digits
 NARROW = 1e-3  # relative width of an interval on which the exchange is ill-conditioned and Taylor's polynomial as good
 
 

@@ -20,7 +20,11 @@ from canzona_compile.cost import symbolic_flops
 from canzona_compile.hardware import hardware_from, named_hardware
 from canzona_compile.ir import Leaf, Machine, Placed, Role, Template, placeholders
 from canzona_compile.kernels import batched, cholesky_qr, inverse_root
-from canzona_compile.passes import Batching, Place
+from canzona_compile.kernels.root_ops import INVERSE_ROOT
+from canzona_compile.options import Options
+from canzona_compile.passes import Batching, Emit, Place
+from canzona_compile.pipeline import run
+from canzona_compile.planner import lowering_passes, planning_passes
 from canzona_compile.timing import graph_time
 from canzona_compile.verifier import verify
 from examples.optimizers.shampoo import Shampoo
@@ -110,6 +114,18 @@ def test_stacks_give_what_tasks_give_one_by_one(kind: type[Optimizer], rewrite: 
     for place, found in enumerate(together):
         for i in range(3):
             assert error(found[i][None], apart[i][place][None]) < 2e-4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_program_takes_roots_of_all_its_tasks_in_one_call(rank: int) -> None:
+    """Through all passes, each verified; six tasks on two ranks."""
+    options = Options(numerics="fast", strategy="owner", micro_groups=1)
+    step = step_of(captured(Shampoo), gpu(), count=6)
+    emitted, history = run(step, [*planning_passes(options), *lowering_passes(options), Emit(rank)])
+    found = [n for module in emitted.program.module.children() for n in module.graph.nodes if n.target is INVERSE_ROOT]
+    assert len(found) == 2  # left and right
+    assert "_linalg_eigh" not in str(emitted.program.module.code)
+    assert next(r for r in history.records if r.name == "roots").ops["canzona.inverse_root.default"] == 2
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,18 @@ def test_products_take_all_bits_and_what_was_set_is_set_again(precision: str) ->
         torch.set_float32_matmul_precision(before)
 
 
+def test_products_take_all_bits_where_the_new_switches_are_in_use() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        with full_precision():
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+
+
 @pytest.mark.parametrize("floor", [None, 0.5])
 def test_the_operator_is_sound(floor: float | None) -> None:
     matrix = with_spectrum(spectrum("even", 6, 1e2))
