@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch.optim import Optimizer
 
+import canzona_compile
 from benchmarks import factorizations
 from canzona_compile import instructions
 from canzona_compile.calibration.clock import Clock
@@ -201,3 +202,20 @@ def test_the_benchmark_writes_rates_that_hardware_takes(tmp_path: Path) -> None:
     merged = {**base, "factorizations": {**base["factorizations"], **found["factorizations"]}}
     hardware = hardware_from(merged, "test")
     assert dict(hardware.factorizations).keys() == {"other", *FACTORIZATIONS, "eigh_batched", "qr_batched"}
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP])
+def test_fast_numerics_on_a_cpu_take_the_same_steps(kind: type[Optimizer]) -> None:
+    """Products of three matrices in stacks, decompositions in a loop, refreshed every other step."""
+    make = torch.Generator().manual_seed(0)
+    values, grads = torch.randn(3, 8, 6, generator=make), torch.randn(6, 3, 8, 6, generator=make)
+    mine, yours = ([torch.nn.Parameter(v.clone()) for v in values] for _ in range(2))
+    optimizers = [kind(own, every=2) for own in (mine, yours)]  # type: ignore[call-arg]
+    canzona_compile.wrap(optimizers[0], numerics="fast")
+    for given in grads:
+        for own, optimizer in zip((mine, yours), optimizers, strict=True):
+            for param, grad in zip(own, given, strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+    for a, b in zip(mine, yours, strict=True):
+        assert error(a.detach()[None], b.detach()[None]) < 1e-4
