@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import sympy
 import torch
@@ -13,6 +14,7 @@ from torch import fx
 
 from canzona_compile.hardware import Hardware, named_hardware
 from canzona_compile.ir import Machine, Template, tensor_value
+from canzona_compile.kernels import cholesky_qr, inverse_root
 from canzona_compile.layout import Shape
 
 aten = torch.ops.aten
@@ -30,7 +32,8 @@ def dim_symbols(ndim: int) -> tuple[sympy.Symbol, ...]:
 def symbolic_flops(graph: fx.Graph, template: Template) -> sympy.Expr:
     """FLOPs of a graph node by node: 2mkn per product, one per element elsewhere."""
     dims = symbolic_dims(graph, template)
-    return sympy.expand(sum((node_flops(n, dims) for n in dims if n.op == "call_function"), sympy.Integer(0)))
+    counted = (n for n in graph.nodes if n.op == "call_function" and (n in dims or decomposition(n)))
+    return sympy.expand(sum((node_flops(n, dims) for n in counted), sympy.Integer(0)))
 
 
 def symbolic_bytes(graph: fx.Graph, template: Template) -> sympy.Expr:
@@ -110,23 +113,37 @@ DECOMPOSITIONS = {
     "cholesky_ex": sympy.Rational(1, 3),
     "cholesky": sympy.Rational(1, 3),
 }
+# Operators of ours that do the same by matrix products, and about how many kernels they launch.
+BY_PRODUCTS = {"inverse_root": 120, "cholesky_qr": 130}
 
 
 def decomposition(node: fx.Node) -> str:
-    """Which one a node is; empty if none."""
+    """Which one a node is; empty if none. Most return tuples, so that the node itself has no dims."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
-    return name if name in DECOMPOSITIONS else ""
+    return name if name in DECOMPOSITIONS or name in BY_PRODUCTS else ""
+
+
+def decomposition_flops(node: fx.Node, operand: Sequence[Any]) -> Any:
+    """FLOPs of a decomposition of an operand with these dims, numbers or formulas."""
+    name, stack, (m, n) = decomposition(node), sympy.Mul(*operand[:-2]), operand[-2:]
+    match name:
+        case "inverse_root":
+            p, floor = node.args[1], node.args[3] if len(node.args) > 3 else node.kwargs.get("floor")
+            assert isinstance(p, int)
+            return stack * inverse_root.products(p, floor is not None) * 2 * n**3
+        case "cholesky_qr":
+            return stack * cholesky_qr.flops(m, n)
+    return stack * DECOMPOSITIONS[name] * m * n * n
 
 
 def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:
+    if decomposition(node):
+        return decomposition_flops(node, dims[node.all_input_nodes[0]])
     own = sympy.Mul(*dims[node])
     if pair := factors(node):
         return 2 * own * dims[pair[0]][-1]
-    if name := decomposition(node):
-        operand = dims[node.all_input_nodes[0]]
-        return DECOMPOSITIONS[name] * sympy.Mul(*operand) * operand[-1]
     if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
         return sympy.Integer(0)
     largest = max((sympy.Mul(*dims[n]) for n in node.all_input_nodes if n in dims), key=free_size, default=own)

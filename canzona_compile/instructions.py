@@ -30,7 +30,7 @@ def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     shared = {k: v for k, v in kwargs.items() if not per_task(v)}
     own = {k: v for k, v in kwargs.items() if k not in shared}
     first = next(iter(own.values())) if all(single) else args[single.index(False)]
-    count = len(first) if not per_task(first[0]) else len(first[0])
+    count = length(first)
     results = []
     for i in range(count):
         mine = [a if s else pick(a, i) for a, s in zip(args, single, strict=True)]
@@ -41,14 +41,25 @@ def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def per_task(value: Any) -> bool:
-    if not isinstance(value, list | tuple):
+    """Is it a list with an entry per task, or a list of such lists?"""
+    if not isinstance(value, list | tuple) or not value:
         return False
-    return bool(value) and (isinstance(value[0], (Tensor, str)) or per_task(value[0]))
+    return isinstance(value[0], (Tensor, str)) or nested(value)
+
+
+def nested(value: Sequence[Any]) -> bool:
+    """Is it a list of lists per task: the operands of a concatenation, or indices, some of which are None?"""
+    return any(per_task(own) for own in value if isinstance(own, list | tuple))
 
 
 def pick(value: Any, i: int) -> Any:
-    """Entry i, or of a list of lists (the operands of a concatenation) entry i of each."""
-    return [pick(v, i) for v in value] if per_task(value[0]) else value[i]
+    """Entry i, or of a list of lists entry i of each."""
+    return [own if own is None else pick(own, i) for own in value] if nested(value) else value[i]
+
+
+def length(value: Sequence[Any]) -> int:
+    """How many tasks it has entries for."""
+    return length(next(own for own in value if own is not None)) if nested(value) else len(value)
 
 
 def stack(values: Sequence[Tensor]) -> Tensor:

@@ -71,7 +71,9 @@ class Lifter:
         operands = node.all_input_nodes
         if all(n in self.singles for n in operands):
             self.singles[node] = self.graph.node_copy(node, lambda n: self.singles[n])
-        elif self.stackable(node) and (any(n in self.stacks for n in operands) or product(node)):
+        elif node.target is operator.getitem and operands[0] in self.stacks:
+            self.stacks[node] = self.graph.call_function(operator.getitem, (self.stacks[operands[0]], node.args[1]))
+        elif self.stackable(node) and (any(n in self.stacks for n in operands) or starts_stack(node)):
             self.stacks[node] = self._stacked_call(node)
         else:
             self.lists[node] = self._listed_call(node)
@@ -140,8 +142,25 @@ STACKED_PRODUCTS: Mapping[Any, Any] = {
 }
 
 
+# Operators that take [..., m, n], so that stacks are nothing new to them; by the name without `_` and `linalg_`.
+STACKED_AS_THEY_ARE = frozenset({"eigh", "qr", "cholesky_ex", "solve_triangular", "inverse_root", "cholesky_qr"})
+
+
 def product(node: fx.Node) -> bool:
     return node.target in STACKED_PRODUCTS
+
+
+def factorization(node: fx.Node) -> str:
+    """The name of an operator that does as much for a stack of matrices in one call; empty for others."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
+    return name if name in STACKED_AS_THEY_ARE else ""
+
+
+def starts_stack(node: fx.Node) -> bool:
+    """Is stacking its operands worth the copies?"""
+    return product(node) or bool(factorization(node))
 
 
 def in_place_variant(target: Any) -> Any:

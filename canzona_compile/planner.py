@@ -26,6 +26,7 @@ from canzona_compile.passes import (
     FormMicroGroups,
     FuseCollectives,
     Place,
+    Roots,
     Schedule,
 )
 from canzona_compile.pieces import Fused
@@ -39,7 +40,8 @@ def planning_passes(options: Options) -> list[Pass]:
     owners: Pass = AssignOwners(options.strategy, planner_named(options.planner, alpha=options.alpha))
     if options.plan is not None:
         owners = FollowOwners(options.plan)
-    return [Canonicalize(), Place(exact=exact), owners]
+    rewrites: list[Pass] = [] if exact else [Roots()]
+    return [Canonicalize(), *rewrites, Place(exact=exact), owners]
 
 
 def lowering_passes(options: Options) -> list[Pass]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from canzona_compile.cost import DECOMPOSITIONS, decomposition, factors
+from canzona_compile.cost import BY_PRODUCTS, decomposition, decomposition_flops, factors
 from canzona_compile.hardware import Hardware
 from canzona_compile.ir import Placed, outputs, tensor_value
 
@@ -86,8 +86,27 @@ def graph_time(graph: fx.Graph, hardware: Hardware) -> GraphTime:
 def works(graph: fx.Graph, hardware: Hardware) -> Iterator[Work]:
     for node in graph.nodes:
         value = tensor_value(node)
-        if node.op == "call_function" and value is not None:
+        if node.op == "call_function" and decomposition(node):
+            yield decomposition_work(node, hardware)
+        elif node.op == "call_function" and value is not None:
             yield work_of(node, value, hardware)
+
+
+def decomposition_work(node: fx.Node, hardware: Hardware) -> Work:
+    """A decomposition, whatever it returns; ours by products at the rate of products until theirs was measured."""
+    name, operand = decomposition(node), tensor_value(node.all_input_nodes[0])
+    assert operand is not None
+    flops, size = float(decomposition_flops(node, operand.shape)), operand.shape[-1]
+    moved = size_of(operand) + sum(map(size_of, results(node)))
+    if name in BY_PRODUCTS and name not in dict(hardware.factorizations):
+        return Work(flops / hardware.product_rate("float32", size), moved, BY_PRODUCTS[name])
+    return Work(flops / hardware.factorization_rate(name, size), moved, 1)
+
+
+def results(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node returns, one or several."""
+    value = node.meta.get("val")
+    return [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, torch.Tensor)]
 
 
 def work_of(node: fx.Node, value: torch.Tensor, hardware: Hardware) -> Work:
@@ -98,10 +117,6 @@ def work_of(node: fx.Node, value: torch.Tensor, hardware: Hardware) -> Work:
     if pair := factors(node):
         return product_of(node, pair, value, hardware)
     moved = size_of(value) + sum(map(size_of, operands.values()))
-    if name := decomposition(node):
-        first = next(iter(operands.values()))
-        flops = float(DECOMPOSITIONS[name]) * first.numel() * first.shape[-1]
-        return Work(flops / hardware.factorization_rate(name, first.shape[-1]), moved, 1)
     return Work(0.0, moved, 1)
 
 

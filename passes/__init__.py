@@ -8,6 +8,7 @@ from canzona_compile.passes.follow_plan import FollowGroups, FollowOwners
 from canzona_compile.passes.fuse_collectives import FuseCollectives
 from canzona_compile.passes.micro_group import FormMicroGroups
 from canzona_compile.passes.place import Place
+from canzona_compile.passes.roots import Roots
 from canzona_compile.passes.schedule import Schedule
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "FormMicroGroups",
     "FuseCollectives",
     "Place",
+    "Roots",
     "Schedule",
 ]

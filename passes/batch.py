@@ -9,10 +9,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.cost import factors
+from canzona_compile.cost import BY_PRODUCTS, factors, hardware_of
 from canzona_compile.exactness import batches_equal, pointwise, position_free
 from canzona_compile.ir import Batch, Form, Machine, MicroGroup, Placed, Role, Step, tensor_value
-from canzona_compile.lifting import lift_stacked, product
+from canzona_compile.kernels.batched import gains
+from canzona_compile.lifting import factorization, lift_stacked, product, starts_stack
 
 aten = torch.ops.aten
 
@@ -24,6 +25,8 @@ class Batching:
     Under exact numerics only matrix products whose batched form is known to give the same bits run on
     stacks [n, ...] (see `canzona_compile.exactness`), and elementwise work and transposes around them;
     all else (norms, decompositions) loops over the tasks. Without a product to batch nothing is stacked.
+    Under fast numerics decompositions on CUDA are stacked where that gains: by measured rates (`eigh` and
+    `eigh_batched`), else by torch's version (`canzona_compile.kernels.batched`).
     """
 
     exact: bool = True
@@ -42,13 +45,15 @@ class Batching:
         def stackable(node: fx.Node) -> bool:
             return self._stackable(node, machine)
 
-        if not any(product(n) and stackable(n) for n in placed.compute.nodes):
+        if not any(starts_stack(n) and stackable(n) for n in placed.compute.nodes):
             return placed
         wires = [w.name for w in placed.gather] if placed.kind.sharded else []
         lifted = lift_stacked(placed.compute, wires, numbers(placed), stackable, foreach=machine.device == "cpu")
         return replace(placed, stacked=lifted)
 
     def _stackable(self, node: fx.Node, machine: Machine) -> bool:
+        if name := factorization(node):
+            return not self.exact and gains_by_stacking(name, node, machine)
         value = tensor_value(node)
         if value is None:
             return False
@@ -66,6 +71,20 @@ class Batching:
         same = all(v.dtype == value.dtype for v in operands)
         equal = not self.exact or position_free(node, machine)
         return pointwise(node) and equal and (same or node.target is aten._to_copy.default)
+
+
+def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:
+    """Is a decomposition faster in one call for all tasks? On CPU that is a loop in any case."""
+    operand = tensor_value(node.all_input_nodes[0])
+    if machine.device == "cpu" or operand is None:
+        return False
+    if name in BY_PRODUCTS:
+        return True
+    rates = dict(hardware_of(machine).factorizations)
+    if name in rates and f"{name}_batched" in rates:
+        size = operand.shape[-1]
+        return rates[f"{name}_batched"].at(size) > rates[name].at(size)
+    return gains(name, operand.shape[-2], torch.__version__)
 
 
 def numbers(placed: Placed) -> list[str]:

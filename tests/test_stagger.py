@@ -154,7 +154,7 @@ def test_worst_step_of_many_matrices(make: Any) -> None:
     together, apart = report.profile.together, report.profile.apart
     assert len(together) == len(apart) == 10
     assert max(together) > 1.2 * sum(together) / 10
-    assert max(apart) < 1.05 * sum(apart) / 10
+    assert max(apart) < 1.1 * sum(apart) / 10  # 24 in ten steps: three on some, two on others
     assert sum(apart) == pytest.approx(sum(together))
     text = report.to_text()
     assert "Profile ── computing per step, over a period of 10 steps" in text

@@ -11,7 +11,7 @@ import torch
 
 from canzona_compile.calibration import ranks as started
 from canzona_compile.calibration.clock import Clock
-from canzona_compile.calibration.measure import Extent, Points
+from canzona_compile.calibration.measure import ALONE, Extent, Points
 from canzona_compile.calibration.ranks import Measured
 from canzona_compile.errors import CanzonaError
 from canzona_compile.hardware import Hardware, Link, hardware_from, named_hardware
@@ -128,7 +128,7 @@ def values_of(found: Measured) -> dict[str, Any]:
     """What is measured on every device. Other factorizations are taken to be as slow as the slower one of these."""
     curves = dict(found.factorizations)
     slowest: Points = tuple(
-        (rates[0][0], min(rate for _, rate in rates)) for rates in zip(*curves.values(), strict=False)
+        (rates[0][0], min(rate for _, rate in rates)) for rates in zip(*(curves[n] for n in ALONE), strict=False)
     )
     return {
         "products": {name: own.points for name, own in found.products.items()},
@@ -143,7 +143,7 @@ def rates_of(found: Measured, how: str) -> dict[str, str]:
     """Sources of what `values_of` gives."""
     return {
         "products": f"square and skinny ones, in stacks; {how}",
-        "factorizations": f"float32, one at a time, other: the slower one; {how}",
+        "factorizations": f"float32, one at a time or by their names in stacks, other: the slower of two; {how}",
         "bandwidth": f"elementwise work on fragments that no cache holds; {how}",
         "transposed": f"pairs of matrices copied to the other order; {how}",
         "launch": f"operators on next to no data, caches cleared; {how}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,10 @@ from torch import Tensor
 from canzona_compile import instructions
 from canzona_compile.calibration.clock import Clock, Work
 from canzona_compile.cost import DECOMPOSITIONS
+from canzona_compile.kernels.cholesky_qr import cholesky_qr
+from canzona_compile.kernels.cholesky_qr import flops as flops_of_qr
+from canzona_compile.kernels.inverse_root import inverse_root
+from canzona_compile.kernels.inverse_root import products as products_of_root
 
 aten = torch.ops.aten
 Points = tuple[tuple[float, float], ...]  # of a curve: (size, rate)
@@ -23,6 +27,7 @@ ASPECT = 2  # of skinny operands: dims s / 2 and 4 s have the geometric mean s
 ROWS = 512  # of matrices that are copied to the other order
 SMALL = 128  # products up to this size take no more time than their call does
 LIST = 32  # tensors
+FACTORED = 8  # matrices in a stack, whose factorizations are one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +137,35 @@ def clearing(size: int, device: torch.device) -> Work:
 
 
 def factorization(clock: Clock, operator: str, sizes: Sequence[int]) -> Points:
-    """FLOP/s of "eigh" or "qr" on symmetric float32 matrices, FLOPs as the cost model counts them."""
-    run = {"eigh": torch.linalg.eigh, "qr": torch.linalg.qr}[operator]
+    """FLOP/s on symmetric float32 matrices, FLOPs as the cost model counts them.
+
+    Of "eigh" and "qr" one at a time; of "eigh_batched", "qr_batched", and what takes their places, "inverse_root" (of
+    order 4 with a floor) and "cholesky_qr", as one call for a stack.
+    """
+    run, flops = FACTORIZATIONS[operator.removesuffix("_batched")]
+    count = 1 if operator in ALONE else FACTORED
     points = []
     for size in sizes:
-        matrix = torch.randn(size, size, device=clock.device)
-        matrix = matrix + matrix.T
+        matrix = torch.randn(count, size, size, device=clock.device).squeeze(0)
+        matrix = matrix + matrix.mT
         seconds = clock.seconds(lambda m=matrix: run(m))  # type: ignore[misc]
-        points.append((float(size), float(DECOMPOSITIONS[operator]) * size**3 / seconds))
-        if seconds > LONGEST:
+        points.append((float(size), count * flops(size) / seconds))
+        if seconds > LONGEST * count:
             break
     return tuple(points)
+
+
+ALONE = ("eigh", "qr")
+STACKED = ("eigh_batched", "qr_batched", "inverse_root", "cholesky_qr")
+FACTORIZATIONS: Mapping[str, tuple[Callable[[Tensor], object], Callable[[int], float]]] = {
+    "eigh": (torch.linalg.eigh, lambda n: float(DECOMPOSITIONS["eigh"]) * n**3),
+    "qr": (torch.linalg.qr, lambda n: float(DECOMPOSITIONS["qr"]) * n**3),
+    "inverse_root": (
+        lambda matrix: inverse_root(matrix, 4, 0.0, 1e-3),
+        lambda n: 2.0 * products_of_root(4, True) * n**3,
+    ),
+    "cholesky_qr": (cholesky_qr, lambda n: float(flops_of_qr(n, n))),
+}
 
 
 def bandwidth(clock: Clock, cold: int) -> float:

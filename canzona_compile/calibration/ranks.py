@@ -59,8 +59,9 @@ def alone(clock: Clock, extent: Extent, dtypes: Sequence[torch.dtype]) -> Measur
         name = str(dtype).removeprefix("torch.")
         log.info("products of %s", name)
         found[name] = measure.products(clock, dtype, extent.products, extent.cold)
-    log.info("eigh, qr")
-    decomposed = {name: measure.factorization(clock, name, extent.factorizations) for name in ("eigh", "qr")}
+    operators = measure.ALONE if clock.device.type == "cpu" else (*measure.ALONE, *measure.STACKED)
+    log.info(", ".join(operators))
+    decomposed = {name: measure.factorization(clock, name, extent.factorizations) for name in operators}
     log.info("memory, launches")
     turned = measure.transposed(clock, extent.transposed)
     return Measured(

@@ -1,0 +1,269 @@
+"""What nodes of a graph are in terms of an eigendecomposition: functions of eigenvalues, and words of V and V^T."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from canzona_compile.ir import tensor_value
+
+aten = torch.ops.aten
+EIGH = aten._linalg_eigh.default
+Term = float | fx.Node  # a number, or a node that stands for one
+
+
+@dataclass(frozen=True, slots=True)
+class Spectrum:
+    """c max(l + ridge, floor)^power for every eigenvalue l; ridge and floor are sums, c is a product."""
+
+    ridge: tuple[Term, ...] = ()
+    floor: tuple[Term, ...] | None = None
+    power: float = 1.0
+    scale: tuple[Term, ...] = ()
+
+    def plus(self, term: Term) -> Spectrum | None:
+        """max(l + r, f) + t is max(l + r + t, f + t)."""
+        if self.power != 1.0 or self.scale:
+            return None
+        return replace(self, ridge=(*self.ridge, term), floor=None if self.floor is None else (*self.floor, term))
+
+    def at_least(self, term: Term) -> Spectrum | None:
+        if self.power != 1.0 or self.scale or self.floor is not None:
+            return None
+        return replace(self, floor=(term,))
+
+    def to_the(self, power: float) -> Spectrum | None:
+        return None if self.scale else replace(self, power=self.power * power)
+
+    def times(self, other: Spectrum) -> Spectrum | None:
+        if (self.ridge, self.floor) != (other.ridge, other.floor):
+            return None
+        return replace(self, power=self.power + other.power, scale=(*self.scale, *other.scale))
+
+    def scaled(self, term: Term) -> Spectrum:
+        return replace(self, scale=(*self.scale, term))
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A spectrum as a vector [..., n], a row [..., 1, n] or a column [..., n, 1]."""
+
+    spectrum: Spectrum
+    lies: str = "flat"
+
+
+V, VT = "V", "V^T"
+Word = tuple[Any, ...]  # a product of V, V^T and spectra, which stand for diagonal matrices
+Meaning = Vector | Word
+
+
+def reduced(word: Word) -> Word | None:
+    """The word with V V^T and V^T V left out and neighbouring diagonals multiplied; None where they do not."""
+    done: list[Any] = []
+    for factor in word:
+        last = done[-1] if done else None
+        if isinstance(last, Spectrum) and isinstance(factor, Spectrum):
+            product = last.times(factor)
+            if product is None:
+                return None
+            done[-1] = product
+        elif {last, factor} == {V, VT}:
+            done.pop()
+        else:
+            done.append(factor)
+    return tuple(done)
+
+
+def transposed(meaning: Meaning) -> Meaning:
+    if isinstance(meaning, Vector):
+        return replace(meaning, lies={"row": "column", "column": "row"}[meaning.lies])
+    return tuple({V: VT, VT: V}.get(f, f) if isinstance(f, str) else f for f in reversed(meaning))
+
+
+def meanings(eigh: fx.Node) -> dict[fx.Node, Meaning]:
+    """The nodes that are functions of the eigenvalues or words of the eigenvectors of `eigh`, and nothing else."""
+    known: dict[fx.Node, Meaning] = {}
+    for node in eigh.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem and node.args[0] is eigh:
+            known[node] = Vector(Spectrum()) if node.args[1] == 0 else (V,)
+        elif any(n in known for n in node.all_input_nodes) and node.target in RULES:
+            found = RULES[node.target](node, known)
+            if found is not None:
+                known[node] = found
+    return known
+
+
+# -- rules -------------------------------------------------------------------------------------
+
+Known = Mapping[fx.Node, Meaning]
+Rule = Callable[[fx.Node, Known], Meaning | None]
+
+
+def number(value: Any) -> Term | None:
+    """A number or what stands for one; None for tensors and all else."""
+    if isinstance(value, fx.Node):
+        return value if tensor_value(value) is None else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def vector(node: fx.Node, known: Known) -> Vector | None:
+    first = known.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    return first if isinstance(first, Vector) else None
+
+
+def on_spectrum(act: Callable[[Spectrum, Any], Spectrum | None], given: Callable[[fx.Node], Any]) -> Rule:
+    """A rule for operators on a vector and a number; `given` finds the number, None where there is none."""
+
+    def rule(node: fx.Node, known: Known) -> Meaning | None:
+        own, term = vector(node, known), given(node)
+        made = None if own is None or term is None else act(own.spectrum, term)
+        return None if own is None or made is None else replace(own, spectrum=made)
+
+    return rule
+
+
+def to_the(power: float) -> Rule:
+    return on_spectrum(Spectrum.to_the, lambda _: power)
+
+
+def second(node: fx.Node) -> Term | None:
+    """The other operand of a sum or product without a factor alpha."""
+    return number(node.args[1]) if len(node.args) == 2 and not node.kwargs else None
+
+
+def negated(node: fx.Node) -> Term | None:
+    term = second(node)
+    return None if term is None or isinstance(term, fx.Node) else -term
+
+
+def least(node: fx.Node) -> Term | None:
+    """The lower limit of a clamp that has no upper one."""
+    given = {**dict(zip(("min", "max"), node.args[1:], strict=False)), **node.kwargs}
+    return number(given.get("min")) if given.get("max") is None else None
+
+
+def exponent(node: fx.Node) -> float | None:
+    power = node.args[1]
+    return float(power) if isinstance(power, int | float) else None
+
+
+def multiplied(node: fx.Node, known: Known, sign: float = 1.0) -> Meaning | None:
+    """Products (or quotients, sign -1) of vectors with numbers and vectors, and of words with rows and columns."""
+    left, right = node.args[0], node.args[1]
+    if isinstance(right, fx.Node) and right in known:
+        if isinstance(left, fx.Node) and left in known:
+            return together(known[left], known[right], node, sign)
+        other = number(left)
+        return scaled(known[right], other) if sign > 0 else None
+    if not isinstance(left, fx.Node) or left not in known:
+        return None
+    other = number(right)
+    if sign < 0:
+        other = 1.0 / other if isinstance(other, float) and other != 0.0 else None
+    return scaled(known[left], other)
+
+
+def scaled(own: Meaning, term: Term | None) -> Meaning | None:
+    return replace(own, spectrum=own.spectrum.scaled(term)) if isinstance(own, Vector) and term is not None else None
+
+
+def together(left: Meaning, right: Meaning, node: fx.Node, sign: float) -> Meaning | None:
+    if isinstance(right, tuple):
+        left, right = right, left
+        if sign < 0 or isinstance(right, tuple):
+            return None
+    spectrum = right.spectrum if sign > 0 else right.spectrum.to_the(sign)
+    if spectrum is None:
+        return None
+    if isinstance(left, Vector):
+        made = left.spectrum.times(spectrum) if left.lies == right.lies else None
+        return None if made is None else replace(left, spectrum=made)
+    value = tensor_value(node)
+    lies = right.lies
+    if lies == "flat" and value is not None and value.ndim == 2:
+        lies = "row"  # as it broadcasts
+    if lies == "row":
+        return reduced((*left, spectrum))
+    return reduced((spectrum, *left)) if lies == "column" else None
+
+
+def turned(node: fx.Node, known: Known) -> Meaning | None:
+    """A permutation that exchanges the last two dims of a word, a row or a column."""
+    own, value = known[node.all_input_nodes[0]], tensor_value(node)
+    assert value is not None
+    ndim = value.ndim
+    order = list(range(ndim))
+    if node.target is aten.permute.default:
+        given: Any = node.args[1]
+        order = [d % ndim for d in given]
+    elif node.target is aten.transpose.int:
+        a, b = (int(d) % ndim for d in node.args[1:])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    else:
+        order.reverse()
+    if order == list(range(ndim)):
+        return own
+    flat = isinstance(own, Vector) and own.lies == "flat"
+    swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
+    return transposed(own) if ndim >= 2 and order == swapped and not flat else None
+
+
+def reshaped(node: fx.Node, known: Known) -> Meaning | None:
+    """A vector as a row or a column; anything as what it is."""
+    own, value = known[node.all_input_nodes[0]], tensor_value(node)
+    before = tensor_value(node.all_input_nodes[0])
+    assert value is not None and before is not None
+    shape, old = tuple(value.shape), tuple(before.shape)
+    if shape == old:
+        return own
+    if not isinstance(own, Vector) or own.lies != "flat" or old[-1] == 1:
+        return None
+    lies = {(*old[:-1], 1, old[-1]): "row", (*old, 1): "column"}.get(shape)
+    return None if lies is None else Vector(own.spectrum, lies)
+
+
+def diagonal(node: fx.Node, known: Known) -> Meaning | None:
+    own = vector(node, known)
+    plain = len(node.args) == 1 and not node.kwargs
+    return (own.spectrum,) if own is not None and own.lies == "flat" and plain else None
+
+
+def product(node: fx.Node, known: Known) -> Meaning | None:
+    words = [known.get(n) if isinstance(n, fx.Node) else None for n in node.args]
+    if any(not isinstance(word, tuple) for word in words):
+        return None
+    return reduced(tuple(factor for word in words for factor in word))  # type: ignore[union-attr]
+
+
+def same(node: fx.Node, known: Known) -> Meaning | None:
+    return known[node.all_input_nodes[0]]
+
+
+def rules(*named: tuple[Iterable[Any], Rule]) -> dict[Any, Rule]:
+    return {target: rule for targets, rule in named for target in targets}
+
+
+RULES = rules(
+    ((aten.add.Tensor, aten.add.Scalar), on_spectrum(Spectrum.plus, second)),
+    ((aten.sub.Tensor, aten.sub.Scalar), on_spectrum(Spectrum.plus, negated)),
+    ((aten.clamp.default, aten.clamp_min.default), on_spectrum(Spectrum.at_least, least)),
+    ((aten.relu.default,), on_spectrum(Spectrum.at_least, lambda _: 0.0)),
+    ((aten.pow.Tensor_Scalar,), on_spectrum(Spectrum.to_the, exponent)),
+    ((aten.sqrt.default,), to_the(0.5)),
+    ((aten.rsqrt.default,), to_the(-0.5)),
+    ((aten.reciprocal.default,), to_the(-1.0)),
+    ((aten.mul.Tensor, aten.mul.Scalar), multiplied),
+    ((aten.div.Tensor, aten.div.Scalar), lambda node, known: multiplied(node, known, -1.0)),
+    ((aten.permute.default, aten.transpose.int, aten.t.default), turned),
+    ((aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default, aten.expand.default), reshaped),
+    ((aten.diag_embed.default,), diagonal),
+    ((aten.mm.default, aten.bmm.default), product),
+    ((aten.clone.default,), same),
+)

@@ -1,0 +1,58 @@
+"""Which decompositions gain by a batched call on CUDA, by version of torch: a table, with the reason beside each line.
+
+A measurement on the device at hand overrides it: rates `eigh` and `eigh_batched`, and their like, among those of
+`canzona_compile.hardware`. On CPU torch's batched decompositions are a loop over LAPACK, so nothing is gained there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ANY = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A case in which one call for a stack is faster than a call per matrix.
+
+    Attributes:
+        operator: without `linalg_`.
+        torch: first and last minor version of torch 2 that it holds for.
+        largest: number of rows up to which it holds.
+        why: what torch does then, and who measured what.
+    """
+
+    operator: str
+    torch: tuple[int, int]
+    largest: int
+    why: str
+
+
+# Above `largest` a stacked call loops by itself: it would only add the copies that make and part a stack.
+TABLE = (
+    Line("eigh", (0, 11), 32, "syevjBatched up to 32 rows, then a loop of syevd: pytorch#62003, pytorch#175585"),
+    Line("eigh", (12, ANY), ANY, "a batched call for every size: pytorch#175403; 500 x 100^2: 914 -> 8.4 ms, #174674"),
+    Line("qr", (0, ANY), 256, "geqrfBatched up to 256 rows (pytorch#56253); orgqr loops in C++ (pytorch#143281)"),
+    Line("cholesky_ex", (0, ANY), ANY, "potrfBatched: pytorch#57788; 7x at 16 x 512^2, ml-explore/mlx#4208"),
+    Line("solve_triangular", (0, ANY), ANY, "torch takes trsmBatched where it is the faster one: pytorch#53147"),
+)
+
+
+def gains(operator: str, rows: int, version: str) -> bool:
+    """Is a batched call expected to be faster on CUDA?
+
+    Args:
+        operator: "eigh", "qr", "cholesky_ex", "solve_triangular"; others never gain.
+        rows: of each matrix.
+        version: of torch, "2.11.0+cu128".
+
+    Raises:
+        ValueError: the version is none.
+    """
+    parts = version.split("+")[0].split(".")
+    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
+        raise ValueError(f"{version!r} is no version of torch, such as 2.11.0+cu128")
+    minor = int(parts[1]) if parts[0] == "2" else ANY
+    return any(
+        line.operator == operator and line.torch[0] <= minor <= line.torch[1] and rows <= line.largest for line in TABLE
+    )

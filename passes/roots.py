@@ -1,0 +1,183 @@
+"""Inverse roots by eigenvalues, and QR of products, become operators made of matrix products."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from canzona_compile.cost import hardware_of
+from canzona_compile.hardware import Hardware
+from canzona_compile.ir import Form, Step, Template, tensor_value
+from canzona_compile.kernels.inverse_root import LARGEST_P
+from canzona_compile.kernels.root_ops import CHOLESKY_QR, INVERSE_ROOT
+from canzona_compile.spectral import EIGH, VT, Spectrum, Term, V, meanings
+from canzona_compile.timing import graph_time
+
+aten = torch.ops.aten
+QR = aten.linalg_qr.default
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Rewrite decompositions where matrix products do the same in less time; for numerics="fast".
+
+    1. V diag(c max(l + ridge, floor)^(-1/p)) V^T, with l and V the eigenvalues and eigenvectors of A and p a power of
+       two, is c `canzona::inverse_root`(A, p, ridge, floor), however the graph spells it (`canzona_compile.spectral`).
+       If anything else uses l or V, the eigendecomposition has to be made anyway, and all stays.
+    2. QR of a product, whose columns may have been reordered, is `canzona::cholesky_qr`. The signs of Q's columns
+       change, which no QR decomposition prescribes.
+
+    Each is tried by itself and kept if the graph's predicted time gets less, by the machine's rates: those measured
+    (`eigh`, `qr`, `inverse_root`, `cholesky_qr`, and `eigh_batched` and its like for tasks that share an owner), or
+    assumed. Our QR spends much of its time in small kernels, of which no one can assume a rate: it is taken where
+    `cholesky_qr` was measured, and nowhere else. On CPU nothing is rewritten: see `benchmarks/factorizations.py`.
+    """
+
+    name: ClassVar[str] = "roots"
+    requires: ClassVar[Form] = Form.CAPTURED
+    ensures: ClassVar[Form] = Form.CAPTURED
+
+    def __call__(self, step: Step) -> Step:
+        if step.machine.device == "cpu":
+            return step
+        hardware = hardware_of(step.machine)
+        family = {t.name: t.family or t.name for t in step.templates}  # a task takes any of them, and names one
+        templates = []
+        for template in step.templates:
+            layouts = [task.layout for task in step.tasks if family[task.template] == family[template.name]]
+            shared = bool(layouts) and len(layouts) > layouts[0].grid.size
+            templates.append(rewritten(template, in_batches(hardware) if shared else hardware))
+        return replace(step, templates=tuple(templates))
+
+
+def in_batches(hardware: Hardware) -> Hardware:
+    """Rates of stacks in the place of those of single matrices, where they were measured and are better."""
+    curves = dict(hardware.factorizations)
+    best = {
+        name: max(curve, curves.get(f"{name}_batched", curve), key=lambda c: c.best) for name, curve in curves.items()
+    }
+    return replace(hardware, factorizations=tuple(best.items()))
+
+
+def rewritten(template: Template, hardware: Hardware) -> Template:
+    """The template with every rewrite that pays."""
+    graph = template.graph
+    for name in [n.name for n in graph.nodes if n.target in (EIGH, QR)]:
+        changed = copy.deepcopy(graph)
+        node = next(n for n in changed.nodes if n.name == name)
+        if not (roots_of(node) if node.target is EIGH else products_of(node, hardware)):
+            continue
+        for left in reversed(list(changed.nodes)):
+            if left.op == "call_function" and not left.users:
+                changed.erase_node(left)
+        if graph_time(changed, hardware).total(hardware) < graph_time(graph, hardware).total(hardware):
+            graph = changed
+    if graph is template.graph:
+        return template
+    graph.lint()
+    return replace(template, graph=graph)
+
+
+# -- inverse roots -----------------------------------------------------------------------------
+
+
+def roots_of(eigh: fx.Node) -> bool:
+    """Replace what is made of an eigendecomposition by inverse roots; False, and no change, if not all of it is."""
+    matrix = eigh.args[0]
+    value = tensor_value(matrix) if isinstance(matrix, fx.Node) else None
+    lower = eigh.args[1:2] in ((), ("L",)) and not eigh.kwargs
+    if value is None or value.dtype != torch.float32 or not lower:
+        return False
+    known = meanings(eigh)
+    inside = {eigh, *known}
+    seen = [n for n in eigh.graph.nodes if n in inside and any(user not in inside for user in n.users)]
+    found = {node: root for node in seen if (root := root_in(known.get(node))) is not None}
+    if len(found) < len(seen) or not found:
+        return False
+    for node, (p, spectrum) in found.items():
+        with eigh.graph.inserting_before(node):
+            made = inverse_root(eigh.graph, matrix, p, spectrum, tensor_value(node))
+        for user in [user for user in node.users if user not in inside]:
+            user.replace_input_with(node, made)
+    return True
+
+
+def root_in(word: Any) -> tuple[int, Spectrum] | None:
+    """p and the spectrum of V diag(...)^(-1/p) V^T."""
+    if not isinstance(word, tuple) or len(word) != 3 or (word[0], word[2]) != (V, VT):
+        return None
+    spectrum = word[1]
+    if not isinstance(spectrum, Spectrum) or spectrum.power >= 0.0:
+        return None
+    p = round(-1.0 / spectrum.power)
+    exact = abs(p * spectrum.power + 1.0) < 1e-12 and 2 <= p <= LARGEST_P and not p & (p - 1)
+    numbers = all(isinstance(term, float) for term in spectrum.floor or (None,))
+    positive = not numbers or sum(spectrum.floor or ()) > 0.0  # type: ignore[arg-type]
+    return (p, spectrum) if exact and positive else None
+
+
+def inverse_root(graph: fx.Graph, matrix: Any, p: int, spectrum: Spectrum, value: torch.Tensor | None) -> fx.Node:
+    assert value is not None
+    ridge = folded(graph, operator.add, spectrum.ridge, 0.0)
+    floor = None if spectrum.floor is None else folded(graph, operator.add, spectrum.floor, 0.0)
+    made = graph.call_function(INVERSE_ROOT, (matrix, p, ridge, floor))
+    made.meta["val"] = value.new_empty(value.shape)
+    if not spectrum.scale:
+        return made
+    scaled = graph.call_function(aten.mul.Tensor, (made, folded(graph, operator.mul, spectrum.scale, 1.0)))
+    scaled.meta["val"] = made.meta["val"]
+    return scaled
+
+
+def folded(graph: fx.Graph, combine: Callable[[Any, Any], Any], terms: Sequence[Term], start: float) -> Term:
+    """The sum or product of numbers and nodes: a number if all are, else a node."""
+    made: Term = reduce(combine, (t for t in terms if not isinstance(t, fx.Node)), start)
+    nodes = [t for t in terms if isinstance(t, fx.Node)]
+    if nodes and made == start:
+        made = nodes.pop(0)
+    for node in nodes:
+        made = graph.call_function(combine, (made, node))
+    return made
+
+
+# -- QR ----------------------------------------------------------------------------------------
+
+REORDERING = frozenset({aten.index.Tensor, aten.index_select.default, aten.flip.default, aten.clone.default})
+PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
+
+
+def products_of(qr: fx.Node, hardware: Hardware) -> bool:
+    """Replace a QR decomposition of a product; False, and no change, if it is of something else."""
+    value = tensor_value(qr.all_input_nodes[0])
+    reduced = qr.args[1:2] in ((), ("reduced",)) and not qr.kwargs
+    tall = value is not None and value.dtype == torch.float32 and value.shape[-2] >= value.shape[-1]
+    measured = "cholesky_qr" in dict(hardware.factorizations)
+    if not (measured and tall and reduced and is_product(qr.args[0])):
+        return False
+    with qr.graph.inserting_before(qr):
+        made = qr.graph.call_function(CHOLESKY_QR, (qr.args[0],))
+    made.meta["val"] = tuple(own.new_empty(own.shape) for own in values(qr))
+    qr.replace_all_uses_with(made)
+    for node in made.users:
+        if node.target is operator.getitem:
+            node.meta["val"] = made.meta["val"][node.args[1]]
+    return True
+
+
+def values(node: fx.Node) -> Iterable[torch.Tensor]:
+    found: tuple[torch.Tensor, ...] = node.meta["val"]
+    return found
+
+
+def is_product(node: Any) -> bool:
+    """Is it a matrix product, up to the order of rows and columns?"""
+    while isinstance(node, fx.Node) and node.target in REORDERING:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.target in PRODUCTS
