@@ -34,10 +34,10 @@ class Roots:
     2. QR of a product, whose columns may have been reordered, is `canzona::cholesky_qr`. The signs of Q's columns
        change, which no QR decomposition prescribes.
 
-    Each is tried by itself and kept if the graph's predicted time gets less, by the machine's rates: those measured
-    (`eigh`, `qr`, `inverse_root`, `cholesky_qr`, and `eigh_batched` and its like for tasks that share an owner), or
-    assumed. Our QR spends much of its time in small kernels, of which no one can assume a rate: it is taken where
-    `cholesky_qr` was measured, and nowhere else. On CPU nothing is rewritten: see `benchmarks/factorizations.py`.
+    Each is tried by itself, where the machine's rates say how fast it is (`inverse_root`, `cholesky_qr`), and kept if
+    the graph's predicted time gets less (by `eigh` and `qr`, or `eigh_batched` and its like for tasks that share an
+    owner). No known kind of machine has these rates: they are measured before anything is chosen. On CPU nothing is
+    rewritten: see `benchmarks/factorizations.py`.
     """
 
     name: ClassVar[str] = "roots"
@@ -72,7 +72,8 @@ def rewritten(template: Template, hardware: Hardware) -> Template:
     for name in [n.name for n in graph.nodes if n.target in (EIGH, QR)]:
         changed = copy.deepcopy(graph)
         node = next(n for n in changed.nodes if n.name == name)
-        if not (roots_of(node) if node.target is EIGH else products_of(node, hardware)):
+        rate, rewrite = ("inverse_root", roots_of) if node.target is EIGH else ("cholesky_qr", products_of)
+        if rate not in dict(hardware.factorizations) or not rewrite(node):
             continue
         for left in reversed(list(changed.nodes)):
             if left.op == "call_function" and not left.users:
@@ -153,13 +154,12 @@ REORDERING = frozenset({aten.index.Tensor, aten.index_select.default, aten.flip.
 PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 
 
-def products_of(qr: fx.Node, hardware: Hardware) -> bool:
+def products_of(qr: fx.Node) -> bool:
     """Replace a QR decomposition of a product; False, and no change, if it is of something else."""
     value = tensor_value(qr.all_input_nodes[0])
     reduced = qr.args[1:2] in ((), ("reduced",)) and not qr.kwargs
     tall = value is not None and value.dtype == torch.float32 and value.shape[-2] >= value.shape[-1]
-    measured = "cholesky_qr" in dict(hardware.factorizations)
-    if not (measured and tall and reduced and is_product(qr.args[0])):
+    if not (tall and reduced and is_product(qr.args[0])):
         return False
     with qr.graph.inserting_before(qr):
         made = qr.graph.call_function(CHOLESKY_QR, (qr.args[0],))

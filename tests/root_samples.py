@@ -21,8 +21,11 @@ from tests.test_roots import with_spectrum
 
 
 def rates(**factorizations: float) -> Hardware:
-    """A GPU on which everything takes next to no time but decompositions, at these FLOP/s; 1 where none is given."""
-    curves = {"eigh": 1.0, "qr": 1.0, "other": 1.0, **factorizations}
+    """A GPU on which everything takes next to no time but decompositions, at these FLOP/s.
+
+    Where none is given it is 1, and 1e6 for roots by products.
+    """
+    curves = {"eigh": 1.0, "qr": 1.0, "other": 1.0, "inverse_root": 1e6, **factorizations}
     flat = {name: Curve(((64.0, rate),)) for name, rate in curves.items()}
     return replace(named_hardware("h200"), launch=0.0, factorizations=tuple(flat.items()))
 

@@ -201,6 +201,13 @@ def test_what_does_not_pay_stays() -> None:
     assert not calls(after(template, gpu(eigh=1e3, inverse_root=1e6)).graph, EIGH)
 
 
+def test_what_nobody_has_measured_stays() -> None:
+    template, known = traced(FORMS["rows"][0]), gpu(eigh=1e-9)
+    unknown = tuple(own for own in rates(eigh=1e-9).factorizations if own[0] != "inverse_root")
+    assert not calls(after(template, known).graph, EIGH)
+    assert calls(after(template, replace(known, rates=replace(rates(), factorizations=unknown))).graph, EIGH)
+
+
 def test_tasks_that_share_an_owner_are_judged_by_rates_of_stacks() -> None:
     template, machine = traced(FORMS["rows"][0]), gpu(eigh=1e3, eigh_batched=1e12, inverse_root=1e6)
     assert not calls(after(template, machine, count=2).graph, EIGH)  # one for each of two ranks
