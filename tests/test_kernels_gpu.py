@@ -33,7 +33,7 @@ triton = pytest.importorskip("triton")
 HERE = machine(torch.device("cuda")) if torch.cuda.is_available() else None
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(HERE is None, reason="needs a CUDA device"),
+    pytest.mark.skipif(HERE is None, reason="needs a CUDA device and Triton"),
     pytest.mark.skipif(
         bool(triton.knobs.runtime.interpret), reason="TRITON_INTERPRET is set: run these alone, pytest -m gpu"
     ),
@@ -181,7 +181,7 @@ def test_the_update_of_a_parameter_that_is_smaller_than_its_padded_matrix(choice
     assert held.untouched()
 
 
-@pytest.mark.skipif(("sym_gemm", ARCH) not in CANDIDATES, reason="no kernels for this GPU")
+@pytest.mark.skipif(("sym_gemm", ARCH) not in CANDIDATES, reason="needs a GPU for which there are kernels")
 def test_a_cuda_graph_replays_with_other_scalars() -> None:
     choice = CANDIDATES["sym_gemm", ARCH][0]
     a = random(2, 256, 128, dtype=torch.bfloat16, device="cuda")
@@ -196,7 +196,7 @@ def test_a_cuda_graph_replays_with_other_scalars() -> None:
     close(out, *product(a, None, None, 0.25, 0, 0))
 
 
-@pytest.mark.skipif(("sym_gemm", ARCH) not in CANDIDATES, reason="no kernels for this GPU")
+@pytest.mark.skipif(("sym_gemm", ARCH) not in CANDIDATES, reason="needs a GPU for which there are kernels")
 def test_the_tuner_refuses_no_candidate() -> None:
     """All of them are right; which is fastest is not for a test."""
     device = torch.device("cuda")
