@@ -23,6 +23,7 @@ LAYERS = (
     "ownership.jobs ownership.buffer ownership.greedy ownership.static ownership.alpha ownership.exchange",
     "ownership.lpt ownership.permuted ownership.patterns ownership.exact ownership",
     "exactness cost timing instructions program rankview printer verify_graphs verifier lifting program_builder",
+    "codegen.arithmetic codegen.expressions codegen.source codegen.tables codegen.launch codegen pointwise_program",
     "planfile heaviest",
     "passes.assign_owners passes.batch passes.canonicalize passes.emit passes.follow_plan passes.fuse_collectives",
     "passes.micro_group passes.place passes.schedule passes",

@@ -56,7 +56,10 @@ def pointers(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, DIMS
             size = tl.multiple_of(size, 16)
         elif ALIGNED:
             stride = tl.multiple_of(stride, 16)
-        inner = (outer % size).to(tl.int32) + inner
+        first = (outer % size).to(tl.int32)
+        if ALIGNED and dim == 0:
+            first = tl.multiple_of(first, 16)
+        inner = first + inner
         outer = outer // size
         part = (inner % size.to(tl.int32)).to(tl.int64)
         if ALIGNED and dim == 0:
