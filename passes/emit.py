@@ -66,7 +66,10 @@ class Emit:
         for event in step.schedule:
             writer.write(event)
         slots = 1 + max((*(b.slot for b in step.buffers), *writer.sizes), default=-1)
-        return replace(step, form=Form.EMITTED, program=writer.program(slots))
+        program = writer.program(slots)
+        if writer.kernels is not None:
+            program = replace(program, eager=writer.kernels.eager)
+        return replace(step, form=Form.EMITTED, program=program)
 
 
 def is_stacked(placed: Placed, batch: Batch, place: int) -> bool:

@@ -166,6 +166,24 @@ def fma(x, y, z):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def fma_bfloat16(x, y, z):  # type: ignore[no-untyped-def]
+    """x * y + z of bfloat16 y and z; ATen on CPU rounds the factor x to bfloat16 as well."""
+    if INTERPRETED:
+        return fma(bfloat16(x), y, z)
+    else:
+        return tl.fma(x, y, z)
+
+
+@triton.jit
+def fma_float16(x, y, z):  # type: ignore[no-untyped-def]
+    """x * y + z of float16 y and z; ATen on CPU rounds the factor x to float16 as well."""
+    if INTERPRETED:
+        return fma(float16(x), y, z)
+    else:
+        return tl.fma(x, y, z)
+
+
+@triton.jit
 def lerp(start, end, weight):  # type: ignore[no-untyped-def]
     """ATen's formula: from the end that is nearer, so that a weight of one gives `end`."""
     span = end - start
@@ -218,12 +236,20 @@ def rsqrt(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def addcmul(x, y, z, value):  # type: ignore[no-untyped-def]
-    return fma(value, y * z, x)
+    """ATen on CPU multiplies from the left."""
+    if INTERPRETED:
+        return fma(value * y, z, x)
+    else:
+        return tl.fma(value, y * z, x)
 
 
 @triton.jit
 def addcdiv(x, y, z, value):  # type: ignore[no-untyped-def]
-    return fma(value, div(y, z), x)
+    """ATen on CPU multiplies before it divides, and fuses nothing."""
+    if INTERPRETED:
+        return x + div(value * y, z)
+    else:
+        return tl.fma(value, div(y, z), x)
 
 
 @triton.jit

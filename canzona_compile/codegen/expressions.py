@@ -290,7 +290,8 @@ def sums(sign: str, *, reversed_: bool = False) -> Rule:
         factor = b.operand(alpha, dtype)
         if not dtype.is_floating_point:
             return f"{x} {sign} {factor} * {y}"
-        return b.rounded(f"ops.fma({'-' if sign == '-' else ''}{factor}, {y}, {x})", node)
+        function = {torch.bfloat16: "ops.fma_bfloat16", torch.float16: "ops.fma_float16"}.get(dtype, "ops.fma")
+        return b.rounded(f"{function}({'-' if sign == '-' else ''}{factor}, {y}, {x})", node)
 
     return rule
 
