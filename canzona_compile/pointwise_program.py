@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from canzona_compile import instructions
-from canzona_compile.codegen.expressions import Expressions, Unsupported, ancestors, copying, expressions
+from canzona_compile.codegen.expressions import Expressions, ancestors, copying, expressions
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.codegen.source import PointwiseProgram
+from canzona_compile.codegen.values import Unsupported
 from canzona_compile.ir import Act, Event, Phase, Placed, Role, Step, outputs, placeholders, tensor_value
 from canzona_compile.lifting import lift_apply
 from canzona_compile.program import Input, View, Views
@@ -44,13 +45,12 @@ class Kernel:
     """A cut as kernels.
 
     Attributes:
-        prepare, apply: by output number, which results kernels write. The others of apply are 0-d counters, which
-            every block of a kernel may read and none may write; they stay with torch.
+        apply: by number, which results of apply kernels write. The others are written early, or are 0-d counters,
+            which every block of a kernel may read and none may write; these stay with torch.
         early: kept values that are the new value of a state leaf which apply does not read, and that leaf: prepare
             writes them where they belong.
     """
 
-    prepare: tuple[int, ...]
     apply: tuple[int, ...]
     early: dict[str, str]
 
@@ -68,14 +68,13 @@ def kernel_of(placed: Placed) -> Kernel | str:
             apply += [] if early.get(getattr(node, "target", "")) == placed.fragment_writes[i] else [i]
         elif value.ndim:
             return f"new {placed.fragment_writes[i]} has another shape than its matrix"
-    prepare = tuple(range(len(placed.gather) + len(placed.kept)))
     try:
         one_device(placed)
-        expressions(placed.prepare, prepare, shape)
+        expressions(placed.prepare, range(len(outputs(placed.prepare))), shape)
         expressions(placed.apply, apply, shape)
     except Unsupported as why:
         return str(why)
-    return Kernel(prepare, tuple(apply), early)
+    return Kernel(tuple(apply), early)
 
 
 def one_device(placed: Placed) -> None:
@@ -95,7 +94,9 @@ def early_commits(placed: Placed) -> dict[str, str]:
     for name, node in zip(placed.fragment_writes, outputs(placed.apply), strict=True):
         kept = str(node.target) if isinstance(node, fx.Node) and node.op == "placeholder" else ""
         value = tensor_value(node) if kept else None
-        fits = value is not None and name in state and (state[name].dtype, state[name].shape) == (value.dtype, value.shape)
+        fits = (
+            value is not None and name in state and (state[name].dtype, state[name].shape) == (value.dtype, value.shape)
+        )
         if kept in placed.kept and kept not in found and fits and name not in read:
             found[kept] = name
     return found
@@ -143,7 +144,8 @@ class Kernels:
                 own = self._send_places(g, segment, n, f"{where}_{names[n]}_send")
             elif names[n] in kernel.early and not is_wire:
                 own = [self._leaf(segment, kernel.early[names[n]], where)]
-            elif node.op == "placeholder" and str(node.target) not in kernel.early.values():
+            elif node.op == "placeholder" and str(node.target) not in placed.fragment_writes:
+                # As it is. What a kernel will write is copied first: the owner may make a transposed view of it.
                 g.wires[i, names[n]] = self._leaf(segment, str(node.target), where)
                 continue
             else:
@@ -311,4 +313,3 @@ def part_of(graph: fx.Graph, results: Sequence[fx.Node]) -> fx.Graph:
             copied[node] = part.node_copy(node, lambda n: copied[n])
     part.output(tuple(copied[n] for n in results))
     return part
-

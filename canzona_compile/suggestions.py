@@ -34,7 +34,9 @@ def facts_of(running: Running, captures: int) -> Facts:
 def eager_cuts(running: Running) -> list[str]:
     """Elementwise work that no kernel was generated for."""
     eager = running.last[0].program.eager if running.last is not None else {}
-    return [f"Elementwise work of {name} runs operator by operator, without a kernel: {why}." for name, why in eager.items()]
+    return [
+        f"Elementwise work of {name} runs operator by operator, without a kernel: {why}." for name, why in eager.items()
+    ]
 
 
 def suggestions(plan: Plan, options: Options) -> tuple[str, ...]:

@@ -332,7 +332,7 @@ class Writer(ProgramBuilder):
 
     def apply(self, g: GroupView) -> None:
         last = next((p for p in (Phase.EXCHANGE, Phase.SCATTER) if p in g.exchanges), None)
-        counters: list[tuple[Segment, Callable[[str], fx.Node]]] = []
+        counting: list[tuple[Segment, Callable[[str], fx.Node]]] = []
         for i, segment in enumerate(g.segments):
             placed = segment.placed
             where = f"g{g.group.index}_s{i}"
@@ -358,15 +358,16 @@ class Writer(ProgramBuilder):
                 ready = wires.get(name) or g.wires.get((i, name))
                 return ready or self.leaf(segment.placed, segment.group, segment.names, name, where)
 
-            if self.kernels is None or not self.kernels.apply(g, i, segment, lookup):
+            if self.kernels is not None and self.kernels.apply(g, i, segment, lookup):
+                counting.append((segment, lookup))
+            else:
                 self.module(f"{placed.name}_apply", build, lookup)
-                continue
-            counters.append((segment, lookup))
         for target, value, to, given in g.commits:
             self.copy(target, value, to, given)
         self.launch(g, "apply")
-        for segment, lookup in counters:
-            self.kernels.counters(segment, lookup)
+        if self.kernels is not None:
+            for counted, find in counting:
+                self.kernels.counters(counted, find)
 
     def own_part(self, g: GroupView, segment: Segment, wire: Wire, j: int, where: str) -> fx.Node:
         """This rank's fragments of values that it computed itself."""

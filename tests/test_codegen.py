@@ -11,9 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from canzona_compile.codegen.expressions import Spread, Unsupported, copying, expressions
+from canzona_compile.codegen.expressions import copying, expressions
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.codegen.source import PointwiseProgram
+from canzona_compile.codegen.values import Spread, Unsupported
 from canzona_compile.errors import CanzonaError
 from tests.conftest import Golden
 from tests.pointwise import Work, one_call, run_grouped
@@ -95,7 +96,7 @@ def test_operators_have_torchs_bits(dtype: torch.dtype) -> None:
 
 
 def test_operators_of_libraries_are_near() -> None:
-    """CUDA takes its own library for these, which the interpreter lacks: within 4 in the last place of the true value."""
+    """CUDA takes its own library for these, which the interpreter lacks: 4 in the last place at most."""
     x, p = drawn(torch.float32)[0], positive(torch.float32)[0]
     names = ("sqrt", "exp", "exp2", "log", "log2", "sin", "cos", "erf", "tanh", "sigmoid")
     works = [one_call(getattr(aten, n).default, [p if n in ("sqrt", "log", "log2") else x]) for n in names]
@@ -129,7 +130,9 @@ def test_dtypes_are_promoted_as_in_torch() -> None:
 
 
 def test_bfloat16_is_rounded_to_the_nearest() -> None:
-    bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x00008000, 0x00018000, 0x7F800000, 0x7FC00000])
+    bits = torch.tensor(
+        [0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x00008000, 0x00018000, 0x7F800000, 0x7FC00000]
+    )
     x = bits.to(torch.int32).view(torch.float32).reshape(1, 8)
     ((got,),), _ = run_grouped([one_call(aten._to_copy.default, [x], dtype=torch.bfloat16)])
     assert same(got[0], x.bfloat16())
@@ -290,7 +293,9 @@ def test_offsets_are_int64() -> None:
 
 
 def copy_kernel() -> GroupedKernel:
-    return GroupedKernel("copies", [PointwiseProgram("copy", copying(torch.float32, torch.bfloat16), ((torch.bfloat16,),))], [0])
+    return GroupedKernel(
+        "copies", [PointwiseProgram("copy", copying(torch.float32, torch.bfloat16), ((torch.bfloat16,),))], [0]
+    )
 
 
 def test_a_table_is_sent_only_if_it_changed() -> None:

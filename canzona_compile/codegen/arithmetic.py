@@ -12,6 +12,9 @@ A segment's row of words (int64): kernel branch, its first block, elements, the 
 five words per operand (address, four strides, innermost last), then numbers as the bits of doubles.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return"
+# ruff: noqa: SIM300 (DTYPE is in capitals as all that is known when a kernel is compiled; it is no constant)
+
 from __future__ import annotations
 
 import triton
@@ -26,7 +29,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def inside(row, start, lanes, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def inside(row, start, lanes, ALIGNED: tl.constexpr):
     """Which lanes of a block are elements of the segment."""
     left = tl.minimum(tl.load(row + 2) - start, lanes.shape[0]).to(tl.int32)
     if ALIGNED:
@@ -35,12 +38,12 @@ def inside(row, start, lanes, ALIGNED: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def pointers(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, DIMS: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def pointers(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
     """Addresses of the elements `start` + `lanes`, counted over the last DIMS dims in row-major order.
 
     Offsets are int64, quotients inside of a block int32. ALIGNED promises an innermost stride of one, an address that
-    is a multiple of 16 bytes, and an innermost size and outer strides that are multiples of 16 elements: memory is then accessed in
-    vectors.
+    is a multiple of 16 bytes, and an innermost size and outer strides that are multiples of 16 elements: memory is
+    then accessed in vectors.
     """
     at = row + (HEADER + OPERAND * WORDS)
     base = tl.load(at).to(tl.pointer_type(DTYPE))
@@ -80,13 +83,13 @@ def pointers(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, DIMS
 @triton.jit
 def load(
     row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, inside, DIMS: tl.constexpr, ALIGNED: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """The operand's elements; 16-bit floats as float32."""
     return widened(tl.load(pointers(row, OPERAND, DTYPE, start, lanes, DIMS, ALIGNED), mask=inside), DTYPE)
 
 
 @triton.jit
-def load_one(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_one(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr):
     """An operand of one element, the same for the whole segment."""
     at = tl.load(row + (HEADER + OPERAND * WORDS)).to(tl.pointer_type(DTYPE))
     return widened(tl.load(at), DTYPE)
@@ -103,7 +106,7 @@ def store(
     inside,
     DIMS: tl.constexpr,
     ALIGNED: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Write a value that is already rounded to DTYPE."""
     at = pointers(row, OPERAND, DTYPE, start, lanes, DIMS, ALIGNED)
     if INTERPRETED and DTYPE == tl.bfloat16:
@@ -114,13 +117,13 @@ def store(
 
 
 @triton.jit
-def number(row, WORD: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def number(row, WORD: tl.constexpr, DTYPE: tl.constexpr):
     """A hyperparameter, or what was computed from some on the host."""
     return tl.load(row + WORD).to(tl.float64, bitcast=True).to(DTYPE)
 
 
 @triton.jit
-def widened(value, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def widened(value, DTYPE: tl.constexpr):
     if DTYPE == tl.bfloat16:
         if INTERPRETED:
             return (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -136,7 +139,7 @@ def widened(value, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def bfloat16(x):  # type: ignore[no-untyped-def]
+def bfloat16(x):
     """A float32 rounded to the nearest bfloat16, ties to even, as a float32."""
     if INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
@@ -148,7 +151,7 @@ def bfloat16(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def float16(x):  # type: ignore[no-untyped-def]
+def float16(x):
     """A float32 rounded to the nearest float16, as a float32."""
     return x.to(tl.float16).to(tl.float32)
 
@@ -157,7 +160,7 @@ def float16(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def fma(x, y, z):  # type: ignore[no-untyped-def]
+def fma(x, y, z):
     """x * y + z, rounded once."""
     if INTERPRETED:
         return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to((x * y + z).dtype)
@@ -166,7 +169,7 @@ def fma(x, y, z):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def fma_bfloat16(x, y, z):  # type: ignore[no-untyped-def]
+def fma_bfloat16(x, y, z):
     """x * y + z of bfloat16 y and z; ATen on CPU rounds the factor x to bfloat16 as well."""
     if INTERPRETED:
         return fma(bfloat16(x), y, z)
@@ -175,7 +178,7 @@ def fma_bfloat16(x, y, z):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def fma_float16(x, y, z):  # type: ignore[no-untyped-def]
+def fma_float16(x, y, z):
     """x * y + z of float16 y and z; ATen on CPU rounds the factor x to float16 as well."""
     if INTERPRETED:
         return fma(float16(x), y, z)
@@ -184,7 +187,7 @@ def fma_float16(x, y, z):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def lerp(start, end, weight):  # type: ignore[no-untyped-def]
+def lerp(start, end, weight):
     """ATen's formula: from the end that is nearer, so that a weight of one gives `end`."""
     span = end - start
     near = fma(weight, span, start)
@@ -193,7 +196,7 @@ def lerp(start, end, weight):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def div(x, y):  # type: ignore[no-untyped-def]
+def div(x, y):
     """Correctly rounded, as `/` is not in Triton."""
     if x.dtype == tl.float64:
         return x / y
@@ -202,7 +205,7 @@ def div(x, y):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def div_by_number(x, y):  # type: ignore[no-untyped-def]
+def div_by_number(x, y):
     """ATen on CUDA multiplies by the reciprocal if the divisor is on the host, on CPU it divides."""
     if INTERPRETED:
         return div(x, y)
@@ -211,7 +214,7 @@ def div_by_number(x, y):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def reciprocal(x):  # type: ignore[no-untyped-def]
+def reciprocal(x):
     if x.dtype == tl.float64:
         return 1.0 / x
     else:
@@ -219,7 +222,7 @@ def reciprocal(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sqrt(x):  # type: ignore[no-untyped-def]
+def sqrt(x):
     if x.dtype == tl.float64:
         return tl.sqrt(x)
     else:
@@ -227,7 +230,7 @@ def sqrt(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def rsqrt(x):  # type: ignore[no-untyped-def]
+def rsqrt(x):
     if INTERPRETED:
         return reciprocal(sqrt(x))
     else:
@@ -235,7 +238,7 @@ def rsqrt(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def addcmul(x, y, z, value):  # type: ignore[no-untyped-def]
+def addcmul(x, y, z, value):
     """ATen on CPU multiplies from the left."""
     if INTERPRETED:
         return fma(value * y, z, x)
@@ -244,7 +247,7 @@ def addcmul(x, y, z, value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def addcdiv(x, y, z, value):  # type: ignore[no-untyped-def]
+def addcdiv(x, y, z, value):
     """ATen on CPU multiplies before it divides, and fuses nothing."""
     if INTERPRETED:
         return x + div(value * y, z)
@@ -253,42 +256,42 @@ def addcdiv(x, y, z, value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def exp(x):  # type: ignore[no-untyped-def]
+def exp(x):
     return tl.exp(x) if INTERPRETED else libdevice.exp(x)
 
 
 @triton.jit
-def exp2(x):  # type: ignore[no-untyped-def]
+def exp2(x):
     return tl.exp2(x) if INTERPRETED else libdevice.exp2(x)
 
 
 @triton.jit
-def log(x):  # type: ignore[no-untyped-def]
+def log(x):
     return tl.log(x) if INTERPRETED else libdevice.log(x)
 
 
 @triton.jit
-def log2(x):  # type: ignore[no-untyped-def]
+def log2(x):
     return tl.log2(x) if INTERPRETED else libdevice.log2(x)
 
 
 @triton.jit
-def sin(x):  # type: ignore[no-untyped-def]
+def sin(x):
     return tl.sin(x) if INTERPRETED else libdevice.sin(x)
 
 
 @triton.jit
-def cos(x):  # type: ignore[no-untyped-def]
+def cos(x):
     return tl.cos(x) if INTERPRETED else libdevice.cos(x)
 
 
 @triton.jit
-def erf(x):  # type: ignore[no-untyped-def]
+def erf(x):
     return tl.erf(x) if INTERPRETED else libdevice.erf(x)
 
 
 @triton.jit
-def tanh(x):  # type: ignore[no-untyped-def]
+def tanh(x):
     if INTERPRETED:
         small = tl.exp(-2.0 * tl.abs(x.to(tl.float64)))
         size = (1.0 - small) / (1.0 + small)
@@ -298,12 +301,12 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sigmoid(x):  # type: ignore[no-untyped-def]
+def sigmoid(x):
     return reciprocal(1.0 + exp(-x))
 
 
 @triton.jit
-def power(x, y):  # type: ignore[no-untyped-def]
+def power(x, y):
     """x ** y; in the interpreter for x that are not negative."""
     if INTERPRETED:
         return tl.exp2(y.to(tl.float64) * tl.log2(x.to(tl.float64))).to((x * y).dtype)
@@ -312,17 +315,17 @@ def power(x, y):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sign(x):  # type: ignore[no-untyped-def]
+def sign(x):
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
 @triton.jit
-def maximum(x, y):  # type: ignore[no-untyped-def]
+def maximum(x, y):
     """The greater one, NaN if either is."""
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def minimum(x, y):  # type: ignore[no-untyped-def]
+def minimum(x, y):
     """The smaller one, NaN if either is."""
     return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)

@@ -67,6 +67,7 @@ class GroupedKernel(torch.nn.Module):
         super().__init__()
         self.title, self.programs, self.parts = title, tuple(programs), tuple(parts)
         self.launches = self.uploads = 0
+        self._kernel: Any = None
         self.table: Table | None = None
         self._geometry: list[Any] = []
         self._addresses: list[np.ndarray[Any, Any]] = []
@@ -119,11 +120,11 @@ class GroupedKernel(torch.nn.Module):
         """Run the kernel on what the last `refresh` was given."""
         assert self.table is not None
         assert self._on_device is not None
-        kernel = loaded(self.source) if self._kernel is None else self._kernel
-        self._kernel = kernel
+        if self._kernel is None:
+            self._kernel = loaded(self.source)
         where = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with where, np.errstate(all="ignore"):  # the interpreter computes with numpy
-            kernel[(self.table.blocks,)](
+            self._kernel[(self.table.blocks,)](
                 *self._on_device, WIDTH=self.table.width, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
             )
         self.launches += 1
@@ -137,8 +138,7 @@ class GroupedKernel(torch.nn.Module):
                 if segment is not None:
                     segments.append(segment)
         self.table = Table(self.programs, self.parts, segments, BLOCK)
-        self._kernel: Any = None
-        self._on_device = None
+        self._kernel = self._on_device = None
         if self._device.type == "cpu" and segments:
             interpreted(self.title)
 

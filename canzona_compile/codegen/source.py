@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from canzona_compile.codegen.expressions import STORED, Expressions, Spread
+from canzona_compile.codegen.expressions import Expressions
+from canzona_compile.codegen.values import STORED, Spread
 
 HEADER, WORDS = 6, 5  # as in arithmetic.py: words of a row before its operands, and per operand
 TAKEN = {"row", "start", "lanes", "inside", "DIMS", "ALIGNED", "tl", "ops", "triton"}
@@ -70,7 +71,7 @@ class PointwiseProgram:
 
     def _names(self) -> list[str]:
         own = self.expressions
-        return [x.name for x in (*own.loads, *own.numbers, *own.lines)]
+        return [*(x.name for x in own.loads), *(x.name for x in own.numbers), *(x.name for x in own.lines)]
 
     def text(self, name: str) -> str:
         """The function in source code."""
@@ -100,7 +101,9 @@ class PointwiseProgram:
         for (name, _), targets in zip(own.results, self.targets, strict=True):
             for dtype in targets:
                 value = names[name]
-                lines.append(f"ops.store(row, {operand}, {STORED[dtype]}, {value}, start, lanes, inside, DIMS, ALIGNED)")
+                lines.append(
+                    f"ops.store(row, {operand}, {STORED[dtype]}, {value}, start, lanes, inside, DIMS, ALIGNED)"
+                )
                 operand += 1
         return lines
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from canzona_compile.codegen.expressions import Spread
-from canzona_compile.codegen.source import FLAT, HEADER, WORDS, Form, PointwiseProgram
+from canzona_compile.codegen.source import HEADER, WORDS, Form, PointwiseProgram
+from canzona_compile.codegen.values import Spread
 from canzona_compile.errors import CanzonaError
 from canzona_compile.layout import Shape
 
@@ -125,4 +124,3 @@ class Table:
         self.rows[rows[:, None], columns] = addresses[:, self._entries[part]].T
         start = HEADER + WORDS * len(addresses)
         self.rows[rows, start : start + len(numbers)] = np.array(numbers, np.float64).view(np.int64)
-
