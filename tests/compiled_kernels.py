@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from canzona_compile.codegen.expressions import copying, expressions
 from canzona_compile.codegen.launch import BLOCK, WARPS, loaded
 from canzona_compile.codegen.source import Form, PointwiseProgram, source
+from tests.pointwise import one_call
 from tests.samples import Builder, empty
 
 aten = torch.ops.aten
@@ -80,6 +81,31 @@ KERNELS = {
 }
 
 
+def operators(dtype: torch.dtype) -> list[PointwiseProgram]:
+    """Every rule, on operands of one dtype."""
+    x, y, flag = torch.ones(SHAPE, dtype=dtype), torch.ones(SHAPE, dtype=dtype), torch.ones(SHAPE, dtype=torch.bool)
+    unary = "sqrt rsqrt reciprocal exp exp2 log log2 sin cos erf tanh sigmoid neg abs sign square floor ceil relu"
+    works = [one_call(getattr(aten, name).default, [x]) for name in unary.split()]
+    works += [
+        one_call(op, [x, y]) for op in (aten.maximum.default, aten.minimum.default, aten.le.Tensor, aten.div.Tensor)
+    ]
+    works += [one_call(op, [x, y], alpha=0.3) for op in (aten.add.Tensor, aten.sub.Tensor)]
+    works += [one_call(op, [x, y, x], value=0.3) for op in (aten.addcmul.default, aten.addcdiv.default)]
+    works += [
+        one_call(aten.div.Tensor, [x], 0.3),
+        one_call(aten.rsub.Scalar, [x], 0.3),
+        one_call(aten.gt.Scalar, [x], 0.3),
+    ]
+    works += [one_call(aten.pow.Tensor_Scalar, [x], power) for power in (2, 3, 0.5, -2, 1.7)]
+    works += [one_call(aten.pow.Tensor_Tensor, [x, y]), one_call(aten.lerp.Scalar, [x, y], 0.3)]
+    works += [one_call(aten.lerp.Tensor, [x, y, x]), one_call(aten.clamp.default, [x], -0.3, 0.3)]
+    works += [one_call(aten.where.self, [flag, x, y]), one_call(aten.logical_not.default, [flag])]
+    works += [one_call(aten.full_like.default, [x], 0.3), one_call(aten.mul.Tensor, [x, flag])]
+    others = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
+    works += [one_call(aten._to_copy.default, [x], dtype=other) for other in others]
+    return [work.program() for work in works]
+
+
 def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
     made = triton.compile(
         ASTSource(
@@ -110,4 +136,9 @@ if __name__ == "__main__":
         branches = [(i, form) for i in range(len(programs)) for form in forms]
         text, width = source(name, programs, branches), max(p.width for p in programs)
         results[name] = {arch: compile_for(arch, text, width) for arch in (80, 90, 100)}
+    for dtype in (torch.float32, torch.float64):
+        programs = operators(dtype)
+        text = source("operators", programs, [(i, (1, True)) for i in range(len(programs))])
+        needs = compile_for(90, text, max(p.width for p in programs))
+        results[str(dtype)] = {90: needs | {"functions": text.count("@triton.jit") - 1}}
     print(json.dumps(results))

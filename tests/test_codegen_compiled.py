@@ -62,3 +62,11 @@ def test_only_what_an_operator_fuses_is_fused(arch: str) -> None:
     assert compiled()["prepare"][arch]["fused"] == 2 * 2 * 8
     assert compiled()["apply"][arch]["fused"] == 8
     assert compiled()["copy"][arch]["fused"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.float64"])
+def test_every_operator_compiles(dtype: str) -> None:
+    """All in one kernel, which no step would have: as many functions as operators, nothing spilled."""
+    needs = compiled()[dtype]["90"]
+    assert needs["functions"] >= 45
+    assert needs["local"] == 0
