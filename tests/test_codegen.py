@@ -158,27 +158,29 @@ def test_complex_numbers_are_not_supported() -> None:
 # -- random graphs -------------------------------------------------------------------------------
 
 
+# Powers are a library's, whose last bit a later rounding to bfloat16 may blow up.
+EXACT = tuple(op for op in POINTWISE if op != "power")
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(templates(POINTWISE), min_size=1, max_size=3), st.integers(0, 2**16))
+@given(st.lists(templates(EXACT), min_size=1, max_size=3), st.integers(0, 2**16))
 def test_random_graphs(made: list[Any], seed: int) -> None:
-    """Several graphs, each on fragments of several sizes, in one launch."""
+    """Several graphs, each on fragments of several sizes, in one launch; bit for bit.
+
+    Rows are whole vectors, because what is left over behind a vector is other code in torch, which fuses less.
+    """
     random = torch.Generator().manual_seed(seed)
     works = []
     for i, template in enumerate(made):
-        fragments: list[dict[str, Any]] = []
-        for rows in (template.shape[0], 0, 64):
-            names = [leaf.name for leaf in template.inputs if leaf.dtype is not None]
-            shape = (rows, template.shape[1] + i)
-            fragments.append(NUMBERS | {n: torch.randn(shape, generator=random) for n in names})
+        names = [leaf.name for leaf in template.inputs if leaf.dtype is not None]
+        shapes = [(rows, 64 * (i + 1)) for rows in (template.shape[0], 0, 33)]
+        fragments = [NUMBERS | {n: torch.randn(shape, generator=random) for n in names} for shape in shapes]
         works.append(Work(template.graph, template.shape, fragments, f"random_{i}"))
     found, kernel = run_grouped(works)
     assert kernel.launches == 1
     for work, written in zip(works, found, strict=True):
-        library = any("pow" in str(n.target) for n in work.graph.nodes)
         for got, expected in zip(written, work.expected(), strict=True):
-            for a, b in zip(got, expected, strict=True):
-                # What is left over behind a vector is other code in torch, whose products and sums may be fused.
-                torch.testing.assert_close(a, b, rtol=2e-5 if library else 2e-6, atol=1e-5, equal_nan=True)
+            assert all(map(equal, got, expected))
 
 
 # -- layouts -------------------------------------------------------------------------------------

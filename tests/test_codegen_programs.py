@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import torch
 from torch.optim import Optimizer
 
 from canzona_compile.codegen.launch import GroupedKernel
+from canzona_compile.ir import Act, Event, Form
 from canzona_compile.optimizers.normuon import NorMuon
 from canzona_compile.optimizers.shampoo import Shampoo
 from canzona_compile.optimizers.soap import SOAP
-from canzona_compile.pointwise_program import kernel_of
+from canzona_compile.pipeline import run
+from canzona_compile.pointwise_program import kernel_of, prepared_slots
 from tests.pairs import Pair, muon
 from tests.pointwise import generating, kernels_of
+from tests.samples import grid_of, muon_step
+from tests.test_printer import passes
 from tests.toy_optimizers import PerParameter, State, TwoKinds, cube
 
 pytest.importorskip("triton")
@@ -120,6 +125,19 @@ def test_sources_are_dumped(tmp_path: Path) -> None:
         folder = pair.wrapped.canzona.dump(tmp_path)
     assert (folder / "g0_apply.py").read_text() == kernel.source
     assert kernel.source.startswith('"""g0 apply of Muon, one launch"""')
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_what_is_prepared_shares_memory_only_with_what_it_never_meets(groups: int) -> None:
+    step = run(muon_step(grid_of(1, 4), *[(64, 32)] * 6), passes(groups))[1].step_at(Form.SCHEDULED)
+    at = {event: i for i, event in enumerate(step.schedule)}
+    slots = prepared_slots(step)
+    assert min(slots.values()) > max(b.slot for b in step.buffers)
+    lives = {g.index: (at[Event(Act.PREPARE, g.index)], at[Event(Act.APPLY, g.index)]) for g in step.groups}
+    for a, b in combinations(lives, 2):
+        meet = lives[a][0] <= lives[b][1] and lives[b][0] <= lives[a][1]
+        assert not (meet and slots[a] == slots[b])
+    assert len(set(slots.values())) <= min(len(lives), step.depth + 1)
 
 
 def test_on_cpu_nothing_is_generated() -> None:
