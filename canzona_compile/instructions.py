@@ -84,6 +84,11 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
+def repeated(value: Any, count: int) -> list[Any]:
+    """The same for every task."""
+    return [value] * count
+
+
 def parts(values: Tensor | Sequence[Tensor], index: Sequence[Index]) -> list[Tensor]:
     """Views of parts: of one stacked tensor, or, with the task's number first, of a list."""
     if isinstance(values, Tensor):

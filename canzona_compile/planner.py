@@ -11,6 +11,7 @@ import torch.distributed as dist
 from canzona_compile.binding import Bound
 from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.codegen.launch import available
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.hardware import Hardware
 from canzona_compile.ir import Form, Machine, Placed, Step, Task, Template
@@ -168,4 +169,9 @@ def lower(
 
 def emit(step: Step, rank: int, observers: Sequence[Observer] = ()) -> tuple[Step, History]:
     """The program of one rank."""
-    return run(step, [Emit(rank)], observers)
+    return run(step, [Emit(rank, generates(step.machine))], observers)
+
+
+def generates(machine: Machine) -> bool:
+    """Does elementwise work run in generated kernels? On CPU torch's own are faster to have and bit-equal."""
+    return machine.device == "cuda" and available()

@@ -7,7 +7,7 @@ which tensors, views of buffers, numbers and process groups they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -113,9 +113,11 @@ class Program:
         inputs: by placeholder name, in order.
         slots: bytes of each memory slot on this rank.
         collectives: that this rank starts per step.
+        eager: of programs with generated kernels, the cuts whose elementwise work torch does nevertheless, and why.
     """
 
     module: fx.GraphModule
     inputs: Mapping[str, Input]
     slots: tuple[int, ...]
     collectives: int
+    eager: Mapping[str, str] = field(default_factory=dict)

@@ -47,7 +47,8 @@ class GroupView:
         self.wires: dict[tuple[int, str], fx.Node] = {}  # prepared wires and kept values, by segment
         self.results: dict[str, tuple[Batch, tuple[fx.Node, ...]]] = {}  # computed values, by task
         self.work: dict[Phase, fx.Node] = {}
-        self.commits: list[tuple[fx.Node, fx.Node]] = []
+        self.commits: list[tuple[fx.Node, fx.Node, torch.dtype, torch.dtype]] = []  # target, value, their dtypes
+        self.gathered = 0  # bytes of whole values that have been laid out
 
     @cached_property
     def segments(self) -> list[Segment]:

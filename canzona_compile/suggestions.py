@@ -23,12 +23,20 @@ def facts_of(running: Running, captures: int) -> Facts:
             for b in plan.elementwise
         ),
         interpreted={name: why for name, why in reasons.items() if why},
-        suggestions=suggestions(plan, running.options),
+        suggestions=(*suggestions(plan, running.options), *eager_cuts(running)),
         numerics=running.options.numerics,
         variants=sum(len(k.oracle.variants) for k in kinds.values() if k.oracle is not None),
         rank_programs=len(running.programs),
         profile=ProfileReport(both.together, both.apart, running.options.stagger) if both.together else None,
     )
+
+
+def eager_cuts(running: Running) -> list[str]:
+    """Elementwise work that no kernel was generated for."""
+    eager = running.last[0].program.eager if running.last is not None else {}
+    return [
+        f"Elementwise work of {name} runs operator by operator, without a kernel: {why}." for name, why in eager.items()
+    ]
 
 
 def suggestions(plan: Plan, options: Options) -> tuple[str, ...]:

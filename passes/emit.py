@@ -20,8 +20,10 @@ from canzona_compile.ir import (
     Role,
     Step,
     Wire,
+    outputs,
 )
 from canzona_compile.lifting import lift_apply, lift_prepare
+from canzona_compile.pointwise_program import Kernels
 from canzona_compile.program import (
     Bytes,
     Fragments,
@@ -46,20 +48,28 @@ class Emit:
     Every send and receive buffer is addressed through views that are made once; a steady step packs
     straight into them. Elementwise graphs run once per list, compute graphs once per batch. What a group
     changes (parameters, state) is written by its `apply` alone.
+
+    With `generate`, which CUDA wants, elementwise graphs become generated kernels: per micro-group one launch for
+    what prepare does, one for apply, and one each for the copies around compute. State that apply would only
+    receive is then written by prepare.
     """
 
     rank: int
+    generate: bool = False
 
     name: ClassVar[str] = "emit"
     requires: ClassVar[Form] = Form.SCHEDULED
     ensures: ClassVar[Form] = Form.EMITTED
 
     def __call__(self, step: Step) -> Step:
-        writer = Writer(step, self.rank)
+        writer = Writer(step, self.rank, self.generate)
         for event in step.schedule:
             writer.write(event)
-        slots = 1 + max((b.slot for b in step.buffers), default=-1)
-        return replace(step, form=Form.EMITTED, program=writer.program(slots))
+        slots = 1 + max((*(b.slot for b in step.buffers), *writer.sizes), default=-1)
+        program = writer.program(slots)
+        if writer.kernels is not None:
+            program = replace(program, eager=writer.kernels.eager)
+        return replace(step, form=Form.EMITTED, program=program)
 
 
 def is_stacked(placed: Placed, batch: Batch, place: int) -> bool:
@@ -70,11 +80,12 @@ def is_stacked(placed: Placed, batch: Batch, place: int) -> bool:
 class Writer(ProgramBuilder):
     """Writes the rank program event by event."""
 
-    def __init__(self, step: Step, rank: int) -> None:
+    def __init__(self, step: Step, rank: int, generate: bool = False) -> None:
         super().__init__()
         self.step = step
         self.views = {g.index: GroupView(step, g, rank) for g in step.groups}
         self.foreach = step.machine.device == "cpu"
+        self.kernels = Kernels(self) if generate else None
 
     def write(self, event: Event) -> None:
         actions: dict[Act, Callable[[GroupView], None]] = {
@@ -109,6 +120,18 @@ class Writer(ProgramBuilder):
     def scalars(self, placed: Placed) -> list[str]:
         return [leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR]
 
+    def copy(self, targets: fx.Node, sources: fx.Node, to: torch.dtype, given: torch.dtype | None = None) -> None:
+        """Copy lists of tensors of dtype `given` (that of the targets if it is not said), now or with `launch`."""
+        if self.kernels is not None:
+            self.kernels.copy(targets, sources, to, given or to)
+        else:
+            self.call(instructions.copy, targets, sources)
+
+    def launch(self, g: GroupView, stage: str) -> None:
+        """Write the generated kernel of what came up since the last one, if kernels are generated."""
+        if self.kernels is not None:
+            self.kernels.launch(f"g{g.group.index}_{stage}")
+
     # -- events ----------------------------------------------------------------------------------
 
     def meet(self, g: GroupView) -> None:
@@ -121,6 +144,8 @@ class Writer(ProgramBuilder):
         for i, segment in enumerate(g.segments):
             placed, packs = segment.placed, segment.near and Phase.GATHER in g.exchanges
             if not placed.kept and not (segment.near and placed.gather):
+                continue
+            if self.kernels is not None and self.kernels.prepare(g, i, segment):
                 continue
             where = f"g{g.group.index}_s{i}"
             sharded = placed.kind.sharded
@@ -139,6 +164,7 @@ class Writer(ProgramBuilder):
             if packs:
                 for wire in placed.gather:
                     self.pack_prepared(g, i, segment, wire)
+        self.launch(g, "prepare")
 
     def pack_prepared(self, g: GroupView, i: int, segment: Segment, wire: Wire) -> None:
         """Copy a wire of all tasks of a segment to every place from which it is sent."""
@@ -154,6 +180,7 @@ class Writer(ProgramBuilder):
     def start(self, g: GroupView, phase: Phase) -> None:
         if phase is Phase.EXCHANGE and Phase.SCATTER in g.exchanges:
             self.forward(g)
+            self.launch(g, "forward")
         label = f"g{g.group.index}_{phase.value}"
         ends = []
         for sent in (False, True):
@@ -174,61 +201,63 @@ class Writer(ProgramBuilder):
         self.call(instructions.finish, g.work[phase], self.bind("watch", Watcher()))
 
     def compute(self, g: GroupView) -> None:
-        gathered = 0
-        for b, batch in enumerate(g.group.batches):
-            if batch.owner not in (None, g.at):
-                continue
-            placed = next(p for p in self.step.placed if p.name == batch.placed)
-            if not placed.scatter and not placed.owner_writes:  # a variant that only does elementwise work
-                continue
-            where = f"g{g.group.index}_b{b}"
-            inputs: dict[str, fx.Node] = {}
-            for wire in placed.gather:
-                if Phase.GATHER in g.exchanges:
-                    inputs[wire.name], gathered = self.unpack(g, batch, wire, where, gathered)
-                else:
-                    segment = next(
-                        i
-                        for i, s in enumerate(g.segments)
-                        if s.near and (s.placed.name, s.group) == (batch.placed, batch.group)
-                    )
-                    inputs[wire.name] = g.wires[segment, wire.name]
-
-            def lookup(
-                name: str,
-                inputs: dict[str, fx.Node] = inputs,
-                batch: Batch = batch,
-                placed: Placed = placed,
-                where: str = where,
-            ) -> fx.Node:
-                return inputs.get(name) or self.leaf(placed, batch.group, batch.tasks, name, where)
-
-            if batch.stacked and placed.stacked is not None:
-                whole = placed.stacked.graph
-                out = self.module(f"{placed.name}_compute_stacked", lambda g=whole: g, lookup)  # type: ignore[misc]
-            else:  # one task after the other: no more than one has intermediate values
-                out = self.loop(f"{placed.name}_compute", placed.compute, lookup)
-            results = self.items(out, len(placed.scatter) + len(placed.owner_writes))
-            for name in batch.tasks:
-                g.results[name] = (batch, tuple(results))
-            self.commit_later(g, placed, batch, results[len(placed.scatter) :], where)
-            phase = next((p for p in (Phase.SCATTER, Phase.EXCHANGE) if p in g.exchanges), None)
-            if phase is not None and batch.owner is not None:
-                for place, (wire, node) in enumerate(zip(placed.scatter, results, strict=False)):
-                    stacked = is_stacked(placed, batch, place)
-                    self.pack_computed(g, phase, batch.tasks, wire, node, where, stacked)
-        if gathered:
+        own = [
+            (b, batch, placed)
+            for b, batch in enumerate(g.group.batches)
+            if batch.owner in (None, g.at)
+            for placed in self.step.placed
+            if placed.name == batch.placed and (placed.scatter or placed.owner_writes)  # others are elementwise
+        ]
+        if self.kernels is None:
+            for b, batch, placed in own:
+                self.compute_batch(g, b, batch, placed, self.gathered(g, b, batch, placed))
+        else:  # copies together: before all of them, and after
+            ready = [self.gathered(g, *one) for one in own]
+            self.launch(g, "unpack")
+            for one, inputs in zip(own, ready, strict=True):
+                self.compute_batch(g, *one, inputs)
+            self.launch(g, "pack")
+        if g.gathered:
             slot = g.slot["gathered"]
-            self.sizes[slot] = max(self.sizes.get(slot, 0), gathered)
+            self.sizes[slot] = max(self.sizes.get(slot, 0), g.gathered)
 
-    def unpack(self, g: GroupView, batch: Batch, wire: Wire, where: str, offset: int) -> tuple[fx.Node, int]:
-        """Assemble a batch's whole wire values [n, ...] from the receive buffer, at `offset` of a slot."""
+    def gathered(self, g: GroupView, b: int, batch: Batch, placed: Placed) -> dict[str, fx.Node]:
+        """The whole wire values of a batch, by name."""
+        if Phase.GATHER in g.exchanges:
+            return {wire.name: self.unpack(g, batch, wire, f"g{g.group.index}_b{b}") for wire in placed.gather}
+        segment = (batch.placed, batch.group)
+        i = next((i for i, s in enumerate(g.segments) if s.near and (s.placed.name, s.group) == segment), -1)
+        return {wire.name: g.wires[i, wire.name] for wire in placed.gather}
+
+    def compute_batch(self, g: GroupView, b: int, batch: Batch, placed: Placed, inputs: dict[str, fx.Node]) -> None:
+        where = f"g{g.group.index}_b{b}"
+
+        def lookup(name: str) -> fx.Node:
+            return inputs.get(name) or self.leaf(placed, batch.group, batch.tasks, name, where)
+
+        if batch.stacked and placed.stacked is not None:
+            whole = placed.stacked.graph
+            out = self.module(f"{placed.name}_compute_stacked", lambda: whole, lookup)
+        else:  # one task after the other: no more than one has intermediate values
+            out = self.loop(f"{placed.name}_compute", placed.compute, lookup)
+        results = self.items(out, len(placed.scatter) + len(placed.owner_writes))
+        for name in batch.tasks:
+            g.results[name] = (batch, tuple(results))
+        self.commit_later(g, placed, batch, results[len(placed.scatter) :], where)
+        phase = next((p for p in (Phase.SCATTER, Phase.EXCHANGE) if p in g.exchanges), None)
+        if phase is not None and batch.owner is not None:
+            for place, (wire, node) in enumerate(zip(placed.scatter, results, strict=False)):
+                self.pack_computed(g, phase, batch.tasks, wire, node, where, is_stacked(placed, batch, place))
+
+    def unpack(self, g: GroupView, batch: Batch, wire: Wire, where: str) -> fx.Node:
+        """Assemble a batch's whole wire values [n, ...] from the receive buffer, in the next part of a slot."""
         n, slot = len(batch.tasks), g.slot["gathered"]
-        offset = -(-offset // 64) * 64
+        offset = -(-g.gathered // 64) * 64
         shape = (n, *wire.shape)
         size = wire.itemsize * n
         for d in wire.shape:
             size *= d
+        g.gathered = offset + size
         places = [g.places(Phase.GATHER, False, name, wire) for name in batch.tasks]
         targets, sources = [], []
         if together := runs(places, wire.itemsize):
@@ -241,16 +270,13 @@ class Writer(ProgramBuilder):
                     targets.append(View(slot, offset, wire.dtype, shape, (slice(i, i + 1), *box.slices())))
                     sources.append(g.view(Phase.GATHER, False, start, wire.dtype, (1, *box.size)))
         label = f"{where}_{wire.name}"
-        self.call(
-            instructions.copy,
-            self.bind(f"{label}_whole", Views(tuple(targets))),
-            self.bind(f"{label}_recv", Views(tuple(sources))),
-        )
+        whole = self.bind(f"{label}_whole", Views(tuple(targets)))
+        self.copy(whole, self.bind(f"{label}_recv", Views(tuple(sources))), wire.dtype)
         if batch.stacked:
-            return self.bind(f"{label}_stack", Whole(View(slot, offset, wire.dtype, shape))), offset + size
+            return self.bind(f"{label}_stack", Whole(View(slot, offset, wire.dtype, shape)))
         each = size // n
-        whole = tuple(View(slot, offset + i * each, wire.dtype, wire.shape) for i in range(n))
-        return self.bind(f"{label}_list", Views(whole)), offset + size
+        matrices = tuple(View(slot, offset + i * each, wire.dtype, wire.shape) for i in range(n))
+        return self.bind(f"{label}_list", Views(matrices))
 
     def pack_computed(
         self,
@@ -278,7 +304,7 @@ class Writer(ProgramBuilder):
                     index.append((i, *box.slices()))
         label = f"{where}_{wire.name}"
         found = self.call(instructions.parts, node, self.bind(f"{label}_parts", Indices(tuple(index))))
-        self.call(instructions.copy, self.bind(f"{label}_send", Views(tuple(views))), found)
+        self.copy(self.bind(f"{label}_send", Views(tuple(views))), found, wire.dtype)
 
     def forward(self, g: GroupView) -> None:
         """Copy the fragments that this replica's owners computed to where they are sent to the others."""
@@ -291,21 +317,22 @@ class Writer(ProgramBuilder):
                 label = f"g{g.group.index}_s{i}_{wire.name}"
                 for c in range(len(places[0])):
                     targets = tuple(g.view(Phase.EXCHANGE, True, p[c][0], wire.dtype, p[c][1].size) for p in places)
-                    self.call(
-                        instructions.copy,
-                        self.bind(f"{label}_forward{c}", Views(targets)),
-                        self.bind(f"{label}_scattered", Views(sources)),
-                    )
+                    sent = self.bind(f"{label}_forward{c}", Views(targets))
+                    self.copy(sent, self.bind(f"{label}_scattered", Views(sources)), wire.dtype)
 
     def commit_later(self, g: GroupView, placed: Placed, batch: Batch, values: Sequence[fx.Node], where: str) -> None:
         """New resident state is written with the group's apply."""
         for place, (name, node) in enumerate(zip(placed.owner_writes, values, strict=True)):
             if is_stacked(placed, batch, len(placed.scatter) + place):
                 node = self.call(instructions.unstack, node)
-            g.commits.append((self.leaf(placed, batch.group, batch.tasks, name, where), node))
+            value = outputs(placed.compute)[len(placed.scatter) + place].meta["val"]
+            known = {leaf.name: leaf.dtype for leaf in (*placed.template.state, *placed.template.inputs)}
+            target = self.leaf(placed, batch.group, batch.tasks, name, where)
+            g.commits.append((target, node, known.get(name) or value.dtype, value.dtype))
 
     def apply(self, g: GroupView) -> None:
         last = next((p for p in (Phase.EXCHANGE, Phase.SCATTER) if p in g.exchanges), None)
+        counting: list[tuple[Segment, Callable[[str], fx.Node]]] = []
         for i, segment in enumerate(g.segments):
             placed = segment.placed
             where = f"g{g.group.index}_s{i}"
@@ -331,9 +358,16 @@ class Writer(ProgramBuilder):
                 ready = wires.get(name) or g.wires.get((i, name))
                 return ready or self.leaf(segment.placed, segment.group, segment.names, name, where)
 
-            self.module(f"{placed.name}_apply", build, lookup)
-        for target, value in g.commits:
-            self.call(instructions.copy, target, value)
+            if self.kernels is not None and self.kernels.apply(g, i, segment, lookup):
+                counting.append((segment, lookup))
+            else:
+                self.module(f"{placed.name}_apply", build, lookup)
+        for target, value, to, given in g.commits:
+            self.copy(target, value, to, given)
+        self.launch(g, "apply")
+        if self.kernels is not None:
+            for counted, find in counting:
+                self.kernels.counters(counted, find)
 
     def own_part(self, g: GroupView, segment: Segment, wire: Wire, j: int, where: str) -> fx.Node:
         """This rank's fragments of values that it computed itself."""
@@ -341,4 +375,4 @@ class Writer(ProgramBuilder):
         boxes = [wire.box(t.layout.boxes[g.at[1]]) for t in segment.tasks]
         index = tuple((batch.tasks.index(t.name), *b.slices()) for t, b in zip(segment.tasks, boxes, strict=True))
         found = self.call(instructions.parts, results[j], self.bind(f"{where}_{wire.name}_parts", Indices(index)))
-        return self.call(instructions.compact, found) if g.grid.shards > 1 else found
+        return self.call(instructions.compact, found) if g.grid.shards > 1 and self.kernels is None else found

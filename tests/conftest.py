@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks when kernels are defined, also on ranks, which inherit it
+
 import pytest
 
 from canzona_compile.printer import differences

@@ -28,6 +28,8 @@ LAYERS = (
     "ownership.lpt ownership.permuted ownership.patterns ownership.exact ownership",
     "exactness cost timing instructions program rankview printer verify_graphs verifier lifting program_builder",
     "spectral",
+    "codegen.arithmetic codegen.values codegen.rules codegen.expressions codegen.source codegen.tables codegen.launch",
+    "codegen pointwise_program",
     "planfile heaviest",
     "passes.assign_owners passes.batch passes.canonicalize passes.emit passes.follow_plan passes.fuse_collectives",
     "passes.micro_group passes.place passes.roots passes.schedule passes",

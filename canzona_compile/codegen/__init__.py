@@ -1,0 +1,1 @@
+"""Generated kernels: pointwise graphs of many tensors as one grouped Triton kernel."""

@@ -1,0 +1,331 @@
+"""What generated kernels call: where operands lie, and arithmetic with the bits of eager ATen on CUDA.
+
+Only generated sources import this module, so that an installation without Triton never does. Kernels are compiled
+with `enable_fp_fusion=False`: a product and a sum of two ATen operators must not become one fused operation, while
+inside of one operator nvcc does fuse them, which is spelled `fma` here.
+
+Triton's interpreter, where tests run these kernels, truncates when it makes a bfloat16 of a float, has no fused
+operations and none of CUDA's library functions. `INTERPRETED` takes its place there, and follows ATen's CPU kernels
+where those differ from CUDA's.
+
+A segment's row of words (int64): kernel branch, its first block, elements, the sizes of the three inner dims, then
+five words per operand (address, four strides, innermost last), then numbers as the bits of doubles.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return"
+# ruff: noqa: SIM300 (DTYPE is in capitals as all that is known when a kernel is compiled; it is no constant)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+HEADER = tl.constexpr(6)
+WORDS = tl.constexpr(5)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+# -- operands --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def inside(row, start, lanes, ALIGNED: tl.constexpr):
+    """Which lanes of a block are elements of the segment."""
+    left = tl.minimum(tl.load(row + 2) - start, lanes.shape[0]).to(tl.int32)
+    if ALIGNED:
+        left = tl.multiple_of(left, 16)
+    return lanes < left
+
+
+@triton.jit
+def pointers(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Addresses of the elements `start` + `lanes`, counted over the last DIMS dims in row-major order.
+
+    Offsets are int64, quotients inside of a block int32. ALIGNED promises an innermost stride of one, an address that
+    is a multiple of 16 bytes, and an innermost size and outer strides that are multiples of 16 elements: memory is
+    then accessed in vectors.
+    """
+    at = row + (HEADER + OPERAND * WORDS)
+    base = tl.load(at).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
+    outer = start
+    inner = lanes
+    offsets = lanes.to(tl.int64) * 0
+    for dim in tl.static_range(DIMS - 1):
+        size = tl.load(row + (5 - dim))
+        stride = tl.load(at + (4 - dim))
+        if ALIGNED and dim == 0:
+            size = tl.multiple_of(size, 16)
+        elif ALIGNED:
+            stride = tl.multiple_of(stride, 16)
+        first = (outer % size).to(tl.int32)
+        if ALIGNED and dim == 0:
+            first = tl.multiple_of(first, 16)
+        inner = first + inner
+        outer = outer // size
+        part = (inner % size.to(tl.int32)).to(tl.int64)
+        if ALIGNED and dim == 0:
+            offsets += part
+        else:
+            offsets += part * stride
+        inner = inner // size.to(tl.int32)
+    if ALIGNED and DIMS == 1:
+        offsets = outer + inner
+    else:
+        stride = tl.load(at + (5 - DIMS))
+        if ALIGNED:
+            stride = tl.multiple_of(stride, 16)
+        offsets += (outer + inner) * stride
+    return base + offsets
+
+
+@triton.jit
+def load(
+    row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, inside, DIMS: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """The operand's elements; 16-bit floats as float32."""
+    return widened(tl.load(pointers(row, OPERAND, DTYPE, start, lanes, DIMS, ALIGNED), mask=inside), DTYPE)
+
+
+@triton.jit
+def load_one(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr):
+    """An operand of one element, the same for the whole segment."""
+    at = tl.load(row + (HEADER + OPERAND * WORDS)).to(tl.pointer_type(DTYPE))
+    return widened(tl.load(at), DTYPE)
+
+
+@triton.jit
+def store(
+    row,
+    OPERAND: tl.constexpr,
+    DTYPE: tl.constexpr,
+    value,
+    start,
+    lanes,
+    inside,
+    DIMS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Write a value that is already rounded to DTYPE."""
+    at = pointers(row, OPERAND, DTYPE, start, lanes, DIMS, ALIGNED)
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
+        tl.store(at, bits.to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        tl.store(at, value.to(DTYPE), mask=inside)
+
+
+@triton.jit
+def number(row, WORD: tl.constexpr, DTYPE: tl.constexpr):
+    """A hyperparameter, or what was computed from some on the host."""
+    return tl.load(row + WORD).to(tl.float64, bitcast=True).to(DTYPE)
+
+
+@triton.jit
+def widened(value, DTYPE: tl.constexpr):
+    if DTYPE == tl.bfloat16:
+        if INTERPRETED:
+            return (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        else:
+            return value.to(tl.float32)
+    elif DTYPE == tl.float16:
+        return value.to(tl.float32)
+    else:
+        return value
+
+
+# -- rounding --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def bfloat16(x):
+    """A float32 rounded to the nearest bfloat16, ties to even, as a float32."""
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        odd = (bits >> 16) & 1
+        nearest = (((bits + 0x7FFF + odd) >> 16) << 16).to(tl.float32, bitcast=True)
+        return tl.where(x == x, nearest, x)
+    else:
+        return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def float16(x):
+    """A float32 rounded to the nearest float16, as a float32."""
+    return x.to(tl.float16).to(tl.float32)
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def fma(x, y, z):
+    """x * y + z, rounded once."""
+    if INTERPRETED:
+        return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to((x * y + z).dtype)
+    else:
+        return tl.fma(x, y, z)
+
+
+@triton.jit
+def fma_bfloat16(x, y, z):
+    """x * y + z of bfloat16 y and z; ATen on CPU rounds the factor x to bfloat16 as well."""
+    if INTERPRETED:
+        return fma(bfloat16(x), y, z)
+    else:
+        return tl.fma(x, y, z)
+
+
+@triton.jit
+def fma_float16(x, y, z):
+    """x * y + z of float16 y and z; ATen on CPU rounds the factor x to float16 as well."""
+    if INTERPRETED:
+        return fma(float16(x), y, z)
+    else:
+        return tl.fma(x, y, z)
+
+
+@triton.jit
+def lerp(start, end, weight):
+    """ATen's formula: from the end that is nearer, so that a weight of one gives `end`."""
+    span = end - start
+    near = fma(weight, span, start)
+    far = fma(weight - 1.0, span, end)
+    return tl.where(tl.abs(weight) < 0.5, near, far)
+
+
+@triton.jit
+def div(x, y):
+    """Correctly rounded, as `/` is not in Triton."""
+    if x.dtype == tl.float64:
+        return x / y
+    else:
+        return tl.div_rn(x, y)
+
+
+@triton.jit
+def div_by_number(x, y):
+    """ATen on CUDA multiplies by the reciprocal if the divisor is on the host, on CPU it divides."""
+    if INTERPRETED:
+        return div(x, y)
+    else:
+        return x * reciprocal(y)
+
+
+@triton.jit
+def reciprocal(x):
+    if x.dtype == tl.float64:
+        return 1.0 / x
+    else:
+        return tl.div_rn(1.0, x)
+
+
+@triton.jit
+def sqrt(x):
+    if x.dtype == tl.float64:
+        return tl.sqrt(x)
+    else:
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
+def rsqrt(x):
+    if INTERPRETED:
+        return reciprocal(sqrt(x))
+    else:
+        return libdevice.rsqrt(x)
+
+
+@triton.jit
+def addcmul(x, y, z, value):
+    """ATen on CPU multiplies from the left."""
+    if INTERPRETED:
+        return fma(value * y, z, x)
+    else:
+        return tl.fma(value, y * z, x)
+
+
+@triton.jit
+def addcdiv(x, y, z, value):
+    """ATen on CPU multiplies before it divides, and fuses nothing."""
+    if INTERPRETED:
+        return x + div(value * y, z)
+    else:
+        return tl.fma(value, div(y, z), x)
+
+
+@triton.jit
+def exp(x):
+    return tl.exp(x) if INTERPRETED else libdevice.exp(x)
+
+
+@triton.jit
+def exp2(x):
+    return tl.exp2(x) if INTERPRETED else libdevice.exp2(x)
+
+
+@triton.jit
+def log(x):
+    return tl.log(x) if INTERPRETED else libdevice.log(x)
+
+
+@triton.jit
+def log2(x):
+    return tl.log2(x) if INTERPRETED else libdevice.log2(x)
+
+
+@triton.jit
+def sin(x):
+    return tl.sin(x) if INTERPRETED else libdevice.sin(x)
+
+
+@triton.jit
+def cos(x):
+    return tl.cos(x) if INTERPRETED else libdevice.cos(x)
+
+
+@triton.jit
+def erf(x):
+    return tl.erf(x) if INTERPRETED else libdevice.erf(x)
+
+
+@triton.jit
+def tanh(x):
+    if INTERPRETED:
+        small = tl.exp(-2.0 * tl.abs(x.to(tl.float64)))
+        size = (1.0 - small) / (1.0 + small)
+        return tl.where(x < 0, -size, size).to(x.dtype)
+    else:
+        return libdevice.tanh(x)
+
+
+@triton.jit
+def sigmoid(x):
+    return reciprocal(1.0 + exp(-x))
+
+
+@triton.jit
+def power(x, y):
+    """x ** y; in the interpreter for x that are not negative."""
+    if INTERPRETED:
+        return tl.exp2(y.to(tl.float64) * tl.log2(x.to(tl.float64))).to((x * y).dtype)
+    else:
+        return libdevice.pow(x, y)
+
+
+@triton.jit
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@triton.jit
+def maximum(x, y):
+    """The greater one, NaN if either is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum(x, y):
+    """The smaller one, NaN if either is."""
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)

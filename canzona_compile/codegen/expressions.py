@@ -1,0 +1,102 @@
+"""Pointwise FX graphs as lines of Triton, operator by operator with the dtypes that ATen gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from canzona_compile.codegen.rules import RULES
+from canzona_compile.codegen.values import Builder, Line, Load, Number, Spread, Unsupported, check, converted
+from canzona_compile.ir import outputs, tensor_value
+from canzona_compile.layout import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Expressions:
+    """A pointwise graph.
+
+    Attributes:
+        loads: tensors read, by the graph's names for them.
+        numbers: numbers read.
+        lines: one per operator, in order.
+        results: the wanted results: the value's name, and the dtype that it is rounded to.
+    """
+
+    loads: tuple[Load, ...]
+    numbers: tuple[Number, ...]
+    lines: tuple[Line, ...]
+    results: tuple[tuple[str, torch.dtype], ...]
+
+
+def copying(source: torch.dtype, target: torch.dtype) -> Expressions:
+    """Copy and cast.
+
+    Raises:
+        Unsupported: for complex numbers and the like.
+    """
+    for dtype in (source, target):
+        check(dtype)
+    lines = () if source == target else (Line("result", converted("{value}", source, target)),)
+    return Expressions(
+        (Load("value", source, Spread.FULL),), (), lines, ((lines[0].name if lines else "value", target),)
+    )
+
+
+def expressions(graph: fx.Graph, wanted: Sequence[int], shape: Shape) -> Expressions:
+    """The results number `wanted` of a graph whose values have `shape` or broadcast to it.
+
+    Raises:
+        Unsupported: if a node is not pointwise, or has no Triton spelling with ATen's bits.
+    """
+    found = outputs(graph)
+    builder = Builder(shape)
+    results = []
+    for i in wanted:
+        node = found[i]
+        value = tensor_value(node) if isinstance(node, fx.Node) else None
+        if value is None:
+            raise Unsupported(f"result {i} is not a tensor")
+        if tuple(value.shape) != shape:
+            raise Unsupported(f"result {node} has another shape than its matrix")
+        results.append((node, value.dtype))
+    needed = ancestors(node for node, _ in results)
+    for node in graph.nodes:
+        if node in needed:
+            add(builder, node)
+    return Expressions(
+        tuple(builder.loads),
+        tuple(builder.numbers.values()),
+        tuple(builder.lines),
+        tuple((node.name, dtype) for node, dtype in results),
+    )
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes, and all that they are made of."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def add(builder: Builder, node: fx.Node) -> None:
+    """Write the line of a node; numbers are computed on the host."""
+    value = tensor_value(node)
+    if value is None:
+        return
+    check(value.dtype)
+    if node.op == "placeholder":
+        builder.loads.append(Load(node.name, value.dtype, builder.spread(tuple(value.shape))))
+        return
+    target = node.target
+    rule = RULES.get(target.overloadpacket) if isinstance(target, torch._ops.OpOverload) else None
+    if rule is None:
+        raise Unsupported(f"{target} has no Triton spelling")
+    builder.lines.append(Line(node.name, rule(builder, node)))

@@ -1,0 +1,223 @@
+"""ATen's pointwise operators in Triton: one rule per operator, which gives the text of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from canzona_compile.codegen.values import Builder, Unsupported, dtype_of, is_number
+
+aten = torch.ops.aten
+
+Rule = Callable[[Builder, fx.Node], str]
+
+
+def argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def same(template: str, *, integers: bool = True) -> Rule:
+    """All tensor arguments in the common dtype, at {0}, {1}, ... of the template."""
+
+    def rule(b: Builder, node: fx.Node) -> str:
+        dtype = b.common(node)
+        if dtype is torch.bool or not (integers or dtype.is_floating_point):
+            raise Unsupported(f"{node.target} of {dtype}")
+        if node.kwargs:
+            raise Unsupported(f"{node.target} with {', '.join(node.kwargs)}")
+        return b.rounded(template.format(*(b.operand(a, dtype) for a in node.args)), node)
+
+    return rule
+
+
+def floats(template: str) -> Rule:
+    return same(template, integers=False)
+
+
+def sums(sign: str, *, reversed_: bool = False) -> Rule:
+    """x + alpha y, x - alpha y, and y - alpha x."""
+
+    def rule(b: Builder, node: fx.Node) -> str:
+        dtype = b.common(node)
+        if dtype is torch.bool:
+            raise Unsupported(f"{node.target} of bool")
+        pair = node.args[1::-1] if reversed_ else node.args[:2]
+        x, y = (b.operand(a, dtype) for a in pair)
+        alpha = argument(node, 2, "alpha", 1)
+        if not isinstance(alpha, fx.Node) and alpha == 1:
+            return b.rounded(f"{x} {sign} {y}", node)
+        factor = b.operand(alpha, dtype)
+        if not dtype.is_floating_point:
+            return f"{x} {sign} {factor} * {y}"
+        function = {torch.bfloat16: "ops.fma_bfloat16", torch.float16: "ops.fma_float16"}.get(dtype, "ops.fma")
+        return b.rounded(f"{function}({'-' if sign == '-' else ''}{factor}, {y}, {x})", node)
+
+    return rule
+
+
+def compares(sign: str) -> Rule:
+    def rule(b: Builder, node: fx.Node) -> str:
+        dtype = b.common(node)
+        x, y = (b.operand(a, dtype, round_numbers=True) for a in node.args[:2])
+        return f"{x} {sign} {y}"
+
+    return rule
+
+
+def div(b: Builder, node: fx.Node) -> str:
+    dtype = b.common(node)
+    if node.kwargs.get("rounding_mode") is not None or len(node.args) > 2:
+        raise Unsupported(f"{node.target} with a rounding mode")
+    x, y = (b.operand(a, dtype) for a in node.args)
+    return b.rounded(f"ops.{'div_by_number' if is_number(node.args[1]) else 'div'}({x}, {y})", node)
+
+
+def fused(name: str) -> Rule:
+    """addcmul and addcdiv."""
+
+    def rule(b: Builder, node: fx.Node) -> str:
+        dtype = b.common(node)
+        if not dtype.is_floating_point:
+            raise Unsupported(f"{node.target} of {dtype}")
+        x, y, z = (b.operand(a, dtype) for a in node.args[:3])
+        return b.rounded(f"ops.{name}({x}, {y}, {z}, {b.operand(argument(node, 3, 'value', 1), dtype)})", node)
+
+    return rule
+
+
+def power(b: Builder, node: fx.Node) -> str:
+    """ATen has code of its own for some exponents; in 16 bits each product of theirs is rounded."""
+    dtype = b.common(node)
+    if not dtype.is_floating_point:
+        raise Unsupported(f"{node.target} of {dtype}")
+    exponent = node.args[1]
+    x = b.operand(node.args[0], dtype)
+    if isinstance(exponent, fx.Node):
+        if is_number(exponent):
+            raise Unsupported("a power whose exponent is a hyperparameter")
+        return b.rounded(f"ops.power({x}, {b.operand(exponent, dtype)})", node)
+    if is_number(node.args[0]):
+        raise Unsupported(f"{node.target} of a number")
+    square = b.rounded(f"{x} * {x}", node)
+    special = {
+        1: x,
+        2: square,
+        3: b.rounded(f"{square} * {x}", node),
+        0.5: b.rounded(f"ops.sqrt({x})", node),
+        -0.5: b.rounded(f"ops.rsqrt({x})", node),
+        -1: b.rounded(f"ops.reciprocal({x})", node),
+        -2: b.rounded(f"ops.reciprocal({square})", node),
+    }
+    general = f"ops.power({x}, {b.operand(exponent, dtype, round_numbers=True)})"
+    return special[exponent] if exponent in special else b.rounded(general, node)  # type: ignore[index]
+
+
+def clamp(b: Builder, node: fx.Node) -> str:
+    dtype = b.common(node)
+    text = b.operand(node.args[0], dtype)
+    for place, name, function in ((1, "min", "maximum"), (2, "max", "minimum")):
+        bound = argument(node, place, name, None)
+        if bound is not None:
+            text = f"ops.{function}({text}, {b.operand(bound, dtype)})"
+    return b.rounded(text, node)
+
+
+def where(b: Builder, node: fx.Node) -> str:
+    if len(node.args) != 3:
+        raise Unsupported(f"{node.target} without values")
+    dtype = dtype_of(node)
+    condition, x, y = node.args
+    chosen = b.operand(condition, torch.bool)
+    return f"tl.where({chosen}, {b.operand(x, dtype, round_numbers=True)}, {b.operand(y, dtype, round_numbers=True)})"
+
+
+def copy(b: Builder, node: fx.Node) -> str:
+    return b.operand(node.args[0], dtype_of(node))
+
+
+def overwrite(b: Builder, node: fx.Node) -> str:
+    return b.operand(node.args[1], dtype_of(node), round_numbers=True)
+
+
+def constant(value: float | None) -> Rule:
+    """A tensor of one number; None: of the second argument."""
+
+    def rule(b: Builder, node: fx.Node) -> str:
+        given = (node.args[0] if len(node.args) == 1 else node.args[1]) if value is None else value
+        dtype = dtype_of(node)
+        if dtype is torch.bool:
+            raise Unsupported(f"{node.target} of bool")
+        return b.operand(given, dtype, round_numbers=True)
+
+    return rule
+
+
+def logical(template: str) -> Rule:
+    def rule(b: Builder, node: fx.Node) -> str:
+        if dtype_of(node) is not torch.bool:
+            raise Unsupported(f"{node.target} of {dtype_of(node)}")
+        return template.format(*(b.operand(a, torch.bool) for a in node.args))
+
+    return rule
+
+
+RULES: dict[Any, Rule] = {
+    aten.add: sums("+"),
+    aten.sub: sums("-"),
+    aten.rsub: sums("-", reversed_=True),
+    aten.mul: same("{0} * {1}"),
+    aten.div: div,
+    aten.neg: same("-{0}"),
+    aten.abs: same("tl.abs({0})"),
+    aten.sign: same("ops.sign({0})"),
+    aten.square: same("{0} * {0}"),
+    aten.maximum: same("ops.maximum({0}, {1})"),
+    aten.minimum: same("ops.minimum({0}, {1})"),
+    aten.clamp: clamp,
+    aten.clamp_min: same("ops.maximum({0}, {1})"),
+    aten.clamp_max: same("ops.minimum({0}, {1})"),
+    aten.relu: same("ops.maximum({0}, 0.0)", integers=False),
+    aten.lerp: floats("ops.lerp({0}, {1}, {2})"),
+    aten.addcmul: fused("addcmul"),
+    aten.addcdiv: fused("addcdiv"),
+    aten.pow: power,
+    aten.where: where,
+    aten._to_copy: copy,
+    aten.clone: copy,
+    aten.detach: copy,
+    aten.alias: copy,
+    aten.lift_fresh_copy: copy,
+    aten.copy: overwrite,
+    aten.fill: overwrite,
+    aten.zeros_like: constant(0),
+    aten.ones_like: constant(1),
+    aten.full_like: constant(None),
+    aten.full: constant(None),
+    aten.scalar_tensor: constant(None),
+    aten.eq: compares("=="),
+    aten.ne: compares("!="),
+    aten.lt: compares("<"),
+    aten.le: compares("<="),
+    aten.gt: compares(">"),
+    aten.ge: compares(">="),
+    aten.logical_and: logical("{0} & {1}"),
+    aten.logical_or: logical("{0} | {1}"),
+    aten.logical_not: logical("{0} == 0"),
+    aten.sqrt: floats("ops.sqrt({0})"),
+    aten.rsqrt: floats("ops.rsqrt({0})"),
+    aten.reciprocal: floats("ops.reciprocal({0})"),
+    aten.exp: floats("ops.exp({0})"),
+    aten.exp2: floats("ops.exp2({0})"),
+    aten.log: floats("ops.log({0})"),
+    aten.log2: floats("ops.log2({0})"),
+    aten.sin: floats("ops.sin({0})"),
+    aten.cos: floats("ops.cos({0})"),
+    aten.erf: floats("ops.erf({0})"),
+    aten.tanh: floats("ops.tanh({0})"),
+    aten.sigmoid: floats("ops.sigmoid({0})"),
+    aten.floor: floats("tl.floor({0})"),
+    aten.ceil: floats("tl.ceil({0})"),
+}

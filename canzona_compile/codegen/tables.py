@@ -1,0 +1,126 @@
+"""Tables of segments: where operands lie, as words that a kernel reads.
+
+A segment is one task's fragment in one program. Its operands are viewed with the shape of what is written; dims that
+are contiguous for all of them are merged, so that most segments are flat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from canzona_compile.codegen.source import HEADER, WORDS, Form, PointwiseProgram
+from canzona_compile.codegen.values import Spread
+from canzona_compile.errors import CanzonaError
+from canzona_compile.layout import Shape
+
+MOST_DIMS = 4
+VECTOR = 16  # bytes that an address, and elements that sizes and strides, must be multiples of
+
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One fragment in one program, described by its operands but for their addresses."""
+
+    part: int
+    entry: int
+    sizes: Shape
+    strides: tuple[Strides, ...]
+    form: Form
+
+
+def segment_of(program: PointwiseProgram, part: int, entry: int, operands: Sequence[Tensor]) -> Segment | None:
+    """The segment of some operands, None if there is nothing to do.
+
+    Raises:
+        CanzonaError: if an operand has another dtype than the program says, or more than four dims that do not merge.
+    """
+    for operand, dtype in zip(operands, program.dtypes, strict=True):
+        if operand.dtype != dtype:
+            raise CanzonaError(f"an operand is {operand.dtype}, not {dtype}", at=program.name)
+    shape = tuple(operands[-1].shape)
+    if not math.prod(shape):
+        return None
+    spreads = program.spreads
+    strides = [
+        (0,) * len(shape) if spread is Spread.ONE else operand.expand(shape).stride()
+        for operand, spread in zip(operands, spreads, strict=True)
+    ]
+    sizes, merged = merge(shape, strides)
+    if len(sizes) > MOST_DIMS:
+        raise CanzonaError(f"an operand of shape {list(shape)} has more than {MOST_DIMS} strided dims", at=program.name)
+    full = [i for i, spread in enumerate(spreads) if spread is Spread.FULL]
+    aligned = (
+        math.prod(sizes) % VECTOR == 0
+        and sizes[-1] % VECTOR == 0
+        and all(merged[i][-1] == 1 and all(n % VECTOR == 0 for n in merged[i][:-1]) for i in full)
+        and all(operands[i].data_ptr() % VECTOR == 0 for i in full)
+    )
+    return Segment(part, entry, sizes, tuple(merged), (len(sizes), aligned))
+
+
+def merge(shape: Shape, strides: Sequence[Strides]) -> tuple[Shape, list[Strides]]:
+    """The same elements in as few dims as possible, those with small strides (of what is written) last."""
+    written = strides[-1]
+    order = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -written[d])
+    sizes: list[int] = []
+    found: list[list[int]] = [[] for _ in strides]
+    for d in order:
+        joins = bool(sizes) and all(own[-1] == s[d] * shape[d] for own, s in zip(found, strides, strict=True))
+        if joins:
+            sizes[-1] *= shape[d]
+        else:
+            sizes.append(shape[d])
+        for own, s in zip(found, strides, strict=True):
+            if joins:
+                own[-1] = s[d]
+            else:
+                own.append(s[d])
+    if not sizes:
+        return (1,), [(1,) for _ in strides]
+    return tuple(sizes), [tuple(own) for own in found]
+
+
+class Table:
+    """The segments of one grouped kernel: rows of words, and the segment of every block."""
+
+    def __init__(
+        self, programs: Sequence[PointwiseProgram], parts: Sequence[int], segments: Sequence[Segment], block: int
+    ) -> None:
+        self.segments = list(segments)
+        self.branches = sorted({(parts[s.part], s.form) for s in segments}, key=lambda b: (b[0], not b[1][1], b[1][0]))
+        self.width = max((p.width for p in programs), default=HEADER)
+        self.rows: npt.NDArray[np.int64] = np.zeros((len(self.segments), self.width), np.int64)
+        counts = []
+        first = 0
+        for row, segment in zip(self.rows, self.segments, strict=True):
+            elements = math.prod(segment.sizes)
+            row[:3] = self.branches.index((parts[segment.part], segment.form)), first, elements
+            row[HEADER - len(segment.sizes) + 1 : HEADER] = segment.sizes[1:]
+            for i, strides in enumerate(segment.strides):
+                end = HEADER + WORDS * (i + 1)
+                row[end - len(strides) : end] = strides
+            counts.append(-(-elements // block))
+            first += counts[-1]
+        self.blocks = first
+        self.of_block = np.repeat(np.arange(len(self.segments), dtype=np.int32), counts)
+        places = np.array([s.part for s in self.segments], np.int64)
+        self._rows_of = [np.flatnonzero(places == part) for part in range(len(parts))]
+        self._entries = [np.array([s.entry for s in self.segments if s.part == p], np.int64) for p in range(len(parts))]
+
+    def fill(self, part: int, addresses: npt.NDArray[np.int64], numbers: Sequence[float]) -> None:
+        """Write what may change from step to step: addresses [operands, entries], and numbers."""
+        rows = self._rows_of[part]
+        if not len(rows):
+            return
+        columns = HEADER + WORDS * np.arange(len(addresses))
+        self.rows[rows[:, None], columns] = addresses[:, self._entries[part]].T
+        start = HEADER + WORDS * len(addresses)
+        self.rows[rows, start : start + len(numbers)] = np.array(numbers, np.float64).view(np.int64)

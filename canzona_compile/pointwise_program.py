@@ -1,0 +1,315 @@
+"""Generated kernels in rank programs: which parts of a micro-group become one launch, and what they read and write.
+
+`Kernels` collects parts (the prepare graph of tasks alike, a list of copies) until `launch` writes one call for all of
+them. What no kernel is generated for stays with the lifted torch graphs; `eager` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from canzona_compile import instructions
+from canzona_compile.codegen.expressions import Expressions, ancestors, copying, expressions
+from canzona_compile.codegen.launch import GroupedKernel
+from canzona_compile.codegen.source import PointwiseProgram
+from canzona_compile.codegen.values import Unsupported
+from canzona_compile.ir import Act, Event, Phase, Placed, Role, Step, outputs, placeholders, tensor_value
+from canzona_compile.lifting import lift_apply
+from canzona_compile.program import Input, View, Views
+from canzona_compile.rankview import GroupView, Segment
+
+Lookup = Callable[[str], fx.Node]
+
+
+class Program(Protocol):
+    """What kernels need of the program that they are written into."""
+
+    step: Step
+    root: torch.nn.Module
+    graph: fx.Graph
+    sizes: dict[int, int]
+
+    def bind(self, label: str, value: Input) -> fx.Node: ...
+    def call(self, function: Callable[..., Any], *args: Any) -> fx.Node: ...
+    def module(self, name: str, build: Callable[[], fx.Graph], lookup: Lookup) -> fx.Node: ...
+    def leaf(self, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str) -> fx.Node: ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Kernel:
+    """A cut as kernels.
+
+    Attributes:
+        apply: by number, which results of apply kernels write. The others are written early, or are 0-d counters,
+            which every block of a kernel may read and none may write; these stay with torch.
+        early: kept values that are the new value of a state leaf which apply does not read, and that leaf: prepare
+            writes them where they belong.
+    """
+
+    apply: tuple[int, ...]
+    early: dict[str, str]
+
+
+def kernel_of(placed: Placed) -> Kernel | str:
+    """How a cut becomes kernels, or why it does not."""
+    shape = placed.template.shape
+    early = early_commits(placed)
+    apply = []
+    for i, node in enumerate(outputs(placed.apply)):
+        value = tensor_value(node) if isinstance(node, fx.Node) else None
+        if value is None:
+            return f"new {placed.fragment_writes[i]} is not a tensor"
+        if tuple(value.shape) == shape:
+            apply += [] if early.get(getattr(node, "target", "")) == placed.fragment_writes[i] else [i]
+        elif value.ndim:
+            return f"new {placed.fragment_writes[i]} has another shape than its matrix"
+    try:
+        one_device(placed)
+        expressions(placed.prepare, range(len(outputs(placed.prepare))), shape)
+        expressions(placed.apply, apply, shape)
+    except Unsupported as why:
+        return str(why)
+    return Kernel(tuple(apply), early)
+
+
+def one_device(placed: Placed) -> None:
+    """Raise Unsupported if a tensor is elsewhere, as counters of torch's optimizers are."""
+    nodes = (*placeholders(placed.prepare), *placeholders(placed.apply))
+    kinds = {v.device.type for n in nodes if (v := tensor_value(n)) is not None}
+    if len(kinds) > 1:
+        raise Unsupported(f"tensors on {' and '.join(sorted(kinds))}")
+
+
+def early_commits(placed: Placed) -> dict[str, str]:
+    """Kept values that prepare may write into the leaf whose new value they are."""
+    read = {str(n.target) for n in placeholders(placed.apply) if n.users}
+    state = {leaf.name: leaf for leaf in placed.template.state}
+    state |= {leaf.name: leaf for leaf in placed.template.inputs if leaf.role is Role.STATE}
+    found: dict[str, str] = {}
+    for name, node in zip(placed.fragment_writes, outputs(placed.apply), strict=True):
+        kept = str(node.target) if isinstance(node, fx.Node) and node.op == "placeholder" else ""
+        value = tensor_value(node) if kept else None
+        fits = (
+            value is not None and name in state and (state[name].dtype, state[name].shape) == (value.dtype, value.shape)
+        )
+        if kept in placed.kept and kept not in found and fits and name not in read:
+            found[kept] = name
+    return found
+
+
+class Kernels:
+    """Writes the generated kernels of a rank program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.step = program, program.step
+        self.eager: dict[str, str] = {}
+        self.slots = prepared_slots(self.step)
+        self._filled: dict[int, int] = {}
+        self._made: dict[str, Kernel | None] = {}
+        self._numbered: dict[tuple[str, str], list[tuple[str, ...]]] = {}
+        self._parts: list[tuple[PointwiseProgram, tuple[fx.Node, ...], fx.Node | tuple[()]]] = []
+
+    def of(self, segment: Segment) -> Kernel | None:
+        """The kernels of a segment's cut; None if torch runs it. Empty fragments have counters at most."""
+        placed = segment.placed
+        if placed.name not in self._made:
+            made = kernel_of(placed)
+            if isinstance(made, str):
+                self.eager[placed.name] = made
+            self._made[placed.name] = made if isinstance(made, Kernel) else None
+        return None if segment.empty else self._made[placed.name]
+
+    # -- stages --------------------------------------------------------------------------------------
+
+    def prepare(self, g: GroupView, i: int, segment: Segment) -> bool:
+        """Take the prepare graph of a segment; false if torch has to run it."""
+        kernel, placed = self.of(segment), segment.placed
+        if kernel is None:
+            return False
+        where = f"g{g.group.index}_s{i}"
+        packs = segment.near and Phase.GATHER in g.exchanges
+        names = [w.name for w in placed.gather] + list(placed.kept)
+        wanted: list[int] = []
+        targets: list[list[fx.Node]] = []
+        for n, node in enumerate(outputs(placed.prepare)):
+            is_wire = n < len(placed.gather)
+            if is_wire and not segment.near:
+                continue
+            if is_wire and packs:
+                own = self._send_places(g, segment, n, f"{where}_{names[n]}_send")
+            elif names[n] in kernel.early and not is_wire:
+                own = [self._leaf(segment, kernel.early[names[n]], where)]
+            elif node.op == "placeholder" and str(node.target) not in placed.fragment_writes:
+                # As it is. What a kernel will write is copied first: the owner may make a transposed view of it.
+                g.wires[i, names[n]] = self._leaf(segment, str(node.target), where)
+                continue
+            else:
+                own = [self._prepared(g, segment, node, f"{where}_{names[n]}_prepared")]
+            if own:
+                g.wires[i, names[n]] = own[0]
+                wanted.append(n)
+                targets.append(own)
+        if wanted:
+            self._add(segment, "prepare", placed.prepare, wanted, targets, lambda n: self._leaf(segment, n, where))
+        return True
+
+    def apply(self, g: GroupView, i: int, segment: Segment, lookup: Lookup) -> bool:
+        """Take the apply graph of a segment; false if torch has to run it."""
+        kernel, placed = self.of(segment), segment.placed
+        if kernel is None:
+            return False
+        where = f"g{g.group.index}_s{i}"
+        if kernel.apply:
+            targets = [[self._leaf(segment, placed.fragment_writes[n], where)] for n in kernel.apply]
+            self._add(segment, "apply", placed.apply, kernel.apply, targets, lookup)
+        return True
+
+    def counters(self, segment: Segment, lookup: Lookup) -> None:
+        """Write the 0-d state of a segment with torch, after the kernel that may read it."""
+        kernel, placed = self.of(segment), segment.placed
+        if kernel is None:
+            return
+        small = [
+            n
+            for n, name in enumerate(placed.fragment_writes)
+            if n not in kernel.apply and name not in kernel.early.values()
+        ]
+        if small:
+            part = results_of(placed.apply, small)
+            writes = [placed.fragment_writes[n] for n in small]
+            single = [leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR]
+            build = lambda: lift_apply(part, writes, single, foreach=False)  # noqa: E731
+            self.program.module(f"{placed.name}_counters", build, lookup)
+
+    def copy(self, targets: fx.Node, sources: fx.Node, to: torch.dtype, given: torch.dtype) -> None:
+        """Take a list of copies."""
+        try:
+            program = PointwiseProgram("copy", copying(given, to), ((to,),))
+        except Unsupported:
+            self.program.call(instructions.copy, targets, sources)
+            return
+        self._parts.append((program, (sources, targets), ()))
+
+    def launch(self, name: str) -> None:
+        """Write one call for everything taken since the last one."""
+        if not self._parts:
+            return
+        programs: dict[str, PointwiseProgram] = {}
+        for program, _, _ in self._parts:
+            programs.setdefault(program.key, program)
+        order = list(programs)
+        module = GroupedKernel(
+            f"{name.replace('_', ' ')} of {self.step.optimizer}, one launch",
+            list(programs.values()),
+            [order.index(program.key) for program, _, _ in self._parts],
+        )
+        self.program.root.add_module(name, module)
+        self.program.graph.call_module(name, tuple((lists, numbers) for _, lists, numbers in self._parts))
+        self._parts = []
+
+    # -- operands ------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        segment: Segment,
+        stage: str,
+        graph: fx.Graph,
+        wanted: Sequence[int],
+        targets: Sequence[Sequence[fx.Node]],
+        lookup: Lookup,
+    ) -> None:
+        placed = segment.placed
+        made = expressions(graph, wanted, placed.template.shape)
+        by_name = {n.name: n for n in graph.nodes}
+        dtypes = tuple((dtype,) * len(own) for (_, dtype), own in zip(made.results, targets, strict=True))
+        program = PointwiseProgram(f"{placed.name}_{stage}", made, dtypes)
+        scalars = {leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR}
+
+        def operand(name: str) -> fx.Node:
+            found = lookup(name)
+            return self.program.call(instructions.repeated, found, len(segment.tasks)) if name in scalars else found
+
+        lists = [operand(str(by_name[load.name].target)) for load in made.loads]
+        lists += [node for own in targets for node in own]
+        self._parts.append((program, tuple(lists), self._numbers(placed, stage, graph, made, lookup)))
+
+    def _numbers(
+        self, placed: Placed, stage: str, graph: fx.Graph, made: Expressions, lookup: Lookup
+    ) -> fx.Node | tuple[()]:
+        """What is computed on the host: the numbers that a graph's tensors take, from hyperparameters."""
+        if not made.numbers:
+            return ()
+        names = tuple(number.source for number in made.numbers)
+        known = self._numbered.setdefault((placed.name, stage), [])  # what is prepared differs where no wire is wanted
+        if names not in known:
+            known.append(names)
+        label = f"{placed.name}_{stage}_numbers{known.index(names) or ''}"
+        return self.program.module(label, lambda: numbers_of(graph, names), lookup)
+
+    def _leaf(self, segment: Segment, name: str, where: str) -> fx.Node:
+        return self.program.leaf(segment.placed, segment.group, segment.names, name, where)
+
+    def _send_places(self, g: GroupView, segment: Segment, n: int, label: str) -> list[fx.Node]:
+        """Lists of views: all places from which a wire of these tasks is sent."""
+        wire = segment.placed.gather[n]
+        places = [g.places(Phase.GATHER, True, t.name, wire) for t in segment.tasks]
+        found = []
+        for c in range(len(places[0])):
+            views = tuple(g.view(Phase.GATHER, True, p[c][0], wire.dtype, p[c][1].size) for p in places)
+            found.append(self.program.bind(f"{label}{c}", Views(views)))
+        return found
+
+    def _prepared(self, g: GroupView, segment: Segment, node: fx.Node, label: str) -> fx.Node:
+        """Memory of the program for a value that is used where it was made."""
+        value = tensor_value(node)
+        assert value is not None
+        slot, views = self.slots[g.group.index], []
+        for task in segment.tasks:
+            size = task.layout.boxes[g.at[1]].size
+            offset = -(-self._filled.get(g.group.index, 0) // 64) * 64
+            views.append(View(slot, offset, value.dtype, size))
+            offset += value.dtype.itemsize * task.layout.boxes[g.at[1]].numel
+            self._filled[g.group.index] = offset
+        self.program.sizes[slot] = max(self.program.sizes.get(slot, 0), self._filled[g.group.index])
+        return self.program.bind(label, Views(tuple(views)))
+
+
+def prepared_slots(step: Step) -> dict[int, int]:
+    """A memory slot per micro-group for what prepare leaves to compute and apply, shared where lives do not meet."""
+    first = 1 + max((b.slot for b in step.buffers), default=-1)
+    at = {event: i for i, event in enumerate(step.schedule)}
+    lives = sorted((at[Event(Act.PREPARE, g.index)], at[Event(Act.APPLY, g.index)], g.index) for g in step.groups)
+    busy_until: list[int] = []
+    found: dict[int, int] = {}
+    for start, end, group in lives:
+        slot = next((i for i, last in enumerate(busy_until) if last < start), len(busy_until))
+        busy_until[slot : slot + 1] = [end]
+        found[group] = first + slot
+    return found
+
+
+def numbers_of(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
+    """The part of a graph that computes some of its numbers."""
+    by_name = {n.name: n for n in graph.nodes}
+    return part_of(graph, [by_name[name] for name in names])
+
+
+def results_of(graph: fx.Graph, wanted: Iterable[int]) -> fx.Graph:
+    """The part of a graph that computes some of its results."""
+    found = outputs(graph)
+    return part_of(graph, [found[i] for i in wanted])
+
+
+def part_of(graph: fx.Graph, results: Sequence[fx.Node]) -> fx.Graph:
+    needed, part = ancestors(results), fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node in needed:
+            copied[node] = part.node_copy(node, lambda n: copied[n])
+    part.output(tuple(copied[n] for n in results))
+    return part
