@@ -21,12 +21,15 @@ from canzona_compile.program import (
     Number,
     Program,
     Residents,
+    StreamSet,
     View,
     Views,
     Watcher,
     Whole,
 )
+from canzona_compile.runtime.cuda_graph import Replay
 from canzona_compile.runtime.groups import Groups
+from canzona_compile.runtime.streams import streams_for
 
 
 class Tensors(Protocol):
@@ -45,9 +48,12 @@ class Executor:
     """
 
     def __init__(self, program: Program, device: torch.device, groups: Groups, watch: Watch, tensors: Tensors) -> None:
-        self.program, self.tensors, self.watch = program, tensors, watch
+        self.program, self.device, self.tensors, self.watch = program, device, tensors, watch
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in program.slots]
         self.bytes = sum(program.slots)
+        wanted = next((v for v in program.inputs.values() if isinstance(v, StreamSet)), None)
+        self.streams = streams_for(wanted, device)
+        self._replay = Replay(program, device, self.streams.entered) if device.type == "cuda" else None
         self._arguments: list[Any] = []
         self._lookups: list[tuple[int, Callable[[], Any]]] = []
         for i, value in enumerate(program.inputs.values()):
@@ -63,10 +69,19 @@ class Executor:
             arguments[i] = lookup()
         try:
             with torch.no_grad():
-                self.program.module(*arguments)
+                if self._replay is None:
+                    self.program.module(*arguments)
+                else:
+                    with torch.cuda.device(self.device):
+                        self._replay.run(arguments)
         finally:
             for i, _ in self._lookups:  # do not keep gradients alive between steps
                 arguments[i] = None
+
+    @property
+    def how(self) -> str:
+        """How the program runs on its device, in words."""
+        return "call by call" if self._replay is None else self._replay.how
 
     def view(self, view: View) -> Tensor:
         size = math.prod(view.shape) * view.dtype.itemsize
@@ -90,6 +105,8 @@ class Executor:
                 return groups.of(ranks)
             case Watcher():
                 return self.watch
+            case StreamSet():
+                return self.streams
         raise AssertionError(value)
 
     def _lookup(self, value: Input) -> Callable[[], Any] | None:
