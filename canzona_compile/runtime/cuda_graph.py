@@ -57,16 +57,13 @@ class Replay:
         self.stopped = obstacle(program)
         self.recordings = 0
         inputs = list(program.inputs.values())
-        self._numbers = [i for i, value in enumerate(inputs) if isinstance(value, Number)]
+        self.program, self.device = program, device
+        self._hypers = [i for i, value in enumerate(inputs) if isinstance(value, Number)]
         self._moving = [i for i, value in enumerate(inputs) if isinstance(value, Fragments | Residents)]
+        self._numbers: list[int] | None = None  # of the hyperparameters, those that are no tensors
         self._known: dict[Hashable, Run] = {}
         self._last: Hashable = None
         self._rehearsed = False
-        if not self.stopped:
-            self._split = with_device_numbers(program)
-            self._values: list[DeviceNumber | Any] = [
-                None if kept else DeviceNumber(device) for kept in self._split.kept
-            ]
 
     @property
     def how(self) -> str:
@@ -81,10 +78,10 @@ class Replay:
     def run(self, arguments: Sequence[Any]) -> None:
         """Run the program once: plainly the first time that addresses are seen, then with numbers on the device,
         then recorded."""
-        if self.stopped:
+        key = None if self.stopped else self._look(arguments)
+        if key is None:
             self._plainly(arguments)
             return
-        key = self._look(arguments)
         if key in self._known:
             self._fill()
             self._known[key]()
@@ -92,8 +89,7 @@ class Replay:
         if key != self._last:
             self._last, self._rehearsed = key, False
             if self.recordings == MOST_RECORDINGS:
-                self.stopped = "gradients are elsewhere on every few steps, or numbers change that a kernel keeps"
-                self._known.clear()
+                self._stop("gradients are elsewhere every few steps, or a number changes that an operator keeps")
             self._plainly(arguments)
             return
         self._fill()
@@ -105,7 +101,7 @@ class Replay:
         try:
             replay = self.record(run)
         except RuntimeError as error:
-            self.stopped = f"it cannot be recorded: {str(error).splitlines()[0] if str(error) else error!r}"
+            self._stop(f"it cannot be recorded: {(str(error) or repr(error)).splitlines()[0]}")
             self._plainly(arguments)
             return
         self.recordings += 1
@@ -120,17 +116,38 @@ class Replay:
         with self.entered():
             self._split.module(*arguments, *self._values)
 
-    def _look(self, arguments: Sequence[Any]) -> Hashable:
-        """Compute the numbers; returns what a recording would keep: addresses, and numbers that kernels keep."""
-        numbers = [arguments[i] for i in self._numbers]
-        self._wanted = self._split.host(*numbers)
+    def _stop(self, why: str) -> None:
+        self.stopped = why
+        self._known.clear()
+
+    def _look(self, arguments: Sequence[Any]) -> Hashable | None:
+        """Compute the numbers; returns what a recording would keep: addresses, and numbers that operators keep.
+
+        None: there is a tensor on the CPU among the hyperparameters, whose value a recording would keep.
+        """
+        given = {i: arguments[i] for i in self._hypers}
+        tensors = {i: value for i, value in given.items() if isinstance(value, Tensor)}
+        if any(t.device != self.device and t.device.type == "cpu" for t in tensors.values()):
+            self._stop("a hyperparameter is a tensor on the CPU")
+            return None
+        numbers = [i for i in given if i not in tensors]
+        if numbers != self._numbers:
+            self._prepare(numbers)
+        self._wanted = self._split.host(*(given[i] for i in numbers))
         fixed = []
         for i, (value, kept) in enumerate(zip(self._wanted, self._split.kept, strict=True)):
             if kept:
                 self._values[i] = value
-                fixed.append(value.data_ptr() if isinstance(value, Tensor) else value)
+                fixed.append(value)
         places = tuple(t.data_ptr() for i in self._moving for t in arguments[i])
-        return places, tuple(fixed)
+        return places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed)
+
+    def _prepare(self, numbers: list[int]) -> None:
+        names = list(self.program.inputs)
+        self._numbers = numbers
+        self._split = with_device_numbers(self.program, [names[i] for i in numbers])
+        self._values: list[Any] = [None if kept else DeviceNumber(self.device) for kept in self._split.kept]
+        self._known.clear()
 
     def _fill(self) -> None:
         """Give the numbers on the device their values, on the caller's stream."""

@@ -9,7 +9,7 @@ and another value means another recording.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile import instructions
-from canzona_compile.program import Number, Program
+from canzona_compile.program import Program
 
 aten = torch.ops.aten
 
@@ -171,7 +171,7 @@ class DeviceProgram:
     """A program in two parts.
 
     Attributes:
-        host: the program's inputs that are numbers, in order -> the values that operators take.
+        host: the numbers among the program's inputs, in order -> the values that operators take.
         module: the program's inputs, then those values, as `DeviceNumber` or, where `kept` says so, as they are.
             What it gets for the numbers among the inputs it does not read.
         kept: by value: does an operator take it as a number only?
@@ -182,9 +182,13 @@ class DeviceProgram:
     kept: tuple[bool, ...]
 
 
-def with_device_numbers(program: Program) -> DeviceProgram:
-    """Take the arithmetic on numbers out of a program."""
-    return _Splitter(program).split()
+def with_device_numbers(program: Program, numbers: Sequence[str]) -> DeviceProgram:
+    """Take the arithmetic on numbers out of a program.
+
+    Args:
+        numbers: the names of its inputs that are Python numbers. Hyperparameters may be tensors as well.
+    """
+    return _Splitter(program, numbers).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +200,8 @@ class _Cut:
 
 
 class _Splitter:
-    def __init__(self, program: Program) -> None:
-        self.old = program.module
-        self.numbers = [name for name, value in program.inputs.items() if isinstance(value, Number)]
+    def __init__(self, program: Program, numbers: Sequence[str]) -> None:
+        self.old, self.numbers = program.module, numbers
         self.host, self.root = fx.Graph(), torch.nn.Module()
         self.graph = fx.Graph()
         self.values: dict[tuple[fx.Node, bool], fx.Node] = {}  # by node of `host`, and kept or not

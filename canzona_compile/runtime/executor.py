@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -48,12 +49,15 @@ class Executor:
     """
 
     def __init__(self, program: Program, device: torch.device, groups: Groups, watch: Watch, tensors: Tensors) -> None:
-        self.program, self.device, self.tensors, self.watch = program, device, tensors, watch
+        self.program, self.tensors, self.watch = program, tensors, watch
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in program.slots]
         self.bytes = sum(program.slots)
         wanted = next((v for v in program.inputs.values() if isinstance(v, StreamSet)), None)
         self.streams = streams_for(wanted, device)
-        self._replay = Replay(program, device, self.streams.entered) if device.type == "cuda" else None
+        self.replay: Replay | None = None
+        self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if device.type == "cuda":
+            self.replay, self._guard = Replay(program, device, self.streams.entered), torch.cuda.device(device)
         self._arguments: list[Any] = []
         self._lookups: list[tuple[int, Callable[[], Any]]] = []
         for i, value in enumerate(program.inputs.values()):
@@ -68,12 +72,11 @@ class Executor:
         for i, lookup in self._lookups:
             arguments[i] = lookup()
         try:
-            with torch.no_grad():
-                if self._replay is None:
+            with torch.no_grad(), self._guard:
+                if self.replay is None:
                     self.program.module(*arguments)
                 else:
-                    with torch.cuda.device(self.device):
-                        self._replay.run(arguments)
+                    self.replay.run(arguments)
         finally:
             for i, _ in self._lookups:  # do not keep gradients alive between steps
                 arguments[i] = None
@@ -81,7 +84,7 @@ class Executor:
     @property
     def how(self) -> str:
         """How the program runs on its device, in words."""
-        return "call by call" if self._replay is None else self._replay.how
+        return "call by call" if self.replay is None else self.replay.how
 
     def view(self, view: View) -> Tensor:
         size = math.prod(view.shape) * view.dtype.itemsize
