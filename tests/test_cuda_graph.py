@@ -59,7 +59,7 @@ def in_place(op: Any) -> Any:
 @pytest.mark.parametrize("op", CALLS, ids=str)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @settings(max_examples=15, deadline=None)
-@given(value=st.floats(-3, 3).filter(lambda v: abs(v) > 1e-3), seed=st.integers(0, 2**16))
+@given(value=st.floats(-3, 3).filter(lambda v: abs(v) > 0.1), seed=st.integers(0, 2**16))
 def test_an_operator_takes_its_number_in_a_tensor(op: Any, dtype: torch.dtype, value: float, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     x, y, z = (torch.rand(7, 5, generator=random, dtype=torch.float64).add(0.5).to(dtype) for _ in range(3))
@@ -138,7 +138,7 @@ class Steps:
             if executor.replay is None:
                 executor.replay = Replay(executor.program, CPU, contextlib.nullcontext, self.record)
         pairs = zip(self.plain.param_groups[0]["params"], self.ours.param_groups[0]["params"], strict=True)
-        return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+        return max(float((a - b).detach().abs().max() / a.detach().abs().max()) for a, b in pairs)
 
     @property
     def replays(self) -> list[Replay]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -166,4 +167,4 @@ def test_consecutive_groups_gather_into_different_memory() -> None:
     slots = {b.group: b.slot for b in step.buffers if b.use == "gathered"}
     order = [e.group for e in step.schedule if e.act is Act.COMPUTE]
     assert len(order) > 2
-    assert all(slots[a] != slots[b] for a, b in zip(order, order[1:], strict=False))
+    assert all(slots[a] != slots[b] for a, b in pairwise(order))

@@ -66,11 +66,15 @@ class Executor:
             if lookup is not None:
                 self._lookups.append((i, lookup))
 
+    def arguments(self) -> list[Any]:
+        """What the program takes on this step."""
+        for i, lookup in self._lookups:
+            self._arguments[i] = lookup()
+        return self._arguments
+
     def run(self) -> None:
         """Run the program once. Parameters and state are written in place."""
-        arguments = self._arguments
-        for i, lookup in self._lookups:
-            arguments[i] = lookup()
+        arguments = self.arguments()
         try:
             with torch.no_grad(), self._guard:
                 if self.replay is None:
