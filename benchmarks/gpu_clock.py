@@ -63,7 +63,7 @@ class Ceilings:
         source = torch.zeros(size, dtype=torch.uint8, device=clock.device)
         target = torch.empty_like(source)
         moved = 2 * size / best(clock, lambda: target.copy_(source)) / 1e12
-        return cls(*rates, moved)
+        return cls(rates[0], rates[1], moved)
 
 
 def best(clock: Clock, work: Work) -> float:

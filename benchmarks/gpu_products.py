@@ -117,7 +117,7 @@ class Products:
         variants: dict[str, Work] = {"eager": lambda: newton_schulz(source), "compiled": lambda: compiled(source)}
         errors, notes = {"eager": eager}, {}
         for numerics in ("exact", "fast"):
-            calls = compute_calls(wrapped_muon(list(given.unbind(0)), numerics))  # type: ignore[arg-type]
+            calls = compute_calls(wrapped_muon(list(given.unbind(0)), numerics))
             first = next(r for r in results_in(calls[0]()) if r.shape[-2:] in ((rows, columns), (columns, rows)))
             first = first.reshape(-1, *first.shape[-2:])[0]
             own = error_of(first if first.shape == exact.shape else first.mT, exact)

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
+from canzona_compile import planner
 from canzona_compile.instructions import copy
+from canzona_compile.ir import Machine
 from canzona_compile.runtime import cuda_graph
 from canzona_compile.runtime.cuda_graph import MOST_RECORDINGS, Replay, obstacle_in
 from canzona_compile.runtime.device_numbers import FORMS, DeviceNumber
@@ -30,6 +32,12 @@ from tests.pairs import parameters
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 BOUNDS = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.fixture(autouse=True)
+def programs_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are written as for CUDA: operator by operator where the CPU's have torch's foreach functions."""
+    monkeypatch.setattr(planner, "machine_of", lambda params, rates=None: Machine("cuda", "nccl", 1, rates))
 
 
 # -- operators with numbers in tensors ---------------------------------------------------------------

@@ -7,15 +7,19 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Muon, Optimizer
 
-from canzona_compile import instructions
+import canzona_compile
+from canzona_compile import instructions, planner
 from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.ir import Act, Form, Machine, Step, Task, Template
@@ -27,6 +31,7 @@ from canzona_compile.printer import show
 from canzona_compile.stream_order import COMPUTE, PACK
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
+from tests import ranks
 from tests.happens_before import Race, check, orders
 from tests.samples import grid_of, rows_layout
 
@@ -142,6 +147,35 @@ def test_a_program_for_the_cpu_has_no_streams() -> None:
 
 def test_a_rank_alone_needs_no_streams() -> None:
     assert not {"on_stream", "record", "wait", "lend"} & set(calls(emitted("muon", (1, 1))))
+
+
+def trained(shards: int, for_cuda: bool, **options: Any) -> tuple[list[torch.Tensor], set[str]]:
+    """On ranks: whole parameters after some steps of a sharded Muon, and what its program calls."""
+    machine = CUDA if for_cuda else Machine("cpu", "gloo", 1)
+    mesh = init_device_mesh("cpu", (shards,))
+    random = torch.Generator().manual_seed(3)
+    values = [torch.randn(SHAPES[i % 2], generator=random) for i in range(6)]
+    params = [torch.nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values]
+    with mock.patch.object(planner, "machine_of", lambda params, rates=None: machine):
+        optimizer: Any = canzona_compile.wrap(Muon(params, lr=0.1), **options)
+        for step in range(4):
+            for param, value in zip(params, values, strict=True):
+                param.grad = distribute_tensor(value.roll(step, 0), mesh, [Shard(0)])
+            optimizer.step()
+    return [p.full_tensor().detach() for p in params], set(calls(optimizer.canzona.step))
+
+
+@pytest.mark.ranks
+def test_a_program_for_cuda_does_what_one_for_the_cpu_does() -> None:
+    """With an order that streams do not change: the calls are the same ones."""
+    options = {"strategy": "owner", "micro_groups": 3}
+    for (ours, called), (expected, plain) in zip(
+        ranks.run(2, trained, 2, True, **options), ranks.run(2, trained, 2, False, **options), strict=True
+    ):
+        assert {"on_stream", "record", "wait"} <= called
+        assert "on_stream" not in plain
+        for a, b in zip(ours, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_the_program_shows_its_streams() -> None:

@@ -166,6 +166,11 @@ FORMS: Mapping[Any, Callable[..., Tensor]] = {
 }
 
 
+def each_numbered(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The form of `op` for every task, see `instructions.each`."""
+    return instructions.each(FORMS[op], *args, **kwargs)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceProgram:
     """A program in two parts.
@@ -239,7 +244,7 @@ class _Splitter:
         given = {i: numbers[a] for i, a in zip(inputs, arguments, strict=True) if a in numbers}  # type: ignore[index]
         cut = self.cut(name, module.graph, given)
         kept = [a for i, a in zip(inputs, arguments, strict=True) if i not in given]
-        args: list[Any] = [fx.map_arg(a, new.__getitem__) for a in kept]  # type: ignore[arg-type]
+        args: list[Any] = [fx.map_arg(a, new.__getitem__) for a in kept]
         inlined = self.inline(module.graph, given)
         args += [self.value(inlined[single], as_it_is) for single, as_it_is in cut.takes]
         if not looped:
@@ -272,7 +277,8 @@ class _Splitter:
         key = name, tuple(sorted(n.name for n in singles))
         if key in self.cuts:
             return self.cuts[key]
-        made, new = fx.Graph(), {}
+        made = fx.Graph()
+        new: dict[fx.Node, fx.Node] = {}
         takes: dict[tuple[fx.Node, bool], fx.Node] = {}
         last: fx.Node | None = None
         for node in graph.nodes:
@@ -294,10 +300,7 @@ class _Splitter:
             if node.op == "placeholder":
                 last = new[node]
             if form is not None and any(n in singles for n in node.all_input_nodes):
-                if node.target is instructions.each:
-                    new[node].args = (form, *new[node].args[1:])
-                else:
-                    new[node].target = form
+                new[node].target = each_numbered if node.target is instructions.each else form
         # Those that this graph's own inputs are followed by, in order.
         unique = f"{name}_{len(self.cuts)}"
         self.root.add_module(unique, fx.GraphModule(self.old.get_submodule(name), made, class_name=unique))
