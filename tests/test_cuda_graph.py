@@ -14,15 +14,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, fx
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
 from canzona_compile import planner
 from canzona_compile.instructions import copy
 from canzona_compile.ir import Machine
+from canzona_compile.program import Program
 from canzona_compile.runtime import cuda_graph
-from canzona_compile.runtime.cuda_graph import MOST_RECORDINGS, Replay, obstacle_in
+from canzona_compile.runtime.cuda_graph import MOST_RECORDINGS, Replay, obstacle, obstacle_in
 from canzona_compile.runtime.device_numbers import FORMS, DeviceNumber
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
@@ -231,6 +232,16 @@ def test_a_rate_in_a_tensor_on_the_cpu_is_not_recorded() -> None:
     arguments = [torch.tensor(0.1) if i in replay._hypers else [] for i in range(len(replay.program.inputs))]
     assert replay._look(arguments) is None
     assert "a tensor on the CPU" in replay.how
+
+
+def test_a_module_that_is_no_graph_is_not_recorded() -> None:
+    root = torch.nn.Module()
+    root.add_module("other", torch.nn.Linear(2, 2))
+    graph = fx.Graph()
+    graph.call_module("other", (graph.placeholder("x"),))
+    graph.output(())
+    program = Program(fx.GraphModule(root, graph), {}, (), 0)
+    assert obstacle(program) == "it calls Linear, which may not be recorded"
 
 
 def test_what_makes_the_host_wait_is_known() -> None:

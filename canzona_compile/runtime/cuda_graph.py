@@ -139,7 +139,7 @@ class Replay:
             if kept:
                 self._values[i] = value
                 fixed.append(value)
-        places = tuple(t.data_ptr() for i in self._moving for t in arguments[i])
+        places = tuple((t.data_ptr(), t.stride()) for i in self._moving for t in arguments[i])
         return places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed)
 
     def _prepare(self, numbers: list[int]) -> None:
@@ -184,6 +184,9 @@ def obstacle(program: Program) -> str:
         return "the optimizer's own code runs in it"
     if program.collectives and dist.is_initialized() and dist.get_backend() != "nccl":
         return f"its collectives are those of {dist.get_backend()}"
+    for own in program.module.modules():
+        if not isinstance(own, fx.GraphModule):
+            return f"it calls {type(own).__name__}, which may not be recorded"
     for target in targets(program.module):
         if why := obstacle_in(target):
             return why
