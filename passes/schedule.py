@@ -101,8 +101,7 @@ def lives(step: Step, events: tuple[Event, ...], apart: bool) -> Iterator[Buffer
     this one computes, both have gathered values.
     """
     at = {event: i for i, event in enumerate(events)}
-    computes = [event.group for event in events if event.act is Act.COMPUTE]
-    following = dict(pairwise(computes)) if apart else {}
+    following = dict(successors(step, events)) if apart else {}
 
     def life(group: MicroGroup, use: str, first: Act, last: Act) -> Buffer:
         return Buffer(group.index, use, at[Event(first, group.index)], at[Event(last, group.index)], -1)
@@ -125,6 +124,14 @@ def lives(step: Step, events: tuple[Event, ...], apart: bool) -> Iterator[Buffer
             first = Act.START_EXCHANGE if group.scatter else Act.COMPUTE
             yield life(group, "exchange send", first, Act.WAIT_EXCHANGE)
             yield life(group, "exchange recv", Act.START_EXCHANGE, Act.APPLY)
+
+
+def successors(step: Step, events: tuple[Event, ...]) -> Iterator[tuple[int, int]]:
+    """Groups, and those that the same ranks compute next."""
+    grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.groups}
+    order = [event.group for event in events if event.act is Act.COMPUTE]
+    for grid in dict.fromkeys(grids.values()):
+        yield from pairwise(index for index in order if grids[index] == grid)
 
 
 def color(buffers: Iterator[Buffer]) -> Iterator[Buffer]:
