@@ -4,6 +4,7 @@
 #   make demo DEMO_ARGS="--parallel tp"       options of examples/train_lm.py
 #   make test PYTEST_ARGS="-k muon -x"        options of pytest
 #   GOLDEN=accept make test                   rewrite tests/golden/
+#   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,13 +24,17 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 # Ranks are processes that share the cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test test-gpu lint types bench bench-gpu clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# Kernels compiled for the device, not interpreted. Without one each test is skipped and says why.
+test-gpu: $(INSTALLED)
+	env -u TRITON_INTERPRET $(BIN)/python -m pytest -m gpu -rs $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -40,6 +45,10 @@ types: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/step_latency.py $(BENCH_ARGS)
+
+# Under eight minutes on one GPU; --dry runs it without one, tiny.
+bench-gpu: $(INSTALLED)
+	@$(BIN)/python benchmarks/gpu.py $(BENCH_ARGS)
 
 # Keeps $(VENV), which takes minutes to fill.
 clean:

@@ -26,14 +26,13 @@ def is_dummy_step(optimizer: Optimizer) -> bool:
     with such a step as well, and that one counts. So it depends on who calls. Copies of torch's function in
     training frameworks have kept its name.
     """
-    if optimizer.state or any(group.get("lr", 0.0) != 0.0 for group in optimizer.param_groups):
+    if optimizer.state:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name.endswith("init_optim_state"):
-            return True
+    while frame is not None and not frame.f_code.co_name.endswith("init_optim_state"):
         frame = frame.f_back
-    return False
+    # The rates last: one that is a tensor on a device would let the host wait.
+    return frame is not None and all(group.get("lr", 0.0) == 0.0 for group in optimizer.param_groups)
 
 
 @contextlib.contextmanager

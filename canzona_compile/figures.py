@@ -46,6 +46,8 @@ class Facts:
         numerics: "exact" or "fast".
         variants: control-flow variants captured so far.
         rank_programs: programs that this rank has emitted so far.
+        buffer_bytes: of the buffers of all of them, which this rank allocated once.
+        execution: how the last one runs on its device, call by call or as a CUDA graph, and why.
         profile: None where no work is periodic.
     """
 
@@ -57,6 +59,8 @@ class Facts:
     numerics: str = "exact"
     variants: int = 0
     rank_programs: int = 0
+    buffer_bytes: int = 0
+    execution: str = ""
     profile: ProfileReport | None = None
 
 
@@ -170,7 +174,7 @@ class Figures:
     """A plan in figures.
 
     Attributes:
-        captures, variants, rank_programs, numerics, profile: see `Facts`.
+        captures, variants, rank_programs, buffer_bytes, execution, numerics, profile: see `Facts`.
         depth: micro-groups in flight at once.
         collectives_per_step: by each rank of a micro-group's grid: with owners two where it is sharded,
             one where it is replicated, three where it is both; where every rank computes everything one
@@ -190,6 +194,8 @@ class Figures:
     captures: int
     variants: int
     rank_programs: int
+    buffer_bytes: int
+    execution: str
     depth: int
     collectives_per_step: int
     wire_bytes_per_element: float

@@ -21,6 +21,15 @@ class Watch(Protocol):
     def wait(self, work: dist.Work) -> None: ...
 
 
+class Streams(Protocol):
+    """The streams of a program, one of which is current, and its events by number."""
+
+    def switch(self, name: str) -> None: ...
+    def record(self, event: int) -> None: ...
+    def wait(self, event: int) -> None: ...
+    def lend(self, tensors: Sequence[Tensor]) -> None: ...
+
+
 def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`op` for every task: lists of tensors (or task names) are zipped, all else is the same for all.
 
@@ -118,3 +127,33 @@ def start_meeting(device: str, group: dist.ProcessGroup) -> dist.Work:
 def finish(work: dist.Work, watch: Watch) -> None:
     """Wait for a collective: the host on CPU, the current stream on CUDA."""
     watch.wait(work)
+
+
+# -- streams, in programs for CUDA alone ----------------------------------------------------------
+
+
+def on_stream(streams: Streams, name: str) -> None:
+    """What follows runs on this stream."""
+    streams.switch(name)
+
+
+def record(streams: Streams, event: int) -> None:
+    """The event happens when the current stream has done what it was given so far."""
+    streams.record(event)
+
+
+def wait(streams: Streams, event: int) -> None:
+    """The current stream goes on when the event has happened; the host does not wait."""
+    streams.wait(event)
+
+
+def lend(values: Any, streams: Streams) -> None:
+    """The current stream reads tensors of another one: their memory is not used anew before it has done so."""
+    streams.lend(tensors_in(values))
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors of nested lists and tuples."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [t for v in values for t in tensors_in(v)] if isinstance(values, list | tuple) else []

@@ -36,6 +36,7 @@ class Program(Protocol):
 
     def bind(self, label: str, value: Input) -> fx.Node: ...
     def call(self, function: Callable[..., Any], *args: Any) -> fx.Node: ...
+    def placed(self, node: fx.Node) -> fx.Node: ...
     def module(self, name: str, build: Callable[[], fx.Graph], lookup: Lookup) -> fx.Node: ...
     def leaf(self, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str) -> fx.Node: ...
 
@@ -209,7 +210,8 @@ class Kernels:
             [order.index(program.key) for program, _, _ in self._parts],
         )
         self.program.root.add_module(name, module)
-        self.program.graph.call_module(name, tuple((lists, numbers) for _, lists, numbers in self._parts))
+        parts = tuple((lists, numbers) for _, lists, numbers in self._parts)
+        self.program.placed(self.program.graph.call_module(name, parts))
         self._parts = []
 
     # -- operands ------------------------------------------------------------------------------------

@@ -101,7 +101,15 @@ class Watcher:
     """What waits for collectives."""
 
 
-Input = Fragments | Residents | Number | Names | Views | Whole | Indices | Bytes | Group | Watcher
+@dataclass(frozen=True, slots=True)
+class StreamSet:
+    """Streams beside the caller's, by name, and the number of events between them."""
+
+    names: tuple[str, ...]
+    events: int
+
+
+Input = Fragments | Residents | Number | Names | Views | Whole | Indices | Bytes | Group | Watcher | StreamSet
 
 
 @dataclass(frozen=True, eq=False, slots=True)

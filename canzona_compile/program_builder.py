@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import fx
 from canzona_compile import instructions
 from canzona_compile.lifting import fx_copy
 from canzona_compile.program import Bytes, Indices, Input, Program, Views, Whole
+from canzona_compile.stream_order import CALLER, order_streams
 
 
 class ProgramBuilder:
@@ -26,6 +28,8 @@ class ProgramBuilder:
         self.last_input: fx.Node | None = None
         self.sizes: dict[int, int] = {}
         self.collectives = 0
+        self.stream = CALLER
+        self.streams: dict[fx.Node, str] = {}  # on which each call runs
 
     def bind(self, label: str, value: Input) -> fx.Node:
         """The placeholder of an input; one per distinct input (views are distinct already)."""
@@ -46,12 +50,25 @@ class ProgramBuilder:
         return node
 
     def call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
-        return self.graph.call_function(function, args)
+        return self.placed(self.graph.call_function(function, args))
+
+    def placed(self, node: fx.Node) -> fx.Node:
+        self.streams[node] = self.stream
+        return node
+
+    @contextlib.contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        """While open, calls run on this stream."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def module(self, name: str, build: Callable[[], fx.Graph], lookup: Callable[[str], fx.Node]) -> fx.Node:
         """Call the lifted graph `name`, built on first use; its inputs are looked up by name."""
         name, arguments = self.submodule(name, build, lookup)
-        return self.graph.call_module(name, tuple(arguments))
+        return self.placed(self.graph.call_module(name, tuple(arguments)))
 
     def loop(self, name: str, graph: fx.Graph, lookup: Callable[[str], fx.Node]) -> fx.Node:
         """Call `graph`, which is that of one task, for every task of lists."""
@@ -76,6 +93,7 @@ class ProgramBuilder:
     def program(self, slots: int) -> Program:
         """What was written, with the sizes of `slots` memory slots."""
         self.graph.output(())
+        order_streams(self.graph, self.streams, self.inputs, lambda streams: self.bind("streams", streams))
         module = fx.GraphModule(self.root, self.graph, class_name="RankProgram")
         module.graph.lint()
         order = [n.name for n in module.graph.nodes if n.op == "placeholder"]

@@ -100,6 +100,9 @@ def headline_panel(report: Figures, width: int, glyphs: Glyphs) -> RenderableTyp
         report.numerics,
     ]
     lines = Group(grid, Text(), Align.center(Text(f" {glyphs.dot} ".join(remarks))))
+    if report.machine.device != "cpu" and report.execution:
+        buffers = f"{readable_bytes(report.buffer_bytes)} of buffers"
+        lines.renderables.append(Align.center(Text(f"{report.execution} {glyphs.dot} {buffers}")))
     title = Text.assemble(("canzona", "bold"), f"  {report.optimizer} on {plural(report.world_size, 'rank')}")
     return Panel(lines, title=title, title_align="left", border_style="dim", width=width)
 

@@ -105,6 +105,8 @@ def make_report(step: Step, facts: Facts) -> Report:
         captures=facts.captures,
         variants=facts.variants,
         rank_programs=facts.rank_programs,
+        buffer_bytes=facts.buffer_bytes,
+        execution=facts.execution,
         depth=step.depth,
         collectives_per_step=sum(g.collectives for g in groups),
         wire_bytes_per_element=sent / elements if elements else 0.0,

@@ -59,6 +59,7 @@ class Running:
         self.programs: OrderedDict[Key, Made] = OrderedDict()
         self.agreed: TakingPart = ((), ())
         self.last: tuple[Step, History] | None = None
+        self.executor: Executor | None = None  # that of the last program
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
         self._fused = {b.fused: b.kind.grad_dtype for b in plan.bound.values() if b.fused is not None}
         self._met: set[Lineup] = set()
@@ -163,9 +164,9 @@ class Running:
             if len(self.programs) > MOST_PROGRAMS:
                 self.programs.popitem(last=False)
         self.programs.move_to_end(key)
-        executor, emitted, history = self.programs[key]
+        self.executor, emitted, history = self.programs[key]
         self.last = emitted, history
-        return executor
+        return self.executor
 
     def _make(self, owned: Step, names: Names, watch: Watch) -> Made:
         scheduled, history = lower(owned, names, self.options, self.observers)

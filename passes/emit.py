@@ -39,6 +39,7 @@ from canzona_compile.program import (
 )
 from canzona_compile.program_builder import ProgramBuilder
 from canzona_compile.rankview import GroupView, Segment, runs
+from canzona_compile.stream_order import CALLER, COMPUTE, PACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,19 @@ class Writer(ProgramBuilder):
             Act.WAIT_EXCHANGE: lambda g: self.finish(g, Phase.EXCHANGE),
             Act.APPLY: self.apply,
         }
-        actions[event.act](self.views[event.group])
+        group = self.views[event.group]
+        with self.on(self.lane(event.act, group)):
+            actions[event.act](group)
+
+    def lane(self, act: Act, g: GroupView) -> str:
+        """The stream of an event. What computes is not to wait for what copies, and a group that nobody else
+        takes part in has nothing to wait for."""
+        if self.step.machine.device == "cpu" or act is Act.MEET:
+            return CALLER
+        received = Phase.GATHER in g.exchanges
+        if not g.exchanges or act in (Act.COMPUTE, Act.START_SCATTER) or (act is Act.PREPARE and not received):
+            return COMPUTE
+        return COMPUTE if act is Act.START_EXCHANGE and Phase.SCATTER not in g.exchanges else PACK
 
     # -- leaves --------------------------------------------------------------------------------------
 
@@ -213,7 +226,8 @@ class Writer(ProgramBuilder):
                 self.compute_batch(g, b, batch, placed, self.gathered(g, b, batch, placed))
         else:  # copies together: before all of them, and after
             ready = [self.gathered(g, *one) for one in own]
-            self.launch(g, "unpack")
+            with self.on(CALLER if self.stream == CALLER else PACK):
+                self.launch(g, "unpack")
             for one, inputs in zip(own, ready, strict=True):
                 self.compute_batch(g, *one, inputs)
             self.launch(g, "pack")
@@ -270,8 +284,9 @@ class Writer(ProgramBuilder):
                     targets.append(View(slot, offset, wire.dtype, shape, (slice(i, i + 1), *box.slices())))
                     sources.append(g.view(Phase.GATHER, False, start, wire.dtype, (1, *box.size)))
         label = f"{where}_{wire.name}"
-        whole = self.bind(f"{label}_whole", Views(tuple(targets)))
-        self.copy(whole, self.bind(f"{label}_recv", Views(tuple(sources))), wire.dtype)
+        with self.on(CALLER if self.stream == CALLER else PACK):
+            whole = self.bind(f"{label}_whole", Views(tuple(targets)))
+            self.copy(whole, self.bind(f"{label}_recv", Views(tuple(sources))), wire.dtype)
         if batch.stacked:
             return self.bind(f"{label}_stack", Whole(View(slot, offset, wire.dtype, shape)))
         each = size // n

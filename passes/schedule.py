@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import ClassVar
 
 from canzona_compile.ir import Act, Buffer, Event, Form, MicroGroup, Step
@@ -31,8 +32,9 @@ class Schedule:
 
     def __call__(self, step: Step) -> Step:
         meetings = (Event(Act.MEET, group.index) for group in silent(step))
-        events = (*meetings, *pipelined(step.groups, self.depth))
-        buffers = tuple(color(lives(step, events)))
+        apart = step.machine.device != "cpu" and self.depth > 1
+        events = (*meetings, *pipelined(step.groups, self.depth, apart))
+        buffers = tuple(color(lives(step, events, apart)))
         return replace(step, form=Form.SCHEDULED, schedule=events, buffers=buffers, depth=self.depth)
 
 
@@ -47,8 +49,12 @@ def silent(step: Step) -> Iterator[MicroGroup]:
             yield group
 
 
-def stages(group: MicroGroup) -> list[list[Act]]:
-    """A group's events, cut where it may wait for a collective."""
+def stages(group: MicroGroup, apart: bool = False) -> list[list[Act]]:
+    """A group's events, cut where it may wait for a collective.
+
+    Args:
+        apart: does another stream apply than the one that computes? It would wait before it unpacks the next group.
+    """
     found: list[list[Act]] = [[Act.PREPARE]]
     if group.gather:
         found[-1].append(Act.START_GATHER)
@@ -61,11 +67,13 @@ def stages(group: MicroGroup) -> list[list[Act]]:
         if wanted:
             found[-1].append(start)
             found.append([wait])
+    if apart and group.gather and len(found) == 2:
+        found.append([])
     found[-1].append(Act.APPLY)
     return found
 
 
-def pipelined(groups: tuple[MicroGroup, ...], depth: int) -> Iterator[Event]:
+def pipelined(groups: tuple[MicroGroup, ...], depth: int, apart: bool = False) -> Iterator[Event]:
     """Stage j of the i-th group at time i + j * (depth - 1); at one time, early stages of late groups first.
 
     Starting the next gather before computing is what overlaps them. Groups without collectives come
@@ -76,7 +84,7 @@ def pipelined(groups: tuple[MicroGroup, ...], depth: int) -> Iterator[Event]:
     timed = [
         (i + j * lag, j if lag else i, i, j, group.index, stage)
         for i, group in enumerate(remote)
-        for j, stage in enumerate(stages(group))
+        for j, stage in enumerate(stages(group, apart))
     ]
     for *_, index, stage in sorted(timed, key=lambda t: t[:4]):
         yield from (Event(act, index) for act in stage)
@@ -85,13 +93,15 @@ def pipelined(groups: tuple[MicroGroup, ...], depth: int) -> Iterator[Event]:
             yield from (Event(act, group.index) for stage in stages(group) for act in stage)
 
 
-def lives(step: Step, events: tuple[Event, ...]) -> Iterator[Buffer]:
+def lives(step: Step, events: tuple[Event, ...], apart: bool) -> Iterator[Buffer]:
     """Every buffer from the first event that writes it to the last that reads it; slots still open.
 
     Computed values may be views of what was gathered; where they are used at apply (tasks without a scatter, or
-    new resident state) the gathered values live until then.
+    new resident state) the gathered values live until then. Where a stream of its own unpacks the next group while
+    this one computes, both have gathered values.
     """
     at = {event: i for i, event in enumerate(events)}
+    following = dict(successors(step, events)) if apart else {}
 
     def life(group: MicroGroup, use: str, first: Act, last: Act) -> Buffer:
         return Buffer(group.index, use, at[Event(first, group.index)], at[Event(last, group.index)], -1)
@@ -103,7 +113,9 @@ def lives(step: Step, events: tuple[Event, ...]) -> Iterator[Buffer]:
         if group.gather:
             yield life(group, "gather send", Act.PREPARE, Act.WAIT_GATHER)
             yield life(group, "gather recv", Act.START_GATHER, Act.COMPUTE)
-            yield life(group, "gathered", Act.COMPUTE, Act.APPLY if late else Act.COMPUTE)
+            own = life(group, "gathered", Act.COMPUTE, Act.APPLY if late else Act.COMPUTE)
+            after = at[Event(Act.COMPUTE, following.get(group.index, group.index))]
+            yield replace(own, last=max(own.last, after))
         if group.scatter:
             yield life(group, "scatter send", Act.COMPUTE, Act.WAIT_SCATTER)
             last = Act.START_EXCHANGE if group.exchange else Act.APPLY
@@ -112,6 +124,14 @@ def lives(step: Step, events: tuple[Event, ...]) -> Iterator[Buffer]:
             first = Act.START_EXCHANGE if group.scatter else Act.COMPUTE
             yield life(group, "exchange send", first, Act.WAIT_EXCHANGE)
             yield life(group, "exchange recv", Act.START_EXCHANGE, Act.APPLY)
+
+
+def successors(step: Step, events: tuple[Event, ...]) -> Iterator[tuple[int, int]]:
+    """Groups, and those that the same ranks compute next."""
+    grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.groups}
+    order = [event.group for event in events if event.act is Act.COMPUTE]
+    for grid in dict.fromkeys(grids.values()):
+        yield from pairwise(index for index in order if grids[index] == grid)
 
 
 def color(buffers: Iterator[Buffer]) -> Iterator[Buffer]:

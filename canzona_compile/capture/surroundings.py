@@ -122,4 +122,4 @@ class Shadow:
         """A parameter with as many dims as the group's first one."""
         first = params[0] if params else torch.zeros(2, 3)
         shape = tuple(min(n, 2 + i) for i, n in enumerate(first.shape))
-        return torch.nn.Parameter(torch.ones(shape, dtype=first.dtype, device=first.device))
+        return torch.nn.Parameter(torch.ones(shape, dtype=first.dtype))  # on the CPU, so that no device is waited for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,12 +22,15 @@ from canzona_compile.program import (
     Number,
     Program,
     Residents,
+    StreamSet,
     View,
     Views,
     Watcher,
     Whole,
 )
+from canzona_compile.runtime.cuda_graph import Replay
 from canzona_compile.runtime.groups import Groups
+from canzona_compile.runtime.streams import streams_for
 
 
 class Tensors(Protocol):
@@ -48,6 +52,12 @@ class Executor:
         self.program, self.tensors, self.watch = program, tensors, watch
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in program.slots]
         self.bytes = sum(program.slots)
+        wanted = next((v for v in program.inputs.values() if isinstance(v, StreamSet)), None)
+        self.streams = streams_for(wanted, device)
+        self.replay: Replay | None = None
+        self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if device.type == "cuda":
+            self.replay, self._guard = Replay(program, device, self.streams.entered), torch.cuda.device(device)
         self._arguments: list[Any] = []
         self._lookups: list[tuple[int, Callable[[], Any]]] = []
         for i, value in enumerate(program.inputs.values()):
@@ -56,17 +66,29 @@ class Executor:
             if lookup is not None:
                 self._lookups.append((i, lookup))
 
+    def arguments(self) -> list[Any]:
+        """What the program takes on this step."""
+        for i, lookup in self._lookups:
+            self._arguments[i] = lookup()
+        return self._arguments
+
     def run(self) -> None:
         """Run the program once. Parameters and state are written in place."""
-        arguments = self._arguments
-        for i, lookup in self._lookups:
-            arguments[i] = lookup()
+        arguments = self.arguments()
         try:
-            with torch.no_grad():
-                self.program.module(*arguments)
+            with torch.no_grad(), self._guard:
+                if self.replay is None:
+                    self.program.module(*arguments)
+                else:
+                    self.replay.run(arguments)
         finally:
             for i, _ in self._lookups:  # do not keep gradients alive between steps
                 arguments[i] = None
+
+    @property
+    def how(self) -> str:
+        """How the program runs on its device, in words."""
+        return "call by call" if self.replay is None else self.replay.how
 
     def view(self, view: View) -> Tensor:
         size = math.prod(view.shape) * view.dtype.itemsize
@@ -90,6 +112,8 @@ class Executor:
                 return groups.of(ranks)
             case Watcher():
                 return self.watch
+            case StreamSet():
+                return self.streams
         raise AssertionError(value)
 
     def _lookup(self, value: Input) -> Callable[[], Any] | None:

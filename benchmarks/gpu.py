@@ -1,0 +1,137 @@
+"""Everything that has to be measured on a GPU, in one call under eight minutes.
+
+    python benchmarks/gpu.py                     # results in benchmarks/results/
+    python benchmarks/gpu.py --only products     # also kernels, steps, calibration
+    python benchmarks/gpu.py --dry               # every line of it on the CPU, tiny: the figures say nothing
+
+Results are checked against 64 bits first. Variants run in turn; beside every figure stand the rates that dense products
+and copies reached in the same minute. Exit codes: 0; 1 where a result is wrong; 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from canzona_compile.calibration.calibrate import calibrate
+from canzona_compile.calibration.clock import Clock
+from canzona_compile.calibration.measure import Extent as CalibrationExtent
+from gpu_clock import Ceilings, Extent, plain
+from gpu_products import Products
+from gpu_steps import Steps, warmed
+
+RESULTS = Path(__file__).parent / "results"
+PARTS = ("products", "kernels", "steps", "calibration")
+TINY = CalibrationExtent((16, 32), (16,), (16, 32), 2**16, 2)
+SCHEMA = 1
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
+    parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny matrices")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for results (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    try:
+        import triton
+
+        compiler = str(triton.__version__)
+    except ImportError:
+        compiler = ""
+    found = {"torch": torch.__version__, "triton": compiler, "cuda": torch.version.cuda or ""}
+    if device.type != "cuda":
+        return {"device": "cpu", **found}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "processors": properties.multi_processor_count,
+        "memory": properties.total_memory,
+        "capability": list(torch.cuda.get_device_capability(device)),
+        **found,
+    }
+
+
+def measured(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """All parts that were asked for, and what was wrong."""
+    extent, problems = Extent(given.dry), list[str]()
+    clock = Clock(device, extent.rounds)
+    wanted = given.only or PARTS
+    start = time.monotonic()
+    result: dict[str, Any] = {"schema": SCHEMA, "dry": given.dry, **versions(device)}
+    with warmed(device, 5.0):
+        result["ceilings"] = plain(Ceilings.measure(clock, extent))
+        products = Products(clock, extent, problems)
+        if "products" in wanted:
+            result["products"] = products.orthogonalizations()
+        if "kernels" in wanted:
+            result["kernels"] = products.kernels()
+        if "steps" in wanted:
+            result["steps"] = Steps(clock, extent, given.output, problems).measure()
+        if "calibration" in wanted:
+            hardware, _ = calibrate(device=device.type, ranks=1, quick=True, extent=TINY if given.dry else None)
+            path = given.output / f"hardware-{hardware.name}.json"
+            path.write_text(hardware.to_json(), encoding="utf-8")
+            result["calibration"] = path.name
+    result["problems"] = problems
+    result["seconds"] = time.monotonic() - start
+    return result
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Times and ratios to what torch.compile, or cuBLAS, made of the same."""
+    for part, label in (("products", "case"), ("kernels", "size"), ("steps", "set")):
+        if part not in result:
+            continue
+        table = Table(part, "variant", "ms", "ratio", "quartiles", "ceilings: bf16 TFLOP/s, TB/s", box=None)
+        for record in result[part]:
+            what = f"{record.get('kernel', '')} {record[label]}".strip()
+            if "missing" in record:
+                table.add_row(what, "missing", "", "", "", record["missing"])
+            for name, own in record.get("variants", {}).items():
+                low, high = own["quartiles"]
+                best = record["ceilings"]
+                table.add_row(
+                    what,
+                    name,
+                    f"{own['seconds'] * 1e3:.3f}",
+                    f"{own['ratio']:.2f}",
+                    f"{low:.2f} to {high:.2f}",
+                    f"{best['bf16']:.0f}, {best['bandwidth']:.2f}",
+                )
+        console.print(table)
+    for problem in result["problems"]:
+        console.print(f"wrong: {problem}", style="bold red")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
+    if not given.dry and not torch.cuda.is_available():
+        print(
+            "benchmarks/gpu.py measures a CUDA device, and torch sees none here; --dry runs it on the CPU.",
+            file=sys.stderr,
+        )
+        return 2
+    device = torch.device("cpu") if given.dry else torch.device("cuda", torch.cuda.current_device())
+    given.output.mkdir(parents=True, exist_ok=True)
+    result = measured(given, device)
+    name = "dry" if given.dry else result["device"].lower().replace(" ", "-")
+    path = given.output / f"gpu-{name}-torch{torch.__version__.partition('+')[0]}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    show(result, Console(width=120))
+    print(f"{path}: {result['seconds']:.0f} s")
+    return 1 if result["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

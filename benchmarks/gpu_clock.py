@@ -1,0 +1,124 @@
+"""Times on a GPU that can be compared: variants in turn, beside what the device does at its best in the same minute."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from canzona_compile.calibration.clock import Clock
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is measured. `dry` shrinks all of it, so that every line runs in seconds on a CPU."""
+
+    dry: bool
+
+    @property
+    def shortest(self) -> float:
+        """Seconds of a sample."""
+        return 1e-4 if self.dry else 2e-2
+
+    @property
+    def rounds(self) -> int:
+        return 2 if self.dry else 9
+
+    @property
+    def compiler(self) -> str:
+        """The backend of torch.compile; without a GPU it would build C++ for minutes."""
+        return "aot_eager" if self.dry else "inductor"
+
+    def size(self, n: int) -> int:
+        """A dim of a matrix."""
+        return max(16, n // 128) if self.dry else n
+
+    def count(self, n: int) -> int:
+        return min(n, 2) if self.dry else n
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the device does at its best: products in TFLOP/s, copies in TB/s read and written."""
+
+    bf16: float
+    fp16: float
+    bandwidth: float
+
+    @classmethod
+    def measure(cls, clock: Clock, extent: Extent) -> Ceilings:
+        n = extent.size(8192)
+        rates = []
+        for dtype in (torch.bfloat16, torch.float16):
+            a, b = (torch.randn(n, n, device=clock.device, dtype=dtype) for _ in range(2))
+            out = torch.empty_like(a)
+            rates.append(2 * n**3 / best(clock, lambda a=a, b=b, out=out: torch.mm(a, b, out=out)) / 1e12)  # type: ignore[misc]
+        size = 2**16 if extent.dry else 2**31
+        source = torch.zeros(size, dtype=torch.uint8, device=clock.device)
+        target = torch.empty_like(source)
+        moved = 2 * size / best(clock, lambda: target.copy_(source)) / 1e12
+        return cls(rates[0], rates[1], moved)
+
+
+def best(clock: Clock, work: Work) -> float:
+    """Seconds of the fastest of a few samples."""
+    for _ in range(2):
+        work()
+    return min(clock.sample(work, 3) for _ in range(4))
+
+
+def in_turn(clock: Clock, variants: Mapping[str, Work], extent: Extent) -> dict[str, list[float]]:
+    """Seconds of every variant in each round. Clocks and heat change; within a round they hardly do."""
+    repeats = {}
+    for name, work in variants.items():
+        for _ in range(3):
+            work()
+        repeats[name] = max(1, min(200, math.ceil(extent.shortest / max(clock.sample(work, 1), 1e-7))))
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(extent.rounds):
+        for name, work in variants.items():
+            found[name].append(clock.sample(work, repeats[name]))
+    return found
+
+
+def compared(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, Any]:
+    """By variant: the median time, and how many times as fast as the baseline, with quartiles over rounds."""
+    result = {}
+    for name, own in seconds.items():
+        ratios = sorted(b / s for b, s in zip(seconds[baseline], own, strict=True))
+        low, high = (ratios[0], ratios[-1]) if len(ratios) < 4 else statistics.quantiles(ratios, n=4)[::2]
+        result[name] = {
+            "seconds": statistics.median(own),
+            "ratio": statistics.median(ratios),
+            "quartiles": [low, high],
+        }
+    return result
+
+
+def graphed(work: Work, device: torch.device) -> tuple[Work, str]:
+    """The work as a CUDA graph, so that its launches take no time; as it is, and why, where that cannot be."""
+    if device.type != "cuda":
+        return work, "no CUDA"
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
+    except RuntimeError as error:
+        return work, str(error).splitlines()[0]
+    return graph.replay, ""
+
+
+def plain(ceilings: Ceilings) -> dict[str, float]:
+    return asdict(ceilings)

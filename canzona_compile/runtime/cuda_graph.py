@@ -1,0 +1,214 @@
+"""A rank program as CUDA graphs: recorded once, replayed on every step that looks the same to the device.
+
+A recording keeps addresses and numbers. Numbers are given to it in tensors (`device_numbers`); buffers and state
+stay where they are; gradients may not, since `zero_grad` gives them up by default. So a program is recorded when two
+steps in a row had the same addresses, and a few times at most: where they keep changing, or where something cannot
+be recorded, the program goes on call by call. `Replay.how` says which.
+
+Recordings of all programs share one pool of memory: they never run at the same time, and no value of one outlives it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from canzona_compile import instructions
+from canzona_compile.program import Fragments, Names, Number, Program, Residents
+from canzona_compile.runtime.device_numbers import DeviceNumber, with_device_numbers
+from canzona_compile.runtime.streams import index_of, stream_named
+
+MOST_RECORDINGS = 3
+
+Run = Callable[[], None]
+Record = Callable[[Run], Run]  # what replays a run that it has recorded
+
+# Operators that ask the device for something, and with that make the host wait.
+WAITING = ("nonzero", "_local_scalar_dense", "item", "equal", "masked_select", "geqrf", "ormqr", "cholesky")
+WAITING_FAMILIES = ("linalg_", "_linalg_", "unique", "_unique", "svd", "_svd")
+LAUNCHING = frozenset({"linalg_vector_norm", "linalg_matrix_exp", "linalg_cross", "linalg_diagonal"})
+
+
+class Replay:
+    """Runs one program on CUDA.
+
+    Args:
+        program: as emitted.
+        device: of its tensors.
+        entered: makes the program's streams ready, see `streams`.
+        record: how a run becomes a recording; `recorded` on CUDA.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        device: torch.device,
+        entered: Callable[[], AbstractContextManager[None]],
+        record: Record | None = None,
+    ) -> None:
+        self.plain, self.entered = program.module, entered
+        self.record = record or functools.partial(recorded, device=device)
+        self.stopped = obstacle(program)
+        self.recordings = 0
+        inputs = list(program.inputs.values())
+        self.program, self.device = program, device
+        self._hypers = [i for i, value in enumerate(inputs) if isinstance(value, Number)]
+        self._moving = [i for i, value in enumerate(inputs) if isinstance(value, Fragments | Residents)]
+        self._numbers: list[int] | None = None  # of the hyperparameters, those that are no tensors
+        self._known: dict[Hashable, Run] = {}
+        self._last: Hashable = None
+        self._rehearsed = False
+
+    @property
+    def how(self) -> str:
+        """How the program runs, for reports."""
+        if self.stopped:
+            return f"call by call: {self.stopped}"
+        if not self._known:
+            return "call by call, until two steps in a row have gradients in the same places"
+        times = "once" if self.recordings == 1 else f"{self.recordings} times"
+        return f"a CUDA graph, recorded {times}"
+
+    def run(self, arguments: Sequence[Any]) -> None:
+        """Run the program once: plainly the first time that addresses are seen, then with numbers on the device,
+        then recorded."""
+        key = None if self.stopped else self._look(arguments)
+        if key is None:
+            self._plainly(arguments)
+            return
+        if key in self._known:
+            self._fill()
+            self._known[key]()
+            return
+        if key != self._last:
+            self._last, self._rehearsed = key, False
+            if self.recordings == MOST_RECORDINGS:
+                self._stop("gradients are elsewhere every few steps, or a number changes that an operator keeps")
+            self._plainly(arguments)
+            return
+        self._fill()
+        run = functools.partial(self._on_device, list(arguments))
+        if not self._rehearsed:
+            self._rehearsed = True
+            run()
+            return
+        try:
+            replay = self.record(run)
+        except RuntimeError as error:
+            self._stop(f"it cannot be recorded: {(str(error) or repr(error)).splitlines()[0]}")
+            self._plainly(arguments)
+            return
+        self.recordings += 1
+        self._known[key] = replay
+        replay()
+
+    def _plainly(self, arguments: Sequence[Any]) -> None:
+        with self.entered():
+            self.plain(*arguments)
+
+    def _on_device(self, arguments: Sequence[Any]) -> None:
+        with self.entered():
+            self._split.module(*arguments, *self._values)
+
+    def _stop(self, why: str) -> None:
+        self.stopped = why
+        self._known.clear()
+
+    def _look(self, arguments: Sequence[Any]) -> Hashable | None:
+        """Compute the numbers; returns what a recording would keep: addresses, and numbers that operators keep.
+
+        None: there is a tensor on the CPU among the hyperparameters, whose value a recording would keep.
+        """
+        given = {i: arguments[i] for i in self._hypers}
+        tensors = {i: value for i, value in given.items() if isinstance(value, Tensor)}
+        if any(t.device != self.device and t.device.type == "cpu" for t in tensors.values()):
+            self._stop("a hyperparameter is a tensor on the CPU")
+            return None
+        numbers = [i for i in given if i not in tensors]
+        if numbers != self._numbers:
+            self._prepare(numbers)
+        self._wanted = self._split.host(*(given[i] for i in numbers))
+        fixed = []
+        for i, (value, kept) in enumerate(zip(self._wanted, self._split.kept, strict=True)):
+            if kept:
+                self._values[i] = value
+                fixed.append(value)
+        places = tuple((t.data_ptr(), t.stride()) for i in self._moving for t in arguments[i])
+        return places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed)
+
+    def _prepare(self, numbers: list[int]) -> None:
+        names = list(self.program.inputs)
+        self._numbers = numbers
+        self._split = with_device_numbers(self.program, [names[i] for i in numbers])
+        self._values: list[Any] = [None if kept else DeviceNumber(self.device) for kept in self._split.kept]
+        self._known.clear()
+
+    def _fill(self) -> None:
+        """Give the numbers on the device their values, on the caller's stream."""
+        for value, wanted in zip(self._values, self._wanted, strict=True):
+            if isinstance(value, DeviceNumber):
+                value.fill(wanted)
+
+
+def recorded(run: Run, device: torch.device) -> Run:
+    """Record what a run launches as a CUDA graph; returns what replays it.
+
+    Other threads go on meanwhile, NCCL's watchdog among them, and only this one must not do what cannot be recorded.
+
+    Raises:
+        RuntimeError: something in it cannot be; nothing was executed.
+    """
+    graph = torch.cuda.CUDAGraph()
+    index = index_of(device)
+    stream = stream_named("record", index)
+    with torch.cuda.graph(graph, pool=pool_of(index), stream=stream, capture_error_mode="thread_local"):
+        run()
+    replay: Run = graph.replay
+    return replay
+
+
+@functools.cache
+def pool_of(device: int) -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+def obstacle(program: Program) -> str:
+    """Why a program cannot be recorded, as far as that can be seen; empty if it may be."""
+    if any(isinstance(value, Names) for value in program.inputs.values()):
+        return "the optimizer's own code runs in it"
+    if program.collectives and dist.is_initialized() and dist.get_backend() != "nccl":
+        return f"its collectives are those of {dist.get_backend()}"
+    for own in program.module.modules():
+        if not isinstance(own, fx.GraphModule):
+            return f"it calls {type(own).__name__}, which may not be recorded"
+    for target in targets(program.module):
+        if why := obstacle_in(target):
+            return why
+    return ""
+
+
+def targets(module: fx.GraphModule) -> Iterator[Any]:
+    """Everything that a program calls, also for each of several tasks."""
+    for own in module.modules():
+        for node in own.graph.nodes if isinstance(own, fx.GraphModule) else ():
+            if node.op == "call_function":
+                yield node.target
+                if node.target is instructions.each and not isinstance(node.args[0], fx.Node):
+                    yield node.args[0]
+
+
+def obstacle_in(target: Any) -> str:
+    """Why a call cannot be recorded; empty if it can."""
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.partition("::")[2]
+        waits = name in WAITING or name.startswith(WAITING_FAMILIES)
+        return f"{name} makes the host wait" if waits and name not in LAUNCHING else ""
+    home = str(getattr(target, "__module__", ""))
+    ours = home == instructions.__name__ or home.partition(".")[0] in ("_operator", "builtins", "math", "torch")
+    return "" if ours else f"it calls {getattr(target, '__name__', type(target).__name__)}, which may not be recorded"

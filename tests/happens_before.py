@@ -1,0 +1,270 @@
+"""Runs a rank program that was written for CUDA, here, and finds accesses that its events leave in no order.
+
+The program runs on the CPU, call by call. A dispatch mode sees which bytes every ATen operator reads and writes, so
+that nothing is taken from what the emitter believes: views, casts and results that alias their operands are what
+they are. Each access is dated with a vector clock; events carry clocks from stream to stream, and a collective is a
+stream of its own from its start to its `finish`. Two accesses of the same bytes, one of them a write, have to be in
+order. A value may be read by another stream than its maker's only once it is lent to that one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from canzona_compile import instructions
+from canzona_compile.ir import Placed, Role, Step
+from canzona_compile.program import (
+    Bytes,
+    Fragments,
+    Group,
+    Indices,
+    Input,
+    Names,
+    Number,
+    Program,
+    Residents,
+    StreamSet,
+    View,
+    Views,
+    Watcher,
+    Whole,
+)
+
+Clock = dict[str, int]
+
+
+class Race(AssertionError):
+    """Two accesses without an order, or memory that may be used anew while it is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Bytes [start, end) of a storage, by the call number `at` of a stream."""
+
+    stream: str
+    at: int
+    start: int
+    end: int
+    writes: bool
+    node: str
+
+
+@dataclass(slots=True)
+class History:
+    """What happened to a storage. `maker`: the stream on which it was allocated; None: it outlives the program."""
+
+    maker: str | None
+    accesses: list[Access] = field(default_factory=list)
+    lent: set[str] = field(default_factory=set)
+
+
+class Ledger:
+    """Streams, their clocks, and every access so far. Implements `instructions.Streams`."""
+
+    def __init__(self) -> None:
+        self.current = "caller"
+        self.clocks: dict[str, Clock] = defaultdict(dict)
+        self.events: dict[int, Clock] = {}
+        self.histories: dict[int, History] = {}
+        self.kept: list[Any] = []  # so that no address is given away twice
+        self.node = ""
+
+    def switch(self, name: str) -> None:
+        self.current = name
+
+    def record(self, event: int) -> None:
+        assert event not in self.events, f"event {event} is recorded twice"
+        self.events[event] = dict(self.clocks[self.current])
+
+    def wait(self, event: int) -> None:
+        assert event in self.events, f"event {event} is waited for before it is recorded"
+        self.join(self.current, self.events[event])
+
+    def lend(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self.history(tensor, None).lent.add(self.current)
+
+    def join(self, stream: str, other: Mapping[str, int]) -> None:
+        clock = self.clocks[stream]
+        for name, at in other.items():
+            clock[name] = max(clock.get(name, 0), at)
+
+    def tick(self, stream: str) -> None:
+        self.clocks[stream][stream] = self.clocks[stream].get(stream, 0) + 1
+
+    def history(self, tensor: Tensor, maker: str | None) -> History:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.histories:
+            self.kept.append(storage)
+            self.histories[storage.data_ptr()] = History(maker)
+        return self.histories[storage.data_ptr()]
+
+    def access(self, tensor: Tensor, writes: bool, stream: str) -> None:
+        """Note an access, and raise Race if one before it is in no order with it."""
+        if not tensor.numel():
+            return
+        history = self.history(tensor, stream)
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.storage_offset() * tensor.itemsize
+        clock = self.clocks[stream]
+        new = Access(stream, clock.get(stream, 0), start, start + (reach + 1) * tensor.itemsize, writes, self.node)
+        for old in history.accesses:
+            if old.start >= new.end or new.start >= old.end or not (old.writes or writes):
+                continue
+            if old.stream != stream and clock.get(old.stream, 0) < old.at:
+                raise Race(f"{self.node} on {stream} does not wait for {old.node} on {old.stream}")
+        if history.maker not in (None, stream) and stream not in history.lent and stream != "caller":
+            raise Race(f"{self.node} on {stream} uses memory of {history.maker} that it was not lent")
+        history.accesses.append(new)
+
+
+class Seen(TorchDispatchMode):
+    """Notes what every ATen operator reads and writes."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        ledger, stream = self.ledger, self.ledger.current
+        ledger.tick(stream)
+        given = list(zip(schema.arguments, args, strict=False))
+        given += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
+        looks = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        for argument, value in given if not looks else ():
+            info = argument.alias_info
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, Tensor):
+                    ledger.access(tensor, info is not None and info.is_write, stream)
+        result = func(*args, **kwargs)
+        for tensor in pytree.tree_leaves(result) if not looks else ():
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in ledger.histories:
+                ledger.access(tensor, True, stream)
+        return result
+
+
+class Checked(fx.Interpreter):
+    """Runs a program's calls; collectives move nothing, but read and write what they are given."""
+
+    def __init__(self, module: fx.GraphModule, ledger: Ledger) -> None:
+        super().__init__(module)
+        self.ledger, self.collectives = ledger, 0
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.ledger.node = n.name
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        ledger = self.ledger
+        if target is instructions.start_all_to_all:
+            self.collectives += 1
+            stream = f"collective {self.collectives}"
+            ledger.join(stream, ledger.clocks[ledger.current])
+            ledger.tick(stream)
+            ledger.access(args[0], True, stream)
+            ledger.access(args[1], False, stream)
+            return stream
+        if target is instructions.start_meeting:
+            return "meeting"
+        if target is instructions.finish:
+            ledger.join(ledger.current, ledger.clocks[args[0]])
+            return None
+        return super().call_function(target, args, kwargs)
+
+
+def check(step: Step, rank: int) -> Checked:
+    """Run the program of an emitted step on tensors of this rank's sizes.
+
+    Raises:
+        Race: with the calls that are in no order.
+    """
+    program: Program = step.program
+    ledger = Ledger()
+    bound = Bound(step, rank, program, ledger)
+    arguments = [bound.of(value) for value in program.inputs.values()]
+    leaves = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
+    ledger.node = "the caller, before"
+    ledger.tick("caller")
+    for tensor in leaves:  # gradients were just written, parameters read by the model
+        ledger.history(tensor, None)
+        ledger.access(tensor, True, "caller")
+    checked = Checked(program.module, ledger)
+    with torch.no_grad(), Seen(ledger):
+        checked.run(*arguments)
+    assert ledger.current == "caller"
+    ledger.node = "the caller, afterwards"
+    ledger.tick("caller")
+    for tensor in leaves:
+        ledger.access(tensor, True, "caller")
+    return checked
+
+
+class Bound:
+    """Tensors and numbers for a program's inputs, of the right shapes; what they hold does not matter."""
+
+    def __init__(self, step: Step, rank: int, program: Program, ledger: Ledger) -> None:
+        self.step, self.rank, self.ledger = step, rank, ledger
+        self.slots = [torch.zeros(size, dtype=torch.uint8) for size in program.slots]
+        self.leaves: dict[tuple[str, str], Tensor] = {}
+
+    def of(self, value: Input) -> Any:
+        match value:
+            case StreamSet():
+                return self.ledger
+            case Views(views):
+                return [self.view(v) for v in views]
+            case Whole(view):
+                return self.view(view)
+            case Indices(index):
+                return list(index)
+            case Bytes(counts):
+                return list(counts)
+            case Names(tasks):
+                return list(tasks)
+            case Fragments(_, leaf, tasks):
+                return [self.leaf(leaf, task, whole=False) for task in tasks]
+            case Residents(leaf, tasks):
+                return [self.leaf(leaf, task, whole=True) for task in tasks]
+            case Number():
+                return 0.5
+            case Group() | Watcher():
+                return None
+        raise AssertionError(value)
+
+    def view(self, view: View) -> Tensor:
+        size = view.dtype.itemsize
+        for n in view.shape:
+            size *= n
+        whole = self.slots[view.slot][view.offset : view.offset + size].view(view.dtype).view(view.shape)
+        return whole if view.index is None else whole[view.index]
+
+    def leaf(self, name: str, task: str, whole: bool) -> Tensor:
+        if (task, name) not in self.leaves:
+            own = self.step.task(task)
+            placed: Placed = self.step.placed_of(own)
+            known = {leaf.name: leaf for leaf in (*placed.template.state, *placed.template.inputs)}
+            leaf = known[name]
+            box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
+            cut = leaf.shape == own.shape and not whole
+            shape = box.size if cut else leaf.shape
+            self.leaves[task, name] = torch.ones(shape, dtype=leaf.dtype)
+            if leaf.role is Role.STATE and len(shape) == 2 and shape[0] == shape[1]:
+                self.leaves[task, name] = torch.eye(shape[0], dtype=leaf.dtype)  # what decompositions take
+        return self.leaves[task, name]
+
+
+def orders(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The instructions that order streams: taking one away must not go unseen."""
+    for node in module.graph.nodes:
+        if node.target in (instructions.wait, instructions.lend):
+            yield node

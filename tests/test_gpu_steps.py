@@ -1,0 +1,227 @@
+"""On one GPU: the numbers of the plain optimizer, no waiting host, recorded programs, few launches.
+
+`make test-gpu` runs these; without a CUDA device each is skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Muon, Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+import canzona_compile
+from examples.optimizers.shampoo import Shampoo
+from examples.optimizers.soap import SOAP
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
+    pytest.mark.filterwarnings("ignore"),  # the debug mode says that it is a prototype, drivers have their own
+]
+
+SHAPES = ((256, 128), (128, 256), (128, 128), (256, 128))
+EVERY = 4
+MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
+    "muon": lambda params: Muon(params, lr=0.02, weight_decay=0.1),
+    "soap": lambda params: SOAP(params, lr=0.003, every=EVERY),
+    "shampoo": lambda params: Shampoo(params, lr=0.02, every=EVERY),
+}
+# Of a parameter, relative, after some steps: one difference in a 16-bit product grows through Newton-Schulz, and
+# eigenvectors of close eigenvalues turn.
+BOUNDS = {("muon", "exact"): 2e-3, ("muon", "fast"): 3e-2, ("soap", "exact"): 2e-2, ("shampoo", "exact"): 2e-2}
+
+
+class Steps:
+    """A plain optimizer and a wrapped one on equal gradients, which stay where they are."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.random = torch.Generator("cuda").manual_seed(0)
+        values = [torch.randn(shape, device="cuda", generator=self.random) for shape in SHAPES]
+        self.plain = MAKERS[name]([torch.nn.Parameter(v.clone()) for v in values])
+        self.ours: Any = canzona_compile.wrap(MAKERS[name]([torch.nn.Parameter(v) for v in values]), **options)
+        self.gradients = [torch.empty_like(v) for v in values]
+        self.pairs: list[tuple[Tensor, Tensor]] = list(
+            zip(self.plain.param_groups[0]["params"], self.ours.param_groups[0]["params"], strict=True)
+        )
+        for (a, b), gradient in zip(self.pairs, self.gradients, strict=True):
+            a.grad = b.grad = gradient
+
+    def step(self, **hypers: Any) -> None:
+        for gradient in self.gradients:
+            gradient.normal_(generator=self.random)
+        for optimizer in (self.plain, self.ours):
+            optimizer.param_groups[0].update(hypers)
+            optimizer.step()
+
+    @property
+    def apart(self) -> float:
+        return max(float((a - b).detach().norm() / a.detach().norm()) for a, b in self.pairs)
+
+    @property
+    def execution(self) -> str:
+        found: str = self.ours.canzona.report().execution
+        return found
+
+
+@pytest.mark.parametrize(("name", "numerics"), BOUNDS)
+def test_equals_the_plain_optimizer(name: str, numerics: str) -> None:
+    steps = Steps(name, numerics=numerics)
+    for i in range(2 * EVERY + 1):
+        steps.step(lr=0.02 / (1 + i))
+    assert steps.apart < BOUNDS[name, numerics]
+
+
+def test_exact_steps_of_muon_are_equal_to_the_bit_while_nothing_is_recorded() -> None:
+    """What kernels of ours change in the order of additions would show here first."""
+    steps = Steps("muon")
+    steps.step()
+    steps.step()
+    assert steps.apart == 0
+
+
+def test_a_replayed_step_is_an_eager_step() -> None:
+    """Two wrapped optimizers; gradients of one are elsewhere on every step, so that it is never recorded."""
+    replayed, eager = Steps("muon"), Steps("muon")
+    held = []
+    for i in range(8):
+        lr = 0.02 / (1 + i)
+        replayed.step(lr=lr)
+        for (_, b), gradient in zip(eager.pairs, replayed.gradients, strict=True):
+            b.grad = gradient.clone()
+            held.append(b.grad)
+        eager.ours.param_groups[0]["lr"] = lr
+        eager.ours.step()
+    assert replayed.execution.startswith("a CUDA graph")
+    assert eager.execution.startswith("call by call")
+    for (_, a), (_, b) in zip(replayed.pairs, eager.pairs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """What makes the host wait for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("stable", [True, False], ids=["replayed", "call by call"])
+def test_the_host_never_waits_in_a_steady_step(stable: bool) -> None:
+    steps = Steps("muon")
+    for _ in range(5):
+        steps.step()
+    assert steps.execution.startswith("a CUDA graph")
+    if not stable:
+        for (_, b), gradient in zip(steps.pairs, steps.gradients, strict=True):
+            b.grad = gradient.clone()
+    with no_synchronisation():
+        for i in range(3 if stable else 2):  # a third one would be recorded, and that is no steady step
+            steps.ours.param_groups[0]["lr"] = 0.01 / (1 + i)
+            steps.ours.step()
+
+
+def test_another_variant_is_another_recording() -> None:
+    """Shampoo finds roots every few steps: those steps run call by call, the others from one recording."""
+    steps = Steps("shampoo")
+    seen = set()
+    for _ in range(4 * EVERY):
+        steps.step()
+        running = steps.ours.canzona.session.running
+        seen |= {executor.how for executor, _, _ in running.programs.values()}
+    assert "a CUDA graph, recorded once" in seen
+    assert steps.apart < BOUNDS["shampoo", "exact"]
+
+
+def test_new_addresses_are_recorded_a_few_times_only() -> None:
+    steps = Steps("muon")
+    held = []
+    for i in range(24):
+        if i % 4 == 0:
+            for _, b in steps.pairs:
+                b.grad = torch.randn_like(b)
+                held.append(b.grad)
+        steps.ours.step()
+    assert "gradients are elsewhere" in steps.execution
+    assert all(bool(b.isfinite().all()) for _, b in steps.pairs)
+
+
+def launches(work: Callable[[], object]) -> dict[str, int]:
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    names = [event.name for event in profiler.events()]
+    kernels = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+    return {"graphs": names.count("cudaGraphLaunch"), "kernels": sum(map(names.count, kernels))}
+
+
+def test_a_replayed_step_is_one_launch() -> None:
+    """One graph, and two small kernels for each number that changed."""
+    steps = Steps("muon")
+    for _ in range(5):
+        steps.step()
+    found = launches(steps.ours.step)
+    assert found == {"graphs": 1, "kernels": 0}
+    steps.ours.param_groups[0]["lr"] = 0.005
+    found = launches(steps.ours.step)
+    assert found["graphs"] == 1
+    assert found["kernels"] <= 8
+
+
+def test_memory_of_streams_and_recordings_does_not_grow() -> None:
+    steps = Steps("muon")
+    for _ in range(5):
+        steps.step()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(10):
+        steps.ours.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before
+
+
+@contextlib.contextmanager
+def nccl() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sharded_model_on_nccl() -> None:
+    """FSDP2 of one rank: the same parameters as plain, from a program that is recorded and lets no host wait."""
+    with nccl():
+        torch.manual_seed(0)
+        models = [torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(3))).cuda() for _ in "ab"]
+        models[1].load_state_dict(models[0].state_dict())
+        fully_shard(models[1])
+        plain = MAKERS["muon"](list(models[0].parameters()))
+        ours: Any = canzona_compile.wrap(MAKERS["muon"](list(models[1].parameters())))
+        data = torch.randn(16, 128, device="cuda")
+        for _ in range(6):
+            for model, optimizer in zip(models, (plain, ours), strict=True):
+                model(data).square().mean().backward()
+                optimizer.step()
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad.zero_()
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(a, b.full_tensor(), rtol=1e-2, atol=1e-4)
+        with no_synchronisation():
+            ours.step()
