@@ -168,7 +168,8 @@ class Running:
         return executor
 
     def _make(self, owned: Step, names: Names, watch: Watch) -> Made:
-        scheduled, history = lower(owned, names, self.options, self.observers)
+        symmetric = self.store.symmetric() if owned.machine.device == "cuda" else frozenset()
+        scheduled, history = lower(owned, names, self.options, self.observers, symmetric)
         emitted, last = emit(scheduled, self.rank, self.observers)
         for template in emitted.templates:
             for eager in eager_steps(template):
