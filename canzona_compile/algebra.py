@@ -54,6 +54,8 @@ def minus(a: Factor, b: Factor) -> Factor:
 def times(a: Factor, b: Factor) -> Factor:
     if isinstance(a, float) and isinstance(b, float):
         return a * b
+    if a == 0.0 or b == 0.0:
+        return 0.0
     return b if a == 1.0 else a if b == 1.0 else Arithmetic("mul", a, b)
 
 
@@ -73,7 +75,9 @@ def number(value: Any) -> Factor | None:
         return None
     if isinstance(value, int | float):
         return float(value)
-    known = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(value, fx.Node):
+        return None
+    known = value.meta.get("val", 0.0 if value.op == "placeholder" else None)  # hyperparameters have no record
     return value if isinstance(known, int | float | torch.SymInt | torch.SymFloat) else None
 
 
@@ -124,7 +128,7 @@ def flipped(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """The transpose of a node, where the graph inserts."""
     ndim = len(shape_of(node))
     order = [*range(ndim - 2), ndim - 1, ndim - 2]
-    new = graph.create_node("call_function", aten.permute.default, (node, order))
+    new = graph.create_node("call_function", aten.permute.default, (node, order), {}, "permute")
     new.meta["val"] = node.meta["val"].permute(order)
     return new
 

@@ -1,8 +1,8 @@
 """Iterations X <- p(X X^T) X in a graph, recognised by algebra: Newton-Schulz and its kin, whatever spells them.
 
 From a matrix X whose Gram matrix G = X X^T is formed, values are followed that are polynomials of G, or such times X,
-through products, sums and transposes. If all that leaves them is one p(G) X, that is the next iterate. For tall matrices
-G = X^T X, which is the same of the transposes.
+through products, sums and transposes. If all that leaves them is one p(G) X, that is the next iterate. Of tall matrices
+the transposes are meant: G = X^T X.
 """
 
 from __future__ import annotations

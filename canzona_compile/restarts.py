@@ -18,7 +18,7 @@ from canzona_compile.iterates import Polynomial
 
 Floats = NDArray[np.float64]
 
-LIMIT = 1.3  # times its due that the factor of a vanishing singular value may grow
+LIMIT = 1.3  # times its due that the factor of a vanishing singular value may be
 GRID = 4096  # singular values that are simulated
 
 
@@ -26,36 +26,39 @@ GRID = 4096  # singular values that are simulated
 def plan_restarts(
     polynomials: tuple[Polynomial, ...], roundoff: float, bound: float, largest: float
 ) -> tuple[int, ...] | None:
-    """After which steps to form a new Gram matrix: as few as keep growth below LIMIT, the most harmless of those.
+    """After which steps to form a new Gram matrix: as few times as keep growth below LIMIT, and then as early.
+
+    Between two of them are at least two steps, as one alone is no less work on a Gram matrix.
 
     Args:
         roundoff: half an ulp of 1 in the dtype of the iteration.
         bound: of the singular values at the start.
-        largest: number in that dtype; None is returned where the iteration itself comes near.
+        largest: number in that dtype. What comes near it is not iterated.
 
     Returns:
-        Positions in ascending order, each above 0 and below the number of steps.
+        Positions in ascending order, each above 0 and below the number of steps; None where there is no such plan.
     """
+    count = len(polynomials)
     values = singular_values(polynomials, bound)
-    with np.errstate(over="ignore", invalid="ignore"):
-        growths = {
-            (i, j): growth(polynomials[i:j], float(values[i].max()) ** 2, roundoff, largest)
-            for i in range(len(polynomials))
-            for j in range(i + 1, len(polynomials) + 1)
-        }
-    if not all(np.isfinite(v).all() and float(abs(v).max()) ** 2 < largest for v in values):
+    if not all(float(np.square(v.max())) < largest for v in values):
         return None
-    best: dict[int, tuple[float, tuple[int, ...]]] = {j: (growths[0, j], ()) for j in range(1, len(polynomials) + 1)}
-    for _ in polynomials:
-        worst, cuts = best[len(polynomials)]
-        if worst <= LIMIT:
-            return cuts
-        better = {}
-        for j in range(2, len(polynomials) + 1):
-            options = ((max(best[i][0], growths[i, j]), (*best[i][1], i)) for i in range(1, j) if i in best)
-            better[j] = min(options, key=lambda option: option[0], default=best[j])
-        best = {1: best[1], **better}
-    return None
+
+    @cache
+    def fits(first: int, last: int) -> bool:
+        top = float(np.square(values[first].max()))
+        return last - first > 1 and growth(polynomials[first:last], top, roundoff, largest) <= LIMIT
+
+    @cache
+    def earliest(first: int, segments: int) -> tuple[int, ...] | None:
+        if segments == 1:
+            return () if fits(first, count) else None
+        for cut in range(first + 2, count - 1):
+            if fits(first, cut) and (rest := earliest(cut, segments - 1)) is not None:
+                return cut, *rest
+        return None
+
+    plans = (earliest(0, segments) for segments in range(1, count // 2 + 1))
+    return next((plan for plan in plans if plan is not None), None)
 
 
 def singular_values(polynomials: Sequence[Polynomial], bound: float) -> list[Floats]:
@@ -63,8 +66,17 @@ def singular_values(polynomials: Sequence[Polynomial], bound: float) -> list[Flo
     found = [np.linspace(0.0, bound, GRID)]
     with np.errstate(over="ignore", invalid="ignore"):
         for p in polynomials:
-            found.append(np.abs(found[-1] * np.polynomial.polynomial.polyval(found[-1] ** 2, p)))
+            found.append(np.abs(found[-1] * polynomial_at(found[-1] ** 2, p)))
     return found
+
+
+def polynomial_at(x: Floats, polynomial: Polynomial) -> Floats:
+    """p(x), infinite or NaN where numbers end."""
+    result = np.zeros_like(x)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for coefficient in reversed(polynomial):
+            result = result * x + coefficient
+    return result
 
 
 def growth(polynomials: Sequence[Polynomial], largest_eigenvalue: float, roundoff: float, largest: float) -> float:
@@ -80,10 +92,11 @@ def growth(polynomials: Sequence[Polynomial], largest_eigenvalue: float, roundof
 def factors(polynomials: Sequence[Polynomial], eigenvalues: Floats) -> tuple[Floats, float]:
     """The product of the polynomials by eigenvalue at the start, and the largest eigenvalue on the way."""
     q, r, most = np.ones_like(eigenvalues), eigenvalues, float(np.abs(eigenvalues).max())
-    for i, p in enumerate(polynomials):
-        factor = np.polynomial.polynomial.polyval(r, p)
-        q = q * factor
-        if i + 1 < len(polynomials):
-            r = r * factor**2
-            most = max(most, float(np.abs(r).max()))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for i, p in enumerate(polynomials):
+            factor = polynomial_at(r, p)
+            q = q * factor
+            if i + 1 < len(polynomials):
+                r = r * factor * factor
+                most = max(most, float(np.abs(r).max()))
     return q, most

@@ -53,7 +53,7 @@ def gram_of(placed: Placed, layout: Layout, hardware: Hardware) -> Gram | None:
     dim, so that Gram matrices of fragments do not add up to that of the whole.
     """
     shape = placed.template.shape
-    steps = max((len(chain.steps) for chain in chains(placed.compute)), default=0) if len(shape) == 2 else 0
+    steps = max((len(chain.steps) for chain in chains(placed.template.graph)), default=0) if len(shape) == 2 else 0
     short = 0 if shape[0] <= shape[-1] else 1
     if steps < ROUNDS or any(box.numel and box.size[short] != shape[short] for box in layout.boxes):
         return None
