@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -15,6 +15,7 @@ from torch import fx
 from canzona_compile.hardware import Hardware, named_hardware
 from canzona_compile.ir import Machine, Template, tensor_value
 from canzona_compile.kernels import cholesky_qr, inverse_root
+from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.layout import Shape
 
 aten = torch.ops.aten
@@ -77,7 +78,7 @@ def follow(
     if node.target in (aten.t.default, aten.transpose.int) and len(sizes) == 2:
         return dims[operands[0]][::-1]
     if (pair := factors(node)) and all(f in dims for f in pair):
-        left, right = dims[pair[0]], dims[pair[1]]
+        left, right = (turned(dims[f], flip) for f, flip in zip(pair, flips(node), strict=True))
         return (*left[:-1], right[-1])
     for operand in operands:
         if tuple(operand.meta["val"].shape) == sizes:
@@ -86,20 +87,55 @@ def follow(
     return tuple(lookup.get(n, sympy.Integer(n)) for n in sizes)
 
 
+LIBRARY_PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+
+
 def factors(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The two factors of a matrix product node."""
-    products = {
-        aten.mm.default: 0,
-        aten.bmm.default: 0,
-        aten.addmm.default: 1,
-        aten.baddbmm.default: 1,
-    }
-    if node.target not in products:
+    """The two factors of a matrix product node, as they stand in memory; see `flips`."""
+    args: Any = node.args
+    if node.target in LIBRARY_PRODUCTS:
+        first = LIBRARY_PRODUCTS[node.target]
+        left, right = args[first], args[first + 1]
+    elif node.target is SYM_GEMM:
+        left, right = args[0], args[1] if len(args) > 1 and args[1] is not None else args[0]
+    elif node.target is GEMM_AXPBY:
+        left, right = args[::-1] if node.kwargs.get("right") else args
+    else:
         return None
-    first = products[node.target]
-    left, right = node.args[first], node.args[first + 1]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     return left, right
+
+
+def flips(node: fx.Node) -> tuple[bool, bool]:
+    """Which factors of a product enter it transposed, though they are not in memory: A A^T names A twice."""
+    if node.target is not SYM_GEMM:
+        return False, False
+    return (True, False) if node.kwargs.get("trans") else (False, True)
+
+
+def addend(node: fx.Node) -> fx.Node | None:
+    """The matrix that a product node adds to its product, if there is one."""
+    args: Any = node.args
+    if node.target in (aten.addmm.default, aten.baddbmm.default):
+        found = args[0]
+    elif node.target is GEMM_AXPBY:
+        found = args[1]
+    else:
+        found = args[2] if node.target is SYM_GEMM and len(args) > 2 else None
+    return found if isinstance(found, fx.Node) else None
+
+
+Sizes = TypeVar("Sizes", bound=Sequence[Any])
+
+
+def turned(sizes: Sizes, flip: bool) -> Sizes:
+    """Dims with the last two in the other order, if so."""
+    return (*sizes[:-2], sizes[-1], sizes[-2]) if flip else sizes  # type: ignore[return-value]
+
+
+def inner(node: fx.Node, left: Sequence[Any]) -> Any:
+    """The dim of a product's first factor that is summed over."""
+    return left[-2] if flips(node)[0] else left[-1]
 
 
 # FLOPs of LAPACK-like operators on n x n or m x n inputs, leading order (Golub and Van Loan, tables 5 and 8).
@@ -143,7 +179,7 @@ def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:
         return decomposition_flops(node, dims[node.all_input_nodes[0]])
     own = sympy.Mul(*dims[node])
     if pair := factors(node):
-        return 2 * own * dims[pair[0]][-1]
+        return 2 * own * inner(node, dims[pair[0]])
     if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
         return sympy.Integer(0)
     largest = max((sympy.Mul(*dims[n]) for n in node.all_input_nodes if n in dims), key=free_size, default=own)

@@ -12,6 +12,7 @@ from torch import fx
 from canzona_compile import instructions
 from canzona_compile.exactness import foreach_equal, pointwise
 from canzona_compile.ir import Stacked, outputs, tensor_value
+from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 aten = torch.ops.aten
 
@@ -139,6 +140,8 @@ class Lifter:
 STACKED_PRODUCTS: Mapping[Any, Any] = {
     aten.mm.default: aten.bmm.default,
     aten.addmm.default: aten.baddbmm.default,
+    SYM_GEMM: SYM_GEMM,  # all dims before the last two are batch dims
+    GEMM_AXPBY: GEMM_AXPBY,
 }
 
 

@@ -36,7 +36,8 @@ class Options:
         strategy: "owner" computes each matrix once, "replicated" on every rank, "auto" picks the
             cheaper one per set of ranks by predicted time.
         numerics: "exact" keeps every bit of the plain optimizer on one device; "fast" also allows
-            rewrites that change rounding (today: batched matrix products wherever they exist).
+            rewrites that change rounding: batched matrix products wherever they exist, and iterations on Gram
+            matrices, in float16 where matrices have 16 bits.
         capacity: most bytes that one micro-group may gather to its busiest owner.
         micro_groups: number of them per set of ranks to aim at; None picks it by predicted time.
         depth: micro-groups in flight at once (1: gather, compute and scatter never overlap).

@@ -26,9 +26,11 @@ from canzona_compile.passes import (
     FollowOwners,
     FormMicroGroups,
     FuseCollectives,
+    GramIterations,
     Place,
     Roots,
     Schedule,
+    Symmetry,
 )
 from canzona_compile.pieces import Fused
 from canzona_compile.pipeline import History, Observer, Pass, run
@@ -45,14 +47,19 @@ def planning_passes(options: Options) -> list[Pass]:
     return [Canonicalize(), *rewrites, Place(exact=exact), owners]
 
 
-def lowering_passes(options: Options) -> list[Pass]:
-    """From owners to a schedule: once per set of tasks that take part in a step."""
+def lowering_passes(options: Options, symmetric: frozenset[tuple[str, str]] = frozenset()) -> list[Pass]:
+    """From owners to a schedule: once per set of tasks that take part in a step.
+
+    Args:
+        symmetric: (family, leaf) of the owners' state that is symmetric now.
+    """
     exact = options.numerics == "exact"
     groups: Pass = FormMicroGroups(capacity=options.capacity, groups=options.micro_groups, depth=options.depth)
     depth = options.depth
     if options.plan is not None:
         groups, depth = FollowGroups(options.plan), options.plan.depth
-    return [groups, FuseCollectives(), Batching(exact=exact), Schedule(depth=depth)]
+    gram: list[Pass] = [] if exact else [GramIterations()]
+    return [groups, FuseCollectives(), *gram, Symmetry(symmetric), Batching(exact=exact), Schedule(depth=depth)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -150,9 +157,13 @@ def first_steps(owned: Step, bound: dict[str, Bound]) -> Step:
 
 
 def lower(
-    step: Step, names: Sequence[str], options: Options, observers: Sequence[Observer] = ()
+    step: Step,
+    names: Sequence[str],
+    options: Options,
+    observers: Sequence[Observer] = (),
+    symmetric: frozenset[tuple[str, str]] = frozenset(),
 ) -> tuple[Step, History]:
-    """Schedule the tasks `names` of an owned step; the same on every rank."""
+    """Schedule the tasks `names` of an owned step; the same on every rank, but for what `symmetric` says of its own."""
     wanted = set(names)
     tasks = tuple(t for t in step.tasks if t.name in wanted)
     placed, variants = {p.name: p for p in step.placed}, step.variants()
@@ -164,7 +175,7 @@ def lower(
         placed=tuple(p for p in step.placed if p in cuts),
         templates=tuple(t for t in step.templates if t.name in templates),
     )
-    return run(part, lowering_passes(options), observers)
+    return run(part, lowering_passes(options, symmetric), observers)
 
 
 def emit(step: Step, rank: int, observers: Sequence[Observer] = ()) -> tuple[Step, History]:

@@ -169,7 +169,8 @@ class Running:
         return self.executor
 
     def _make(self, owned: Step, names: Names, watch: Watch) -> Made:
-        scheduled, history = lower(owned, names, self.options, self.observers)
+        symmetric = self.store.symmetric() if owned.machine.device == "cuda" else frozenset()
+        scheduled, history = lower(owned, names, self.options, self.observers, symmetric)
         emitted, last = emit(scheduled, self.rank, self.observers)
         for template in emitted.templates:
             for eager in eager_steps(template):

@@ -100,6 +100,19 @@ class StateStore:
                 self.initialised.add(name)
                 self.optimizer.state.setdefault(bound.param, {})
 
+    def symmetric(self) -> frozenset[tuple[str, str]]:
+        """(family of templates, leaf) of the state that lives here and is symmetric now, bit by bit, for all tasks.
+
+        Looks at the values, so it makes the host wait: for when programs are made, not for steps.
+        """
+        equal: dict[tuple[str, str], bool] = {}
+        for (name, leaf), value in self.residents.items():
+            template = self.plan.placed(name).template
+            key = template.family or template.name, leaf
+            square = value.ndim >= 2 and value.shape[-1] == value.shape[-2]
+            equal[key] = equal.get(key, True) and square and torch.equal(value, value.mT)
+        return frozenset(key for key, always in equal.items() if always)
+
     # -- portable state ------------------------------------------------------------------------------
 
     def adopt(self) -> None:

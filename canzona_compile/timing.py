@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from canzona_compile.cost import BY_PRODUCTS, decomposition, decomposition_flops, factors
+from canzona_compile.cost import BY_PRODUCTS, addend, decomposition, decomposition_flops, factors, flips, turned
 from canzona_compile.hardware import Hardware
 from canzona_compile.ir import Placed, outputs, tensor_value
+from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +124,16 @@ def work_of(node: fx.Node, value: torch.Tensor, hardware: Hardware) -> Work:
 def product_of(node: fx.Node, pair: tuple[fx.Node, fx.Node], value: torch.Tensor, hardware: Hardware) -> Work:
     left, right = (tensor_value(f) for f in pair)
     assert left is not None and right is not None
-    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-    dtype, added = dtype_name(value), 2 * size_of(value) if len(node.args) == 3 else 0
+    first, second = (turned(tuple(v.shape), f) for v, f in zip((left, right), flips(node), strict=True))
+    m, k, n = first[-2], first[-1], second[-1]
+    more = addend(node)
+    own = node.target in (SYM_GEMM, GEMM_AXPBY)  # they read what they add as they go; libraries copy it first
+    dtype, added = dtype_name(value), 2 * size_of(value) if more is not None and not own else 0
     straight = added / hardware.bandwidth
-    addend = node.args[0]
-    other = isinstance(addend, fx.Node) and added and transposed(addend)
+    other = more is not None and added and transposed(more)
     return Work(
         2.0 * value.numel() * k / hardware.product_rate(dtype, (m * k * n) ** (1 / 3)),
-        size_of(left) + size_of(right) + size_of(value),
+        size_of(left) + size_of(right) + size_of(value) + (size_of(value) if own and more is not None else 0),
         int(added > 0),
         straight,
         max(0.0, added / turning(value, hardware) - straight) if other else 0.0,

@@ -6,10 +6,12 @@ from canzona_compile.passes.canonicalize import Canonicalize
 from canzona_compile.passes.emit import Emit
 from canzona_compile.passes.follow_plan import FollowGroups, FollowOwners
 from canzona_compile.passes.fuse_collectives import FuseCollectives
+from canzona_compile.passes.gram import GramIterations
 from canzona_compile.passes.micro_group import FormMicroGroups
 from canzona_compile.passes.place import Place
 from canzona_compile.passes.roots import Roots
 from canzona_compile.passes.schedule import Schedule
+from canzona_compile.passes.symmetry import Symmetry
 
 __all__ = [
     "AssignOwners",
@@ -20,7 +22,9 @@ __all__ = [
     "FollowOwners",
     "FormMicroGroups",
     "FuseCollectives",
+    "GramIterations",
     "Place",
     "Roots",
     "Schedule",
+    "Symmetry",
 ]

@@ -9,13 +9,15 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.cost import BY_PRODUCTS, factors, hardware_of
+from canzona_compile.cost import BY_PRODUCTS, addend, factors, flips, hardware_of, turned
 from canzona_compile.exactness import batches_equal, pointwise, position_free
 from canzona_compile.ir import Batch, Form, Machine, MicroGroup, Placed, Role, Step, tensor_value
 from canzona_compile.kernels.batched import gains
 from canzona_compile.lifting import factorization, lift_stacked, product, starts_stack
 
 aten = torch.ops.aten
+
+DIAGONALS = (aten.diagonal.default, aten.diagonal_scatter.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,13 @@ class Batching:
         if value is None:
             return False
         if pair := factors(node):
-            left, right = pair[0].meta["val"], pair[1].meta["val"]
-            dims = (*left.shape, right.shape[-1])
-            bias = node.args[0] if len(node.args) == 3 else None
-            plain = bias is None or tuple(bias.meta["val"].shape) == tuple(value.shape)  # type: ignore[union-attr]
-            equal = not self.exact or batches_equal(node.target, dims, value.dtype, machine)
+            left, right = (turned(tuple(f.meta["val"].shape), flip) for f, flip in zip(pair, flips(node), strict=True))
+            more = addend(node)
+            plain = value.ndim == 2 and (more is None or tuple(more.meta["val"].shape) == tuple(value.shape))
+            equal = not self.exact or batches_equal(node.target, (*left, right[-1]), value.dtype, machine)
             return product(node) and plain and equal
+        if node.target in DIAGONALS:
+            return negative_dims(node)
         if node.target is aten.permute.default:
             return True
         # A 0-d operand never widens the result's dtype, a stack of them [n, 1, 1] could.
@@ -85,6 +88,12 @@ def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:
         size = operand.shape[-1]
         return rates[f"{name}_batched"].at(size) > rates[name].at(size)
     return gains(name, operand.shape[-2], torch.__version__)
+
+
+def negative_dims(node: fx.Node) -> bool:
+    """Are the dims of a diagonal counted from the end, so that it is the same in a stack?"""
+    dims = node.args[2:] if node.target is aten.diagonal.default else node.args[3:]
+    return set(dims) == {-2, -1}
 
 
 def numbers(placed: Placed) -> list[str]:

@@ -13,11 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import fx
-
-from canzona_compile.cost import factors
 from canzona_compile.hardware import Hardware
-from canzona_compile.ir import Placed, tensor_value
+from canzona_compile.ir import Placed
+from canzona_compile.iterates import chains
 from canzona_compile.layout import Layout
 
 GRAM, BATCH_SPLIT = "gram", "batch-split"
@@ -55,7 +53,7 @@ def gram_of(placed: Placed, layout: Layout, hardware: Hardware) -> Gram | None:
     dim, so that Gram matrices of fragments do not add up to that of the whole.
     """
     shape = placed.template.shape
-    steps = iterations(placed.compute) if len(shape) == 2 else 0
+    steps = max((len(chain.steps) for chain in chains(placed.template.graph)), default=0) if len(shape) == 2 else 0
     short = 0 if shape[0] <= shape[-1] else 1
     if steps < ROUNDS or any(box.numel and box.size[short] != shape[short] for box in layout.boxes):
         return None
@@ -75,17 +73,6 @@ def gram_of(placed: Placed, layout: Layout, hardware: Hardware) -> Gram | None:
         fragment,
         owner,
     )
-
-
-def iterations(graph: fx.Graph) -> int:
-    """How often a graph multiplies a matrix with its own transpose."""
-    pairs = (factors(node) for node in graph.nodes if len(node.args) == 2)
-    return sum(transposes(*pair) for pair in pairs if pair)
-
-
-def transposes(left: fx.Node, right: fx.Node) -> bool:
-    flips = str(right.target).startswith(("aten.permute", "aten.t.", "aten.transpose"))
-    return flips and tensor_value(right) is not None and right.args[0] is left
 
 
 def flops_by_rank(forms: Sequence[tuple[Gram, Layout, tuple[int, int]]]) -> dict[int, int]:

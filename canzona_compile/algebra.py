@@ -1,0 +1,254 @@
+"""Graphs read as matrix algebra: transposes, products and sums with numbers as factors, however they are spelt."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from canzona_compile.cost import LIBRARY_PRODUCTS, addend, factors
+from canzona_compile.ir import tensor_value
+
+aten = torch.ops.aten
+
+Factor: TypeAlias = "float | fx.Node | Arithmetic"  # a number: known, an input of the graph, or made of such
+
+COPIES = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.expand.default,
+        aten.clone.default,
+        aten.detach.default,
+        aten.alias.default,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What a graph has yet to compute: `op` ("add", "sub" or "mul") of two numbers."""
+
+    op: str
+    left: Factor
+    right: Factor
+
+
+def plus(a: Factor, b: Factor) -> Factor:
+    if isinstance(a, float) and isinstance(b, float):
+        return a + b
+    return b if a == 0.0 else a if b == 0.0 else Arithmetic("add", a, b)
+
+
+def minus(a: Factor, b: Factor) -> Factor:
+    if isinstance(a, float) and isinstance(b, float):
+        return a - b
+    return a if b == 0.0 else Arithmetic("sub", a, b)
+
+
+def times(a: Factor, b: Factor) -> Factor:
+    if isinstance(a, float) and isinstance(b, float):
+        return a * b
+    if a == 0.0 or b == 0.0:
+        return 0.0
+    return b if a == 1.0 else a if b == 1.0 else Arithmetic("mul", a, b)
+
+
+def written(factor: Factor, graph: fx.Graph) -> float | fx.Node:
+    """A number as an operand: arithmetic becomes nodes where the graph inserts."""
+    if not isinstance(factor, Arithmetic):
+        return factor
+    left, right = written(factor.left, graph), written(factor.right, graph)
+    node = graph.call_function(getattr(operator, factor.op), (left, right))
+    node.meta["val"] = 0.0  # FX's record of a number; its value is not asked for
+    return node
+
+
+def number(value: Any) -> Factor | None:
+    """An operand as a number, None if it is none (a 0-d tensor is a tensor)."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    if not isinstance(value, fx.Node):
+        return None
+    known = value.meta.get("val", 0.0 if value.op == "placeholder" else None)  # hyperparameters have no record
+    return value if isinstance(known, int | float | torch.SymInt | torch.SymFloat) else None
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    value = tensor_value(node)
+    return () if value is None else tuple(value.shape)
+
+
+def source(node: fx.Node) -> fx.Node | None:
+    """The first operand, if it is a tensor."""
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) and tensor_value(first) is not None else None
+
+
+def swaps(node: fx.Node) -> bool:
+    """Is it the transpose, in the last two dims, of its operand?"""
+    ndim = len(shape_of(node))
+    args: Any = node.args
+    if node.target is aten.permute.default:
+        order = [d % ndim for d in args[1]]
+        return ndim >= 2 and order == [*range(ndim - 2), ndim - 1, ndim - 2]
+    if node.target is aten.transpose.int:
+        return {args[1] % ndim, args[2] % ndim} == {ndim - 2, ndim - 1}
+    return node.target is aten.t.default and ndim == 2
+
+
+def copies(node: fx.Node) -> bool:
+    """Is it its operand, with all elements in their places and of the same dtype?"""
+    inside = source(node)
+    if node.target not in COPIES or inside is None:
+        return False
+    old, new = tensor_value(inside), tensor_value(node)
+    return old is not None and new is not None and (old.shape, old.dtype) == (new.shape, new.dtype)
+
+
+def root(node: fx.Node) -> tuple[fx.Node, bool]:
+    """What a node is a view of, and whether transposed."""
+    turned = False
+    while swaps(node) or copies(node):
+        turned ^= swaps(node)
+        inside = source(node)
+        assert inside is not None
+        node = inside
+    return node, turned
+
+
+def flipped(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The transpose of a node, where the graph inserts."""
+    ndim = len(shape_of(node))
+    order = [*range(ndim - 2), ndim - 1, ndim - 2]
+    new = graph.create_node("call_function", aten.permute.default, (node, order), {}, "permute")
+    new.meta["val"] = node.meta["val"].permute(order)
+    return new
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """alpha left @ right + beta added, over the last two dims; all of one dtype, `added` as large as the result."""
+
+    left: fx.Node
+    right: fx.Node
+    alpha: Factor = 1.0
+    added: fx.Node | None = None
+    beta: Factor = 0.0
+
+    @property
+    def pair(self) -> tuple[fx.Node, fx.Node]:
+        return self.left, self.right
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """A library product as algebra; None for all else, and where an addend is broadcast."""
+    value, pair = tensor_value(node), factors(node)
+    if pair is None or node.target not in LIBRARY_PRODUCTS or value is None or not value.dtype.is_floating_point:
+        return None
+    more = addend(node)
+    if more is None:
+        return Product(*pair)
+    alpha, beta = (number(node.kwargs.get(name, 1.0)) for name in ("alpha", "beta"))
+    kept = tensor_value(more)
+    assert kept is not None
+    if alpha is None or beta is None or (kept.shape, kept.dtype) != (value.shape, value.dtype):
+        return None
+    return Product(*pair, alpha, more, beta)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A number times a matrix."""
+
+    factor: Factor
+    node: fx.Node
+
+
+def terms(node: fx.Node) -> tuple[Term, ...]:
+    """A node as a sum of its own operands with numbers as factors, one or two; empty if it is none.
+
+    All operands have the shape and dtype of the result.
+    """
+    args: Any = node.args
+    found: Sequence[tuple[Any, Any]] = ()
+    alpha = number(args[2] if len(args) > 2 else node.kwargs.get("alpha", 1.0))
+    match node.target:
+        case aten.add.Tensor:
+            found = [(1.0, args[0]), (alpha, args[1])]
+        case aten.sub.Tensor:
+            found = [(1.0, args[0]), (alpha and times(-1.0, alpha), args[1])]
+        case aten.neg.default:
+            found = [(-1.0, args[0])]
+        case aten.mul.Tensor | aten.mul.Scalar:
+            left, right = number(args[0]), number(args[1])
+            found = [(right, args[0])] if left is None else [(left, args[1])]
+        case aten.div.Tensor | aten.div.Scalar:
+            divisor = number(args[1])
+            if isinstance(divisor, float) and divisor and not node.kwargs:
+                found = [(1.0 / divisor, args[0])]
+        case aten.lerp.Scalar:
+            weight = number(args[2])
+            if weight is not None:
+                found = [(minus(1.0, weight), args[0]), (weight, args[1])]
+    if not all(factor is not None and alike(operand, node) for factor, operand in found):
+        return ()
+    return tuple(Term(factor, operand) for factor, operand in found)
+
+
+def alike(operand: Any, node: fx.Node) -> bool:
+    """Has an operand the shape and the floating dtype of the result?"""
+    value = tensor_value(node)
+    own = tensor_value(operand) if isinstance(operand, fx.Node) else None
+    return (
+        own is not None
+        and value is not None
+        and value.dtype.is_floating_point
+        and (own.shape, own.dtype) == (value.shape, value.dtype)
+    )
+
+
+def scaled(node: fx.Node) -> Term:
+    """A matrix without the numbers that it was multiplied by."""
+    own = terms(node)
+    if len(own) != 1:
+        return Term(1.0, node)
+    inside = scaled(own[0].node)
+    return Term(times(own[0].factor, inside.factor), inside.node)
+
+
+def identity(node: fx.Node) -> bool:
+    """Is it the identity matrix?"""
+    shape = shape_of(node)
+    return node.target in (aten.eye.default, aten.eye.m) and len(shape) == 2 and shape[0] == shape[1]
+
+
+def shifted(node: fx.Node) -> Term | None:
+    """matrix + factor I, spelt as a change of the diagonal: the matrix with that factor."""
+    if node.target is not aten.diagonal_scatter.default or not main_diagonal(node.args[2:], shape_of(node)):
+        return None
+    matrix, diagonal = node.args[0], node.args[1]
+    if not (isinstance(diagonal, fx.Node) and isinstance(matrix, fx.Node) and diagonal.target is aten.add.Tensor):
+        return None
+    old, factor = diagonal.args[0], number(diagonal.args[1])
+    plain = not diagonal.kwargs and len(diagonal.args) == 2 and factor is not None
+    own = isinstance(old, fx.Node) and old.target is aten.diagonal.default and old.args[0] is matrix
+    if not (own and plain and main_diagonal(old.args[1:], shape_of(node))):  # type: ignore[union-attr]
+        return None
+    assert factor is not None
+    return Term(factor, matrix)
+
+
+def main_diagonal(args: Sequence[Any], shape: Sequence[int]) -> bool:
+    """Do offset and dims of a diagonal, where given, mean the main one of the last two dims?"""
+    defaults: list[Any] = [0, 0, 1]
+    offset, *dims = [*args, *defaults[len(args) :]]
+    ndim = len(shape)
+    return offset == 0 and {d % ndim for d in dims} == {ndim - 2, ndim - 1}

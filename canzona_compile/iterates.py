@@ -1,0 +1,215 @@
+"""Iterations X <- p(X X^T) X in a graph, recognised by algebra: Newton-Schulz and its kin, whatever spells them.
+
+From a matrix X whose Gram matrix G = X X^T is formed, values are followed that are polynomials of G, or such times X,
+through products, sums and transposes. If all that leaves them is one p(G) X, that is the next iterate. Of tall matrices
+the transposes are meant: G = X^T X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TypeAlias
+
+from torch import fx
+
+from canzona_compile.algebra import copies, identity, product_of, root, shape_of, shifted, swaps, terms
+from canzona_compile.algebra import source as source_of
+from canzona_compile.ir import tensor_value
+
+Polynomial: TypeAlias = tuple[float, ...]  # coefficients, that of the identity first
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A value as p(G), or as p(G) Y, or, `flipped`, as its transpose Y^T p(G)."""
+
+    polynomial: Polynomial
+    square: bool  # p(G) alone
+    flipped: bool = False
+
+    @property
+    def degree(self) -> int:
+        return max((i for i, c in enumerate(self.polynomial) if c), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Iterate:
+    """One step from `before` to `after`: Y = p(G) Y of the wide matrix, which in the graph may lie transposed."""
+
+    before: fx.Node
+    after: fx.Node
+    flipped: bool  # do both lie transposed?
+    polynomial: Polynomial
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Iterates of which each begins where the one before ends, and nothing else uses those between."""
+
+    steps: tuple[Iterate, ...]
+
+    @property
+    def start(self) -> fx.Node:
+        return self.steps[0].before
+
+    @property
+    def end(self) -> fx.Node:
+        return self.steps[-1].after
+
+    @property
+    def flipped(self) -> bool:
+        return self.steps[0].flipped
+
+    @property
+    def polynomials(self) -> tuple[Polynomial, ...]:
+        return tuple(step.polynomial for step in self.steps)
+
+
+def chains(graph: fx.Graph) -> tuple[Chain, ...]:
+    """All iterations of a graph, the longest ones that there are."""
+    bases = gram_bases(graph)
+    after: dict[fx.Node, Iterate] = {}
+    for base, flipped in bases.items():
+        if step := iterate(graph, base, flipped, bases):
+            after[base] = step
+    follows = {s.after for s in after.values() if linked(s, after)}
+    found = []
+    for base, step in after.items():
+        if base in follows:
+            continue
+        steps = [step]
+        while linked(steps[-1], after):
+            steps.append(after[steps[-1].after])
+        found.append(Chain(tuple(steps)))
+    return tuple(found)
+
+
+def linked(step: Iterate, after: Mapping[fx.Node, Iterate]) -> bool:
+    """Does another iterate begin with what this one leaves, and only that use it?"""
+    following = after.get(step.after)
+    return following is not None and following.flipped == step.flipped and only_inside(step.after, following)
+
+
+def only_inside(node: fx.Node, step: Iterate) -> bool:
+    """Is a value needed for nothing but the next iterate?"""
+    needed, todo = set[fx.Node](), [step.after]
+    while todo:
+        current = todo.pop()
+        if current is not node and current not in needed:
+            needed.add(current)
+            todo += current.all_input_nodes
+    return all(user in needed for user in node.users)
+
+
+def gram_bases(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Matrices whose product with their own transpose is formed; True: of the transpose with the matrix, X^T X."""
+    found: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        if product := product_of(node):
+            (left, first), (right, second) = map(root, product.pair)
+            if left is right and first != second:
+                found.setdefault(left, first)
+    return found
+
+
+def iterate(graph: fx.Graph, base: fx.Node, flipped: bool, bases: Mapping[fx.Node, bool]) -> Iterate | None:
+    """The step that begins with `base`."""
+    forms = {base: Form((1.0,), False, flipped)}
+    ends: set[fx.Node] = set()
+    for node in graph.nodes:
+        own = form_of(node, forms) if node.op == "call_function" else None
+        if own is None or node in ends or any(n in ends for n in node.all_input_nodes):
+            continue
+        forms[node] = own
+        if node in bases and not own.square and own.degree:
+            ends.add(node)
+    leaving = {
+        root(node)[0]
+        for node, own in forms.items()
+        if node is not base and own.degree and (node in ends or any(user not in forms for user in node.users))
+    }
+    if len(leaving) != 1:
+        return None
+    (after,) = leaving
+    own = forms.get(after)
+    if own is None or own.square or own.flipped != flipped:
+        return None
+    return Iterate(base, after, flipped, own.polynomial)
+
+
+def form_of(node: fx.Node, forms: Mapping[fx.Node, Form]) -> Form | None:
+    """A value by the forms of its operands."""
+    if identity(node):
+        return Form((1.0,), True)
+    if not any(n in forms for n in node.all_input_nodes):
+        return None
+    if swaps(node) or copies(node):
+        inside = source_of(node)
+        own = forms.get(inside) if inside is not None else None
+        if own is None or own.square or not swaps(node):
+            return own
+        return Form(own.polynomial, False, not own.flipped)
+    if product := product_of(node):
+        left, right = (forms.get(n) for n in product.pair)
+        if left is None or right is None or not isinstance(product.alpha, float):
+            return None
+        own = multiplied(left, right)
+        if own is None or product.added is None:
+            return own and weighted(product.alpha, own)
+        more = forms.get(product.added)
+        if more is None or not isinstance(product.beta, float):
+            return None
+        return added(weighted(product.alpha, own), weighted(product.beta, more))
+    if (shift := shifted(node)) and shift.node in forms and isinstance(shift.factor, float):
+        return added(forms[shift.node], Form((shift.factor,), True))
+    found: Form | None = None
+    for term in terms(node):
+        own = forms.get(term.node)
+        if own is None or not isinstance(term.factor, float):
+            return None
+        own = weighted(term.factor, own)
+        found = own if found is None else added(found, own)
+        if found is None:
+            return None
+    return found
+
+
+def multiplied(left: Form, right: Form) -> Form | None:
+    p = convolved(left.polynomial, right.polynomial)
+    if left.square and right.square:
+        return Form(p, True)
+    if left.square and not right.flipped:
+        return Form(p, False)
+    if right.square and left.flipped:
+        return Form(p, False, True)
+    if not left.square and not right.square and right.flipped and not left.flipped:
+        return Form((0.0, *p), True)  # p(G) Y Y^T q(G)
+    return None
+
+
+def convolved(p: Polynomial, q: Polynomial) -> Polynomial:
+    result = [0.0] * (len(p) + len(q) - 1)
+    for i, a in enumerate(p):
+        for j, b in enumerate(q):
+            result[i + j] += a * b
+    return tuple(result)
+
+
+def weighted(factor: float, form: Form) -> Form:
+    return Form(tuple(factor * c for c in form.polynomial), form.square, form.flipped)
+
+
+def added(a: Form, b: Form) -> Form | None:
+    if (a.square, a.flipped) != (b.square, b.flipped):
+        return None
+    return Form(tuple(x + y for x, y in zip_longest(a.polynomial, b.polynomial, fillvalue=0.0)), a.square, a.flipped)
+
+
+def short_and_long(chain: Chain) -> tuple[int, int]:
+    """Dims of the wide matrix Y [m, n] of a chain."""
+    value = tensor_value(chain.start)
+    assert value is not None
+    shape = shape_of(chain.start)
+    return (shape[-1], shape[-2]) if chain.flipped else (shape[-2], shape[-1])

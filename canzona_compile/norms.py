@@ -1,0 +1,162 @@
+"""Bounds on matrices that follow from how a graph normalises them, and the same normalisation in 32 bits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from canzona_compile.algebra import copies, number, root, shape_of, source, swaps
+from canzona_compile.ir import tensor_value
+
+aten = torch.ops.aten
+
+SAME_ELEMENTS = (aten.view.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.default)
+
+
+def norm_bound(node: fx.Node) -> float | None:
+    """The most that the Frobenius norm of a matrix, or of each in a stack, can be; None where nothing bounds it.
+
+    Rounding is left out: where a normalisation is to be relied on in 16 bits, it should be done in 32, see `Wide`.
+    """
+    args: Any = node.args
+    if swaps(node) or copies(node) or node.target in (aten._to_copy.default, aten.neg.default):
+        inside = source(node)
+        return norm_bound(inside) if inside is not None else None
+    if node.target in (aten.mul.Tensor, aten.div.Tensor) and not node.kwargs:
+        first, second = args
+        if (factor := number(second)) is not None:
+            inner = norm_bound(first) if isinstance(factor, float) and factor else None
+            if inner is None or not isinstance(factor, float):
+                return None
+            return inner * abs(factor) if node.target is aten.mul.Tensor else inner / abs(factor)
+        if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+            return None
+        if node.target is aten.div.Tensor:
+            least = least_over_norm(second, first, 1)
+        else:
+            least = least_inverse(second, first) or least_inverse(first, second)
+        return 1.0 / least if least else None
+    return None
+
+
+def least_inverse(node: fx.Node, matrix: fx.Node) -> float:
+    """f where 1 / node >= f |matrix|."""
+    inside = source(node)
+    if inside is None:
+        return 0.0
+    if node.target is aten.reciprocal.default:
+        return least_over_norm(inside, matrix, 1)
+    if node.target is aten.rsqrt.default:
+        return math.sqrt(least_over_norm(inside, matrix, 2))
+    return 0.0
+
+
+def least_over_norm(node: fx.Node, matrix: fx.Node, power: int) -> float:
+    """f where node >= f |matrix|^power in every case; 0.0 if there is none to be seen."""
+    args: Any = node.args
+    inside = source(node)
+    if inside is None:
+        return 0.0
+    match node.target:
+        case aten.linalg_vector_norm.default:
+            euclidean = len(args) < 2 or args[1] == 2
+            fits = euclidean and reduces(args[2:], shape_of(inside)) and same_elements(inside, matrix)
+            return float(fits and power == 1)
+        case aten.sum.default | aten.sum.dim_IntList:
+            times_itself = inside.target is aten.mul.Tensor and inside.args[0] is inside.args[1]
+            squares = times_itself or (inside.target is aten.pow.Tensor_Scalar and inside.args[1] == 2)
+            of = source(inside)
+            fits = squares and of is not None and reduces(args[1:], shape_of(inside)) and same_elements(of, matrix)
+            return float(fits and power == 2)
+        case aten.sqrt.default:
+            return math.sqrt(least_over_norm(inside, matrix, 2 * power)) if power == 1 else 0.0
+        case aten.clamp.default if len(args) < 3 or args[2] is None:
+            return least_over_norm(inside, matrix, power) if "max" not in node.kwargs else 0.0
+        case aten.clamp_min.default:
+            return least_over_norm(inside, matrix, power)
+        case aten.maximum.default:
+            found = [least_over_norm(n, matrix, power) for n in args if isinstance(n, fx.Node)]
+            return max(found)
+        case aten.add.Tensor:
+            more = number(args[1])
+            positive = isinstance(more, float) and more >= 0 and not node.kwargs
+            return least_over_norm(inside, matrix, power) if positive else 0.0
+        case aten.mul.Tensor:
+            factor = number(args[1])
+            return factor * least_over_norm(inside, matrix, power) if isinstance(factor, float) and factor > 0 else 0.0
+        case aten._to_copy.default:
+            return least_over_norm(inside, matrix, power)
+    return least_over_norm(inside, matrix, power) if node.target in SAME_ELEMENTS else 0.0
+
+
+def reduces(args: Any, shape: tuple[int, ...]) -> bool:
+    """Does a reduction go over both of the last two dims? `args` are dims and keepdim."""
+    dims = args[0] if args else None
+    ndim = len(shape)
+    if not dims:
+        return True
+    kept = ndim == 2 or (len(args) > 1 and bool(args[1]))  # else numbers would stand beside other matrices
+    return {ndim - 2, ndim - 1} <= {d % ndim for d in dims} and kept
+
+
+def same_elements(a: fx.Node, b: fx.Node) -> bool:
+    return origin(a) is origin(b)
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """What a node is, but for transposes and casts."""
+    while True:
+        node = root(node)[0]
+        inside = source(node)
+        if node.target is not aten._to_copy.default or inside is None:
+            return node
+        node = inside
+
+
+class Wide:
+    """Writes what a 16-bit matrix is made from once more, in float32, where the graph inserts."""
+
+    OPERATORS = frozenset(
+        {
+            *(aten.permute.default, aten.transpose.int, aten.t.default, *SAME_ELEMENTS, aten.neg.default),
+            *(aten.div.Tensor, aten.mul.Tensor, aten.add.Tensor, aten.sum.default, aten.sum.dim_IntList),
+            *(aten.linalg_vector_norm.default, aten.sqrt.default, aten.rsqrt.default, aten.reciprocal.default),
+            *(aten.clamp.default, aten.clamp_min.default, aten.maximum.default, aten.pow.Tensor_Scalar),
+        }
+    )
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.made: dict[fx.Node, fx.Node] = {}
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The node, or its like in float32."""
+        value = tensor_value(node)
+        if value is None or value.dtype.itemsize > 2 or not value.dtype.is_floating_point:
+            return node
+        if node not in self.made:
+            self.made[node] = self._made(node, value)
+        return self.made[node]
+
+    def _made(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
+        inside = source(node)
+        if node.target is aten._to_copy.default and inside is not None and set(node.kwargs) == {"dtype"}:
+            before = tensor_value(inside)
+            assert before is not None
+            if before.dtype.itemsize <= 4 and before.dtype.is_floating_point:
+                return self.of(inside)  # a rounding less
+        if node.target in self.OPERATORS:
+            args = fx.map_arg(node.args, self.of)
+            kwargs = {name: v for name, v in fx.map_arg(node.kwargs, self.of).items() if name != "dtype"}
+            return made(self.graph, node.target, args, kwargs, value.to(torch.float32))
+        return made(self.graph, aten._to_copy.default, (node,), {"dtype": torch.float32}, value.to(torch.float32))
+
+
+def made(graph: fx.Graph, target: Any, args: Any, kwargs: Any, value: torch.Tensor) -> fx.Node:
+    """A new node with its value, where the graph inserts."""
+    node = graph.create_node("call_function", target, args, kwargs, target.overloadpacket.__name__)
+    node.meta["val"] = value
+    return node

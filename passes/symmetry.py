@@ -1,0 +1,292 @@
+"""Products that are proved symmetric are computed by half: `canzona::sym_gemm` in their place."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from canzona_compile.algebra import (
+    Factor,
+    Product,
+    Term,
+    alike,
+    flipped,
+    identity,
+    plus,
+    product_of,
+    root,
+    scaled,
+    shape_of,
+    shifted,
+    source,
+    swaps,
+    terms,
+    times,
+    written,
+)
+from canzona_compile.ir import Form, LayoutKind, Placed, Step, tensor_value
+from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
+from canzona_compile.lifting import dead_code_free
+from canzona_compile.symmetric import Known, symmetric_leaves, symmetric_values
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Symmetry:
+    """Rewrite what `canzona_compile.symmetric` proves, in the compute graphs of steps on CUDA.
+
+    A product, the numbers it is multiplied by, a symmetric matrix added to it and multiples of the identity become one
+    call of `canzona::sym_gemm`; transposes of symmetric values disappear; X + F X becomes `canzona::gemm_axpby`.
+    Rounding differs from that of the library as one library's from another's. On CPU nothing changes: there the
+    references are no faster, and exact numerics keeps bits.
+
+    Costs stay those of the original graph, so that owners do.
+
+    Attributes:
+        checked: (family of templates, leaf) of the owners' state whose values at present are symmetric, as whoever
+            holds them has seen; claims about others are not made.
+    """
+
+    checked: frozenset[tuple[str, str]] = frozenset()
+
+    name: ClassVar[str] = "symmetry"
+    requires: ClassVar[Form] = Form.ROUTED
+    ensures: ClassVar[Form] = Form.ROUTED
+
+    def __call__(self, step: Step) -> Step:
+        if step.machine.device != "cuda":
+            return step
+        families: dict[tuple[str, LayoutKind], list[Placed]] = defaultdict(list)
+        for cut in step.placed:
+            families[family_of(cut), cut.kind].append(cut)
+        leaves = {}
+        for (family, kind), variants in families.items():
+            candidates = {leaf for name, leaf in self.checked if name == family}
+            leaves[family, kind] = symmetric_leaves(variants, candidates)
+        placed = tuple(
+            replace(cut, compute=rewritten(cut.compute, leaves[family_of(cut), cut.kind]))
+            if not cut.template.interpreted
+            else cut
+            for cut in step.placed
+        )
+        return replace(step, placed=placed)
+
+
+def family_of(cut: Placed) -> str:
+    return cut.template.family or cut.template.name
+
+
+def rewritten(graph: fx.Graph, leaves: Collection[str] = ()) -> fx.Graph:
+    """A graph whose symmetric products are `sym_gemm`, if the placeholders `leaves` are symmetric."""
+    graph = copy.deepcopy(graph)
+    known = symmetric_values(graph, leaves)
+    for node in known:
+        inside = source(node)
+        if swaps(node) and inside in known:
+            node.replace_all_uses_with(inside)
+    Rewriter(dead_code_free(graph), known).run()
+    graph.lint()
+    return graph
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call of `sym_gemm` computes: alpha a b^T + beta c + diag I, or, `trans`, alpha a^T b + ..."""
+
+    a: fx.Node
+    b: fx.Node | None
+    trans: bool
+    flip_b: bool  # b has yet to be transposed
+    alpha: Factor
+    c: fx.Node | None = None
+    beta: Factor = 0.0
+    diag: Factor = 0.0
+
+    def times(self, factor: Factor) -> Call:
+        numbers = (times(factor, n) for n in (self.alpha, self.beta, self.diag))
+        alpha, beta, diag = numbers
+        return replace(self, alpha=alpha, beta=beta, diag=diag)
+
+
+class Rewriter:
+    """Collects a call per symmetric product, grows it along what follows, and writes those that are left."""
+
+    def __init__(self, graph: fx.Graph, known: Known) -> None:
+        self.graph, self.known = graph, known
+        self.calls: dict[fx.Node, Call] = {}
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node in self.known and (call := self.call_of(node)):
+                self.calls[node] = call
+        for node, call in self.calls.items():
+            if not self.grows(node):
+                self.write(node, call)
+        dead_code_free(self.graph)
+        for node in list(self.graph.nodes):
+            if node.users and node not in self.known:
+                self.split(node)
+                if node.users:
+                    self.update(node)
+        dead_code_free(self.graph)
+
+    # -- symmetric products ----------------------------------------------------------------------
+
+    def call_of(self, node: fx.Node) -> Call | None:
+        if product := product_of(node):
+            return self.with_addend(self.bare(product), product)
+        if (shift := shifted(node)) and self.only_use(shift.node, node):
+            call = self.calls[shift.node]
+            return replace(call, diag=plus(call.diag, shift.factor))
+        return self.sum_of(node)
+
+    def bare(self, product: Product) -> Call:
+        """The product alone: by the views' sources, so that no transpose is left."""
+        (left, right), (first, second) = product.pair, map(root, product.pair)
+        if first[0] is second[0] and first[1] != second[1]:
+            return Call(first[0], None, first[1], False, product.alpha)
+        (a, a_factor), (b, b_factor) = ((t.node, t.factor) for t in map(self.scaled, product.pair))
+        alpha = times(product.alpha, times(a_factor, b_factor))
+        if self.symmetric(a) and self.symmetric(b):
+            a, b = root(a)[0], root(b)[0]
+            return Call(a, None if a is b else b, False, False, alpha)
+        b, turned = root(right)
+        return Call(left, b, False, not turned, product.alpha)
+
+    def scaled(self, node: fx.Node) -> Term:
+        """Without numbers that it was multiplied by, but for those that are part of a call."""
+        return Term(1.0, node) if node in self.calls else scaled(node)
+
+    def symmetric(self, node: fx.Node) -> bool:
+        return root(node)[0] in self.known
+
+    def with_addend(self, call: Call, product: Product) -> Call:
+        if product.added is None:
+            return call
+        added = self.scaled(product.added)
+        return replace(call, c=added.node, beta=times(product.beta, added.factor))
+
+    def sum_of(self, node: fx.Node) -> Call | None:
+        """A sum with a product in it that nothing else uses, of which at most one more matrix is left."""
+        own = terms(node)
+        grown = [t for t in own if self.only_use(t.node, node)]
+        for term in sorted(grown, key=lambda t: self.calls[t.node].c is not None):
+            call = self.calls[term.node].times(term.factor)
+            others = [t for t in own if t is not term]
+            if not others:
+                return call
+            rest = self.scaled(others[0].node)
+            factor = times(others[0].factor, rest.factor)
+            if identity(rest.node):
+                return replace(call, diag=plus(call.diag, factor))
+            if call.c is None:
+                return replace(call, c=rest.node, beta=factor)
+            if call.c is rest.node:
+                return replace(call, beta=plus(call.beta, factor))
+        return None
+
+    def only_use(self, inner: fx.Node, outer: fx.Node) -> bool:
+        """Is there a call for a node that would not be needed beside that for another?"""
+        return inner in self.calls and self.users(inner) == {outer}
+
+    def users(self, node: fx.Node) -> set[fx.Node]:
+        """A diagonal that is read only to be shifted belongs to what it is shifted in."""
+        found = set()
+        for user in node.users:
+            shift = [s for add in user.users for s in add.users if (t := shifted(s)) and t.node is node]
+            found |= set(shift) if user.target is aten.diagonal.default and shift else {user}
+        return found
+
+    def grows(self, node: fx.Node) -> bool:
+        return any(user in self.calls and self.inside(node, user) for user in self.users(node))
+
+    def inside(self, node: fx.Node, user: fx.Node) -> bool:
+        """Is the call for `node` part of that for its user, and not an operand of it?"""
+        if not self.only_use(node, user) or product_of(user) is not None:
+            return False
+        call = self.calls[user]
+        return node not in (call.a, call.b, call.c)
+
+    def write(self, node: fx.Node, call: Call) -> None:
+        with self.graph.inserting_before(node):
+            b = call.b
+            if b is not None and call.flip_b:
+                b = flipped(self.graph, b)
+            args = (call.a, b, call.c) if call.c is not None else (call.a, b) if b is not None else (call.a,)
+            numbers = {"alpha": (call.alpha, 1.0), "beta": (call.beta, 0.0), "diag": (call.diag, 0.0)}
+            kwargs = {name: written(n, self.graph) for name, (n, default) in numbers.items() if n != default}
+            kwargs |= {"trans": True} if call.trans else {}
+            self.put(node, SYM_GEMM, args, kwargs)
+
+    def put(self, node: fx.Node, target: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        name = str(target).split(".")[1]
+        new = self.graph.create_node("call_function", target, args, dict(kwargs), name)  # type: ignore[arg-type]
+        new.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(new)
+        self.renew(node, new)
+
+    def renew(self, node: fx.Node, new: fx.Node) -> None:
+        """Calls that are yet to be written take the new node for the old one."""
+        for key, call in self.calls.items():
+            a, b, c = (new if n is node else n for n in (call.a, call.b, call.c))
+            assert a is not None
+            self.calls[key] = replace(call, a=a, b=b, c=c)
+        if node in self.known:
+            self.known[new] = self.known[node]
+
+    # -- products that are not symmetric as a whole ------------------------------------------------
+
+    def split(self, node: fx.Node) -> None:
+        """A symmetric product added to what is not symmetric: two nodes, where that costs no rounding to 16 bits."""
+        product, value = product_of(node), tensor_value(node)
+        if product is None or product.added is None or value is None or value.dtype.itemsize < 4:
+            return
+        (left, flip), (right, other) = map(root, product.pair)
+        if left is not right or flip == other or product.beta == 0.0:
+            return
+        with self.graph.inserting_before(node):
+            alpha = {} if product.alpha == 1.0 else {"alpha": written(product.alpha, self.graph)}
+            trans = {"trans": True} if flip else {}
+            half = self.graph.create_node("call_function", SYM_GEMM, (left,), {**alpha, **trans}, "sym_gemm")
+            half.meta["val"] = node.meta["val"]
+            beta = {} if product.beta == 1.0 else {"alpha": written(product.beta, self.graph)}
+            self.put(node, aten.add.Tensor, (half, product.added), beta)
+
+    def update(self, node: fx.Node) -> None:
+        """alpha X + beta F X, or X F, in one call."""
+        product = product_of(node)
+        if product is None or product.added is None:
+            product = self.sum_with_product(node)
+        if product is None or product.added not in product.pair:
+            return
+        right = product.added is product.left
+        factor = product.right if right else product.left
+        square = shape_of(factor)[-1] == shape_of(factor)[-2]
+        if not square or not alike(product.added, node):
+            return
+        with self.graph.inserting_before(node):
+            numbers = {"alpha": product.beta, "beta": product.alpha}
+            kwargs = {name: written(n, self.graph) for name, n in numbers.items() if n != 1.0}
+            kwargs |= {"right": True} if right else {}
+            self.put(node, GEMM_AXPBY, (factor, product.added), kwargs)
+
+    def sum_with_product(self, node: fx.Node) -> Product | None:
+        """factor X + factor (F X), or the like, as one."""
+        own = terms(node)
+        for term in own if len(own) == 2 else ():
+            product = product_of(term.node)
+            rest = next(t for t in own if t is not term)
+            added = scaled(rest.node)
+            if product is None or product.added is not None or set(term.node.users) != {node}:
+                continue
+            if added.node in product.pair:
+                alpha, beta = times(term.factor, product.alpha), times(rest.factor, added.factor)
+                return Product(product.left, product.right, alpha, added.node, beta)
+        return None
