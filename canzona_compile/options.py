@@ -35,9 +35,9 @@ class Options:
             None: such parameters belong to their rank alone.
         strategy: "owner" computes each matrix once, "replicated" on every rank, "auto" picks the
             cheaper one per set of ranks by predicted time.
-        numerics: "exact" keeps every bit of the plain optimizer on one device; "fast" also allows
-            rewrites that change rounding: batched matrix products wherever they exist, and iterations on Gram
-            matrices, in float16 where matrices have 16 bits.
+        numerics: "exact" keeps every bit of the plain optimizer on one device, but on CUDA for the order of sums in
+            products that are symmetric; "fast" also allows rewrites that change rounding: batched matrix products
+            wherever they exist, and iterations on Gram matrices, in float16 where matrices have 16 bits.
         capacity: most bytes that one micro-group may gather to its busiest owner.
         micro_groups: number of them per set of ranks to aim at; None picks it by predicted time.
         depth: micro-groups in flight at once (1: gather, compute and scatter never overlap).

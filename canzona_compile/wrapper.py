@@ -66,7 +66,8 @@ def wrap(
             beside it (tensor parallel), are equal copies, as under DDP. The work is then shared among
             these ranks. Without it such parameters belong to their rank alone.
         strategy: "owner", "replicated" (every rank computes everything) or "auto".
-        numerics: "exact": the bits of the plain optimizer on one device, given the same gradients.
+        numerics: "exact": the bits of the plain optimizer on one CPU, given the same gradients; on CUDA the same
+            algorithm and precisions, with symmetric products computed by half.
             "fast": also rewrites that change rounding.
         capacity: most bytes that a micro-group gathers to one rank.
         micro_groups: number of them to aim at; None chooses by predicted time.

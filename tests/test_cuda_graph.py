@@ -7,8 +7,10 @@ runs it again, so that it sees new numbers only through tensors, as a CUDA graph
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy as copy_of
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.optim import Muon, Optimizer
 
 import canzona_compile
 from canzona_compile import planner
+from canzona_compile.codegen.launch import GroupedKernel, Part
 from canzona_compile.instructions import copy
 from canzona_compile.ir import Machine
 from canzona_compile.program import Program
@@ -164,6 +167,51 @@ def test_a_schedule_of_rates_reaches_what_was_recorded(name: str) -> None:
     assert recorded, [replay.how for replay in steps.replays]
     assert all(replay.recordings == 1 and replay.how == "a CUDA graph, recorded once" for replay in recorded)
     assert "a CUDA graph, recorded once" in [steps.ours.canzona.report().execution, *(r.how for r in recorded)]
+
+
+def tables_only(run: Callable[[], None]) -> Callable[[], None]:
+    """A recording in which generated kernels see no numbers but those that their tables hold.
+
+    While it is recorded, which here is when it runs for the first time, they are given numbers as ever.
+    """
+    refresh, first = GroupedKernel.refresh, [True]
+
+    def keeping(kernel: GroupedKernel, parts: Sequence[Part]) -> bool:
+        return refresh(kernel, [(lists, known) for (lists, _), known in zip(parts, kernel._numbers, strict=True)])
+
+    def replay() -> None:
+        with patch.object(GroupedKernel, "refresh", refresh if first else keeping):
+            first.clear()
+            run()
+
+    return replay
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_tables_of_generated_kernels_are_written_before_a_replay(name: str) -> None:
+    steps = Steps(name, record=tables_only)
+    for i in range(6):
+        assert steps.step(lr=0.1 / (i + 1)) < 1e-5
+    (replay,) = steps.replays
+    assert replay.recordings == 1
+    kernels = [m for m in replay.plain.modules() if isinstance(m, GroupedKernel)]
+    uploads = [kernel.uploads for kernel in kernels]
+    assert len(kernels) == 2 * len(steps.ours.canzona.step.groups), "prepare and apply of each micro-group"
+    assert steps.step(lr=0.1 / 6) < 1e-5
+    assert steps.step(lr=0.3) < 1e-5
+    assert sum(kernel.uploads for kernel in kernels) > sum(uploads)
+
+
+def test_a_table_that_is_made_anew_ends_its_recording() -> None:
+    steps = Steps("muon")
+    for _ in range(5):
+        steps.step()
+    (replay,) = steps.replays
+    (kernel, *_) = [m for m in replay.plain.modules() if isinstance(m, GroupedKernel)]
+    kernel.table = copy_of(kernel.table)
+    for _ in range(4):
+        assert steps.step(lr=0.05) < 1e-5
+    assert replay.recordings == 2
 
 
 @pytest.mark.parametrize(("numerics", "bound"), [("exact", 1e-5), ("fast", 5e-2)])

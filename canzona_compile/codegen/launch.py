@@ -6,6 +6,7 @@ import hashlib
 import linecache
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,15 @@ BLOCK = 2048  # elements; with eight warps every thread has eight, two vectors o
 WARPS = 8
 
 Part = tuple[tuple[Sequence[Tensor], ...], Sequence[float]]
+Addresses = list[np.ndarray[Any, Any]]  # by part: [operands, entries]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Laid:
+    """A table, and the addresses that it holds for one recording."""
+
+    table: Table
+    addresses: Addresses
 
 
 def available() -> bool:
@@ -70,7 +80,8 @@ class GroupedKernel(torch.nn.Module):
         self._kernel: Any = None
         self.table: Table | None = None
         self._geometry: list[Any] = []
-        self._addresses: list[np.ndarray[Any, Any]] = []
+        self._addresses: Addresses = []
+        self._unsent = False
         self._numbers: list[tuple[float, ...]] = []
         self._on_device: tuple[Tensor, Tensor] | None = None
         self._device = torch.device("cpu")
@@ -87,6 +98,26 @@ class GroupedKernel(torch.nn.Module):
         if print_output:
             print(text)
         return text
+
+    def laid(self) -> Laid:
+        """Where everything lies, as the last `refresh` was given it."""
+        assert self.table is not None
+        return Laid(self.table, self._addresses)
+
+    def resume(self, laid: Laid, numbers: Sequence[Sequence[float]]) -> bool:
+        """Have the table say again what it said once, with other numbers, for a recording of that launch.
+
+        False if it has been made anew since then: what was recorded reads memory that is gone.
+        """
+        if self.table is not laid.table:
+            return False
+        self._write(laid.addresses, [tuple(map(float, own)) for own in numbers])
+        return True
+
+    def flush(self) -> None:
+        """Send the table, if it was written while a CUDA graph was recorded, in which nothing can be sent."""
+        if self._unsent:
+            self._upload()
 
     def forward(self, *parts: Part) -> None:
         if self.refresh(parts):
@@ -107,13 +138,8 @@ class GroupedKernel(torch.nn.Module):
         if self.table is None or geometry != self._geometry:
             self._build(parts)
             self._geometry, self._addresses = geometry, []
-        elif numbers == self._numbers and all(map(np.array_equal, addresses, self._addresses)):
-            return bool(self.table.blocks)
         assert self.table is not None
-        for part, (own, values) in enumerate(zip(addresses, numbers, strict=True)):
-            self.table.fill(part, own, values)
-        self._addresses, self._numbers = addresses, numbers
-        self._upload()
+        self._write(addresses, numbers)
         return bool(self.table.blocks)
 
     def launch(self) -> None:
@@ -129,7 +155,20 @@ class GroupedKernel(torch.nn.Module):
             )
         self.launches += 1
 
+    def _write(self, addresses: Addresses, numbers: list[tuple[float, ...]]) -> None:
+        """Change the table, and send it, where it says something else."""
+        same = len(addresses) == len(self._addresses) and all(map(np.array_equal, addresses, self._addresses))
+        if same and numbers == self._numbers:
+            return
+        assert self.table is not None
+        for part, (own, values) in enumerate(zip(addresses, numbers, strict=True)):
+            self.table.fill(part, own, values)
+        self._addresses, self._numbers = addresses, numbers
+        self._upload()
+
     def _build(self, parts: Sequence[Part]) -> None:
+        if self._recording:
+            raise RuntimeError(f"{self.title}: operands lie otherwise than on the step before")
         segments: list[Segment] = []
         for number, ((lists, _), program) in enumerate(zip(parts, self.parts, strict=True)):
             for entry, operands in enumerate(zip(*lists, strict=True)):
@@ -142,9 +181,16 @@ class GroupedKernel(torch.nn.Module):
         if self._device.type == "cpu" and segments:
             interpreted(self.title)
 
+    @property
+    def _recording(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _upload(self) -> None:
         """Through pinned memory, which torch keeps until the copy is done; the host goes on at once."""
         assert self.table is not None
+        self._unsent = self._recording
+        if self._unsent:
+            return
         self.uploads += 1
         if self._device.type == "cpu":
             self._on_device = torch.from_numpy(self.table.of_block), torch.from_numpy(self.table.rows)

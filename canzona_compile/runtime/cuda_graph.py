@@ -11,8 +11,9 @@ Recordings of all programs share one pool of memory: they never run at the same 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from canzona_compile import instructions
+from canzona_compile.codegen.launch import GroupedKernel, Laid
 from canzona_compile.program import Fragments, Names, Number, Program, Residents
 from canzona_compile.runtime.device_numbers import DeviceNumber, with_device_numbers
 from canzona_compile.runtime.streams import index_of, stream_named
@@ -33,6 +35,14 @@ Record = Callable[[Run], Run]  # what replays a run that it has recorded
 WAITING = ("nonzero", "_local_scalar_dense", "item", "equal", "masked_select", "geqrf", "ormqr", "cholesky")
 WAITING_FAMILIES = ("linalg_", "_linalg_", "unique", "_unique", "svd", "_svd")
 LAUNCHING = frozenset({"linalg_vector_norm", "linalg_matrix_exp", "linalg_cross", "linalg_diagonal"})
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Recording:
+    """What replays a run, and what the tables of its generated kernels held, by their names."""
+
+    replay: Run
+    laid: Mapping[str, Laid]
 
 
 class Replay:
@@ -61,7 +71,7 @@ class Replay:
         self._hypers = [i for i, value in enumerate(inputs) if isinstance(value, Number)]
         self._moving = [i for i, value in enumerate(inputs) if isinstance(value, Fragments | Residents)]
         self._numbers: list[int] | None = None  # of the hyperparameters, those that are no tensors
-        self._known: dict[Hashable, Run] = {}
+        self._known: dict[Hashable, Recording] = {}
         self._last: Hashable = None
         self._rehearsed = False
 
@@ -82,9 +92,9 @@ class Replay:
         if key is None:
             self._plainly(arguments)
             return
-        if key in self._known:
+        if key in self._known and self._resume(self._known[key].laid):
             self._fill()
-            self._known[key]()
+            self._known[key].replay()
             return
         if key != self._last:
             self._last, self._rehearsed = key, False
@@ -105,8 +115,26 @@ class Replay:
             self._plainly(arguments)
             return
         self.recordings += 1
-        self._known[key] = replay
+        kernels = {name: self._kernel(name) for name in self._split.tables}
+        for kernel in kernels.values():
+            kernel.flush()
+        self._known[key] = Recording(replay, {name: k.laid() for name, k in kernels.items() if k.table is not None})
         replay()
+
+    def _kernel(self, name: str) -> GroupedKernel:
+        kernel = self._split.module.get_submodule(name)
+        assert isinstance(kernel, GroupedKernel)
+        return kernel
+
+    def _resume(self, laid: Mapping[str, Laid]) -> bool:
+        """Have the tables of generated kernels say what a recording was made with; if one cannot, forget all."""
+        for name, own in laid.items():
+            numbers = [[self._values[i] for i in part] for part in self._split.tables[name]]
+            if not self._kernel(name).resume(own, numbers):
+                self._known.clear()
+                self._last = None
+                return False
+        return True
 
     def _plainly(self, arguments: Sequence[Any]) -> None:
         with self.entered():
@@ -135,9 +163,10 @@ class Replay:
             self._prepare(numbers)
         self._wanted = self._split.host(*(given[i] for i in numbers))
         fixed = []
-        for i, (value, kept) in enumerate(zip(self._wanted, self._split.kept, strict=True)):
-            if kept:
+        for i, (value, kind) in enumerate(zip(self._wanted, self._split.kinds, strict=True)):
+            if kind != "device":
                 self._values[i] = value
+            if kind == "kept":
                 fixed.append(value)
         places = tuple((t.data_ptr(), t.stride()) for i in self._moving for t in arguments[i])
         return places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed)
@@ -146,7 +175,9 @@ class Replay:
         names = list(self.program.inputs)
         self._numbers = numbers
         self._split = with_device_numbers(self.program, [names[i] for i in numbers])
-        self._values: list[Any] = [None if kept else DeviceNumber(self.device) for kept in self._split.kept]
+        self._values: list[Any] = [
+            DeviceNumber(self.device) if kind == "device" else None for kind in self._split.kinds
+        ]
         self._known.clear()
 
     def _fill(self) -> None:
@@ -185,7 +216,7 @@ def obstacle(program: Program) -> str:
     if program.collectives and dist.is_initialized() and dist.get_backend() != "nccl":
         return f"its collectives are those of {dist.get_backend()}"
     for own in program.module.modules():
-        if not isinstance(own, fx.GraphModule):
+        if not isinstance(own, fx.GraphModule | GroupedKernel):
             return f"it calls {type(own).__name__}, which may not be recorded"
     for target in targets(program.module):
         if why := obstacle_in(target):

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx
 
 from canzona_compile import instructions
+from canzona_compile.codegen.launch import GroupedKernel
+from canzona_compile.ir import outputs, placeholders
 from canzona_compile.program import Program
 
 aten = torch.ops.aten
@@ -171,20 +173,26 @@ def each_numbered(op: Any, *args: Any, **kwargs: Any) -> Any:
     return instructions.each(FORMS[op], *args, **kwargs)
 
 
+# How a value gets to where it is needed: in a tensor; as a number, which a recording keeps; or in a kernel's table.
+Kind = Literal["device", "kept", "table"]
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceProgram:
     """A program in two parts.
 
     Attributes:
         host: the numbers among the program's inputs, in order -> the values that operators take.
-        module: the program's inputs, then those values, as `DeviceNumber` or, where `kept` says so, as they are.
-            What it gets for the numbers among the inputs it does not read.
-        kept: by value: does an operator take it as a number only?
+        module: the program's inputs, then those values: as `DeviceNumber` where their kind is "device", else as they
+            are. What it gets for the numbers among the inputs it does not read.
+        kinds: by value.
+        tables: which values each generated kernel reads, by its name and for each of its parts.
     """
 
     host: fx.GraphModule
     module: fx.GraphModule
-    kept: tuple[bool, ...]
+    kinds: tuple[Kind, ...]
+    tables: Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 def with_device_numbers(program: Program, numbers: Sequence[str]) -> DeviceProgram:
@@ -201,7 +209,7 @@ class _Cut:
     """A graph without arithmetic on numbers: what it takes instead, nodes of the old one, in order of its inputs."""
 
     name: str
-    takes: tuple[tuple[fx.Node, bool], ...]
+    takes: tuple[tuple[fx.Node, Kind], ...]
 
 
 class _Splitter:
@@ -209,7 +217,8 @@ class _Splitter:
         self.old, self.numbers = program.module, numbers
         self.host, self.root = fx.Graph(), torch.nn.Module()
         self.graph = fx.Graph()
-        self.values: dict[tuple[fx.Node, bool], fx.Node] = {}  # by node of `host`, and kept or not
+        self.values: dict[tuple[fx.Node, Kind], fx.Node] = {}  # by node of `host`
+        self.results: dict[fx.Node, list[fx.Node]] = {}  # of graphs that return numbers only, in `host`
         self.known: dict[Hashable, fx.Node] = {}  # arithmetic that is in `host` already
         self.cuts: dict[tuple[str, tuple[str, ...]], _Cut] = {}
 
@@ -220,17 +229,51 @@ class _Splitter:
             numbers = {n: on_host[n.name] for n in node.all_input_nodes if n.name in on_host}
             if node.op == "get_attr":
                 self.root.add_module(str(node.target), self.old.get_submodule(str(node.target)))
-            if not numbers or node.op == "output":
+            own = self.old.get_submodule(str(node.target)) if node.op == "call_module" else None
+            if isinstance(own, GroupedKernel):
+                new[node] = self.kernel(node, own, new)
+            elif isinstance(own, fx.GraphModule) and numbers and numbers_only(own.graph):
+                inlined = self.inline(own.graph, self.given(node, own.graph, numbers))
+                self.results[node] = [inlined[n] for n in outputs(own.graph)]
+            elif numbers and (own is not None or node.target is instructions.each):
+                new[node] = self.call(node, new, numbers)
+            elif numbers and node.op == "call_function":
+                kept = {n: self.value(number, "kept") for n, number in numbers.items()}
+                new[node] = self.graph.node_copy(node, (new | kept).__getitem__)
+            else:
                 new[node] = self.graph.node_copy(node, new.__getitem__)
-                if node.op == "call_module":
-                    self.root.add_module(str(node.target), self.old.get_submodule(str(node.target)))
-                continue
-            new[node] = self.call(node, new, numbers)
+                if own is not None:
+                    self.root.add_module(str(node.target), own)
         self.host.output(tuple(node for node, _ in self.values))
         self.graph.lint()
-        kept = tuple(k for _, k in self.values)
+        kinds = tuple(kind for _, kind in self.values)
         host = fx.GraphModule(torch.nn.Module(), self.host, class_name="HostNumbers")
-        return DeviceProgram(host, fx.GraphModule(self.root, self.graph, class_name="DeviceProgram"), kept)
+        module = fx.GraphModule(self.root, self.graph, class_name="DeviceProgram")
+        return DeviceProgram(host, module, kinds, self.tables())
+
+    def kernel(self, node: fx.Node, kernel: GroupedKernel, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """A call of a generated kernel, whose numbers come from the host."""
+        self.root.add_module(str(node.target), kernel)
+        parts: list[Any] = []
+        for part in node.args:
+            lists, numbers = cast(tuple[Any, Any], part)
+            if isinstance(numbers, fx.Node):
+                known = self.results.get(numbers)
+                numbers = tuple(self.value(n, "table") for n in known) if known is not None else new[numbers]
+            parts.append((fx.map_arg(lists, new.__getitem__), numbers))
+        return self.graph.call_module(str(node.target), tuple(parts))
+
+    def tables(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        place = {node: i for i, node in enumerate(self.values.values())}
+        found: dict[str, tuple[tuple[int, ...], ...]] = {}
+        for node in self.graph.nodes:
+            if node.op == "call_module" and isinstance(self.root.get_submodule(str(node.target)), GroupedKernel):
+                found[str(node.target)] = tuple(tuple(place[n] for n in numbers) for _, numbers in node.args)
+        return found
+
+    def given(self, node: fx.Node, graph: fx.Graph, numbers: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+        """The numbers that a call hands to a graph, by the graph's inputs."""
+        return {i: numbers[a] for i, a in zip(placeholders(graph), node.args, strict=True) if a in numbers}  # type: ignore[index]
 
     def call(self, node: fx.Node, new: Mapping[fx.Node, fx.Node], numbers: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """A call with numbers among its arguments: of a module, or of the module of one task in a loop."""
@@ -246,7 +289,7 @@ class _Splitter:
         kept = [a for i, a in zip(inputs, arguments, strict=True) if i not in given]
         args: list[Any] = [fx.map_arg(a, new.__getitem__) for a in kept]
         inlined = self.inline(module.graph, given)
-        args += [self.value(inlined[single], as_it_is) for single, as_it_is in cut.takes]
+        args += [self.value(inlined[single], kind) for single, kind in cut.takes]
         if not looped:
             return self.graph.call_module(cut.name, tuple(args))
         return self.graph.call_function(instructions.each, (self.graph.get_attr(cut.name), *args))
@@ -263,13 +306,13 @@ class _Splitter:
                 found[node] = self.known[key]
         return found
 
-    def value(self, number: fx.Node, kept: bool) -> fx.Node:
+    def value(self, number: fx.Node, kind: Kind) -> fx.Node:
         """The program's input for a value that the host computes."""
-        if (number, kept) not in self.values:
+        if (number, kind) not in self.values:
             last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
             with self.graph.inserting_after(last):
-                self.values[number, kept] = self.graph.placeholder(f"number_{len(self.values)}")
-        return self.values[number, kept]
+                self.values[number, kind] = self.graph.placeholder(f"number_{len(self.values)}")
+        return self.values[number, kind]
 
     def cut(self, name: str, graph: fx.Graph, given: Iterable[fx.Node]) -> _Cut:
         """A graph without its arithmetic on numbers, whose operators take device numbers where they can."""
@@ -279,7 +322,7 @@ class _Splitter:
             return self.cuts[key]
         made = fx.Graph()
         new: dict[fx.Node, fx.Node] = {}
-        takes: dict[tuple[fx.Node, bool], fx.Node] = {}
+        takes: dict[tuple[fx.Node, Kind], fx.Node] = {}
         last: fx.Node | None = None
         for node in graph.nodes:
             if node in singles:
@@ -288,13 +331,14 @@ class _Splitter:
                 singles.add(node)
                 continue
             form = form_of(node)
+            kind: Kind = "kept" if form is None else "device"
             for single in [n for n in node.all_input_nodes if n in singles]:
-                if (single, form is None) not in takes:
+                if (single, kind) not in takes:
                     with made.inserting_after(last) if last else made.inserting_before(first_of(made)):
-                        last = takes[single, form is None] = made.placeholder(f"number_{len(takes)}")
+                        last = takes[single, kind] = made.placeholder(f"number_{len(takes)}")
 
-            def operand_of(n: fx.Node, kept: bool = form is None) -> fx.Node:
-                return takes[n, kept] if n in singles else new[n]
+            def operand_of(n: fx.Node, kind: Kind = kind) -> fx.Node:
+                return takes[n, kind] if n in singles else new[n]
 
             new[node] = made.node_copy(node, operand_of)
             if node.op == "placeholder":
@@ -306,6 +350,15 @@ class _Splitter:
         self.root.add_module(unique, fx.GraphModule(self.old.get_submodule(name), made, class_name=unique))
         self.cuts[key] = _Cut(unique, tuple(takes))
         return self.cuts[key]
+
+
+def numbers_only(graph: fx.Graph) -> bool:
+    """Does a graph compute numbers from numbers, and nothing else?"""
+    known: set[fx.Node] = set(placeholders(graph))
+    for node in graph.nodes:
+        if node.op == "call_function" and arithmetic(node, known):
+            known.add(node)
+    return all(isinstance(n, fx.Node) and n in known for n in outputs(graph))
 
 
 def first_of(graph: fx.Graph) -> fx.Node | None:
