@@ -33,6 +33,7 @@ class Program(Protocol):
     root: torch.nn.Module
     graph: fx.Graph
     sizes: dict[int, int]
+    written: dict[fx.Node, list[fx.Node]]
 
     def bind(self, label: str, value: Input) -> fx.Node: ...
     def call(self, function: Callable[..., Any], *args: Any) -> fx.Node: ...
@@ -211,7 +212,8 @@ class Kernels:
         )
         self.program.root.add_module(name, module)
         parts = tuple((lists, numbers) for _, lists, numbers in self._parts)
-        self.program.placed(self.program.graph.call_module(name, parts))
+        call = self.program.placed(self.program.graph.call_module(name, parts))
+        self.program.written[call] = [n for program, lists, _ in self._parts for n in lists[program.reads :]]
         self._parts = []
 
     # -- operands ------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class ProgramBuilder:
         self.collectives = 0
         self.stream = CALLER
         self.streams: dict[fx.Node, str] = {}  # on which each call runs
+        self.written: dict[fx.Node, list[fx.Node]] = {}  # by call, its arguments that it writes, where that is known
 
     def bind(self, label: str, value: Input) -> fx.Node:
         """The placeholder of an input; one per distinct input (views are distinct already)."""
@@ -93,7 +94,9 @@ class ProgramBuilder:
     def program(self, slots: int) -> Program:
         """What was written, with the sizes of `slots` memory slots."""
         self.graph.output(())
-        order_streams(self.graph, self.streams, self.inputs, lambda streams: self.bind("streams", streams))
+        order_streams(
+            self.graph, self.streams, self.inputs, lambda streams: self.bind("streams", streams), self.written
+        )
         module = fx.GraphModule(self.root, self.graph, class_name="RankProgram")
         module.graph.lint()
         order = [n.name for n in module.graph.nodes if n.op == "placeholder"]

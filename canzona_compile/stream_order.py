@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,7 @@ def order_streams(
     streams: Mapping[fx.Node, str],
     inputs: Mapping[str, Input],
     bind: Callable[[StreamSet], fx.Node],
+    written: Mapping[fx.Node, Collection[fx.Node]],
 ) -> None:
     """Write the streams, and the events between them, into a program. Where all calls share one, nothing is written.
 
@@ -68,6 +69,7 @@ def order_streams(
         streams: of the calls; those of `CALLER` come first.
         inputs: of the program, by placeholder.
         bind: makes the placeholder of the streams.
+        written: by call, the arguments that it writes, where that is known; it reads the others.
     """
     calls = [n for n in graph.nodes if n in streams]
     names = tuple(dict.fromkeys(streams[n] for n in calls if streams[n] != CALLER))
@@ -75,7 +77,7 @@ def order_streams(
         return
     begin = sum(streams[n] == CALLER for n in calls)
     assert all(streams[n] == CALLER for n in calls[:begin])
-    analysis = Analysis(streams, inputs)
+    analysis = Analysis(streams, inputs, written)
     for node in graph.nodes:
         analysis.visit(node)
     ends = analysis.numbered()
@@ -86,8 +88,13 @@ def order_streams(
 class Analysis:
     """Goes through a program and finds what each call has to wait for."""
 
-    def __init__(self, streams: Mapping[fx.Node, str], inputs: Mapping[str, Input]) -> None:
-        self.streams, self.inputs = streams, inputs
+    def __init__(
+        self,
+        streams: Mapping[fx.Node, str],
+        inputs: Mapping[str, Input],
+        written: Mapping[fx.Node, Collection[fx.Node]],
+    ) -> None:
+        self.streams, self.inputs, self.written = streams, inputs, written
         self.uses: dict[Resource, Uses] = {}
         self.extents: dict[int, list[Extent]] = {}  # of each slot, those that are in `uses`
         self.behind: dict[fx.Node, frozenset[Resource]] = {}  # what a value may be, or be a view of
@@ -153,6 +160,13 @@ class Analysis:
             frozenset[Resource]().union(*(self.behind.get(n, frozenset()) for n in nodes_in(a))) for a in node.args
         ]
         everything = frozenset[Resource]().union(*given)
+        if node in self.written:
+            targets = set(self.written[node])
+            read, written = (
+                frozenset[Resource]().union(*(self.behind[n] for n in node.all_input_nodes if (n in targets) is kind))
+                for kind in (False, True)
+            )
+            return read, written
         if node.target in (instructions.copy, instructions.start_all_to_all):  # (targets, sources, ...)
             return given[1], given[0]
         if node.target in (instructions.compact, instructions.stack, instructions.spread):

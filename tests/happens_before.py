@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile import instructions
+from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir import Placed, Role, Step
 from canzona_compile.program import (
     Bytes,
@@ -163,6 +164,18 @@ class Checked(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.ledger.node = n.name
         return super().run_node(n)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Generated kernels work on addresses, which no dispatch mode sees."""
+        kernel = self.fetch_attr(target)
+        if not isinstance(kernel, GroupedKernel):
+            return super().call_module(target, args, kwargs)
+        self.ledger.tick(self.ledger.current)
+        for (lists, _), number in zip(args, kernel.parts, strict=True):
+            for place, tensors in enumerate(lists):
+                for tensor in tensors:
+                    self.ledger.access(tensor, place >= kernel.programs[number].reads, self.ledger.current)
+        return None
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         ledger = self.ledger

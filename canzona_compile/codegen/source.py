@@ -50,6 +50,11 @@ class PointwiseProgram:
     targets: tuple[tuple[torch.dtype, ...], ...]
 
     @property
+    def reads(self) -> int:
+        """How many tensors are read; those that are written follow them among the operands."""
+        return len(self.expressions.loads)
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Of all operands, tensors read before tensors written."""
         return (*(load.dtype for load in self.expressions.loads), *(d for own in self.targets for d in own))
