@@ -18,12 +18,8 @@ Strategy = Literal["auto", "owner", "replicated"]
 Numerics = Literal["exact", "fast"]
 MissingGrads = Literal["skip", "zero"]
 PLANNED_ONLY = ("gram", "batch-split")
-NOT_YET_OPTIONS = (
-    "split",
-    "model",
-    "hardware",
-    "plan",
-)  # arguments of `wrap` of which it makes others, or reads a file
+# Arguments of `wrap` that are no options yet: it makes others of them, or reads their files.
+NOT_YET_OPTIONS = ("split", "model", "hardware", "plan")
 
 
 @dataclass(frozen=True, slots=True)

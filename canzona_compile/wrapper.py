@@ -103,18 +103,28 @@ def wrap(
         )
     splits = tuple((k, s if isinstance(s, Split) else Split(s)) for k, s in (split or {}).items())
     names = () if model is None else names_in(model, optimizer)
-    options = Options(
-        replicate, strategy, numerics, capacity, micro_groups, depth, missing_grads, stagger, splits, names
-    )
     if planner == "exact":
         raise CanzonaError(
             "the planner 'exact' is bound by time, so that ranks would plan differently",
             at="wrap(..., planner=)",
             hint="make a plan with it (canzona-compile plan --exact --format json) and pass that as plan=",
         )
-    rates = named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware
-    read = None if plan is None else read_plan(plan)
-    options = replace(options, planner=planner, alpha=alpha, hardware=rates, plan=read)
+    options = Options(
+        replicate=replicate,
+        strategy=strategy,
+        numerics=numerics,
+        capacity=capacity,
+        micro_groups=micro_groups,
+        depth=depth,
+        missing_grads=missing_grads,
+        stagger=stagger,
+        split=splits,
+        names=names,
+        planner=planner,
+        alpha=alpha,
+        hardware=named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware,
+        plan=None if plan is None else read_plan(plan),
+    )
     if is_wrapped(optimizer):
         session = optimizer.canzona.session  # type: ignore[attr-defined]
         if session.options != options and not session.lost:

@@ -33,6 +33,12 @@ def muon() -> Plain:
     return model, Muon(model.parameters(), lr=2e-2)
 
 
+def named_muon() -> Plain:
+    """The same with names in the groups, by which plans know parameters."""
+    model, _ = muon()
+    return model, Muon(model.named_parameters(), lr=2e-2)
+
+
 def muon_with_loss() -> tuple[nn.Module, Optimizer, Any]:
     """Real gradients, drawn dropout, a matrix that the loss does not use, and a frozen one."""
     model = net(8, 8, 8, 8)

@@ -28,7 +28,7 @@ from canzona_compile.checking.processes import Job, run
 from canzona_compile.checking.work import gradients
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
 from tests import checking_builds, ranks
-from tests.checking_builds import dies, muon, muon_with_loss, net, pid, sleeps
+from tests.checking_builds import dies, muon, muon_with_loss, named_muon, net, pid, sleeps
 
 ROOT = Path(__file__).parents[1]
 BUILDS = "tests.checking_builds"
@@ -84,6 +84,23 @@ def test_equal_on_the_command_line() -> None:
     assert found["idle"] == ["1.weight", "2.weight"]
     assert "step 3 of 3: equal" in done.stderr
     assert "a loss that talks" in done.stderr
+
+
+@pytest.mark.ranks
+def test_a_plan_that_is_followed(tmp_path: Path) -> None:
+    """And one for another model, which is not."""
+    model, optimizer = named_muon()
+    made = canzona_compile.plan(model, mesh="fsdp=2", optimizer=optimizer, hardware="cpu", strategy="owner")
+    file = tmp_path / "plan.json"
+    file.write_text(made.to_json())
+    found = canzona_compile.verify(named_muon, steps=3, options={"plan": str(file)})
+    assert found.ok, found
+    assert found.compiled == ("0.weight", "1.weight", "2.weight")
+    other = canzona_compile.plan(net(24, 33), mesh="fsdp=2", optimizer=optimizer, hardware="cpu", strategy="owner")
+    file.write_text(other.to_json())
+    with pytest.raises(CanzonaError, match="the plan does not know this parameter") as caught:
+        canzona_compile.verify(named_muon, steps=3, options={"plan": str(file)})
+    assert caught.value.at == "1.weight"
 
 
 # -- a planted bug ---------------------------------------------------------------------------------
