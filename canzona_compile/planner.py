@@ -27,6 +27,7 @@ from canzona_compile.passes import (
     FormMicroGroups,
     FuseCollectives,
     GramIterations,
+    Padding,
     Place,
     Roots,
     Schedule,
@@ -58,8 +59,8 @@ def lowering_passes(options: Options, symmetric: frozenset[tuple[str, str]] = fr
     depth = options.depth
     if options.plan is not None:
         groups, depth = FollowGroups(options.plan), options.plan.depth
-    gram: list[Pass] = [] if exact else [GramIterations()]
-    return [groups, FuseCollectives(), *gram, Symmetry(symmetric), Batching(exact=exact), Schedule(depth=depth)]
+    products: list[Pass] = [*([] if exact else [GramIterations()]), Symmetry(symmetric), Padding()]
+    return [groups, FuseCollectives(), *products, Batching(exact=exact), Schedule(depth=depth)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,4 +1,4 @@
-"""The operators that graphs call: `canzona::sym_gemm` and `canzona::gemm_axpby`.
+"""The operators that graphs call: `canzona::sym_gemm`, `canzona::gemm_axpby` and `canzona::pad_cast`.
 
 They are registered with torch, so graphs that call them can be traced, printed and checked without a GPU. On a CPU they
 are the plain torch references, on CUDA the kernels. All dims before the last two are batch dims.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.kernels import gemm_axpby as axpby_kernel
+from canzona_compile.kernels import padding
 from canzona_compile.kernels import sym_gemm as sym_kernel
 
 NAMESPACE = "canzona"
@@ -110,5 +111,17 @@ def _(factor: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 1.0, right
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op(f"{NAMESPACE}::pad_cast", mutates_args=(), schema="(Tensor x, *, ScalarType dtype) -> Tensor")
+def pad_cast(x: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """`kernels.padding.pad_cast`: [..., M, N] to [..., Mp, Np] of `dtype`, padded with zeros to multiples of 16."""
+    return padding.pad_cast(x, dtype)
+
+
+@pad_cast.register_fake
+def _(x: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(*x.shape[:-2], *map(padding.padded_size, x.shape[-2:]), dtype=dtype)
+
+
 SYM_GEMM = torch.ops.canzona.sym_gemm.default
 GEMM_AXPBY = torch.ops.canzona.gemm_axpby.default
+PAD_CAST = torch.ops.canzona.pad_cast.default

@@ -8,6 +8,7 @@ from canzona_compile.passes.follow_plan import FollowGroups, FollowOwners
 from canzona_compile.passes.fuse_collectives import FuseCollectives
 from canzona_compile.passes.gram import GramIterations
 from canzona_compile.passes.micro_group import FormMicroGroups
+from canzona_compile.passes.padding import Padding
 from canzona_compile.passes.place import Place
 from canzona_compile.passes.roots import Roots
 from canzona_compile.passes.schedule import Schedule
@@ -23,6 +24,7 @@ __all__ = [
     "FormMicroGroups",
     "FuseCollectives",
     "GramIterations",
+    "Padding",
     "Place",
     "Roots",
     "Schedule",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -13,20 +13,26 @@ from canzona_compile.cost import BY_PRODUCTS, addend, factors, flips, hardware_o
 from canzona_compile.exactness import batches_equal, pointwise, position_free
 from canzona_compile.ir import Batch, Form, Machine, MicroGroup, Placed, Role, Step, tensor_value
 from canzona_compile.kernels.batched import gains
+from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.lifting import factorization, lift_stacked, product, starts_stack
 
 aten = torch.ops.aten
 
-DIAGONALS = (aten.diagonal.default, aten.diagonal_scatter.default)
+# Where else dims stand among the arguments.
+DIMS: dict[Any, slice] = {
+    aten.diagonal.default: slice(2, 4),
+    aten.diagonal_scatter.default: slice(3, 5),
+    aten.slice.Tensor: slice(1, 2),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
     """Group the tasks of a micro-group by owner, graph and hyperparameters, and stack them where equal.
 
-    Under exact numerics only matrix products whose batched form is known to give the same bits run on
-    stacks [n, ...] (see `canzona_compile.exactness`), and elementwise work and transposes around them;
-    all else (norms, decompositions) loops over the tasks. Without a product to batch nothing is stacked.
+    Under exact numerics only matrix products run on stacks [n, ...], and elementwise work and transposes around
+    them: the library's where the batched form is known to give the same bits (see `canzona_compile.exactness`), and
+    our own; all else (norms, decompositions) loops over the tasks. Without a product to batch nothing is stacked.
     Under fast numerics decompositions on CUDA are stacked where that gains: by measured rates (`eigh` and
     `eigh_batched`), else by torch's version (`canzona_compile.kernels.batched`).
     """
@@ -63,11 +69,13 @@ class Batching:
             left, right = (turned(tuple(f.meta["val"].shape), flip) for f, flip in zip(pair, flips(node), strict=True))
             more = addend(node)
             plain = value.ndim == 2 and (more is None or tuple(more.meta["val"].shape) == tuple(value.shape))
-            equal = not self.exact or batches_equal(node.target, (*left, right[-1]), value.dtype, machine)
+            # Products of ours are not the library's bits one by one either.
+            equal = not self.exact or node.target in (SYM_GEMM, GEMM_AXPBY)
+            equal = equal or batches_equal(node.target, (*left, right[-1]), value.dtype, machine)
             return product(node) and plain and equal
-        if node.target in DIAGONALS:
+        if node.target in DIMS:
             return negative_dims(node)
-        if node.target is aten.permute.default:
+        if node.target in (aten.permute.default, PAD_CAST):
             return True
         # A 0-d operand never widens the result's dtype, a stack of them [n, 1, 1] could.
         operands = [v for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
@@ -91,9 +99,9 @@ def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:
 
 
 def negative_dims(node: fx.Node) -> bool:
-    """Are the dims of a diagonal counted from the end, so that it is the same in a stack?"""
-    dims = node.args[2:] if node.target is aten.diagonal.default else node.args[3:]
-    return set(dims) == {-2, -1}
+    """Are dims counted from the end, so that they are the same in a stack?"""
+    dims = node.args[DIMS[node.target]]
+    return bool(dims) and set(dims) <= {-2, -1}
 
 
 def numbers(placed: Placed) -> list[str]:

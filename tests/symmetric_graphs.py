@@ -16,8 +16,8 @@ M, N = 4, 6
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
-def matrices(**shapes: tuple[int, ...]) -> Builder:
-    return Builder(**{name: empty(shape, torch.float64) for name, shape in shapes.items()}, t=0.25)
+def matrices(dtype: torch.dtype = torch.float64, **shapes: tuple[int, ...]) -> Builder:
+    return Builder(**{name: empty(shape, dtype) for name, shape in shapes.items()}, t=0.25)
 
 
 def values(seed: int, **shapes: tuple[int, ...]) -> dict[str, Any]:
@@ -62,7 +62,13 @@ def close(found: Sequence[Tensor], expected: Sequence[Tensor], bound: float = 1e
 
 # -- random graphs -----------------------------------------------------------------------------
 
-SHAPES: dict[str, tuple[int, ...]] = {"x": (M, N), "y": (M, N), "s": (M, M), "p": (M, M), "v": (M,), "z": ()}
+
+
+def shapes_of(m: int, n: int) -> dict[str, tuple[int, ...]]:
+    return {"x": (m, n), "y": (m, n), "s": (m, m), "p": (m, m), "v": (m,), "z": ()}
+
+
+SHAPES = shapes_of(M, N)
 OPS = ("gram", "gram", "tall", "mm", "mm", "mixed", "added", "added", "add", "add", "sub", "scale", "number")
 OPS += (
     "divide",
@@ -82,10 +88,11 @@ OPS += (
 
 
 class Algebra:
-    """Draws operations on squares [M, M] and on wide matrices [M, N]; values stay of the size of 1."""
+    """Draws operations on squares [m, m] and on wide matrices [m, n]; values stay of the size of 1."""
 
-    def __init__(self, draw: st.DrawFn) -> None:
-        self.draw, self.b = draw, matrices(**SHAPES)
+    def __init__(self, draw: st.DrawFn, m: int, n: int, dtype: torch.dtype) -> None:
+        self.draw, self.m, self.dtype = draw, m, dtype
+        self.b = matrices(dtype, **shapes_of(m, n))
         self.wide, self.square = [self.b["x"], self.b["y"]], [self.b["s"], self.b["p"]]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -114,7 +121,7 @@ class Algebra:
         match op:
             case "gram":
                 return self.small(self.call(aten.mm.default, x, self.turn(y)))
-            case "tall":  # [N, N] is not followed, only its symmetry matters
+            case "tall":  # [n, n] is not followed, only its symmetry matters
                 inner = self.call(aten.mm.default, self.turn(x), y)
                 self.wide.append(self.small(self.call(aten.mm.default, x, inner)))
                 return None
@@ -153,7 +160,7 @@ class Algebra:
                 moved = self.call(aten.add.Tensor, diagonal, number)
                 return self.call(aten.diagonal_scatter.default, a, moved, 0, -2, -1)
             case "eye":
-                eye = self.call(aten.eye.default, M, dtype=torch.float64, device=torch.device("meta"))
+                eye = self.call(aten.eye.default, self.m, dtype=self.dtype, device=torch.device("meta"))
                 return self.call(aten.add.Tensor, a, eye, alpha=number)
             case "row":
                 return self.call(aten.mul.Tensor, a, self.b["v"])
@@ -169,8 +176,8 @@ class Algebra:
 
 
 @st.composite
-def algebra(draw: st.DrawFn) -> fx.Graph:
-    writer = Algebra(draw)
+def algebra(draw: st.DrawFn, m: int = M, n: int = N, dtype: torch.dtype = torch.float64) -> fx.Graph:
+    writer = Algebra(draw, m, n, dtype)
     for _ in range(draw(st.integers(2, 9))):
         writer.write()
     results = [n for n in (*writer.square[2:], *writer.wide[2:]) if draw(st.booleans()) or not n.users]

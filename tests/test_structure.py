@@ -32,7 +32,7 @@ LAYERS = (
     "codegen pointwise_program",
     "algebra symmetric norms iterates restarts planfile heaviest",
     "passes.assign_owners passes.batch passes.canonicalize passes.emit passes.follow_plan passes.fuse_collectives",
-    "passes.gram passes.micro_group passes.place passes.roots passes.schedule passes.symmetry passes",
+    "passes.gram passes.micro_group passes.padding passes.place passes.roots passes.schedule passes.symmetry passes",
     "pipeline observe",
     "capture.leaves capture.course capture.blame capture.dynamo capture.functional capture.twin",
     "capture.surroundings capture.randomness capture.oracle capture.interpreted capture.faithful",

@@ -1,0 +1,210 @@
+"""16-bit matrices of odd sizes are padded with zeros once, so that the rows of all their products are aligned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from canzona_compile.algebra import flipped, shifted, source, swaps, terms
+from canzona_compile.cost import addend, factors
+from canzona_compile.ir import Form, Placed, Step, tensor_value
+from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
+from canzona_compile.kernels.padding import padded_size
+from canzona_compile.lifting import dead_code_free
+
+aten = torch.ops.aten
+
+# By which keyword, and by which number without it, a product and what is added to it are multiplied.
+PRODUCTS: Mapping[Any, tuple[tuple[str, float], tuple[str, float]]] = {
+    aten.mm.default: (("alpha", 1.0), ("beta", 0.0)),
+    aten.addmm.default: (("alpha", 1.0), ("beta", 1.0)),
+    SYM_GEMM: (("alpha", 1.0), ("beta", 0.0)),
+    GEMM_AXPBY: (("beta", 1.0), ("alpha", 1.0)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """On CUDA, pad to multiples of 16 what products in 16 bits read, where the cast is, and crop what leaves them.
+
+    Kernels copy asynchronously only rows that begin at multiples of 16 bytes. Products, sums and transposes of padded
+    matrices are padded matrices: zeros beside, and in the corner a multiple of the identity, if multiples of the
+    identity were added. That multiple is followed here, as a number; where it cannot be, or could overflow, nothing
+    is padded. Sizes that would grow by more than a sixteenth stay as they are, and with them their products.
+    """
+
+    name: ClassVar[str] = "padding"
+    requires: ClassVar[Form] = Form.ROUTED
+    ensures: ClassVar[Form] = Form.ROUTED
+
+    def __call__(self, step: Step) -> Step:
+        if step.machine.device != "cuda":
+            return step
+        return replace(step, placed=tuple(map(padded_cut, step.placed)))
+
+
+def padded_cut(cut: Placed) -> Placed:
+    return cut if cut.template.interpreted else replace(cut, compute=padded(cut.compute))
+
+
+def padded(graph: fx.Graph) -> fx.Graph:
+    """A graph whose products in 16 bits have aligned rows, where that is possible."""
+    if not any(odd(node) for node in padded_values(graph)):
+        return graph
+    graph = copy.deepcopy(graph)
+    Padder(graph).run()
+    graph.lint()
+    return graph
+
+
+def wanted(size: int) -> int:
+    """The size that a dim is padded to."""
+    more = padded_size(size)
+    return more if 16 * (more - size) <= size else size
+
+
+def odd(node: fx.Node) -> bool:
+    """Would a matrix be padded?"""
+    value = tensor_value(node)
+    return value is not None and any(wanted(size) != size for size in value.shape)
+
+
+def even(value: torch.Tensor) -> bool:
+    """Is a matrix one of those that can have aligned rows in 16 bits?"""
+    return value.ndim == 2 and value.dtype.itemsize == 2 and all(wanted(size) % 16 == 0 for size in value.shape)
+
+
+def padded_values(graph: fx.Graph) -> dict[fx.Node, float]:
+    """Products, and what lies between them, that can be computed padded: the multiple of I in their corners."""
+    found: dict[fx.Node, float] = {}
+    for node in graph.nodes:
+        value = tensor_value(node) if node.op == "call_function" else None
+        if value is None or not even(value):
+            continue
+        if node.target in PRODUCTS or any(n in found for n in node.all_input_nodes):
+            corner = corner_of(node, found)
+            if corner is not None and abs(corner) < torch.finfo(value.dtype).max / 4:
+                found[node] = corner
+    for node in reversed(list(found)):  # what no product reads is computed as it was
+        if node.target not in PRODUCTS and not any(reader in found for reader in readers(node)):
+            del found[node]
+    return found
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """Who reads a matrix; of its diagonal, whoever puts it back."""
+    shifts = [s for d in node.users for a in d.users for s in a.users if (t := shifted(s)) and t.node is node]
+    return [*node.users, *shifts]
+
+
+def corner_of(node: fx.Node, known: Mapping[fx.Node, float]) -> float | None:
+    """The multiple of I in the corner of a node's padded value, from those of its operands; None: not to be told."""
+    if node.target in PRODUCTS:
+        return corner_of_product(node, known)
+    if shift := shifted(node):
+        return multiple(1.0, known.get(shift.node, 0.0), shift.factor)
+    if own := terms(node):
+        parts = [multiple(term.factor, known.get(term.node, 0.0)) for term in own]
+        return None if None in parts else sum(p for p in parts if p is not None)
+    inside = source(node)
+    if inside is None:
+        return None
+    corner = known.get(inside, 0.0)
+    if swaps(node) or node.target in (aten._to_copy.default, aten.clone.default):
+        return corner
+    if node.target in (aten.mul.Tensor, aten.div.Tensor) and not corner:  # zeros times or by one number on the device
+        other = node.args[1]
+        value = tensor_value(other) if isinstance(other, fx.Node) else None
+        return 0.0 if value is not None and value.ndim == 0 else None
+    return None
+
+
+def corner_of_product(node: fx.Node, known: Mapping[fx.Node, float]) -> float | None:
+    pair, added = factors(node), addend(node)
+    assert pair is not None
+    operands = [*pair, *([added] if added is not None else [])]
+    if any((v := tensor_value(n)) is None or not even(v) for n in operands):
+        return None
+    left, right = (known.get(n, 0.0) for n in pair)
+    alpha, beta = (node.kwargs.get(name, default) for name, default in PRODUCTS[node.target])
+    product = multiple(alpha, left * right, node.kwargs.get("diag", 0.0))
+    rest = 0.0 if added is None else multiple(beta, known.get(added, 0.0))
+    return None if product is None or rest is None else product + rest
+
+
+def multiple(factor: Any, corner: float, shift: Any = 0.0) -> float | None:
+    """factor * corner + shift; None where a number that matters is not known."""
+    if not isinstance(shift, int | float):
+        return None
+    if corner == 0.0:
+        return float(shift)
+    return factor * corner + shift if isinstance(factor, int | float) else None
+
+
+class Padder:
+    """Rewrites a graph in place."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.inside = graph, padded_values(graph)
+        self.made: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> None:
+        for node in self.inside:
+            with self.graph.inserting_before(node):
+                self.made[node] = self.rewritten(node)
+        for node in self.inside:
+            outside = [user for user in node.users if user not in self.inside and user not in self.made.values()]
+            if outside and odd(node):
+                with self.graph.inserting_after(self.made[node]):
+                    kept = self.cropped(self.made[node], node.meta["val"])
+            else:
+                kept = self.made[node]
+            for user in outside:
+                user.replace_input_with(node, kept)
+        dead_code_free(self.graph)
+
+    def rewritten(self, node: fx.Node) -> fx.Node:
+        """The same operator on padded operands."""
+        if shift := shifted(node):
+            spread: Any = node.args[1]
+            diagonal = self.put(spread.args[0], {shift.node: self.operand(shift.node)})
+            moved = self.put(spread, {spread.args[0]: diagonal})
+            return self.put(node, {shift.node: self.operand(shift.node), spread: moved})
+        return self.put(node, {n: self.operand(n) for n in node.all_input_nodes})
+
+    def put(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        new = self.graph.node_copy(node, lambda n: operands.get(n, n))
+        value = node.meta["val"]
+        new.meta["val"] = value.new_empty([wanted(size) for size in value.shape])
+        return new
+
+    def operand(self, node: fx.Node) -> fx.Node:
+        """A matrix with its padding; one that comes from outside gets it where it is cast."""
+        if node in self.made:
+            return self.made[node]
+        if not odd(node):
+            return node
+        value, inside = node.meta["val"], source(node)
+        if swaps(node) and inside is not None:
+            return flipped(self.graph, self.operand(inside))
+        only = node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
+        cast = only and all(user in self.inside for user in node.users)
+        new = self.graph.call_function(PAD_CAST, (node.args[0] if cast else node,), {"dtype": value.dtype})
+        new.meta["val"] = value.new_empty([wanted(size) for size in value.shape])
+        self.made[node] = new
+        return new
+
+    def cropped(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
+        """What is not padding. Dims are counted from the end, so that it is the same in a stack."""
+        for dim in (1, 0):
+            if node.meta["val"].shape[dim] != value.shape[dim]:
+                with self.graph.inserting_after(node):
+                    new = self.graph.call_function(aten.slice.Tensor, (node, dim - 2, 0, value.shape[dim]))
+                new.meta["val"] = node.meta["val"].narrow(dim, 0, value.shape[dim])
+                node = new
+        return node
