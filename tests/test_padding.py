@@ -70,7 +70,8 @@ def test_a_gram_iteration_is_padded_where_it_is_cast() -> None:
     assert [tuple(p.meta["val"].shape) for p in pads] == [(48, 96)]
     assert pads[0].kwargs == {"dtype": torch.float16}
     value = tensor_value(pads[0].args[0])  # type: ignore[arg-type]
-    assert value is not None and value.dtype == torch.float32
+    assert value is not None
+    assert value.dtype == torch.float32
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
