@@ -63,7 +63,6 @@ def close(found: Sequence[Tensor], expected: Sequence[Tensor], bound: float = 1e
 # -- random graphs -----------------------------------------------------------------------------
 
 
-
 def shapes_of(m: int, n: int) -> dict[str, tuple[int, ...]]:
     return {"x": (m, n), "y": (m, n), "s": (m, m), "p": (m, m), "v": (m,), "z": ()}
 
