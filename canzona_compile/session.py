@@ -19,6 +19,7 @@ from canzona_compile.dummy_step import is_dummy_step, undone
 from canzona_compile.errors import CanzonaError
 from canzona_compile.explanation import Explanation, explain_ahead, explain_plan
 from canzona_compile.ir import Step
+from canzona_compile.kernels.operands import tuned
 from canzona_compile.options import Options
 from canzona_compile.pipeline import History, Observer
 from canzona_compile.planfile import PlanFile
@@ -154,7 +155,7 @@ class Session:
         ready, fresh = running.agreed = running.taking_part()
         taking = {**dict.fromkeys(ready, "a gradient"), **dict.fromkeys(fresh, "a first gradient")}
         present = [f"{t.name} has {taking.get(t.name, 'no gradient')}" for t in plan.owned.tasks]
-        council.compare(plan.owned, self.options.text, present)
+        council.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", present)
         self._waiter = council.waiter()
         try:
             running.cohorts.consult(ready)

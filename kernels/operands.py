@@ -99,6 +99,13 @@ def decide(problem: Problem, device: torch.device) -> Choice:
     return choose(problem, None) if here is None else choose(problem, here.arch, _verdicts(here))
 
 
+def tuned(device: torch.device) -> str:
+    """The verdicts that hold on a device, a line each: ranks that compute the same matrices have to have the same."""
+    here = machine(device)
+    found = {} if here is None else _verdicts(here)
+    return "\n".join(sorted(f"tuned {problem}: {choice.kernel} {choice.tile}" for problem, choice in found.items()))
+
+
 def forget_decisions() -> None:
     """Read the verdicts on disk again on the next call."""
     decide.cache_clear()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from canzona_compile.kernels import operands, verdicts
+from canzona_compile.kernels.dispatch import CANDIDATES, Problem
 from tests.layouts import Case
 from tests.ranks import run
 from tests.trainer import SHAPES, Outcome, Trainer, check
@@ -59,3 +65,25 @@ def first_step(case: Case, differ: dict[str, Any]) -> Outcome:
 def test_ranks_that_differ(case: Case, differ: dict[str, Any], words: list[str]) -> None:
     found = run(case.world, first_step, case, differ, fresh=True)
     check(found, {"RankMismatch"}, "difference", "rank 1", *words)
+
+
+def tuned_on_one_rank(folder: str) -> Outcome:
+    """The first step on GPUs of one kind, where one rank's cache folder holds a verdict of the tuner."""
+    machine = verdicts.Machine(90, "H200")
+    with (
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{dist.get_rank()}"),
+        mock.patch.object(operands, "machine", return_value=machine),
+    ):
+        if dist.get_rank() == 1:
+            problem = Problem("sym_gemm", 1, 1024, 4096, torch.bfloat16, torch.bfloat16, 16)
+            verdicts.store(machine, problem, CANDIDATES["sym_gemm", 90][0], {})
+        trainer = Trainer(Case("fsdp", (2,)))
+        trainer.gradients()
+        return trainer.last_step()
+
+
+@pytest.mark.ranks
+def test_kernels_that_were_tuned_on_one_rank_only(tmp_path: Path) -> None:
+    """Matrices that every rank computes would come out different, and nobody would hear of it."""
+    found = run(2, tuned_on_one_rank, str(tmp_path), fresh=True)
+    check(found, {"RankMismatch"}, "difference", "tuned", "m=1024")
