@@ -337,6 +337,12 @@ def test_the_command_says_in_one_line_that_there_is_no_gpu(capsys: pytest.Captur
     ]
 
 
+def test_the_command_is_one_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["tune"]) == 2
+    assert "without torchrun" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shape", ["4096", "1x2x3x4", "ax4", "0x4x4", "4x-4"])
 def test_the_command_refuses_what_is_no_shape(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--", shape]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from argparse import ArgumentParser, Namespace
 
 import torch
@@ -33,6 +34,8 @@ def run(given: Namespace) -> int:
     shapes = [_parsed(text) for text in given.shapes or SHAPES]
     if given.rounds < 1:
         raise CanzonaError(f"--rounds has to be 1 or more, not {given.rounds}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise CanzonaError("ranks that tune at once share a GPU and time one another", hint="run it without torchrun")
     if not torch.cuda.is_available():
         raise CanzonaError("there is no CUDA device to tune on; without one all products are the library's")
     device = torch.device("cuda", torch.cuda.current_device())
