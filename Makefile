@@ -5,6 +5,7 @@
 #   make test PYTEST_ARGS="-k muon -x"        options of pytest
 #   GOLDEN=accept make test                   rewrite tests/golden/
 #   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
+#   make test-gpu VENV= PYTHON=python3        the same with a Python that has torch already: nothing is installed
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,6 +20,9 @@ BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# With VENV= a GPU machine's own Python runs, whose torch is for its driver and must not be replaced.
+READY := $(if $(VENV),$(INSTALLED))
+OWN := $(if $(VENV),$(BIN)/python,PYTHONPATH="$(CURDIR)" $(PYTHON))
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 # Ranks are processes that share the cores: one thread each.
@@ -32,9 +36,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-# Kernels compiled for the device, not interpreted. Without one each test is skipped and says why.
-test-gpu: $(INSTALLED)
-	env -u TRITON_INTERPRET $(BIN)/python -m pytest -m gpu -rs $(PYTEST_ARGS)
+# Kernels compiled for the device, not interpreted. Without one each test is skipped and says why. Only files with such
+# tests are imported: others may need packages that a GPU machine lacks.
+test-gpu: $(READY)
+	env -u TRITON_INTERPRET $(OWN) -m pytest -m gpu -rs $$(grep -l 'mark\.gpu' tests/test_*.py) $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -47,8 +52,8 @@ bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/step_latency.py $(BENCH_ARGS)
 
 # Under eight minutes on one GPU; --dry runs it without one, tiny.
-bench-gpu: $(INSTALLED)
-	@$(BIN)/python benchmarks/gpu.py $(BENCH_ARGS)
+bench-gpu: $(READY)
+	@$(OWN) benchmarks/gpu.py $(BENCH_ARGS)
 
 # Keeps $(VENV), which takes minutes to fill.
 clean:

@@ -105,10 +105,10 @@ TASKS = {
 def statistics_like(size: int, batch: int, device: torch.device) -> Tensor:
     """Symmetric matrices with eigenvalues from 1 to 1e-6, evenly in the logarithm: what preconditioners look like."""
     make = torch.Generator().manual_seed(size)
-    vectors = QR(torch.randn(batch, size, size, dtype=torch.float64, generator=make)).Q
-    eigenvalues = torch.logspace(0, -6, size, dtype=torch.float64)
+    vectors = QR(torch.randn(batch, size, size, dtype=torch.float64, generator=make).to(device)).Q
+    eigenvalues = torch.logspace(0, -6, size, dtype=torch.float64, device=device)
     low: Tensor = (vectors * eigenvalues @ vectors.mT).float()
-    return low.to(device)
+    return low
 
 
 def measured(device: torch.device, sizes: Sequence[int], batches: Sequence[int], longest: float, clock: Clock) -> Any:
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", help="64 to 2048; on CPU 64 to 256")
     parser.add_argument("--batches", type=int, nargs="+", help="1, 8 and 32; on CPU 1 and 4")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--longest", type=float, default=4.0)
+    parser.add_argument("--longest", type=float, default=1.0)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args(arguments)
     device, on_gpu = torch.device(given.device), given.device.startswith("cuda")

@@ -5,15 +5,20 @@
     python benchmarks/gpu.py --dry               # every line of it on the CPU, tiny: the figures say nothing
 
 Results are checked against 64 bits first. Variants run in turn; beside every figure stand the rates that dense products
-and copies reached in the same minute. Exit codes: 0; 1 where a result is wrong; 2 without a GPU.
+and copies reached in the same minute. The baseline is `torch.compile(fullgraph=True, dynamic=False)` in its default
+mode; products are replayed from CUDA graphs on all sides. The JSON is written after every record, so that what fails,
+or a time limit, costs no figure that was measured before. `hardware-*.json` beside it holds the rates for
+`wrap(hardware=...)` and `plan --hardware`. Exit codes: 0; 1 where something failed or is wrong; 2 without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +26,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a GPU machine's own Python need not have it installed
+
 from canzona_compile.calibration.calibrate import calibrate
 from canzona_compile.calibration.clock import Clock
 from canzona_compile.calibration.measure import Extent as CalibrationExtent
-from gpu_clock import Ceilings, Extent, plain
+from gpu_clock import Ceilings, Extent, going_on, plain
 from gpu_products import Products
-from gpu_steps import Steps, warmed
+from gpu_steps import Steps, warm
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("products", "kernels", "steps", "calibration")
@@ -62,29 +69,39 @@ def versions(device: torch.device) -> dict[str, Any]:
     }
 
 
-def measured(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """All parts that were asked for, and what was wrong."""
+def measured(given: argparse.Namespace, device: torch.device, path: Path) -> dict[str, Any]:
+    """All parts that were asked for, and what failed or was wrong; written to `path` after every record."""
     extent, problems = Extent(given.dry), list[str]()
     clock = Clock(device, extent.rounds)
-    wanted = given.only or PARTS
     start = time.monotonic()
-    result: dict[str, Any] = {"schema": SCHEMA, "dry": given.dry, **versions(device)}
-    with warmed(device, 5.0):
-        result["ceilings"] = plain(Ceilings.measure(clock, extent))
-        products = Products(clock, extent, problems)
-        if "products" in wanted:
-            result["products"] = products.orthogonalizations()
-        if "kernels" in wanted:
-            result["kernels"] = products.kernels()
-        if "steps" in wanted:
-            result["steps"] = Steps(clock, extent, given.output, problems).measure()
-        if "calibration" in wanted:
-            hardware, _ = calibrate(device=device.type, ranks=1, quick=True, extent=TINY if given.dry else None)
-            path = given.output / f"hardware-{hardware.name}.json"
-            path.write_text(hardware.to_json(), encoding="utf-8")
-            result["calibration"] = path.name
-    result["problems"] = problems
-    result["seconds"] = time.monotonic() - start
+    result: dict[str, Any] = {"schema": SCHEMA, "dry": given.dry, **versions(device), "problems": problems}
+    warm(device, 5.0)
+    result["ceilings"] = plain(Ceilings.measure(clock, extent))
+    products, steps = Products(clock, extent, problems), Steps(clock, extent, given.output, problems)
+    works: dict[str, Callable[[], list[Callable[[], dict[str, Any]]]]] = {
+        "products": products.orthogonalizations,
+        "kernels": products.kernels,
+        "steps": steps.sets,
+    }
+    for part in (own for own in PARTS if own in (given.only or PARTS)):
+        if part == "calibration":
+            with going_on(part, problems):
+                hardware, _ = calibrate(device=device.type, ranks=1, quick=True, extent=TINY if given.dry else None)
+                rates = given.output / f"hardware-{hardware.name}.json"
+                rates.write_text(hardware.to_json(), encoding="utf-8")
+                result[part] = rates.name
+        else:
+            result[part] = []
+            for number, work in enumerate(works[part]()):
+                with going_on(f"{part}, number {number}", problems):
+                    result[part].append(work())
+                result["seconds"] = time.monotonic() - start
+                write_json(path, result)
+                gc.collect()  # optimizers hold one another; memory of recordings goes back only now
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+        result["seconds"] = time.monotonic() - start
+        write_json(path, result)
     return result
 
 
@@ -96,9 +113,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         table = Table(part, "variant", "ms", "ratio", "quartiles", "ceilings: bf16 TFLOP/s, TB/s", box=None)
         for record in result[part]:
             what = f"{record.get('kernel', '')} {record[label]}".strip()
-            if "missing" in record:
-                table.add_row(what, "missing", "", "", "", record["missing"])
-            for name, own in record.get("variants", {}).items():
+            for name, own in record["variants"].items():
                 low, high = own["quartiles"]
                 best = record["ceilings"]
                 table.add_row(
@@ -114,6 +129,10 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"wrong: {problem}", style="bold red")
 
 
+def write_json(path: Path, found: dict[str, Any]) -> None:
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     if not given.dry and not torch.cuda.is_available():
@@ -124,10 +143,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     device = torch.device("cpu") if given.dry else torch.device("cuda", torch.cuda.current_device())
     given.output.mkdir(parents=True, exist_ok=True)
-    result = measured(given, device)
-    name = "dry" if given.dry else result["device"].lower().replace(" ", "-")
+    name = "dry" if given.dry else torch.cuda.get_device_name(device).lower().replace(" ", "-")
     path = given.output / f"gpu-{name}-torch{torch.__version__.partition('+')[0]}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    # Products and steps compile one function for many shapes, which is no reason to give up.
+    torch._dynamo.config.recompile_limit = 64
+    result = measured(given, device, path)
     show(result, Console(width=120))
     print(f"{path}: {result['seconds']:.0f} s")
     return 1 if result["problems"] else 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from canzona_compile.calibration.clock import Clock
 
 Work = Callable[[], object]
+
+HEAD_START = 40_000_000  # cycles, 20 ms of an H200: longer than the host takes to launch a stage of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Ceilings:
             out = torch.empty_like(a)
             rates.append(2 * n**3 / best(clock, lambda a=a, b=b, out=out: torch.mm(a, b, out=out)) / 1e12)  # type: ignore[misc]
         size = 2**16 if extent.dry else 2**31
-        source = torch.zeros(size, dtype=torch.uint8, device=clock.device)
+        source = torch.randn(size // 4, device=clock.device)  # zeros may be faster
         target = torch.empty_like(source)
         moved = 2 * size / best(clock, lambda: target.copy_(source)) / 1e12
         return cls(rates[0], rates[1], moved)
@@ -71,6 +75,30 @@ def best(clock: Clock, work: Work) -> float:
     for _ in range(2):
         work()
     return min(clock.sample(work, 3) for _ in range(4))
+
+
+def alone(clock: Clock, work: Work) -> float:
+    """Seconds that a device takes for one `work`, not the host: that has told it all before the device begins."""
+    if clock.device.type != "cuda":
+        return clock.sample(work, 1)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(clock.device)
+    torch.cuda._sleep(HEAD_START)
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize(clock.device)
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+@contextlib.contextmanager
+def going_on(what: str, problems: list[str]) -> Iterator[None]:
+    """An error within is a problem to report, and no reason to measure nothing else."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        problems.append(f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
 def in_turn(clock: Clock, variants: Mapping[str, Work], extent: Extent) -> dict[str, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +15,12 @@ from torch.optim import Muon
 import canzona_compile
 from canzona_compile import instructions
 from canzona_compile.calibration.clock import Clock
+from canzona_compile.kernels.dispatch import Launch, recorded
+from canzona_compile.kernels.gemm_axpby import gemm_axpby
+from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.options import Numerics
-from gpu_clock import Ceilings, Extent, Work, compared, graphed, in_turn, plain
+from canzona_compile.tuning.command import named
+from gpu_clock import Ceilings, Extent, Work, compared, going_on, graphed, in_turn, plain
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 STEPS = 5
@@ -90,8 +95,14 @@ def results_in(values: Any) -> Iterator[Tensor]:
 
 
 def error_of(found: Tensor, exact: Tensor) -> float:
-    """The largest difference, by the largest element."""
-    return float((found.double() - exact).abs().max() / exact.abs().max())
+    """The largest difference of an element, in parts of its size and of the mean size together."""
+    sizes = exact.abs()
+    return float(((found.double() - exact).abs() / (sizes + sizes.mean())).max())
+
+
+def kernels_in(launches: list[Launch]) -> dict[str, int]:
+    """How often each kernel ran."""
+    return dict(Counter(f"{launch.problem.op}: {named(launch.choice)}" for launch in launches))
 
 
 @dataclass(slots=True)
@@ -102,8 +113,8 @@ class Products:
     extent: Extent
     problems: list[str]
 
-    def orthogonalizations(self) -> list[dict[str, Any]]:
-        return [self._orthogonalization(*case) for case in CASES]
+    def orthogonalizations(self) -> list[Callable[[], dict[str, Any]]]:
+        return [partial(self._orthogonalization, *case) for case in CASES]
 
     def _orthogonalization(self, count: int, rows: int, columns: int) -> dict[str, Any]:
         count, rows, columns = self.extent.count(count), self.extent.size(rows), self.extent.size(columns)
@@ -115,71 +126,75 @@ class Products:
         eager = error_of(newton_schulz(source).reshape(-1, rows, columns)[0], exact)
         compiled = torch.compile(newton_schulz, dynamic=False, fullgraph=True, backend=self.extent.compiler)
         variants: dict[str, Work] = {"eager": lambda: newton_schulz(source), "compiled": lambda: compiled(source)}
-        errors, notes = {"eager": eager}, {}
+        errors, notes, ran = {"eager": eager}, dict[str, str](), dict[str, dict[str, int]]()
         for numerics in ("exact", "fast"):
-            calls = compute_calls(wrapped_muon(list(given.unbind(0)), numerics))
-            first = next(r for r in results_in(calls[0]()) if r.shape[-2:] in ((rows, columns), (columns, rows)))
-            first = first.reshape(-1, *first.shape[-2:])[0]
-            own = error_of(first if first.shape == exact.shape else first.mT, exact)
-            errors[numerics] = own
-            if not own <= WORSE * eager + 1e-3:
-                self.problems.append(f"{label} {numerics}: {own:.1e} from 64 bits, eager is {eager:.1e}")
-            variants[numerics] = lambda calls=calls: [call() for call in calls]  # type: ignore[misc]
+            with going_on(f"{label} {numerics}", self.problems):
+                calls = compute_calls(wrapped_muon(list(given.unbind(0)), numerics))
+                with recorded() as launches:
+                    values = [call() for call in calls]
+                ran[numerics] = kernels_in(launches)
+                first = next(r for r in results_in(values) if r.shape[-2:] in ((rows, columns), (columns, rows)))
+                first = first.reshape(-1, *first.shape[-2:])[0]
+                own = error_of(first if first.shape == exact.shape else first.mT, exact)
+                errors[numerics] = own
+                if not own <= WORSE * eager + 1e-3:
+                    self.problems.append(f"{label} {numerics}: {own:.1e} from 64 bits, eager is {eager:.1e}")
+                variants[numerics] = lambda calls=calls: [call() for call in calls]  # type: ignore[misc]
         with torch.no_grad():
-            recorded = {}
+            graphs = {}
             for name, work in variants.items():
-                recorded[name], why = graphed(work, self.clock.device)
+                graphs[name], why = graphed(work, self.clock.device)
                 if why:
                     notes[name] = f"no CUDA graph: {why}"
             ceilings = Ceilings.measure(self.clock, self.extent)
-            seconds = in_turn(self.clock, recorded, self.extent)
+            seconds = in_turn(self.clock, graphs, self.extent)
         return {
             "case": [count, rows, columns],
             "variants": compared(seconds, "compiled"),
             "errors": errors,
+            "ran": ran,
             "notes": notes,
             "ceilings": plain(ceilings),
         }
 
-    def kernels(self) -> list[dict[str, Any]]:
-        return [self._kernel(kind, self.extent.size(n)) for n in SIZES for kind in ("sym_gemm", "gemm_axpby")]
+    def kernels(self) -> list[Callable[[], dict[str, Any]]]:
+        kinds = ("sym_gemm", "gemm_axpby")
+        return [partial(self._kernel, kind, self.extent.size(n)) for n in SIZES for kind in kinds]
 
     def _kernel(self, kind: str, n: int) -> dict[str, Any]:
+        """One product, recorded on both sides, as in a step: small ones take less time than the host to launch them."""
         dtype = torch.bfloat16
         a, b = (torch.randn(n, n, device=self.clock.device, dtype=dtype) / n**0.5 for _ in range(2))
         out = torch.empty_like(a)
-        record: dict[str, Any] = {"kernel": kind, "size": n}
         variants: dict[str, Work]
-        try:
-            if kind == "sym_gemm":
-                from canzona_compile.kernels.sym_gemm import sym_gemm  # type: ignore[import-not-found,unused-ignore]
-
-                exact = a.double() @ a.double().mT
-                variants = {"cublas": lambda: torch.mm(a, a.mT, out=out), "ours": lambda: sym_gemm(a, out=out)}
-            else:
-                from canzona_compile.kernels.gemm_axpby import gemm_axpby  # type: ignore[import-not-found,unused-ignore]
-
-                exact = 2.0 * b.double() + 0.5 * (a.double() @ b.double())
-                variants = {
-                    "cublas": lambda: torch.addmm(b, a, b, beta=2.0, alpha=0.5, out=out),
-                    "ours": lambda: gemm_axpby(a, b, alpha=2.0, beta=0.5, out=out),
-                }
-        except ImportError as error:
-            return {**record, "missing": str(error)}
+        if kind == "sym_gemm":
+            exact = a.double() @ a.double().mT
+            variants = {"cublas": lambda: torch.mm(a, a.mT, out=out), "ours": lambda: sym_gemm(a, out=out)}
+        else:
+            exact = 2.0 * b.double() + 0.5 * (a.double() @ b.double())
+            variants = {
+                "cublas": lambda: torch.addmm(b, a, b, beta=2.0, alpha=0.5, out=out),
+                "ours": lambda: gemm_axpby(a, b, alpha=2.0, beta=0.5, out=out),
+            }
         with torch.no_grad():
             errors = {}
-            for name, work in variants.items():
-                work()
-                errors[name] = error_of(out, exact)
+            with recorded() as launches:
+                for name, work in variants.items():
+                    out.fill_(float("nan"))
+                    work()
+                    errors[name] = error_of(out, exact)
             if not errors["ours"] <= WORSE * errors["cublas"] + 1e-3:
                 self.problems.append(f"{kind} {n}: {errors['ours']:.1e} from 64 bits, cuBLAS is {errors['cublas']:.1e}")
+            graphs = {name: graphed(work, self.clock.device) for name, work in variants.items()}
             ceilings = Ceilings.measure(self.clock, self.extent)
-            seconds = in_turn(self.clock, variants, self.extent)
-        rates = {name: 2 * n**3 / min(own) / 1e12 for name, own in seconds.items()}
+            seconds = in_turn(self.clock, {name: replay for name, (replay, _) in graphs.items()}, self.extent)
         return {
-            **record,
+            "kernel": kind,
+            "size": n,
+            "ran": kernels_in(launches),
             "variants": compared(seconds, "cublas"),
-            "tflops": rates,
+            "tflops": {name: 2 * n**3 / min(own) / 1e12 for name, own in seconds.items()},
             "errors": errors,
+            "notes": {name: why for name, (_, why) in graphs.items() if why},
             "ceilings": plain(ceilings),
         }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch.profiler import ProfilerActivity, profile
 import canzona_compile
 from canzona_compile import instructions
 from canzona_compile.calibration.clock import Clock
-from gpu_clock import Ceilings, Extent, compared, in_turn, plain
+from gpu_clock import Ceilings, Extent, alone, compared, going_on, in_turn, plain
 from gpu_products import newton_schulz
 from latency_cases import Shape, qwen_layer
 
 LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
 LAYERS_8B = 6  # of 36: four optimizers at once have to fit
+VARIANTS = ("plain", "compiled", "exact", "fast")
+OURS = ("exact", "fast")
 
 
 def sets(extent: Extent) -> dict[str, tuple[Shape, ...]]:
@@ -77,14 +79,14 @@ class Timed(fx.Interpreter):
         if not kind:
             return super().run_node(n)
         result: list[Any] = []
-        self.seconds[kind] += self.clock.sample(lambda: result.append(super(Timed, self).run_node(n)), 1)
+        self.seconds[kind] += alone(self.clock, lambda: result.append(super(Timed, self).run_node(n)))
         return result[0]
 
 
 def kind_of(node: fx.Node) -> str:
     """prepare, compute, apply or copy; empty for what no device does."""
-    if node.op == "call_module":
-        return next((k for k in ("prepare", "compute", "apply") if f"_{k}" in str(node.target)), "compute")
+    if node.op == "call_module":  # generated kernels that copy are named after what they do: unpack, pack, forward
+        return next((k for k in ("prepare", "compute", "apply") if f"_{k}" in str(node.target)), "copy")
     if node.op != "call_function":
         return ""
     if node.target is instructions.each:
@@ -101,8 +103,8 @@ class Steps:
     folder: Path
     problems: list[str]
 
-    def measure(self) -> list[dict[str, Any]]:
-        return [self._set(name, shapes) for name, shapes in sets(self.extent).items()]
+    def sets(self) -> list[Callable[[], dict[str, Any]]]:
+        return [partial(self._set, name, shapes) for name, shapes in sets(self.extent).items()]
 
     def _set(self, name: str, shapes: tuple[Shape, ...]) -> dict[str, Any]:
         device, random = self.clock.device, torch.Generator().manual_seed(0)
@@ -110,28 +112,44 @@ class Steps:
         first = dict(zip(dict.fromkeys(shapes), values, strict=True))
         gradients = [first[shape].to(device) for shape in shapes]
         optimizers: dict[str, Any] = {}
-        for variant in ("plain", "compiled", "exact", "fast"):
-            params = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
-            for param, gradient in zip(params, gradients, strict=True):
-                param.grad = gradient
-            optimizers[variant] = self._made(variant, params)
-        for optimizer in optimizers.values():
-            for _ in range(4):  # programs are recorded on the third step with the same addresses
-                optimizer.step()
-        self._check(name, optimizers)
+        for variant in VARIANTS:
+            with going_on(f"{name} {variant}", self.problems):
+                params = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+                for param, gradient in zip(params, gradients, strict=True):
+                    param.grad = gradient
+                optimizer = self._made(variant, params)
+                for _ in range(4):  # programs are recorded on the third step with the same addresses
+                    optimizer.step()
+                optimizers[variant] = optimizer
+        with going_on(f"{name}: comparing parameters", self.problems):
+            self._check(name, optimizers)
         ceilings = Ceilings.measure(self.clock, self.extent)
         seconds = in_turn(self.clock, {k: o.step for k, o in optimizers.items()}, self.extent)
-        record = {
+        floor = self._floor(shapes, ceilings)
+        record: dict[str, Any] = {
             "set": name,
             "matrices": len(shapes),
             "elements": sum(rows * columns for rows, columns in shapes),
             "variants": compared(seconds, "compiled"),
-            "execution": {k: optimizers[k].canzona.report().execution for k in ("exact", "fast")},
-            "breakdown": {k: self._breakdown(optimizers[k], min(seconds[k])) for k in ("exact", "fast")},
-            "floor": self._floor(shapes, ceilings),
+            "execution": {},
+            "breakdown": {},
+            "elementwise by floor": {},
+            "launches": {},
+            "floor": floor,
             "ceilings": plain(ceilings),
         }
-        record["launches"] = {k: self._trace(optimizers[k], f"trace-{name}-{k}") for k in ("exact", "fast", "compiled")}
+        for own in OURS:
+            if own in optimizers:
+                with going_on(f"{name} {own}: breakdown", self.problems):
+                    record["execution"][own] = optimizers[own].canzona.report().execution
+                    taken = self._breakdown(optimizers[own], min(seconds[own]))
+                    record["breakdown"][own] = taken
+                    elementwise = taken.get("prepare", 0.0) + taken.get("apply", 0.0)
+                    record["elementwise by floor"][own] = elementwise / floor["elementwise"]
+        for own in (*OURS, "compiled"):
+            if own in optimizers:
+                with going_on(f"{name} {own}: trace", self.problems):
+                    record["launches"][own] = self._trace(optimizers[own], f"trace-{name}-{own}")
         return record
 
     def _made(self, variant: str, params: list[Any]) -> Any:
@@ -143,8 +161,7 @@ class Steps:
     def _check(self, name: str, optimizers: dict[str, Any]) -> None:
         """After equal steps all are near the plain one: within the noise of 16-bit products."""
         expected = optimizers["plain"].param_groups[0]["params"]
-        for variant in ("compiled", "exact", "fast"):
-            own = optimizers[variant]
+        for variant, own in optimizers.items():
             found = own.params if variant == "compiled" else own.param_groups[0]["params"]
             for a, b in zip(expected, found, strict=True):
                 far = float((a - b).detach().norm() / a.detach().norm().clamp(min=1e-12))
@@ -203,14 +220,11 @@ def launches_in(profiler: Any) -> dict[str, int]:
     return found
 
 
-@contextmanager
-def warmed(device: torch.device, seconds: float) -> Iterator[None]:
-    """Wakes the clocks of a device first: they rise and settle under load."""
-    if device.type == "cuda":
-        n = 4096
-        a = torch.randn(n, n, device=device, dtype=torch.bfloat16)
-        clock = Clock(device, 1)
-        spent = 0.0
-        while spent < seconds:
-            spent += 50 * clock.sample(lambda: torch.mm(a, a), 50)
-    yield
+def warm(device: torch.device, seconds: float) -> None:
+    """Wakes the clocks of a device: they rise and settle under load."""
+    if device.type != "cuda":
+        return
+    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    clock, spent = Clock(device, 1), 0.0
+    while spent < seconds:
+        spent += 50 * clock.sample(lambda: torch.mm(a, a), 50)

@@ -40,8 +40,8 @@ def sym_gemm(
         c: symmetric, [..., M, M].
 
     Returns:
-        [..., M, M] in the dtype of a, contiguous, equal to its transpose bit by bit. Whether the product is
-        symmetric in exact arithmetic is the caller's to know.
+        [..., M, M] in the dtype of a, contiguous, equal to its transpose bit by bit where a Triton kernel runs, up to
+        rounding where the library does. Whether the product is symmetric in exact arithmetic is the caller's to know.
     """
     return sym_kernel.reference(a, b, c, alpha=alpha, beta=beta, diag=diag, trans=trans).contiguous()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -9,7 +10,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -90,18 +91,32 @@ def store(machine: Machine, problem: Problem, choice: Choice, figures: Figures) 
     path = path_of(machine)
     path.parent.mkdir(parents=True, exist_ok=True)
     mine = _written(problem, choice, figures)
-    try:
-        others = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
-    except (OSError, ValueError, KeyError, TypeError):
-        others = []
-    kept = [entry for entry in others if entry.get("problem") != mine["problem"]]
-    text = json.dumps({"versions": versions(machine), "verdicts": [*kept, mine]}, indent=1)
-    # Another process may read meanwhile: it sees the old file or the new one.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-    os.replace(name, path)
+    with _alone(path.parent):
+        try:
+            others = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
+        except (OSError, ValueError, KeyError, TypeError):
+            others = []
+        kept = [entry for entry in others if entry.get("problem") != mine["problem"]]
+        text = json.dumps({"versions": versions(machine), "verdicts": [*kept, mine]}, indent=1)
+        # Another process may read meanwhile: it sees the old file or the new one.
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(name, path)
     return path
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process is within this for the same folder: two that add to a file would lose what one of them adds."""
+    import fcntl  # late: Unix has it, and so has every system with Triton
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _written(problem: Problem, choice: Choice, figures: Figures) -> dict[str, Any]:

@@ -50,7 +50,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a case compiled to. spilled: bytes of stack and local memory per thread."""
+    """What a case compiled to.
+
+    spilled: bytes of stack and local memory per thread; scratch: bytes of global memory that a launch would have to
+    allocate; boxes: what one copy by each descriptor moves, in elements; width: bytes of their rows at most.
+    """
 
     op: str
     arch: int
@@ -61,6 +65,9 @@ class Built:
     threads: int
     shared: int
     spilled: int
+    scratch: int
+    boxes: list[list[int]]
+    width: int
     matrix: int
     copies: int
     seconds: float
@@ -175,6 +182,7 @@ def build(case: Case) -> Built:
     )
     seconds = time.monotonic() - begun
     ptx = compiled.asm["ptx"]
+    described = compiled.metadata.tensordesc_meta or []
     usage = resources(compiled.asm["cubin"])
     return Built(
         case.op,
@@ -186,6 +194,9 @@ def build(case: Case) -> Built:
         32 * compiled.metadata.num_warps,
         compiled.metadata.shared,
         usage["STACK"] + usage["LOCAL"],
+        compiled.metadata.global_scratch_size + compiled.metadata.profile_scratch_size,
+        [list(own["block_size"]) for own in described],
+        max((own["block_size"][-1] * own["elem_size"] for own in described), default=0),
         len(re.findall(MATRIX, ptx)),
         len(re.findall(COPIES, ptx)),
         round(seconds, 2),

@@ -7,11 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks when kernels are defined, also on ranks, which inherit it
-
 import pytest
-
-from canzona_compile.printer import differences
 
 GOLDEN = Path(__file__).parent / "golden"
 Golden = Callable[..., None]
@@ -20,7 +16,8 @@ Golden = Callable[..., None]
 def pytest_configure(config: pytest.Config) -> None:
     # Dynamo imports deprecated parts of torch; were that an error, every capture would fail.
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit:DeprecationWarning")
-    # Triton asks when it decorates a kernel, so this has to come before the first import of one.
+    # Triton asks when it decorates a kernel, so this has to come before the first import of one. Ranks inherit it.
+    # Nothing above imports ours or torch's, and nothing else may set it: tests on a GPU want kernels compiled.
     if config.option.markexpr.strip() != "gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -30,6 +27,8 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     """Compare a text with tests/golden/<test>.ir, or with the file of a given name."""
 
     def check(text: str, name: str = "") -> None:
+        from canzona_compile.printer import differences  # late, see pytest_configure
+
         path = GOLDEN / (name or f"{re.sub(r'[^A-Za-z0-9_]+', '-', request.node.name).strip('-')}.ir")
         if os.environ.get("GOLDEN") == "accept":
             path.parent.mkdir(parents=True, exist_ok=True)

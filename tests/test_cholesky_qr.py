@@ -167,6 +167,7 @@ def test_the_operator_is_sound() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu() -> None:
     for kind in ("rank", "equal columns"):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -195,6 +196,14 @@ def test_verdicts_of_other_machines_and_sources_do_not_hold(
     assert verdicts.load(HERE) == {}
 
 
+def test_processes_that_tune_at_once_lose_nothing(cache_folder: Path) -> None:
+    """Threads here: each opens the folder by itself, so that they keep one another out as processes do."""
+    sizes = range(16, 16 * 33, 16)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda m: verdicts.store(HERE, square(m), Choice("tma", WIDE), {}), sizes))
+    assert set(verdicts.load(HERE)) == {square(m) for m in sizes}
+
+
 @pytest.mark.parametrize("damage", ["", "[]", "{", '{"versions": 3}', '{"verdicts": []}'])
 def test_a_damaged_file_is_ignored_and_then_replaced(
     cache_folder: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -286,6 +295,37 @@ def test_a_candidate_that_is_wrong_or_fails_is_refused(monkeypatch: pytest.Monke
     assert "off by" in describe(verdict)
 
 
+@interpreted
+@pytest.mark.parametrize("op", ["sym_gemm", "gemm_axpby", "gemm_update"])
+def test_a_candidate_that_writes_nothing_is_refused(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the memory that it should write holds what the library left there."""
+    kernel = "sym_gemm" if op == "sym_gemm" else "gemm_axpby"
+    pointer = importlib.import_module(f"canzona_compile.kernels.{kernel}_pointer")
+    monkeypatch.setattr(pointer, "launch", lambda *_: None)
+    verdict = tune(op, (2, 32, 48), torch.float16, torch.device("cpu"), [POINTER], pointer_is_faster, rounds=1)  # type: ignore[arg-type]
+    assert "off by" in verdict.trials[1].refused
+    assert verdict.choice == LIBRARY
+
+
+@interpreted
+def test_a_candidate_that_leaves_a_product_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 1024, beside the diagonal of A A^T, on which bfloat16 cannot hold as little as that."""
+    pointer = importlib.import_module("canzona_compile.kernels.sym_gemm_pointer")
+    right = pointer.launch
+
+    def short(
+        tile: Tile, a: torch.Tensor, b: torch.Tensor, c: object, d: torch.Tensor, scalars: tuple[float, ...]
+    ) -> None:
+        right(tile, a, b, c, d, scalars)
+        lost = scalars[0] * (a[..., -1:].float() @ b[..., -1:].float().mT)
+        d.sub_(lost - torch.diag_embed(lost.diagonal(dim1=-2, dim2=-1)))
+
+    monkeypatch.setattr(pointer, "launch", short)
+    candidate = Choice("pointer", Tile(16, 16, 128, warps=4, stages=2))
+    verdict = tune("sym_gemm", (1, 32, 1024), HALF, torch.device("cpu"), [candidate], pointer_is_faster, rounds=1)
+    assert "off by" in verdict.trials[1].refused
+
+
 def test_the_command_says_in_one_line_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -295,6 +335,12 @@ def test_the_command_says_in_one_line_that_there_is_no_gpu(capsys: pytest.Captur
     assert [line for line in said.err.splitlines() if line] == [
         "error: there is no CUDA device to tune on; without one all products are the library's"
     ]
+
+
+def test_the_command_is_one_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["tune"]) == 2
+    assert "without torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shape", ["4096", "1x2x3x4", "ax4", "0x4x4", "4x-4"])

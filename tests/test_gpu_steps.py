@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,9 @@ from examples.optimizers.soap import SOAP
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET is set: run these alone, pytest -m gpu"
+    ),
     pytest.mark.filterwarnings("ignore"),  # the debug mode says that it is a prototype, drivers have their own
 ]
 

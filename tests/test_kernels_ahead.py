@@ -65,6 +65,16 @@ def test_matrix_instructions_and_asynchronous_copies(arch: int) -> None:
         assert kernel["copies"] > 0, kernel
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_driver_takes_every_descriptor_and_nothing_is_allocated_by_a_launch(arch: int) -> None:
+    """cuTensorMapEncodeTiled: at most 256 elements per dim, rows as wide as a swizzle at most. No allocator is set."""
+    for kernel in built(arch):
+        assert kernel["scratch"] == 0, kernel
+        assert len(kernel["boxes"]) == (4 if kernel["kernel"] == "tma" else 0), kernel
+        assert all(1 <= size <= 256 for box in kernel["boxes"] for size in box), kernel
+        assert kernel["width"] <= 128, kernel
+
+
 def test_square_tiles_run_twice_on_a_multiprocessor() -> None:
     """`dispatch` counts on that when it prefers them where wide ones would leave a wave half empty."""
     square = [b for b in built(90) if (b["op"], b["kernel"], Tile(**b["tile"])) == ("sym_gemm", "tma", SQUARE)]

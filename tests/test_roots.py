@@ -285,6 +285,7 @@ def test_the_operator_is_sound(floor: float | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("p", [2, 4])
 def test_on_a_gpu(p: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 from argparse import ArgumentParser, Namespace
 
 import torch
@@ -22,7 +24,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("shapes", nargs="*", metavar="BxMxN", help=f"batches of matrices (default: {' '.join(SHAPES)})")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="what the products compute in (%(default)s)")
+    add("--dtype", choices=DTYPES, help="what the products compute in (default: both, Gram iterations take float16)")
     add("--rounds", type=int, default=15, help="how often all candidates take their turn (%(default)s)")
     add("--dry-run", action="store_true", help="measure and print, but keep nothing for later runs")
 
@@ -32,6 +34,8 @@ def run(given: Namespace) -> int:
     shapes = [_parsed(text) for text in given.shapes or SHAPES]
     if given.rounds < 1:
         raise CanzonaError(f"--rounds has to be 1 or more, not {given.rounds}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise CanzonaError("ranks that tune at once share a GPU and time one another", hint="run it without torchrun")
     if not torch.cuda.is_available():
         raise CanzonaError("there is no CUDA device to tune on; without one all products are the library's")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -40,10 +44,9 @@ def run(given: Namespace) -> int:
         raise CanzonaError("Triton is not installed, or this is no NVIDIA GPU; all products are the library's")
     if not any(arch == here.arch for _, arch in CANDIDATES):
         raise CanzonaError(f"there are no kernels for sm_{here.arch}; all products are the library's")
-    for op, shape in problems(shapes):
-        verdict = tune(
-            op, shape, DTYPES[given.dtype], device, CANDIDATES[op, here.arch], cuda_clock, rounds=given.rounds
-        )
+    dtypes = list(DTYPES.values()) if given.dtype is None else [DTYPES[given.dtype]]
+    for (op, shape), dtype in itertools.product(problems(shapes), dtypes):
+        verdict = tune(op, shape, dtype, device, CANDIDATES[op, here.arch], cuda_clock, rounds=given.rounds)
         print(describe(verdict), flush=True)
         if not given.dry_run:
             path = verdicts.store(
