@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from canzona_compile.codegen.expressions import copying, expressions
-from canzona_compile.codegen.launch import BLOCK, WARPS, loaded
+from canzona_compile.codegen.launch import BLOCK, OPTIONS, loaded
 from canzona_compile.codegen.source import Form, PointwiseProgram, source
 from tests.pointwise import one_call
 from tests.samples import Builder, empty
@@ -115,7 +115,7 @@ def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
             attrs={(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]]},
         ),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": WARPS, "enable_fp_fusion": False},
+        options=dict(OPTIONS),
     )
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -127,7 +127,9 @@ def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
     names = ("registers", "stack", "shared", "local")
     found = {name: int(value) for name, value in zip(names, needs.groups(), strict=True)}
     memory = re.findall(r"(?:ld|st)\.global\S*", made.asm["ptx"])
-    return found | {"memory": sorted(set(memory)), "fused": made.asm["ptx"].count("fma.rn.f32")}
+    flushing = re.findall(r"\w+(?:\.\w+)*\.ftz(?:\.\w+)*", made.asm["ptx"])
+    fused = made.asm["ptx"].count("fma.rn.f32") + made.asm["ptx"].count("fma.rn.f32x2")  # these are two
+    return found | {"memory": sorted(set(memory)), "fused": fused, "flushing": sorted(set(flushing))}
 
 
 if __name__ == "__main__":
