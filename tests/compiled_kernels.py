@@ -73,10 +73,15 @@ def copy() -> PointwiseProgram:
     return PointwiseProgram("copy", copying(torch.bfloat16, torch.bfloat16), ((torch.bfloat16,),))
 
 
+def addcmul() -> PointwiseProgram:
+    return one_call(aten.addcmul.default, [torch.ones(SHAPE)] * 3).program()
+
+
 KERNELS = {
     "prepare": ([muon_prepare()], FLAT),
     "apply": ([muon_apply()], FLAT),
     "copy": ([copy()], ((1, True), (2, True))),
+    "addcmul": ([addcmul()], FLAT),
     "mixed": ([muon_apply(), adam_apply(), copy()], ALL),
 }
 
@@ -129,7 +134,9 @@ def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
     memory = re.findall(r"(?:ld|st)\.global\S*", made.asm["ptx"])
     flushing = re.findall(r"\w+(?:\.\w+)*\.ftz(?:\.\w+)*", made.asm["ptx"])
     fused = made.asm["ptx"].count("fma.rn.f32") + made.asm["ptx"].count("fma.rn.f32x2")  # these are two
-    return found | {"memory": sorted(set(memory)), "fused": fused, "flushing": sorted(set(flushing))}
+    products = len(re.findall(r"mul(?:\.rn)?\.f32", made.asm["ptx"]))
+    found |= {"fused": fused, "products": products}
+    return found | {"memory": sorted(set(memory)), "flushing": sorted(set(flushing))}
 
 
 if __name__ == "__main__":

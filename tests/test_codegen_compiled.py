@@ -62,6 +62,7 @@ def test_only_what_an_operator_fuses_is_fused(arch: str) -> None:
     assert compiled()["prepare"][arch]["fused"] == 2 * 2 * 8
     assert compiled()["apply"][arch]["fused"] == 8
     assert compiled()["copy"][arch]["fused"] == 0
+    assert (compiled()["addcmul"][arch]["fused"], compiled()["addcmul"][arch]["products"]) == (8, 0)  # by one
 
 
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.float64"])

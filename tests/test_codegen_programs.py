@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,17 @@ def test_operators_without_a_kernel_stay_with_torch_and_are_reported() -> None:
         s for s in pair.report.suggestions if s.startswith("Elementwise work of turning_16x12_f32 runs operator by")
     ]
     assert kernels_of(pair.wrapped) == {}
+
+
+def test_numbers_in_tensors_on_the_cpu_stay_with_torch() -> None:
+    """Beside tensors of a device ATen takes 0-d ones on the CPU for numbers, and rounds them otherwise."""
+    cut = run(muon_step(grid_of(1, 4), (64, 32)), passes(1))[1].step_at(Form.SCHEDULED).placed[0]
+    assert not isinstance(kernel_of(cut), str)
+    graph = copy.deepcopy(cut.apply)
+    with graph.inserting_before(graph.output_node()):
+        third = graph.call_function(torch.ops.aten.full.default, ([], 3.0))
+    third.meta["val"] = torch.empty((), device="meta")
+    assert kernel_of(replace(cut, apply=graph)) == "tensors on cpu and meta"
 
 
 def test_sources_are_dumped(tmp_path: Path) -> None:
