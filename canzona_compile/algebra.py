@@ -124,6 +124,13 @@ def root(node: fx.Node) -> tuple[fx.Node, bool]:
     return node, turned
 
 
+def any_strides(graph: fx.Graph) -> None:
+    """Have views take operands of any strides, which a rewrite may have changed: a copy is made where none will do."""
+    for node in graph.nodes:
+        if node.target is aten.view.default and node.args[0].op != "placeholder":
+            node.target = aten.reshape.default
+
+
 def flipped(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """The transpose of a node, where the graph inserts."""
     ndim = len(shape_of(node))

@@ -62,7 +62,7 @@ def least_over_norm(node: fx.Node, matrix: fx.Node, power: int) -> float:
         return 0.0
     match node.target:
         case aten.linalg_vector_norm.default:
-            euclidean = len(args) < 2 or args[1] == 2
+            euclidean = (len(args) < 2 or args[1] == 2) and set(node.kwargs) <= {"dtype"}
             fits = euclidean and reduces(args[2:], shape_of(inside)) and same_elements(inside, matrix)
             return float(fits and power == 1)
         case aten.sum.default | aten.sum.dim_IntList:
@@ -70,6 +70,7 @@ def least_over_norm(node: fx.Node, matrix: fx.Node, power: int) -> float:
             squares = times_itself or (inside.target is aten.pow.Tensor_Scalar and inside.args[1] == 2)
             of = source(inside)
             fits = squares and of is not None and reduces(args[1:], shape_of(inside)) and same_elements(of, matrix)
+            fits = fits and set(node.kwargs) <= {"dtype"}
             return float(fits and power == 2)
         case aten.sqrt.default:
             return math.sqrt(least_over_norm(inside, matrix, 2 * power)) if power == 1 else 0.0
@@ -89,7 +90,13 @@ def least_over_norm(node: fx.Node, matrix: fx.Node, power: int) -> float:
             return factor * least_over_norm(inside, matrix, power) if isinstance(factor, float) and factor > 0 else 0.0
         case aten._to_copy.default:
             return least_over_norm(inside, matrix, power)
-    return least_over_norm(inside, matrix, power) if node.target in SAME_ELEMENTS else 0.0
+    moved = node.target in SAME_ELEMENTS and beside(shape_of(inside), shape_of(node))
+    return least_over_norm(inside, matrix, power) if moved else 0.0
+
+
+def beside(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    """Does one number per matrix stand beside the same matrices as before, in another shape?"""
+    return math.prod(old) == 1 or (old[-2:] == (1, 1) and new[:-2] == old[:-2] and len(new) == len(old))
 
 
 def reduces(args: Any, shape: tuple[int, ...]) -> bool:

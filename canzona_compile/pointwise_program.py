@@ -80,8 +80,12 @@ def kernel_of(placed: Placed) -> Kernel | str:
 
 
 def one_device(placed: Placed) -> None:
-    """Raise Unsupported if a tensor is elsewhere, as counters of torch's optimizers are."""
-    nodes = (*placeholders(placed.prepare), *placeholders(placed.apply))
+    """Raise Unsupported if a tensor is elsewhere, as counters of torch's optimizers are.
+
+    0-d tensors on the CPU that a graph makes itself count too: beside tensors on CUDA ATen takes them for numbers,
+    which are rounded otherwise than tensors.
+    """
+    nodes = (*placed.prepare.nodes, *placed.apply.nodes)
     kinds = {v.device.type for n in nodes if (v := tensor_value(n)) is not None}
     if len(kinds) > 1:
         raise Unsupported(f"tensors on {' and '.join(sorted(kinds))}")

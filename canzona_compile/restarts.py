@@ -70,7 +70,7 @@ def singular_values(polynomials: Sequence[Polynomial], bound: float) -> list[Flo
     return found
 
 
-def polynomial_at(x: Floats, polynomial: Polynomial) -> Floats:
+def polynomial_at(x: Floats, polynomial: Sequence[float]) -> Floats:
     """p(x), infinite or NaN where numbers end."""
     result = np.zeros_like(x)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -81,20 +81,24 @@ def polynomial_at(x: Floats, polynomial: Polynomial) -> Floats:
 
 def growth(polynomials: Sequence[Polynomial], largest_eigenvalue: float, roundoff: float, largest: float) -> float:
     """How much larger than due the product of the polynomials gets where rounding made eigenvalues negative."""
-    due, _ = factors(polynomials, np.linspace(0.0, largest_eigenvalue, GRID))
-    found, eigenvalue = factors(polynomials, -largest_eigenvalue * roundoff * np.linspace(0.0, 1.0, 16))
-    top = max(float(np.abs(due).max()), float(np.abs(found).max()), eigenvalue)
+    due, terms = factors(polynomials, np.linspace(0.0, largest_eigenvalue, GRID))
+    found, most = factors(polynomials, -largest_eigenvalue * roundoff * np.linspace(0.0, 1.0, 16))
+    top = max(float(np.abs(due).max()), float(np.abs(found).max()), terms, most)
     if not top < largest:
         return float("inf")
     return float(np.abs(found).max() / max(float(np.abs(due).max()), 1e-300))
 
 
 def factors(polynomials: Sequence[Polynomial], eigenvalues: Floats) -> tuple[Floats, float]:
-    """The product of the polynomials by eigenvalue at the start, and the largest eigenvalue on the way."""
+    """The product of the polynomials by eigenvalue at the start, and the largest number on the way.
+
+    That is an eigenvalue, or a polynomial's terms, which may be larger than their sum.
+    """
     q, r, most = np.ones_like(eigenvalues), eigenvalues, float(np.abs(eigenvalues).max())
     with np.errstate(over="ignore", invalid="ignore"):
         for i, p in enumerate(polynomials):
             factor = polynomial_at(r, p)
+            most = max(most, float(polynomial_at(np.abs(r), [abs(c) for c in p]).max()))
             q = q * factor
             if i + 1 < len(polynomials):
                 r = r * factor * factor

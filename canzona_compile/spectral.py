@@ -38,7 +38,9 @@ class Spectrum:
         return replace(self, floor=(term,))
 
     def to_the(self, power: float) -> Spectrum | None:
-        return None if self.scale else replace(self, power=self.power * power)
+        """Not of an even power: (l^2)^(1/2) is |l|, and l may be negative."""
+        even = self.power % 2.0 == 0.0 and power % 1.0 != 0.0
+        return None if self.scale or even else replace(self, power=self.power * power)
 
     def times(self, other: Spectrum) -> Spectrum | None:
         if (self.ridge, self.floor) != (other.ridge, other.floor):

@@ -159,7 +159,8 @@ def elementwise(node: fx.Node, known: Known) -> Symmetric | None:
     if not matrices or not all(n in known and shape_of(n) == shape_of(node) for n in matrices):
         return None
     scaling = node.target in (aten.mul.Tensor, aten.div.Tensor) and len(tensors) == 2 and len(matrices) == 1
-    cast = node.target is aten._to_copy.default
+    floats = all(v is not None and v.dtype.is_floating_point for v in map(tensor_value, (node, *matrices)))
+    cast = node.target is aten._to_copy.default and floats  # to integers is a function that loses commutation
     over = node.target is aten.div.Tensor and node.args[0] not in matrices  # a number over each element
     return known[matrices[0]] if (scaling and not over) or cast else Symmetric(node)
 

@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx
 
-from canzona_compile.algebra import flipped
+from canzona_compile.algebra import any_strides, flipped
 from canzona_compile.cost import factors, flops_of, node_flops, symbolic_dims
 from canzona_compile.ir import Form, Placed, Step, Template, tensor_value
 from canzona_compile.iterates import Chain, Polynomial, chains
@@ -67,6 +67,7 @@ def rewritten(graph: fx.Graph, template: Template) -> fx.Graph:
         attempt = copy.deepcopy(graph)
         chain = next((c for c in chains(attempt) if c.start.name == start), None)
         if chain is not None and rewrite(attempt, chain) and work(attempt, template) <= work(graph, template):
+            any_strides(attempt)
             attempt.lint()
             graph = attempt
     return graph
@@ -122,14 +123,12 @@ class Writer:
         self.graph, self.flipped = graph, flipped
 
     def segment(self, x: fx.Node, polynomials: Sequence[Polynomial]) -> fx.Node:
-        """Some steps on one Gram matrix."""
+        """Two steps or more on one Gram matrix."""
         r = self.gram(x)
         q: fx.Node | None = None
         for i, polynomial in enumerate(polynomials):
             a, last = polynomial[0], i + 1 == len(polynomials)
             scale, z = self.without_constant(r, polynomial)
-            if q is None and last:
-                return self.sum(x, *self.applied(z, x), a, scale)
             q = self.shifted(z, scale, a) if q is None else self.sum(q, z, q, a, scale)
             if not last:
                 rz = self.sum(r, r, z, a, scale)

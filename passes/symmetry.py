@@ -16,6 +16,7 @@ from canzona_compile.algebra import (
     Product,
     Term,
     alike,
+    any_strides,
     flipped,
     identity,
     plus,
@@ -36,6 +37,8 @@ from canzona_compile.lifting import dead_code_free
 from canzona_compile.symmetric import Known, symmetric_leaves, symmetric_values
 
 aten = torch.ops.aten
+
+MODEST = 2.0**10  # numbers, and inverses of such, that may be multiplied after a product instead of before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ def rewritten(graph: fx.Graph, leaves: Collection[str] = ()) -> fx.Graph:
         if swaps(node) and inside in known:
             node.replace_all_uses_with(inside)
     Rewriter(dead_code_free(graph), known).run()
+    any_strides(graph)
     graph.lint()
     return graph
 
@@ -152,7 +156,7 @@ class Rewriter:
         (left, right), (first, second) = product.pair, map(root, product.pair)
         if first[0] is second[0] and first[1] != second[1]:
             return Call(first[0], None, first[1], False, product.alpha)
-        (a, a_factor), (b, b_factor) = ((t.node, t.factor) for t in map(self.scaled, product.pair))
+        (a, a_factor), (b, b_factor) = ((t.node, t.factor) for t in map(self.operand, product.pair))
         alpha = times(product.alpha, times(a_factor, b_factor))
         if self.symmetric(a) and self.symmetric(b):
             a, b = root(a)[0], root(b)[0]
@@ -163,6 +167,12 @@ class Rewriter:
     def scaled(self, node: fx.Node) -> Term:
         """Without numbers that it was multiplied by, but for those that are part of a call."""
         return Term(1.0, node) if node in self.calls else scaled(node)
+
+    def operand(self, node: fx.Node) -> Term:
+        """Without numbers, but for those that may be there to keep the product in range."""
+        term = self.scaled(node)
+        modest = isinstance(term.factor, float) and 1.0 / MODEST <= abs(term.factor) <= MODEST
+        return term if modest else Term(1.0, node)
 
     def symmetric(self, node: fx.Node) -> bool:
         return root(node)[0] in self.known
@@ -182,6 +192,8 @@ class Rewriter:
             others = [t for t in own if t is not term]
             if not others:
                 return call
+            if others[0].node is term.node:
+                return self.calls[term.node].times(plus(term.factor, others[0].factor))
             rest = self.scaled(others[0].node)
             factor = times(others[0].factor, rest.factor)
             if identity(rest.node):

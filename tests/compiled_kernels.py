@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from canzona_compile.codegen.expressions import copying, expressions
-from canzona_compile.codegen.launch import BLOCK, WARPS, loaded
+from canzona_compile.codegen.launch import BLOCK, OPTIONS, loaded
 from canzona_compile.codegen.source import Form, PointwiseProgram, source
 from tests.pointwise import one_call
 from tests.samples import Builder, empty
@@ -73,10 +73,15 @@ def copy() -> PointwiseProgram:
     return PointwiseProgram("copy", copying(torch.bfloat16, torch.bfloat16), ((torch.bfloat16,),))
 
 
+def addcmul() -> PointwiseProgram:
+    return one_call(aten.addcmul.default, [torch.ones(SHAPE)] * 3).program()
+
+
 KERNELS = {
     "prepare": ([muon_prepare()], FLAT),
     "apply": ([muon_apply()], FLAT),
     "copy": ([copy()], ((1, True), (2, True))),
+    "addcmul": ([addcmul()], FLAT),
     "mixed": ([muon_apply(), adam_apply(), copy()], ALL),
 }
 
@@ -115,7 +120,7 @@ def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
             attrs={(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]]},
         ),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": WARPS, "enable_fp_fusion": False},
+        options=dict(OPTIONS),
     )
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -127,9 +132,11 @@ def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
     names = ("registers", "stack", "shared", "local")
     found = {name: int(value) for name, value in zip(names, needs.groups(), strict=True)}
     memory = re.findall(r"(?:ld|st)\.global\S*", made.asm["ptx"])
-    # Triton 3.6 makes pairs of them for sm_100.
-    fused = made.asm["ptx"].count("fma.rn.f32") + made.asm["ptx"].count("fma.rn.f32x2")
-    return found | {"memory": sorted(set(memory)), "fused": fused}
+    flushing = re.findall(r"\w+(?:\.\w+)*\.ftz(?:\.\w+)*", made.asm["ptx"])
+    fused = made.asm["ptx"].count("fma.rn.f32") + made.asm["ptx"].count("fma.rn.f32x2")  # these are two
+    products = len(re.findall(r"mul(?:\.rn)?\.f32", made.asm["ptx"]))
+    found |= {"fused": fused, "products": products}
+    return found | {"memory": sorted(set(memory)), "flushing": sorted(set(flushing))}
 
 
 if __name__ == "__main__":

@@ -83,6 +83,10 @@ OPS += (
     "congruent",
     "abs",
     "single",
+    "integers",
+    "chosen",
+    "twice",
+    "pair",
 )
 
 
@@ -161,6 +165,15 @@ class Algebra:
             case "eye":
                 eye = self.call(aten.eye.default, self.m, dtype=self.dtype, device=torch.device("meta"))
                 return self.call(aten.add.Tensor, a, eye, alpha=number)
+            case "integers":
+                whole = self.call(aten._to_copy.default, self.call(aten.mul.Tensor, a, 4.0), dtype=torch.int32)
+                return self.call(aten._to_copy.default, whole, dtype=torch.float64)
+            case "chosen":
+                return self.call(aten.where.self, self.call(aten.gt.Scalar, b, 0.0), a, self.b["s"])
+            case "twice":
+                return self.call(aten.add.Tensor, a, a, alpha=number)
+            case "pair":
+                return self.call(aten.add.Tensor, a, self.turn(a), alpha=number)
             case "row":
                 return self.call(aten.mul.Tensor, a, self.b["v"])
             case "tril":

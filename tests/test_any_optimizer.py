@@ -168,6 +168,7 @@ def test_counters_in_groups_and_on_the_optimizer(kind: type[Optimizer]) -> None:
         (toys.HostReading, ": if update.norm().item() > 10:"),
         (toys.HostReading, "its step needs tensor values"),
         (toys.Breaking, "the step breaks into several graphs with tensor work; toy_optimizers.py, line "),
+        (toys.ConstantMaking, "its step makes tensors of Python numbers"),
         (toys.ObjectKeeping, "a Python object: 'tally'"),
         (toys.CompilationAware, "the code depends on being compiled"),
     ],

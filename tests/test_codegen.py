@@ -281,6 +281,38 @@ def test_groups_of_hyperparameters_and_sizes_share_a_launch_and_a_function() -> 
             torch.testing.assert_close(got[0], expected[0], rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("which", ["targets", "sources", "both"])
+def test_more_strided_dims_than_a_row_has_room_for(which: str) -> None:
+    """Torch makes contiguous copies; what lies between the elements stays."""
+    half = (slice(None, None, 2),) * 5
+    wholes = [torch.randn((4,) * 5, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    source, other, target = (w[half] for w in wholes)
+    if which == "targets":
+        source, other = source.contiguous(), other.contiguous()
+    if which == "sources":
+        target = torch.zeros(target.shape)
+    work = one_call(aten.add.Tensor, [source, other], alpha=0.5)
+    shared = one_call(aten.add.Tensor, drawn(torch.float32, torch.float32), alpha=0.5)
+    kernel = GroupedKernel("strided", [work.program()], [0])
+    (flat,), expected, before = shared.fragments, torch.add(source, other, alpha=0.5), wholes[2].clone()
+    beside = torch.empty(SHAPE)
+    for _ in range(2):
+        kernel((([source, flat["x0"]], [other, flat["x1"]], [target, beside]), ()))
+        assert torch.equal(target, expected)
+        assert torch.equal(beside, shared.expected()[0][0])
+    assert kernel.launches == 2
+    wholes[2][half] = before[half]
+    assert torch.equal(wholes[2], before)
+
+
+def test_in_place_with_more_strided_dims_than_a_row_has_room_for() -> None:
+    whole = torch.randn((4,) * 5)
+    x = whole[(slice(None, None, 2),) * 5]
+    work, expected = one_call(aten.mul.Tensor, [x], 0.5), x * 0.5
+    GroupedKernel("strided", [work.program()], [0])((([x], [x]), ()))
+    assert torch.equal(x, expected)
+
+
 def test_offsets_are_int64() -> None:
     far = 2**32 + 3
     whole = torch.empty(far + 64, dtype=torch.uint8)  # pages that nobody touches are never there

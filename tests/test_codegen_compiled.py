@@ -62,6 +62,7 @@ def test_only_what_an_operator_fuses_is_fused(arch: str) -> None:
     assert compiled()["prepare"][arch]["fused"] == 2 * 2 * 8
     assert compiled()["apply"][arch]["fused"] == 8
     assert compiled()["copy"][arch]["fused"] == 0
+    assert (compiled()["addcmul"][arch]["fused"], compiled()["addcmul"][arch]["products"]) == (8, 0)  # by one
 
 
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.float64"])
@@ -70,3 +71,8 @@ def test_every_operator_compiles(dtype: str) -> None:
     needs = compiled()[dtype]["90"]
     assert needs["functions"] >= 45
     assert needs["local"] == 0
+
+
+def test_small_numbers_are_kept() -> None:
+    """Nothing takes numbers below 2^-126 for zero but what CUDA's own library does so in, inside of its functions."""
+    assert set(compiled()["torch.float32"]["90"]["flushing"]) == {"ex2.approx.ftz.f32", "rcp.approx.ftz.f32"}

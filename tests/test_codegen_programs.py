@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -72,25 +75,35 @@ MAKE: dict[str, Callable[[list[Any]], Optimizer]] = {
 }
 
 
+def launches(optimizer: Any) -> dict[GroupedKernel, int]:
+    """Of the kernels of all programs that were made."""
+    steps = [step for _, step, _ in optimizer.canzona.session.running.programs.values()]
+    kernels = [m for step in steps for m in step.program.module.children() if isinstance(m, GroupedKernel)]
+    return {kernel: kernel.launches for kernel in kernels}
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_optimizers_take_the_plain_ones_steps(name: str) -> None:
-    """Bit for bit; one launch to prepare and one to apply per micro-group and step."""
+    """Bit for bit; one launch to prepare and one to apply per micro-group and step, and no other."""
     with generating():
         pair = Pair(MAKE[name], SHAPES)
         pair.steps(2)
-        before = {n: k.launches for n, k in kernels_of(pair.wrapped).items()}
-        again = kernels_of(pair.wrapped)
-        pair.set("lr", 0.02)
-        pair.step()
-    groups = len(pair.wrapped.canzona.step.groups)
-    after = kernels_of(pair.wrapped)
-    assert sum(n.endswith("_apply") for n in after) == groups
-    assert sum(n.endswith("_prepare") for n in after) <= groups
-    assert pair.wrapped.canzona.step.program.eager == {}
-    if all(after[n] is again[n] for n in after):  # the same program as before: one launch each
-        assert {n: k.launches - before[n] for n, k in after.items()} == dict.fromkeys(after, 1)
-    else:
-        assert all(k.launches >= 1 for k in after.values())
+        for step in range(4):  # SOAP and Shampoo refresh on every other one
+            if step == 2:
+                pair.set("lr", 0.02)
+            before = launches(pair.wrapped)
+            pair.step()
+            own = kernels_of(pair.wrapped)
+            ran = {kernel for kernel, count in launches(pair.wrapped).items() if count != before.get(kernel, 0)}
+            assert ran == set(own.values())
+            assert {kernel.launches - before.get(kernel, 0) for kernel in ran} == {1}
+            emitted = pair.wrapped.canzona.step
+            assert emitted.program.eager == {}
+            stages = Counter(n.split("_", 1)[1] for n in own)
+            assert stages["apply"] == len(emitted.groups)
+            whole = name in ("soap", "shampoo")  # all that they prepare needs the whole matrix
+            assert stages["prepare"] == (0 if whole else len(emitted.groups))
+            assert set(stages) <= {"prepare", "apply"}
 
 
 def test_state_is_written_by_prepare_where_apply_does_not_read_it() -> None:
@@ -115,6 +128,17 @@ def test_operators_without_a_kernel_stay_with_torch_and_are_reported() -> None:
         s for s in pair.report.suggestions if s.startswith("Elementwise work of turning_16x12_f32 runs operator by")
     ]
     assert kernels_of(pair.wrapped) == {}
+
+
+def test_numbers_in_tensors_on_the_cpu_stay_with_torch() -> None:
+    """Beside tensors of a device ATen takes 0-d ones on the CPU for numbers, and rounds them otherwise."""
+    cut = run(muon_step(grid_of(1, 4), (64, 32)), passes(1))[1].step_at(Form.SCHEDULED).placed[0]
+    assert not isinstance(kernel_of(cut), str)
+    graph = copy.deepcopy(cut.apply)
+    with graph.inserting_before(graph.output_node()):
+        third = graph.call_function(torch.ops.aten.full.default, ([], 3.0))
+    third.meta["val"] = torch.empty((), device="meta")
+    assert kernel_of(replace(cut, apply=graph)) == "tensors on cpu and meta"
 
 
 def test_sources_are_dumped(tmp_path: Path) -> None:

@@ -181,18 +181,23 @@ def unbounded(it: Iteration, how: str) -> fx.Node:
             return it.call(aten.div.Tensor, x, it.call(aten.add.Tensor, norm, it.b["c"]))
         case "norms of rows":
             return it.call(aten.div.Tensor, x, it.call(aten.linalg_vector_norm.default, x, 2, [-1], True))
+        case "norms of others":
+            norms = it.call(aten.linalg_vector_norm.default, x, 2, [-2, -1], True)
+            return it.call(aten.div.Tensor, x, it.call(aten.view.default, norms, [1, 1, it.stack]))
+        case "ones":
+            return it.call(aten.div.Tensor, x, it.call(aten.linalg_vector_norm.default, x, ord=1))
         case "largest element":
             return it.call(aten.div.Tensor, x, it.call(aten.linalg_vector_norm.default, x, float("inf")))
     raise AssertionError(how)
 
 
 UNBOUNDED = ("as it is", "times its norm", "another's norm", "a bounded norm", "a norm less something")
-UNBOUNDED += ("an unknown eps", "norms of rows", "largest element")
+UNBOUNDED += ("an unknown eps", "norms of rows", "largest element", "norms of others", "ones")
 
 
 @pytest.mark.parametrize("how", UNBOUNDED)
 def test_without_a_bound_nothing_is_rewritten(how: str) -> None:
-    it = Iteration(4, 40, torch.bfloat16)
+    it = Iteration(4, 40, torch.bfloat16, stack=40 if how == "norms of others" else 0)
     x = unbounded(it, how)
     assert norm_bound(x) is None
     for p in JORDAN:
@@ -251,6 +256,8 @@ def test_bounds(how: str) -> None:
 
 HALF = torch.finfo(torch.float16)
 SINGLE = torch.finfo(torch.float32)
+# At most 1 from 0 to 1, by terms that float16 does not have.
+CHEBYSHEV = (1.0, -128.0, 2688.0, -21504.0, 84480.0, -180224.0, 212992.0, -131072.0, 32768.0)
 
 
 def restarts(polynomials: Sequence[Polynomial], bound: float = 1.0, info: torch.finfo = HALF) -> Any:
@@ -277,6 +284,8 @@ def test_other_numbers_of_steps() -> None:
 def test_iterations_that_leave_the_range() -> None:
     assert restarts(POLAR_EXPRESS, bound=2.0) is None
     assert restarts([(1e3, 0.0, 1.0)] * 2) is None
+    assert restarts([CHEBYSHEV] * 2) is None
+    assert restarts([CHEBYSHEV] * 2, info=SINGLE) is not None
     it = Iteration(4, 40, torch.bfloat16)
     graph = it.b.returns(it.step(it.step(it.times(it.normalised(it.b["x"]), 3.0), CANS[0], "fused"), CANS[1], "fused"))
     assert not changed(graph)

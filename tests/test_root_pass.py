@@ -172,6 +172,8 @@ LEFT_ALONE: dict[str, Callable[..., Tensor]] = {
     "no root": lambda a, eps: rows(a, lambda e: (e + eps).pow(-0.3)),
     "added after the power": lambda a, eps: rows(a, lambda e: e.pow(-0.25) + eps),
     "absolute": lambda a, eps: rows(a, lambda e: e.abs().pow(-0.25)),
+    "absolute, by a square": lambda a, eps: rows(a, lambda e: e.square().pow(-0.25)),
+    "absolute, by a product": lambda a, eps: rows(a, lambda e: (e * e).sqrt().rsqrt()),
     "clamped above": lambda a, eps: rows(a, lambda e: e.clamp(min=eps, max=1.0).pow(-0.25)),
     "floor of nothing": lambda a, eps: rows(a, lambda e: e.clamp(min=0.0).pow(-0.25)),
     "not transposed": lambda a, eps: (lambda e, v: v * (e + eps).pow(-0.25) @ v)(*parts(a)),

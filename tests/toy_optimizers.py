@@ -132,6 +132,13 @@ class Listing(PerParameter):
         param.add_(left @ grad @ state["factors"][1], alpha=-group["lr"] / state["counts"]["step"])
 
 
+class ConstantMaking(PerParameter):
+    """Makes a tensor of a number in its step."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(cube(grad / torch.tensor(3.0)), alpha=-group["lr"])
+
+
 class HostReading(PerParameter):
     """A value read on the host decides what happens: no tracer can follow."""
 

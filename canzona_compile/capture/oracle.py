@@ -228,6 +228,8 @@ class Oracle:
                     raise Untraceable(f"an operator asks for the value of {constants} at capture, and that changes")
                 known = [i for i, name in enumerate(names) if name in self._bake]
                 graph, baked = functional(gm, static, examples, values, known)
+                if any(n.op == "get_attr" for n in graph.nodes):
+                    raise Untraceable("its step makes tensors of Python numbers, as torch.tensor(3.0) does")
                 self._bake.update(names[i] for i in baked)
                 sources = [self._source(t, "constant") for t in static.values()]
                 sources += [self._source(a, name) for a, name in zip(args, names, strict=True)]

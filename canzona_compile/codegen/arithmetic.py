@@ -239,11 +239,11 @@ def rsqrt(x):
 
 @triton.jit
 def addcmul(x, y, z, value):
-    """ATen on CPU multiplies from the left."""
+    """ATen on CPU multiplies from the left; on CUDA it rounds once if the value is one."""
     if INTERPRETED:
         return fma(value * y, z, x)
     else:
-        return tl.fma(value, y * z, x)
+        return tl.where(value == 1.0, tl.fma(y, z, x), tl.fma(value, y * z, x))
 
 
 @triton.jit

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from canzona_compile.codegen.source import FLAT, PointwiseProgram, source
-from canzona_compile.codegen.tables import Segment, Table, segment_of
+from canzona_compile.codegen.tables import Segment, Table, fits, roomy, segment_of
+from canzona_compile.codegen.values import Spread
 from canzona_compile.errors import CanzonaError
 
 BLOCK = 2048  # elements; with eight warps every thread has eight, two vectors of float32
 WARPS = 8
+# Nothing is fused that ATen does not fuse, and functions of the library keep numbers below 2^-126, as nvcc's do.
+OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 Part = tuple[tuple[Sequence[Tensor], ...], Sequence[float]]
 Addresses = list[np.ndarray[Any, Any]]  # by part: [operands, entries]
@@ -120,8 +123,36 @@ class GroupedKernel(torch.nn.Module):
             self._upload()
 
     def forward(self, *parts: Part) -> None:
-        if self.refresh(parts):
+        within, copied = self._within(parts)
+        if self.refresh(within):
             self.launch()
+        for target, value in copied:
+            target.copy_(value)
+
+    def _within(self, parts: Sequence[Part]) -> tuple[Sequence[Part], list[tuple[Tensor, Tensor]]]:
+        """The parts, with contiguous copies of fragments that a row has no room for, and which go back where.
+
+        Such are strided in more than four dims, as a slice of a weight of a 3-d convolution may be.
+        """
+        if all(roomy(written) for lists, _ in parts for written in lists[-1]):
+            return parts, []
+        made: list[Part] = []
+        back: list[tuple[Tensor, Tensor]] = []
+        for (lists, numbers), number in zip(parts, self.parts, strict=True):
+            program = self.programs[number]
+            odd = [e for e, operands in enumerate(zip(*lists, strict=True)) if not fits(program, operands)]
+            if odd:
+                shapes = {e: lists[-1][e].shape for e in odd}
+                columns = tuple(list(own) for own in lists)
+                lists = columns
+                for i, (own, spread) in enumerate(zip(columns, program.spreads, strict=True)):
+                    for e, shape in shapes.items() if spread is not Spread.ONE else ():
+                        whole = own[e].expand(shape).contiguous()
+                        if i >= program.reads and whole.data_ptr() != own[e].data_ptr():
+                            back.append((own[e], whole))
+                        own[e] = whole
+            made.append((lists, numbers))
+        return made, back
 
     def refresh(self, parts: Sequence[Part]) -> bool:
         """Have the table say where the operands lie; false if they have no elements.
@@ -150,9 +181,7 @@ class GroupedKernel(torch.nn.Module):
             self._kernel = loaded(self.source)
         where = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with where, np.errstate(all="ignore"):  # the interpreter computes with numpy
-            self._kernel[(self.table.blocks,)](
-                *self._on_device, WIDTH=self.table.width, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
-            )
+            self._kernel[(self.table.blocks,)](*self._on_device, WIDTH=self.table.width, BLOCK=BLOCK, **OPTIONS)
         self.launches += 1
 
     def _write(self, addresses: Addresses, numbers: list[tuple[float, ...]]) -> None:

@@ -94,7 +94,7 @@ def power(b: Builder, node: fx.Node) -> str:
     if not dtype.is_floating_point:
         raise Unsupported(f"{node.target} of {dtype}")
     exponent = node.args[1]
-    x = b.operand(node.args[0], dtype)
+    x = b.operand(node.args[0], dtype, round_numbers=True)
     if isinstance(exponent, fx.Node):
         if is_number(exponent):
             raise Unsupported("a power whose exponent is a hyperparameter")

@@ -20,6 +20,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.layout import Shape
 
 MOST_DIMS = 4
+LARGEST_INNER = 2**31 - 2**16  # elements of an inner dim: kernels divide inside of a block in 32 bits
 VECTOR = 16  # bytes that an address, and elements that sizes and strides, must be multiples of
 
 Strides = tuple[int, ...]
@@ -37,10 +38,10 @@ class Segment:
 
 
 def segment_of(program: PointwiseProgram, part: int, entry: int, operands: Sequence[Tensor]) -> Segment | None:
-    """The segment of some operands, None if there is nothing to do.
+    """The segment of some operands that `fits` is true of, None if there is nothing to do.
 
     Raises:
-        CanzonaError: if an operand has another dtype than the program says, or more than four dims that do not merge.
+        CanzonaError: if an operand has another dtype than the program says.
     """
     for operand, dtype in zip(operands, program.dtypes, strict=True):
         if operand.dtype != dtype:
@@ -48,15 +49,8 @@ def segment_of(program: PointwiseProgram, part: int, entry: int, operands: Seque
     shape = tuple(operands[-1].shape)
     if not math.prod(shape):
         return None
-    spreads = program.spreads
-    strides = [
-        (0,) * len(shape) if spread is Spread.ONE else operand.expand(shape).stride()
-        for operand, spread in zip(operands, spreads, strict=True)
-    ]
-    sizes, merged = merge(shape, strides)
-    if len(sizes) > MOST_DIMS:
-        raise CanzonaError(f"an operand of shape {list(shape)} has more than {MOST_DIMS} strided dims", at=program.name)
-    full = [i for i, spread in enumerate(spreads) if spread is Spread.FULL]
+    sizes, merged = described(program, operands)
+    full = [i for i, spread in enumerate(program.spreads) if spread is Spread.FULL]
     aligned = (
         math.prod(sizes) % VECTOR == 0
         and sizes[-1] % VECTOR == 0
@@ -64,6 +58,29 @@ def segment_of(program: PointwiseProgram, part: int, entry: int, operands: Seque
         and all(operands[i].data_ptr() % VECTOR == 0 for i in full)
     )
     return Segment(part, entry, sizes, tuple(merged), (len(sizes), aligned))
+
+
+def described(program: PointwiseProgram, operands: Sequence[Tensor]) -> tuple[Shape, list[Strides]]:
+    """The dims that are left after merging, and every operand's strides in them."""
+    shape = tuple(operands[-1].shape)
+    strides = [
+        (0,) * len(shape) if spread is Spread.ONE else operand.expand(shape).stride()
+        for operand, spread in zip(operands, program.spreads, strict=True)
+    ]
+    return merge(shape, strides)
+
+
+def roomy(written: Tensor) -> bool:
+    """Has a row room for a fragment, however it lies?"""
+    return written.ndim <= MOST_DIMS and written.numel() <= LARGEST_INNER
+
+
+def fits(program: PointwiseProgram, operands: Sequence[Tensor]) -> bool:
+    """Has a row room for a fragment as its operands lie?"""
+    if roomy(operands[-1]):
+        return True
+    sizes, _ = described(program, operands)
+    return len(sizes) <= MOST_DIMS and all(n <= LARGEST_INNER for n in sizes[1:])
 
 
 def merge(shape: Shape, strides: Sequence[Strides]) -> tuple[Shape, list[Strides]]:
