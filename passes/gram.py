@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,7 +14,8 @@ import torch
 from torch import fx
 
 from canzona_compile.algebra import any_strides, flipped
-from canzona_compile.cost import factors, flops_of, node_flops, symbolic_dims
+from canzona_compile.cost import TYPICAL, factors, flops_of, hardware_of, node_flops, symbolic_dims
+from canzona_compile.hardware import Hardware
 from canzona_compile.ir import Form, Placed, Step, Template, tensor_value
 from canzona_compile.iterates import Chain, Polynomial, chains
 from canzona_compile.lifting import dead_code_free
@@ -36,7 +38,8 @@ class GramIterations:
 
     * its coefficients are numbers in the graph, and no other value depends on what is between its steps,
     * the graph itself bounds the norm of X at the start (it divides by a norm), so that nothing can overflow,
-    * that is less work by the formulas of `canzona_compile.cost`: for quintics, from n = 1.5 m on.
+    * that is less work by the formulas of `canzona_compile.cost`: for quintics, from n = 1.5 m on,
+    * and takes less time by the machine's rates, if the dtype changes: float16 is slow on CPUs.
 
     16-bit matrices are normalised in float32 and iterated in float16, whose roundoff is an eighth of bfloat16's; others
     keep their dtype. Results have the dtype that they had.
@@ -46,7 +49,7 @@ class GramIterations:
     Frobenius norm at most 0.1 for five steps of Jordan's, You's, Polar Express and CANS coefficients, where
     Newton-Schulz in bfloat16, which this replaces, is 0.06 to 0.58 off, and no singular value is more than 0.06
     larger than the exact largest one. That was measured on CPU, with the library's products and with the references of
-    `sym_gemm`, so the rewrite is done on CPU as well, by the same rule. On CUDA it is yet to be measured.
+    `sym_gemm`, so the rewrite is done on CPU as well. On CUDA it is yet to be measured.
     """
 
     name: ClassVar[str] = "gram"
@@ -54,30 +57,41 @@ class GramIterations:
     ensures: ClassVar[Form] = Form.ROUTED
 
     def __call__(self, step: Step) -> Step:
-        return replace(step, placed=tuple(rewritten_cut(cut) for cut in step.placed))
+        hardware = hardware_of(step.machine)
+        return replace(step, placed=tuple(rewritten_cut(cut, hardware) for cut in step.placed))
 
 
-def rewritten_cut(cut: Placed) -> Placed:
-    return cut if cut.template.interpreted else replace(cut, compute=rewritten(cut.compute, cut.template))
+def rewritten_cut(cut: Placed, hardware: Hardware) -> Placed:
+    return cut if cut.template.interpreted else replace(cut, compute=rewritten(cut.compute, cut.template, hardware))
 
 
-def rewritten(graph: fx.Graph, template: Template) -> fx.Graph:
-    """A graph with every chain as Gram iterations for which that is possible and less work."""
+def rewritten(graph: fx.Graph, template: Template, hardware: Hardware) -> fx.Graph:
+    """A graph with every chain as Gram iterations for which that is possible and takes less time."""
     for start in [chain.start.name for chain in chains(graph)]:
         attempt = copy.deepcopy(graph)
         chain = next((c for c in chains(attempt) if c.start.name == start), None)
-        if chain is not None and rewrite(attempt, chain) and work(attempt, template) <= work(graph, template):
+        if chain is None or not rewrite(attempt, chain):
+            continue
+        if seconds(attempt, template, hardware) <= seconds(graph, template, hardware):
             any_strides(attempt)
             attempt.lint()
             graph = attempt
     return graph
 
 
-def work(graph: fx.Graph, template: Template) -> int:
-    """FLOPs of a graph's matrix products."""
+def seconds(graph: fx.Graph, template: Template, hardware: Hardware) -> float:
+    """Of a graph's matrix products, at the rate of one size for all, so that FLOPs alone count within a dtype."""
+    return sum(flops / hardware.product_rate(dtype, TYPICAL) for dtype, flops in work(graph, template).items())
+
+
+def work(graph: fx.Graph, template: Template) -> dict[str, int]:
+    """FLOPs of a graph's matrix products by dtype."""
     dims = symbolic_dims(graph, template)
-    products = (node_flops(node, dims) for node in dims if factors(node))
-    return flops_of(sum(products, sympy.Integer(0)), template.shape)
+    found: dict[str, sympy.Expr] = defaultdict(lambda: sympy.Integer(0))
+    for node in dims:
+        if factors(node):
+            found[str(node.meta["val"].dtype).removeprefix("torch.")] += node_flops(node, dims)
+    return {dtype: flops_of(flops, template.shape) for dtype, flops in found.items()}
 
 
 def rewrite(graph: fx.Graph, chain: Chain) -> bool:

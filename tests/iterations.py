@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.hardware import named_hardware
 from canzona_compile.ir import Template
 from canzona_compile.passes.gram import rewritten
 from tests.samples import Builder, empty
@@ -116,7 +117,7 @@ def template_of(graph: fx.Graph) -> Template:
 
 
 def rewrite(graph: fx.Graph) -> fx.Graph:
-    return rewritten(graph, template_of(graph))
+    return rewritten(graph, template_of(graph), named_hardware("h100"))
 
 
 def changed(graph: fx.Graph) -> bool:

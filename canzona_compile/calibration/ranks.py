@@ -27,7 +27,7 @@ from canzona_compile.hardware import Link
 
 log = logging.getLogger(__name__)
 
-CPU_DTYPES = (torch.bfloat16, torch.float32)
+CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STEPS = 4  # times as many as repetitions of other measurements: one takes milliseconds
 TIMEOUT = timedelta(minutes=5)  # of a collective: that long ranks wait for the slowest to measure
