@@ -22,12 +22,13 @@ from torch.optim import Muon, Optimizer
 import canzona_compile
 from canzona_compile import planner
 from canzona_compile.codegen.launch import GroupedKernel, Part
-from canzona_compile.instructions import copy
+from canzona_compile.instructions import copy, each
 from canzona_compile.ir import Machine
+from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.program import Program
 from canzona_compile.runtime import cuda_graph
 from canzona_compile.runtime.cuda_graph import MOST_RECORDINGS, Replay, obstacle, obstacle_in
-from canzona_compile.runtime.device_numbers import FORMS, DeviceNumber
+from canzona_compile.runtime.number_forms import FORMS, DeviceNumber
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
@@ -64,6 +65,13 @@ CALLS: dict[Any, Callable[[Tensor, Tensor, Tensor, Any], tuple[tuple[Any, ...], 
 }
 
 
+# Products: what runs on CUDA, of which the library's way is taken here.
+PRODUCTS: dict[Any, Callable[[Tensor, Tensor, Tensor, Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    SYM_GEMM: lambda x, y, z, s: ((x, None, y), {"alpha": s, "beta": s, "diag": s}),
+    GEMM_AXPBY: lambda x, y, z, s: ((x, z), {"alpha": s, "beta": s}),
+}
+
+
 def in_place(op: Any) -> Any:
     return getattr(getattr(aten, f"{op.overloadpacket.__name__}_"), op._overloadname)
 
@@ -89,7 +97,37 @@ def test_an_operator_takes_its_number_in_a_tensor(op: Any, dtype: torch.dtype, v
 
 
 def test_every_form_is_tested() -> None:
-    assert set(FORMS) == {*CALLS, *map(in_place, CALLS)}
+    assert set(FORMS) == {*CALLS, *map(in_place, CALLS), *PRODUCTS}
+
+
+@pytest.mark.parametrize("op", PRODUCTS, ids=str)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_a_product_takes_its_numbers_in_tensors(op: Any, dtype: torch.dtype) -> None:
+    """Stacked, and for every task; numbers that stay numbers may stand beside them."""
+    random = torch.Generator().manual_seed(0)
+    x, y, z = (torch.rand(3, 6, 6, generator=random, dtype=torch.float64) for _ in range(3))
+    x, y, z = x.to(dtype), (y + y.mT).to(dtype), z.to(dtype)
+    for value in (0.7, -1.3):
+        args, kwargs = PRODUCTS[op](x, y, z, value)
+        exact = op(*(a.double() if isinstance(a, Tensor) else a for a in args), **kwargs)
+        args, numbered = PRODUCTS[op](x, y, z, number_of(value))
+        for some in (numbered, {**numbered, "beta": value}):
+            found = FORMS[op](*args, **some)
+            assert found.dtype == dtype
+            assert (found.double() - exact).abs().max() <= BOUNDS[dtype] * 40
+            lists = [None if a is None else list(a) for a in args]
+            for one, expected in zip(each(FORMS[op], *lists, **some), found, strict=True):
+                torch.testing.assert_close(one, expected, rtol=BOUNDS[dtype] * 4, atol=BOUNDS[dtype] * 40)
+
+
+@pytest.mark.parametrize("op", [aten.addcmul.default, aten.addcdiv.default], ids=str)
+def test_the_quotient_or_product_of_tensors_is_rounded_before_it_is_scaled(op: Any) -> None:
+    """As CUDA's kernels do it, whose bits a recording is to keep (the CPU's multiply from the left)."""
+    random = torch.Generator().manual_seed(0)
+    x, y, z = (torch.rand(999, generator=random) + 0.5 for _ in range(3))
+    inner = y * z if op is aten.addcmul.default else y / z
+    expected = torch.addcmul(x, inner, torch.tensor(0.3))
+    assert torch.equal(FORMS[op](x, y, z, value=number_of(0.3)), expected)
 
 
 @pytest.mark.parametrize("op", [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor], ids=str)
