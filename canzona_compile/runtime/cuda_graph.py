@@ -13,7 +13,6 @@ before a process group is, whoever shuts it down.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
