@@ -211,7 +211,7 @@ def test_tables_are_sent_after_a_recording_that_failed(monkeypatch: pytest.Monke
 
     steps = Steps("muon", record=record)
     for i in range(5):  # the last one is to be recorded, with numbers of its own
-        assert steps.step(lr=0.1 / (i + 1)) < 1e-5
+        assert steps.step(momentum=0.9 + 0.01 * i) < 1e-5
     (replay,) = steps.replays
     assert "cannot be recorded" in replay.how
     assert not any(m._unsent for m in replay.plain.modules() if isinstance(m, GroupedKernel))
