@@ -210,7 +210,7 @@ def test_tables_are_sent_after_a_recording_that_failed(monkeypatch: pytest.Monke
         raise RuntimeError("no")
 
     steps = Steps("muon", record=record)
-    for i in range(5):  # the last one is to be recorded, with numbers of its own
+    for i in range(4):  # the last one is to be recorded, with numbers of its own
         assert steps.step(momentum=0.9 + 0.01 * i) < 1e-5
     (replay,) = steps.replays
     assert "cannot be recorded" in replay.how

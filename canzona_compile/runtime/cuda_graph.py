@@ -79,7 +79,7 @@ class Replay:
         self._hypers = [i for i, value in enumerate(inputs) if isinstance(value, Number)]
         self._moving = [i for i, value in enumerate(inputs) if isinstance(value, Fragments | Residents)]
         self._numbers: dict[int, Any] | None = None  # on the last step, of the hyperparameters that are no tensors
-        self._changing: set[int] = set()  # those that have changed since the program began
+        self._changing: set[str] = set()  # by name, those that have changed since the program began
         self._known: dict[Hashable, Recording] = {}
         self._last: Hashable = None
         self._rehearsed = False
@@ -180,10 +180,10 @@ class Replay:
             return None
         numbers = {i: value for i, value in given.items() if i not in tensors}
         before = self._numbers or {}
-        changed = {i for i, value in numbers.items() if i in before and value != before[i]}
-        if numbers.keys() != before.keys() or self._numbers is None or not changed <= self._changing:
-            self._changing = (self._changing | changed) & numbers.keys()
-            self._prepare(list(numbers))
+        names = list(self.program.inputs)
+        self._changing |= {names[i] for i, value in numbers.items() if i in before and value != before[i]}
+        if self._numbers is None or numbers.keys() != before.keys() or self._changing & self._split.movable:
+            self._prepare([names[i] for i in numbers])
         self._numbers = numbers
         self._wanted = self._split.host(*numbers.values())
         fixed = []
@@ -195,11 +195,8 @@ class Replay:
         places = tuple((t.data_ptr(), t.stride()) for t in moving)
         return places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed)
 
-    def _prepare(self, numbers: list[int]) -> None:
-        names = list(self.program.inputs)
-        self._split = with_device_numbers(
-            self.program, [names[i] for i in numbers], [names[i] for i in numbers if i in self._changing]
-        )
+    def _prepare(self, numbers: list[str]) -> None:
+        self._split = with_device_numbers(self.program, numbers, self._changing)
         self._values: list[Any] = [
             DeviceNumber(self.device) if kind == "device" else None for kind in self._split.kinds
         ]

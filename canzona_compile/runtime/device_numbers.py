@@ -36,12 +36,14 @@ class DeviceProgram:
             are. What it gets for the numbers among the inputs it does not read.
         kinds: by value.
         tables: which values each generated kernel reads, by its name and for each of its parts.
+        movable: the inputs on which values depend that are kept now, but need not be if these change.
     """
 
     host: fx.GraphModule
     module: fx.GraphModule
     kinds: tuple[Kind, ...]
     tables: Mapping[str, tuple[tuple[int, ...], ...]]
+    movable: frozenset[str]
 
 
 def with_device_numbers(program: Program, numbers: Sequence[str], changing: Collection[str]) -> DeviceProgram:
@@ -64,8 +66,9 @@ class _Cut:
 
 class _Splitter:
     def __init__(self, program: Program, numbers: Sequence[str], changing: Collection[str]) -> None:
-        self.old, self.numbers, self.changing = program.module, numbers, changing
-        self.moving: set[fx.Node] = set()  # nodes of `host` that depend on numbers that change
+        self.old, self.numbers, self.changing = program.module, numbers, frozenset(changing)
+        self.sources: dict[fx.Node, frozenset[str]] = {}  # of nodes of `host`, the numbers that they come from
+        self.movable: frozenset[str] = frozenset()
         self.host, self.root = fx.Graph(), torch.nn.Module()
         self.graph = fx.Graph()
         self.values: dict[tuple[fx.Node, Kind], fx.Node] = {}  # by node of `host`
@@ -76,7 +79,7 @@ class _Splitter:
     def split(self) -> DeviceProgram:
         new: dict[fx.Node, fx.Node] = {}
         on_host = {name: self.host.placeholder(name) for name in self.numbers}
-        self.moving |= {on_host[name] for name in self.changing}
+        self.sources |= {node: frozenset([name]) for name, node in on_host.items()}
         for node in self.old.graph.nodes:
             numbers = {n: on_host[n.name] for n in node.all_input_nodes if n.name in on_host}
             if node.op == "get_attr":
@@ -101,7 +104,7 @@ class _Splitter:
         kinds = tuple(kind for _, kind in self.values)
         host = fx.GraphModule(torch.nn.Module(), self.host, class_name="HostNumbers")
         module = fx.GraphModule(self.root, self.graph, class_name="DeviceProgram")
-        return DeviceProgram(host, module, kinds, self.tables())
+        return DeviceProgram(host, module, kinds, self.tables(), self.movable)
 
     def kernel(self, node: fx.Node, kernel: GroupedKernel, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """A call of a generated kernel, whose numbers come from the host."""
@@ -155,8 +158,7 @@ class _Splitter:
                 key = (node.target, repr(args), repr(kwargs))
                 if key not in self.known:
                     made = self.known[key] = self.host.call_function(node.target, args, kwargs)
-                    if any(n in self.moving for n in made.all_input_nodes):
-                        self.moving.add(made)
+                    self.sources[made] = frozenset[str]().union(*(self.sources[n] for n in made.all_input_nodes))
                 found[node] = self.known[key]
         return found
 
@@ -174,7 +176,11 @@ class _Splitter:
         Args:
             singles: its numbers, and what they are in the host's graph.
         """
-        moving = {n for n, on_host in singles.items() if on_host in self.moving}
+        moving = {n for n, on_host in singles.items() if self.sources[on_host] & self.changing}
+        for node in graph.nodes:
+            if node not in singles and form_of(node) is not None:
+                still = [singles[n] for n in node.all_input_nodes if n in singles and n not in moving]
+                self.movable = self.movable.union(*(self.sources[n] for n in still))
         key = name, tuple((n.name, n in moving) for n in singles)
         if key in self.cuts:
             return self.cuts[key]
