@@ -45,6 +45,7 @@ class Options:
         planner: which rule chooses owners, one of `ownership.NAMES`; alpha is that of the rule "alpha".
         hardware: rates that predictions stand on; None: assumed for the kind of device.
         plan: owners and micro-groups to take instead of planning.
+        cuda_graphs: on CUDA, record steps and replay them where that is possible.
     """
 
     replicate: DeviceMesh | ProcessGroup | None = None
@@ -61,11 +62,12 @@ class Options:
     alpha: float = 1.0
     hardware: Hardware | None = None
     plan: PlanFile | None = None
+    cuda_graphs: bool = True
 
     @property
     def text(self) -> str:
         """What ranks must have in common."""
-        apart = ("replicate", "split", "names", "hardware", "plan")
+        apart = ("replicate", "split", "names", "hardware", "plan", "cuda_graphs")
         names = [f.name for f in fields(self) if f.name not in apart]
         splits = [f"{pattern} is {split}" for pattern, split in self.split]
         if self.plan is not None:
@@ -86,8 +88,9 @@ class Options:
                     f"{name}={value!r} is none of {', '.join(map(repr, allowed))}", at=f"the option {name}"
                 )
         planner_named(self.planner, alpha=self.alpha)
-        if not isinstance(self.stagger, bool):
-            raise CanzonaError(f"stagger={self.stagger!r} is neither True nor False", at="the option stagger")
+        for name in ("stagger", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise CanzonaError(f"{name}={getattr(self, name)!r} is neither True nor False", at=f"the option {name}")
         for name in ("capacity", "depth", "micro_groups"):
             value = getattr(self, name)
             if name == "micro_groups" and value is None:

@@ -126,6 +126,11 @@ class Running:
         )
         return tuple(part for part in shared if part[2])
 
+    def forget_programs(self) -> None:
+        """Give up their buffers, and recordings, now: programs and this object refer to each other."""
+        self.programs.clear()
+        self.executor = self.last = None
+
     # -- execution ---------------------------------------------------------------------------------
 
     def step(self, taking: TakingPart, watch: Watch) -> bool:
@@ -176,7 +181,7 @@ class Running:
             for eager in eager_steps(template):
                 eager.tasks = self
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
-        executor = Executor(emitted.program, device, self.groups, watch, self)
+        executor = Executor(emitted.program, device, self.groups, watch, self, self.options.cuda_graphs)
         return executor, emitted, History((*history.records, *last.records))
 
     def _first_step(self, fresh: Names, watch: Watch) -> None:

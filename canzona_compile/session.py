@@ -211,6 +211,8 @@ class Session:
 
     def forget_plan(self) -> None:
         """Bind again at the next step; `optimizer.state` is portable already, and valid."""
+        if self.running is not None:
+            self.running.forget_programs()
         self.running, self.rehearsed = None, False
 
     @contextlib.contextmanager

@@ -56,6 +56,7 @@ def wrap(
     alpha: float = 1.0,
     hardware: str | Path | Hardware | None = None,
     plan: str | Path | PlanFile | None = None,
+    cuda_graphs: bool = True,
 ) -> Opt:
     """Make every `step` of an optimizer compute each matrix once, on one rank, whatever the sharding.
 
@@ -87,6 +88,8 @@ def wrap(
             for the kind of device by default.
         plan: a plan, or its file, made by `canzona_compile.plan`, `canzona-compile plan --format json` or
             `optimizer.canzona.plan()`: its owners and micro-groups are taken, and nothing else is run.
+        cuda_graphs: on CUDA, record steps as CUDA graphs and replay them, where gradients stay in their places.
+            False: every step runs call by call, which takes more time of the host, and no memory for recordings.
 
     Returns:
         The same object. Its class is now a subclass of the old one, and it has `.canzona`.
@@ -124,6 +127,7 @@ def wrap(
         alpha=alpha,
         hardware=named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware,
         plan=None if plan is None else read_plan(plan),
+        cuda_graphs=cuda_graphs,
     )
     if is_wrapped(optimizer):
         session = optimizer.canzona.session  # type: ignore[attr-defined]

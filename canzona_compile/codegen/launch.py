@@ -187,7 +187,7 @@ class GroupedKernel(torch.nn.Module):
     def _write(self, addresses: Addresses, numbers: list[tuple[float, ...]]) -> None:
         """Change the table, and send it, where it says something else."""
         same = len(addresses) == len(self._addresses) and all(map(np.array_equal, addresses, self._addresses))
-        if same and numbers == self._numbers:
+        if same and numbers == self._numbers and not self._unsent:
             return
         assert self.table is not None
         for part, (own, values) in enumerate(zip(addresses, numbers, strict=True)):

@@ -6,11 +6,15 @@ steps in a row had the same addresses, and a few times at most: where they keep 
 be recorded, the program goes on call by call. `Replay.how` says which.
 
 Recordings of all programs share one pool of memory: they never run at the same time, and no value of one outlives it.
+
+NCCL does not shut down while there is a recording of one of its collectives (pytorch#115388). So recordings are dropped
+before a process group is, whoever shuts it down.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,7 +27,8 @@ from torch import Tensor, fx
 from canzona_compile import instructions
 from canzona_compile.codegen.launch import GroupedKernel, Laid
 from canzona_compile.program import Fragments, Names, Number, Program, Residents
-from canzona_compile.runtime.device_numbers import DeviceNumber, with_device_numbers
+from canzona_compile.runtime.device_numbers import with_device_numbers
+from canzona_compile.runtime.number_forms import DeviceNumber
 from canzona_compile.runtime.streams import index_of, stream_named
 
 MOST_RECORDINGS = 3
@@ -53,6 +58,7 @@ class Replay:
         device: of its tensors.
         entered: makes the program's streams ready, see `streams`.
         record: how a run becomes a recording; `recorded` on CUDA.
+        wanted: false if it is to run call by call.
     """
 
     def __init__(
@@ -61,16 +67,19 @@ class Replay:
         device: torch.device,
         entered: Callable[[], AbstractContextManager[None]],
         record: Record | None = None,
+        wanted: bool = True,
     ) -> None:
         self.plain, self.entered = program.module, entered
         self.record = record or functools.partial(recorded, device=device)
-        self.stopped = obstacle(program)
+        self.stopped = obstacle(program) if wanted else "cuda_graphs=False"
         self.recordings = 0
+        self._tried = 0  # of them, those with the numbers on the device that are there now
         inputs = list(program.inputs.values())
         self.program, self.device = program, device
         self._hypers = [i for i, value in enumerate(inputs) if isinstance(value, Number)]
         self._moving = [i for i, value in enumerate(inputs) if isinstance(value, Fragments | Residents)]
-        self._numbers: list[int] | None = None  # of the hyperparameters, those that are no tensors
+        self._numbers: dict[int, Any] | None = None  # on the last step, of the hyperparameters that are no tensors
+        self._changing: set[str] = set()  # by name, those that have changed since the program began
         self._known: dict[Hashable, Recording] = {}
         self._last: Hashable = None
         self._rehearsed = False
@@ -81,7 +90,10 @@ class Replay:
         if self.stopped:
             return f"call by call: {self.stopped}"
         if not self._known:
-            return "call by call, until two steps in a row have gradients in the same places"
+            return (
+                "call by call, until two steps in a row have gradients in the same places, "
+                "and the same numbers where operators keep them"
+            )
         times = "once" if self.recordings == 1 else f"{self.recordings} times"
         return f"a CUDA graph, recorded {times}"
 
@@ -98,7 +110,7 @@ class Replay:
             return
         if key != self._last:
             self._last, self._rehearsed = key, False
-            if self.recordings == MOST_RECORDINGS:
+            if self._tried == MOST_RECORDINGS:
                 self._stop("gradients are elsewhere every few steps, or a number changes that an operator keeps")
             self._plainly(arguments)
             return
@@ -110,11 +122,14 @@ class Replay:
             return
         try:
             replay = self.record(run)
-        except RuntimeError as error:
+        except Exception as error:  # of the device, of Triton: nothing was executed
             self._stop(f"it cannot be recorded: {(str(error) or repr(error)).splitlines()[0]}")
             self._plainly(arguments)
             return
         self.recordings += 1
+        self._tried += 1
+        if self.program.collectives:
+            with_collectives().add(self)
         kernels = {name: self._kernel(name) for name in self._split.tables}
         for kernel in kernels.values():
             kernel.flush()
@@ -131,8 +146,7 @@ class Replay:
         for name, own in laid.items():
             numbers = [[self._values[i] for i in part] for part in self._split.tables[name]]
             if not self._kernel(name).resume(own, numbers):
-                self._known.clear()
-                self._last = None
+                self.forget()
                 return False
         return True
 
@@ -146,39 +160,48 @@ class Replay:
 
     def _stop(self, why: str) -> None:
         self.stopped = why
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all recordings, and with them what they keep from being destroyed."""
         self._known.clear()
+        self._last = None
 
     def _look(self, arguments: Sequence[Any]) -> Hashable | None:
         """Compute the numbers; returns what a recording would keep: addresses, and numbers that operators keep.
 
-        None: there is a tensor on the CPU among the hyperparameters, whose value a recording would keep.
+        None: some tensor is on the CPU. What is done there would be done once, when the program is recorded.
         """
         given = {i: arguments[i] for i in self._hypers}
         tensors = {i: value for i, value in given.items() if isinstance(value, Tensor)}
-        if any(t.device != self.device and t.device.type == "cpu" for t in tensors.values()):
-            self._stop("a hyperparameter is a tensor on the CPU")
+        moving = [t for i in self._moving for t in arguments[i]]
+        if any(t.device.type != self.device.type for t in (*tensors.values(), *moving)):
+            self._stop("a hyperparameter, or some state, is a tensor on the CPU")
             return None
-        numbers = [i for i in given if i not in tensors]
-        if numbers != self._numbers:
-            self._prepare(numbers)
-        self._wanted = self._split.host(*(given[i] for i in numbers))
+        numbers = {i: value for i, value in given.items() if i not in tensors}
+        before = self._numbers or {}
+        names = list(self.program.inputs)
+        self._changing |= {names[i] for i, value in numbers.items() if i in before and value != before[i]}
+        if self._numbers is None or numbers.keys() != before.keys() or self._changing & self._split.movable:
+            self._prepare([names[i] for i in numbers])
+        self._numbers = numbers
+        self._wanted = self._split.host(*numbers.values())
         fixed = []
         for i, (value, kind) in enumerate(zip(self._wanted, self._split.kinds, strict=True)):
             if kind != "device":
                 self._values[i] = value
             if kind == "kept":
                 fixed.append(value)
-        places = tuple((t.data_ptr(), t.stride()) for i in self._moving for t in arguments[i])
+        places = tuple((t.data_ptr(), t.stride()) for t in moving)
         return places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed)
 
-    def _prepare(self, numbers: list[int]) -> None:
-        names = list(self.program.inputs)
-        self._numbers = numbers
-        self._split = with_device_numbers(self.program, [names[i] for i in numbers])
+    def _prepare(self, numbers: list[str]) -> None:
+        self._split = with_device_numbers(self.program, numbers, self._changing)
         self._values: list[Any] = [
             DeviceNumber(self.device) if kind == "device" else None for kind in self._split.kinds
         ]
-        self._known.clear()
+        self.forget()
+        self._tried = 0
 
     def _fill(self) -> None:
         """Give the numbers on the device their values, on the caller's stream."""
@@ -193,15 +216,44 @@ def recorded(run: Run, device: torch.device) -> Run:
     Other threads go on meanwhile, NCCL's watchdog among them, and only this one must not do what cannot be recorded.
 
     Raises:
-        RuntimeError: something in it cannot be; nothing was executed.
+        Exception: something in it cannot be; nothing was executed, and the device is as it was.
     """
     graph = torch.cuda.CUDAGraph()
     index = index_of(device)
-    stream = stream_named("record", index)
-    with torch.cuda.graph(graph, pool=pool_of(index), stream=stream, capture_error_mode="thread_local"):
-        run()
+    caller, pool = torch.cuda.current_stream(device), pool_of(index)
+    try:
+        with torch.cuda.graph(
+            graph, pool=pool, stream=stream_named("record", index), capture_error_mode="thread_local"
+        ):
+            run()
+    except BaseException:
+        torch.cuda.set_stream(caller)
+        clean_up(graph, index, pool)
+        raise
     replay: Run = graph.replay
     return replay
+
+
+def clean_up(graph: Any, device: int, pool: Any) -> None:
+    """End what torch does not end where a recording fails (`CUDAGraph::capture_end` raises before it comes to that).
+
+    The allocator would go on as in a recording: no memory that was lent to a stream would be free again, and
+    `empty_cache` would fail. The random generator of older versions would refuse to draw; the end of a next recording
+    sets it right, so one is made.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:  # torch has ended everything
+        return
+    torch._C._cuda_releasePool(device, pool)
+    pool_of.cache_clear()
+    broken.append(graph)  # allocators of pinned memory may ask it whether a stream is being recorded
+    stream = stream_named("record", device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device=torch.device("cuda", device))
+
+
+broken: list[Any] = []
 
 
 @functools.cache
@@ -209,12 +261,34 @@ def pool_of(device: int) -> Any:
     return torch.cuda.graph_pool_handle()
 
 
+@functools.cache
+def with_collectives() -> weakref.WeakSet[Replay]:
+    """Programs whose recordings contain collectives. They are dropped where a process group ends.
+
+    Torch has no hook there, so its methods are changed, when there is something to drop for the first time.
+    """
+    found: weakref.WeakSet[Replay] = weakref.WeakSet()
+    for name in ("shutdown", "abort"):
+        setattr(dist.ProcessGroup, name, after_forgetting(getattr(dist.ProcessGroup, name), found))
+    return found
+
+
+def after_forgetting(end: Callable[..., None], replays: weakref.WeakSet[Replay]) -> Callable[..., None]:
+    @functools.wraps(end)
+    def ended(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
+        for replay in list(replays):
+            replay.forget()
+        end(group, *args, **kwargs)
+
+    return ended
+
+
 def obstacle(program: Program) -> str:
     """Why a program cannot be recorded, as far as that can be seen; empty if it may be."""
     if any(isinstance(value, Names) for value in program.inputs.values()):
         return "the optimizer's own code runs in it"
-    if program.collectives and dist.is_initialized() and dist.get_backend() != "nccl":
-        return f"its collectives are those of {dist.get_backend()}"
+    if program.collectives and dist.is_initialized() and (backend := backend_on_cuda()) != "nccl":
+        return f"its collectives are those of {backend}"
     for own in program.module.modules():
         if not isinstance(own, fx.GraphModule | GroupedKernel):
             return f"it calls {type(own).__name__}, which may not be recorded"
@@ -222,6 +296,12 @@ def obstacle(program: Program) -> str:
         if why := obstacle_in(target):
             return why
     return ""
+
+
+def backend_on_cuda() -> str:
+    """Which backend runs collectives of CUDA tensors: groups may have one for each kind of device."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
+    return next((backend for device, backend in pairs if device == "cuda"), "no backend for CUDA")
 
 
 def targets(module: fx.GraphModule) -> Iterator[Any]:

@@ -2,14 +2,14 @@
 
 A CUDA graph keeps the numbers that kernels were launched with. Here the arithmetic on hyperparameters is taken out
 of a program and done on the host, in double precision as ever, and its results are handed to the operators in 0-d
-tensors. Operators that take numbers only get forms that take such tensors and round as they do: in 32 bits where
-tensors have 16, with one rounding for a product and its sum. An operator without such a form keeps its number,
-and another value means another recording.
+tensors. Operators that take numbers only get forms that take such tensors (`number_forms`). An operator without such
+a form keeps its number, and another value means another recording. So do all operators as long as their numbers have
+never changed: forms take more launches, and products of the library add in another way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -20,158 +20,7 @@ from canzona_compile import instructions
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir import outputs, placeholders
 from canzona_compile.program import Program
-
-aten = torch.ops.aten
-
-
-class DeviceNumber:
-    """A number as 0-d tensors, in 32 and in 64 bits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.single = torch.zeros((), dtype=torch.float32, device=device)
-        self.double = torch.zeros((), dtype=torch.float64, device=device)
-        self.value: float | None = None
-
-    def fill(self, value: float) -> None:
-        """Give it a value, on the current stream; nothing is launched where it has that already."""
-        if value != self.value:
-            self.single.fill_(value)
-            self.double.fill_(value)
-            self.value = value
-
-    def beside(self, tensor: Tensor) -> Tensor:
-        """As precise as arithmetic with `tensor` is."""
-        return self.double if tensor.dtype == torch.float64 else self.single
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """In the precision in which ATen computes: 16-bit formats in 32 bits."""
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-
-
-def operand(value: Any, tensor: Tensor) -> Any:
-    if isinstance(value, DeviceNumber):
-        return value.beside(tensor)
-    return wide(value) if isinstance(value, Tensor) else value
-
-
-def result_dtype(*values: Any) -> torch.dtype:
-    """Of an operator on floating-point tensors; numbers do not count."""
-    tensors = [v for v in values if isinstance(v, Tensor)]
-    found = tensors[0].dtype
-    for tensor in tensors[1:]:
-        found = torch.promote_types(found, tensor.dtype)
-    return found if found.is_floating_point else torch.get_default_dtype()
-
-
-def tensor_among(*values: Any) -> Tensor:
-    return next(v for v in values if isinstance(v, Tensor))
-
-
-def mul(x: Any, y: Any) -> Tensor:
-    """x * y; either may be a number."""
-    like = tensor_among(x, y)
-    return torch.mul(operand(x, like), operand(y, like)).to(result_dtype(x, y))
-
-
-def div(x: Any, y: Any) -> Tensor:
-    """x / y. By a number ATen's CUDA kernel multiplies with its reciprocal."""
-    like = tensor_among(x, y)
-    a, b = operand(x, like), operand(y, like)
-    by_reciprocal = isinstance(y, DeviceNumber) and like.is_cuda
-    return (torch.mul(a, b.reciprocal()) if by_reciprocal else torch.div(a, b)).to(result_dtype(x, y))
-
-
-def add(x: Any, y: Any, *, alpha: Any = 1) -> Tensor:
-    """x + alpha y, in one rounding on CUDA."""
-    return scaled_sum(x, y, alpha, 1)
-
-
-def sub(x: Any, y: Any, *, alpha: Any = 1) -> Tensor:
-    """x - alpha y, in one rounding on CUDA."""
-    return scaled_sum(x, y, alpha, -1)
-
-
-def scaled_sum(x: Any, y: Any, alpha: Any, sign: int) -> Tensor:
-    like = tensor_among(x, y)
-    a, b = operand(x, like), operand(y, like)
-    if isinstance(alpha, DeviceNumber):
-        total = torch.addcmul(a, b, alpha.beside(like), value=sign)
-    else:
-        total = torch.add(a, b, alpha=sign * alpha)
-    return total.to(result_dtype(x, y))
-
-
-def lerp(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """x + weight (end - x), as ATen does it."""
-    return torch.lerp(wide(x), wide(end), operand(weight, x)).to(result_dtype(x, end))
-
-
-def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
-    """x + value a b."""
-    return torch.addcmul(wide(x), torch.mul(wide(a), operand(value, x)), wide(b)).to(result_dtype(x, a, b))
-
-
-def addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
-    """x + value a / b."""
-    quotient, factor = torch.div(wide(a), wide(b)), operand(value, x)
-    if isinstance(value, DeviceNumber):
-        total = torch.addcmul(wide(x), quotient, factor)
-    else:
-        total = torch.add(wide(x), quotient, alpha=factor)
-    return total.to(result_dtype(x, a, b))
-
-
-def mul_(x: Tensor, y: Any) -> Tensor:
-    return x.copy_(mul(x, y))
-
-
-def div_(x: Tensor, y: Any) -> Tensor:
-    return x.copy_(div(x, y))
-
-
-def add_(x: Tensor, y: Any, *, alpha: Any = 1) -> Tensor:
-    return x.copy_(add(x, y, alpha=alpha))
-
-
-def sub_(x: Tensor, y: Any, *, alpha: Any = 1) -> Tensor:
-    return x.copy_(sub(x, y, alpha=alpha))
-
-
-def lerp_(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    return x.copy_(lerp(x, end, weight))
-
-
-def addcmul_(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
-    return x.copy_(addcmul(x, a, b, value=value))
-
-
-def addcdiv_(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
-    return x.copy_(addcdiv(x, a, b, value=value))
-
-
-FORMS: Mapping[Any, Callable[..., Tensor]] = {
-    aten.mul.Tensor: mul,
-    aten.div.Tensor: div,
-    aten.add.Tensor: add,
-    aten.sub.Tensor: sub,
-    aten.lerp.Scalar: lerp,
-    aten.addcmul.default: addcmul,
-    aten.addcdiv.default: addcdiv,
-    aten.mul_.Tensor: mul_,
-    aten.div_.Tensor: div_,
-    aten.add_.Tensor: add_,
-    aten.sub_.Tensor: sub_,
-    aten.lerp_.Scalar: lerp_,
-    aten.addcmul_.default: addcmul_,
-    aten.addcdiv_.default: addcdiv_,
-}
-
-
-def each_numbered(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The form of `op` for every task, see `instructions.each`."""
-    return instructions.each(FORMS[op], *args, **kwargs)
-
+from canzona_compile.runtime.number_forms import FORMS, each_numbered
 
 # How a value gets to where it is needed: in a tensor; as a number, which a recording keeps; or in a kernel's table.
 Kind = Literal["device", "kept", "table"]
@@ -187,21 +36,24 @@ class DeviceProgram:
             are. What it gets for the numbers among the inputs it does not read.
         kinds: by value.
         tables: which values each generated kernel reads, by its name and for each of its parts.
+        movable: the inputs on which values depend that are kept now, but need not be if these change.
     """
 
     host: fx.GraphModule
     module: fx.GraphModule
     kinds: tuple[Kind, ...]
     tables: Mapping[str, tuple[tuple[int, ...], ...]]
+    movable: frozenset[str]
 
 
-def with_device_numbers(program: Program, numbers: Sequence[str]) -> DeviceProgram:
+def with_device_numbers(program: Program, numbers: Sequence[str], changing: Collection[str]) -> DeviceProgram:
     """Take the arithmetic on numbers out of a program.
 
     Args:
         numbers: the names of its inputs that are Python numbers. Hyperparameters may be tensors as well.
+        changing: those of them that may change from step to step. What is computed from others alone is kept.
     """
-    return _Splitter(program, numbers).split()
+    return _Splitter(program, numbers, changing).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +65,21 @@ class _Cut:
 
 
 class _Splitter:
-    def __init__(self, program: Program, numbers: Sequence[str]) -> None:
-        self.old, self.numbers = program.module, numbers
+    def __init__(self, program: Program, numbers: Sequence[str], changing: Collection[str]) -> None:
+        self.old, self.numbers, self.changing = program.module, numbers, frozenset(changing)
+        self.sources: dict[fx.Node, frozenset[str]] = {}  # of nodes of `host`, the numbers that they come from
+        self.movable: frozenset[str] = frozenset()
         self.host, self.root = fx.Graph(), torch.nn.Module()
         self.graph = fx.Graph()
         self.values: dict[tuple[fx.Node, Kind], fx.Node] = {}  # by node of `host`
         self.results: dict[fx.Node, list[fx.Node]] = {}  # of graphs that return numbers only, in `host`
         self.known: dict[Hashable, fx.Node] = {}  # arithmetic that is in `host` already
-        self.cuts: dict[tuple[str, tuple[str, ...]], _Cut] = {}
+        self.cuts: dict[Hashable, _Cut] = {}
 
     def split(self) -> DeviceProgram:
         new: dict[fx.Node, fx.Node] = {}
         on_host = {name: self.host.placeholder(name) for name in self.numbers}
+        self.sources |= {node: frozenset([name]) for name, node in on_host.items()}
         for node in self.old.graph.nodes:
             numbers = {n: on_host[n.name] for n in node.all_input_nodes if n.name in on_host}
             if node.op == "get_attr":
@@ -249,7 +104,7 @@ class _Splitter:
         kinds = tuple(kind for _, kind in self.values)
         host = fx.GraphModule(torch.nn.Module(), self.host, class_name="HostNumbers")
         module = fx.GraphModule(self.root, self.graph, class_name="DeviceProgram")
-        return DeviceProgram(host, module, kinds, self.tables())
+        return DeviceProgram(host, module, kinds, self.tables(), self.movable)
 
     def kernel(self, node: fx.Node, kernel: GroupedKernel, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """A call of a generated kernel, whose numbers come from the host."""
@@ -285,10 +140,10 @@ class _Splitter:
         assert isinstance(module, fx.GraphModule)
         inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         given = {i: numbers[a] for i, a in zip(inputs, arguments, strict=True) if a in numbers}  # type: ignore[index]
-        cut = self.cut(name, module.graph, given)
+        inlined = self.inline(module.graph, given)
+        cut = self.cut(name, module.graph, inlined)
         kept = [a for i, a in zip(inputs, arguments, strict=True) if i not in given]
         args: list[Any] = [fx.map_arg(a, new.__getitem__) for a in kept]
-        inlined = self.inline(module.graph, given)
         args += [self.value(inlined[single], kind) for single, kind in cut.takes]
         if not looped:
             return self.graph.call_module(cut.name, tuple(args))
@@ -302,7 +157,8 @@ class _Splitter:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
                 key = (node.target, repr(args), repr(kwargs))
                 if key not in self.known:
-                    self.known[key] = self.host.call_function(node.target, args, kwargs)
+                    made = self.known[key] = self.host.call_function(node.target, args, kwargs)
+                    self.sources[made] = frozenset[str]().union(*(self.sources[n] for n in made.all_input_nodes))
                 found[node] = self.known[key]
         return found
 
@@ -314,10 +170,18 @@ class _Splitter:
                 self.values[number, kind] = self.graph.placeholder(f"number_{len(self.values)}")
         return self.values[number, kind]
 
-    def cut(self, name: str, graph: fx.Graph, given: Iterable[fx.Node]) -> _Cut:
-        """A graph without its arithmetic on numbers, whose operators take device numbers where they can."""
-        singles = set(given)
-        key = name, tuple(sorted(n.name for n in singles))
+    def cut(self, name: str, graph: fx.Graph, singles: Mapping[fx.Node, fx.Node]) -> _Cut:
+        """A graph without its arithmetic on numbers, whose operators take device numbers where they can.
+
+        Args:
+            singles: its numbers, and what they are in the host's graph.
+        """
+        moving = {n for n, on_host in singles.items() if self.sources[on_host] & self.changing}
+        for node in graph.nodes:
+            if node not in singles and form_of(node) is not None:
+                still = [singles[n] for n in node.all_input_nodes if n in singles and n not in moving]
+                self.movable = self.movable.union(*(self.sources[n] for n in still))
+        key = name, tuple((n.name, n in moving) for n in singles)
         if key in self.cuts:
             return self.cuts[key]
         made = fx.Graph()
@@ -327,23 +191,21 @@ class _Splitter:
         for node in graph.nodes:
             if node in singles:
                 continue
-            if arithmetic(node, singles):
-                singles.add(node)
-                continue
-            form = form_of(node)
-            kind: Kind = "kept" if form is None else "device"
-            for single in [n for n in node.all_input_nodes if n in singles]:
+            own = [n for n in node.all_input_nodes if n in singles]
+            form = form_of(node) if any(n in moving for n in own) else None
+            kinds: dict[fx.Node, Kind] = {n: "device" if form is not None and n in moving else "kept" for n in own}
+            for single, kind in kinds.items():
                 if (single, kind) not in takes:
                     with made.inserting_after(last) if last else made.inserting_before(first_of(made)):
                         last = takes[single, kind] = made.placeholder(f"number_{len(takes)}")
 
-            def operand_of(n: fx.Node, kind: Kind = kind) -> fx.Node:
-                return takes[n, kind] if n in singles else new[n]
+            def operand_of(n: fx.Node, kinds: Mapping[fx.Node, Kind] = kinds) -> fx.Node:
+                return takes[n, kinds[n]] if n in singles else new[n]
 
             new[node] = made.node_copy(node, operand_of)
             if node.op == "placeholder":
                 last = new[node]
-            if form is not None and any(n in singles for n in node.all_input_nodes):
+            if form is not None:
                 new[node].target = each_numbered if node.target is instructions.each else form
         # Those that this graph's own inputs are followed by, in order.
         unique = f"{name}_{len(self.cuts)}"

@@ -48,7 +48,15 @@ class Executor:
     and numbers are looked up.
     """
 
-    def __init__(self, program: Program, device: torch.device, groups: Groups, watch: Watch, tensors: Tensors) -> None:
+    def __init__(
+        self,
+        program: Program,
+        device: torch.device,
+        groups: Groups,
+        watch: Watch,
+        tensors: Tensors,
+        cuda_graphs: bool = True,
+    ) -> None:
         self.program, self.tensors, self.watch = program, tensors, watch
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in program.slots]
         self.bytes = sum(program.slots)
@@ -57,7 +65,8 @@ class Executor:
         self.replay: Replay | None = None
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if device.type == "cuda":
-            self.replay, self._guard = Replay(program, device, self.streams.entered), torch.cuda.device(device)
+            self.replay = Replay(program, device, self.streams.entered, wanted=cuda_graphs)
+            self._guard = torch.cuda.device(device)
         self._arguments: list[Any] = []
         self._lookups: list[tuple[int, Callable[[], Any]]] = []
         for i, value in enumerate(program.inputs.values()):
