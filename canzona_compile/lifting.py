@@ -252,6 +252,18 @@ def overwriting_chain(node: Any, leaf: fx.Node | None, results: list[Any]) -> se
     return chain
 
 
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes, and all that they are made of."""
+    found: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
 def dead_code_free(graph: fx.Graph) -> fx.Graph:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:

@@ -28,6 +28,7 @@ from canzona_compile.pipeline import History, Observer
 from canzona_compile.planner import Plan, emit, lower
 from canzona_compile.runtime.executor import Executor
 from canzona_compile.runtime.groups import Groups
+from canzona_compile.runtime.memory import SharedSlots
 from canzona_compile.state import StateStore
 
 Names = tuple[str, ...]
@@ -57,6 +58,7 @@ class Running:
         self.elementwise = Elementwise(optimizer, plan.elementwise)
         self.shadow = Shadow(optimizer)
         self.programs: OrderedDict[Key, Made] = OrderedDict()
+        self.memory = SharedSlots()
         self.agreed: TakingPart = ((), ())
         self.last: tuple[Step, History] | None = None
         self.executor: Executor | None = None  # that of the last program
@@ -129,7 +131,14 @@ class Running:
     def forget_programs(self) -> None:
         """Give up their buffers, and recordings, now: programs and this object refer to each other."""
         self.programs.clear()
+        self.memory = SharedSlots()
         self.executor = self.last = None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all programs that are kept, what they share counted once."""
+        slots = {id(slot): slot.numel() for executor, _, _ in self.programs.values() for slot in executor.slots}
+        return sum(slots.values())
 
     # -- execution ---------------------------------------------------------------------------------
 
@@ -164,7 +173,7 @@ class Running:
         key = names, self.cohorts.lineup
         if key not in self.programs:
             owned = self.plan.taking(self.cohorts.lineup)
-            executor, emitted, history = self._make(owned, names, watch)
+            executor, emitted, history = self._make(owned, names, watch, self.memory)
             self.programs[key] = executor, emitted, History((*self.plan.history.records, *history.records))
             if len(self.programs) > MOST_PROGRAMS:
                 self.programs.popitem(last=False)
@@ -173,7 +182,7 @@ class Running:
         self.last = emitted, history
         return self.executor
 
-    def _make(self, owned: Step, names: Names, watch: Watch) -> Made:
+    def _make(self, owned: Step, names: Names, watch: Watch, memory: SharedSlots) -> Made:
         symmetric = self.store.symmetric() if owned.machine.device == "cuda" else frozenset()
         scheduled, history = lower(owned, names, self.options, self.observers, symmetric)
         emitted, last = emit(scheduled, self.rank, self.observers)
@@ -181,14 +190,14 @@ class Running:
             for eager in eager_steps(template):
                 eager.tasks = self
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
-        executor = Executor(emitted.program, device, self.groups, watch, self, self.options.cuda_graphs)
+        executor = Executor(emitted.program, device, self.groups, watch, self, memory, self.options.cuda_graphs)
         return executor, emitted, History((*history.records, *last.records))
 
     def _first_step(self, fresh: Names, watch: Watch) -> None:
         self._scratch = {name: {} for name in fresh}
         for name in fresh:
             self.store.allocate(name)
-        executor, _, _ = self._make(self.plan.first, fresh, watch)  # not kept: its buffers are large
+        executor, _, _ = self._make(self.plan.first, fresh, watch, SharedSlots())  # not kept: its buffers are large
         executor.run()
         for name in fresh:
             self.store.install(name)

@@ -27,7 +27,7 @@ def facts_of(running: Running, captures: int) -> Facts:
         numerics=running.options.numerics,
         variants=sum(len(k.oracle.variants) for k in kinds.values() if k.oracle is not None),
         rank_programs=len(running.programs),
-        buffer_bytes=sum(executor.bytes for executor, _, _ in running.programs.values()),
+        buffer_bytes=running.buffer_bytes,
         execution="" if running.executor is None else running.executor.how,
         profile=ProfileReport(both.together, both.apart, running.options.stagger) if both.together else None,
     )

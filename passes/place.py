@@ -29,6 +29,7 @@ from canzona_compile.ir import (
     tensor_value,
 )
 from canzona_compile.layout import Shape
+from canzona_compile.lifting import ancestors
 
 # Work and state that every replica repeats, as a fraction of the same bytes on a wire: memory is about
 # this much faster. It decides where a transfer is free (DDP: the momentum goes to the owner) and never
@@ -295,17 +296,6 @@ def wire(node: fx.Node) -> Wire:
     value = tensor_value(node)
     assert value is not None
     return Wire(node.name, tuple(value.shape), value.dtype)
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
 
 
 def subgraph(graph: fx.Graph, inputs: list[fx.Node], results: list[Any]) -> fx.Graph:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from canzona_compile.codegen.rules import RULES
 from canzona_compile.codegen.values import Builder, Line, Load, Number, Spread, Unsupported, check, converted
 from canzona_compile.ir import outputs, tensor_value
 from canzona_compile.layout import Shape
+from canzona_compile.lifting import ancestors
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +73,6 @@ def expressions(graph: fx.Graph, wanted: Sequence[int], shape: Shape) -> Express
         tuple(builder.lines),
         tuple((node.name, dtype) for node, dtype in results),
     )
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all that they are made of."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
 
 
 def add(builder: Builder, node: fx.Node) -> None:

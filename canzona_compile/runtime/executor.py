@@ -30,6 +30,7 @@ from canzona_compile.program import (
 )
 from canzona_compile.runtime.cuda_graph import Replay
 from canzona_compile.runtime.groups import Groups
+from canzona_compile.runtime.memory import SharedSlots
 from canzona_compile.runtime.streams import streams_for
 
 
@@ -42,9 +43,9 @@ class Tensors(Protocol):
 
 
 class Executor:
-    """One program, bound to memory.
+    """One program, bound to memory, which it may share with others that do not run meanwhile.
 
-    Buffers, and all views of them, are made here once. On each run only parameters, gradients, state
+    All views of buffers are made here once. On each run only parameters, gradients, state
     and numbers are looked up.
     """
 
@@ -55,11 +56,11 @@ class Executor:
         groups: Groups,
         watch: Watch,
         tensors: Tensors,
+        memory: SharedSlots,
         cuda_graphs: bool = True,
     ) -> None:
         self.program, self.tensors, self.watch = program, tensors, watch
-        self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in program.slots]
-        self.bytes = sum(program.slots)
+        self.slots = memory.of(program.slots, device)
         wanted = next((v for v in program.inputs.values() if isinstance(v, StreamSet)), None)
         self.streams = streams_for(wanted, device)
         self.replay: Replay | None = None
