@@ -167,7 +167,7 @@ class Algebra:
                 return self.call(aten.add.Tensor, a, eye, alpha=number)
             case "integers":
                 whole = self.call(aten._to_copy.default, self.call(aten.mul.Tensor, a, 4.0), dtype=torch.int32)
-                return self.call(aten._to_copy.default, whole, dtype=torch.float64)
+                return self.call(aten._to_copy.default, whole, dtype=self.dtype)
             case "chosen":
                 return self.call(aten.where.self, self.call(aten.gt.Scalar, b, 0.0), a, self.b["s"])
             case "twice":

@@ -27,8 +27,9 @@ from canzona_compile.options import NOT_YET_OPTIONS, Options
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-# The layout says what replicates; the plain optimizer, to compare with, neither staggers nor takes parameters apart.
-OPTIONS = sorted({field.name for field in fields(Options)} - {"replicate", "stagger", "split", "names"})
+# The layout says what replicates; the plain optimizer, to compare with, neither staggers nor takes parameters apart;
+# and there are no CUDA graphs on the CPU.
+OPTIONS = sorted({field.name for field in fields(Options)} - {"replicate", "stagger", "split", "names", "cuda_graphs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def verify(
             columns), "hsdp" rows in two replicas, "ddp" nothing: every rank has whole plain tensors.
         seed: of `build` and of random gradients.
         options: of `wrap`, without `replicate`, which follows from the layout, and without those that make it
-            another algorithm (`stagger`, `split`).
+            another algorithm (`stagger`, `split`) or are for CUDA.
         json: a file to write the result to.
         limit: seconds until the processes are ended.
 
