@@ -69,7 +69,7 @@ class Batching:
             left, right = (turned(tuple(f.meta["val"].shape), flip) for f, flip in zip(pair, flips(node), strict=True))
             more = addend(node)
             plain = value.ndim == 2 and (more is None or tuple(more.meta["val"].shape) == tuple(value.shape))
-            # Products of ours are not the library's bits one by one either.
+            # Products of ours do not promise the library's bits one by one either.
             equal = not self.exact or node.target in (SYM_GEMM, GEMM_AXPBY)
             equal = equal or batches_equal(node.target, (*left, right[-1]), value.dtype, machine)
             return product(node) and plain and equal

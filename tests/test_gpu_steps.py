@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from torch.optim import Muon, Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import canzona_compile
+from canzona_compile.kernels.ops import PAD_CAST
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 
@@ -48,9 +49,9 @@ BOUNDS = {("muon", "exact"): 2e-3, ("muon", "fast"): 3e-2, ("soap", "exact"): 2e
 class Steps:
     """A plain optimizer and a wrapped one on equal gradients, which stay where they are."""
 
-    def __init__(self, name: str, **options: Any) -> None:
+    def __init__(self, name: str, shapes: Sequence[tuple[int, int]] = SHAPES, **options: Any) -> None:
         self.random = torch.Generator("cuda").manual_seed(0)
-        values = [torch.randn(shape, device="cuda", generator=self.random) for shape in SHAPES]
+        values = [torch.randn(shape, device="cuda", generator=self.random) for shape in shapes]
         self.plain = MAKERS[name]([torch.nn.Parameter(v.clone()) for v in values])
         self.ours: Any = canzona_compile.wrap(MAKERS[name]([torch.nn.Parameter(v) for v in values]), **options)
         self.gradients = [torch.empty_like(v) for v in values]
@@ -85,9 +86,19 @@ def test_equals_the_plain_optimizer(name: str, numerics: str) -> None:
     assert steps.apart < BOUNDS[name, numerics]
 
 
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_matrices_that_are_padded(numerics: str) -> None:
+    steps = Steps("muon", ((250, 500), (250, 500), (1000, 300)), numerics=numerics)
+    for i in range(4):
+        steps.step(lr=0.02 / (1 + i))
+    cuts = steps.ours.canzona.step.placed
+    assert all(any(node.target is PAD_CAST for node in cut.compute.nodes) for cut in cuts)
+    assert steps.apart < BOUNDS["muon", numerics]
+
+
 def test_exact_steps_of_muon_are_equal_to_the_bit_while_nothing_is_recorded() -> None:
-    """What kernels of ours change in the order of additions would show here first."""
-    steps = Steps("muon")
+    """Of small matrices, whose products are the library's, no two alike, which would be stacked."""
+    steps = Steps("muon", SHAPES[:3])
     steps.step()
     steps.step()
     assert steps.apart == 0
