@@ -37,7 +37,7 @@ from tests.samples import grid_of, rows_layout
 
 CUDA = Machine("cuda", "nccl", 1)
 MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {"muon": Muon, "soap": SOAP, "shampoo": Shampoo}
-SHAPES: tuple[Shape, ...] = ((16, 8), (8, 16))
+SHAPES: tuple[Shape, ...] = ((16, 8), (31, 47))  # the second one is padded
 
 
 @cache
@@ -175,7 +175,9 @@ def test_a_program_for_cuda_does_what_one_for_the_cpu_does() -> None:
         assert {"on_stream", "record", "wait"} <= called
         assert "on_stream" not in plain
         for a, b in zip(ours, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(
+                a, b, rtol=1e-3, atol=1e-3
+            )  # of steps of 0.1: bf16, and padding adds in another order
 
 
 def test_the_program_shows_its_streams() -> None:
