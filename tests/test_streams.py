@@ -174,10 +174,8 @@ def test_a_program_for_cuda_does_what_one_for_the_cpu_does() -> None:
     ):
         assert {"on_stream", "record", "wait"} <= called
         assert "on_stream" not in plain
-        for a, b in zip(ours, expected, strict=True):
-            torch.testing.assert_close(
-                a, b, rtol=1e-3, atol=1e-3
-            )  # of steps of 0.1: bf16, and padding adds in another order
+        for a, b in zip(ours, expected, strict=True):  # steps of 0.1 in bf16; padding adds in another order
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
 def test_the_program_shows_its_streams() -> None:
