@@ -152,16 +152,17 @@ RECIPES = {
 
 # -- shared captures -------------------------------------------------------------------------------
 
-_captured: dict[type[Optimizer], tuple[Any, Any]] = {}
+_captured: dict[type[Optimizer], Any] = {}
 
 
-def share_captures(optimizer: Any) -> None:
+def share_captures(optimizer: Any, among: dict[type[Optimizer], Any] = _captured) -> None:
     """Let a wrapped optimizer use what others of its class captured in this process.
 
     A capture takes a third of a second, depends on no layout, and tests of layouts need the same ones over
-    and over. All ranks must do the same, as templates are numbered.
+    and over. All ranks must do the same, as templates are numbered. `among`: those that may share, for tests to whom
+    such numbers matter.
     """
     capture = optimizer.canzona.session.capture
     kind = type(optimizer)._canzona_plain_class
     own = capture.kinds, capture._separable, capture.counts
-    capture.kinds, capture._separable, capture.counts = _captured.setdefault(kind, own)
+    capture.kinds, capture._separable, capture.counts = among.setdefault(kind, own)

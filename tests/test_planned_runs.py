@@ -24,6 +24,7 @@ from canzona_compile.planner import lowering_passes
 from canzona_compile.planning.request import played
 from examples.optimizers.soap import SOAP
 from tests.layouts import mesh_of
+from tests.optimizers import share_captures
 from tests.ranks import run
 
 LAYERS, HIDDEN, WIDE = 2, 48, 80
@@ -52,6 +53,7 @@ SHAPES = {
         ("down", [HIDDEN, WIDE], 1),
     )
 }
+OURS: dict[type[torch.optim.Optimizer], Any] = {}  # captures of this file, whose names are in its plans
 MESHES = ("fsdp=4", "hsdp=2,fsdp=2", "dp=4", "tp=4", "fsdp=2,tp=2", "dp=2,tp=2")
 
 
@@ -90,6 +92,7 @@ def train(mesh: str, kind: Any, options: dict[str, Any]) -> tuple[str, list[Tens
     model, replicate = build(mesh)
     params = [p for _, p in model.named_parameters()]
     optimizer = canzona_compile.wrap(kind(params), replicate=replicate, model=model, **options)
+    share_captures(optimizer, OURS)
     for _ in range(2):
         give_gradients(params)
         optimizer.step()
