@@ -51,7 +51,7 @@ types: $(INSTALLED)
 bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/step_latency.py $(BENCH_ARGS)
 
-# Under eight minutes on one GPU; --dry runs it without one, tiny.
+# Meant for under eight minutes on one GPU; --dry runs it without one, tiny.
 bench-gpu: $(READY)
 	@$(OWN) benchmarks/gpu.py $(BENCH_ARGS)
 

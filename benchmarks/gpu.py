@@ -1,4 +1,4 @@
-"""Everything that has to be measured on a GPU, in one call under eight minutes.
+"""Everything that has to be measured on a GPU, in one call that is meant to stay under eight minutes.
 
     python benchmarks/gpu.py                     # results in benchmarks/results/
     python benchmarks/gpu.py --only products     # also kernels, steps, calibration
