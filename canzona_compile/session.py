@@ -19,7 +19,7 @@ from canzona_compile.dummy_step import is_dummy_step, undone
 from canzona_compile.errors import CanzonaError
 from canzona_compile.explanation import Explanation, explain_ahead, explain_plan
 from canzona_compile.ir import Step
-from canzona_compile.kernels.operands import tuned
+from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
 from canzona_compile.pipeline import History, Observer
 from canzona_compile.planfile import PlanFile

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.kernels.dispatch import Choice, Operation, Problem, record
-from canzona_compile.kernels.operands import (
+from canzona_compile.kernels.tensor_args import (
     Scalar,
     alignment,
     batched,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.kernels.dispatch import Choice, Problem, record
-from canzona_compile.kernels.operands import (
+from canzona_compile.kernels.tensor_args import (
     Scalar,
     alignment,
     batched,

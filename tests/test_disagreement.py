@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from canzona_compile.kernels import operands, verdicts
+from canzona_compile.kernels import tensor_args as operands
+from canzona_compile.kernels import tuning_cache as verdicts
 from canzona_compile.kernels.dispatch import CANDIDATES, Problem
 from tests.layouts import Case
 from tests.ranks import run

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from canzona_compile.__main__ import main
-from canzona_compile.kernels import operands, verdicts
+from canzona_compile.kernels import tensor_args as operands
+from canzona_compile.kernels import tuning_cache as verdicts
 from canzona_compile.kernels.dispatch import (
     CANDIDATES,
     DEEP,
@@ -30,10 +31,10 @@ from canzona_compile.kernels.dispatch import (
     choose,
     recorded,
 )
-from canzona_compile.kernels.operands import alignment, decide, forget_decisions
 from canzona_compile.kernels.sym_gemm import sym_gemm
+from canzona_compile.kernels.tensor_args import alignment, decide, forget_decisions
 from canzona_compile.kernels.tune import LIBRARY, Trial, tune, winner
-from canzona_compile.kernels.verdicts import Machine
+from canzona_compile.kernels.tuning_cache import Machine
 from canzona_compile.tuning.command import describe, problems
 from tests.kernel_cases import interpreted
 

@@ -12,8 +12,8 @@ import torch
 
 from canzona_compile.kernels.dispatch import CANDIDATES, Choice, recorded
 from canzona_compile.kernels.gemm_axpby import Update, gemm_axpby
-from canzona_compile.kernels.operands import machine
 from canzona_compile.kernels.sym_gemm import sym_gemm
+from canzona_compile.kernels.tensor_args import machine
 from canzona_compile.kernels.tune import cuda_clock, tune
 from tests.kernel_cases import (
     ALIGNED,

@@ -18,7 +18,7 @@ MOST_LINES = 400
 
 # A module may import those before it. Whoever adds one decides where it stands.
 LAYERS = (
-    "kernels.dispatch kernels.verdicts kernels.operands kernels.padding kernels.triangle kernels.descriptors",
+    "kernels.dispatch kernels.tuning_cache kernels.tensor_args kernels.padding kernels.triangle kernels.descriptors",
     "kernels.sym_gemm_pointer kernels.sym_gemm_tma kernels.sym_gemm",
     "kernels kernels.gemm_axpby_pointer kernels.gemm_axpby_tma kernels.gemm_axpby kernels.tune",
     "kernels.batched kernels.full_precision kernels.minimax kernels.inverse_root kernels.cholesky_qr",

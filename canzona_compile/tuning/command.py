@@ -10,9 +10,9 @@ from argparse import ArgumentParser, Namespace
 import torch
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.kernels import verdicts
+from canzona_compile.kernels import tuning_cache as verdicts
 from canzona_compile.kernels.dispatch import CANDIDATES, Choice, Operation
-from canzona_compile.kernels.operands import forget_decisions, machine
+from canzona_compile.kernels.tensor_args import forget_decisions, machine
 from canzona_compile.kernels.tune import Trial, Verdict, cuda_clock, tune
 
 log = logging.getLogger(__name__)

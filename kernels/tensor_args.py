@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.kernels.dispatch import Choice, Problem, Verdicts, choose
-from canzona_compile.kernels.verdicts import Machine, load
+from canzona_compile.kernels.tuning_cache import Machine, load
 
 Scalar = float | Tensor
 
