@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from torch.optim import Muon
 
 import canzona_compile
-from canzona_compile import instructions
 from canzona_compile.calibration.clock import Clock
+from canzona_compile.ir import ops as instructions
 from canzona_compile.kernels.dispatch import Launch, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm

@@ -10,9 +10,9 @@ from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 from canzona_compile.capture.capture import Capture
-from canzona_compile.ir import Step
+from canzona_compile.ir.pipeline import Pass, run
+from canzona_compile.ir.step import Step
 from canzona_compile.passes import Emit
-from canzona_compile.pipeline import Pass, run
 
 P = ParamSpec("P")
 R = TypeVar("R")

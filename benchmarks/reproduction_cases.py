@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from torch.optim import Muon
 
 import canzona_compile
-from canzona_compile.hardware import named_hardware
-from canzona_compile.ir import Strategy
+from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.ir.step import Strategy
 from canzona_compile.options import Options
 from canzona_compile.ownership import planner_named
 from canzona_compile.passes import AssignOwners, Canonicalize, Place

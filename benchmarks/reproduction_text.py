@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from canzona_compile.charts import duration
 from canzona_compile.cost import readable, readable_bytes
-from canzona_compile.hardware import Hardware
+from canzona_compile.ir.hardware import Hardware
 from canzona_compile.planning.markdown import rows
 from reproduction_cases import PEAK, PLANNERS, TOKENS, UTILISATION, Case, Iteration, ScaleRow
 

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from canzona_compile.calibration.calibrate import calibrate, processors
-from canzona_compile.hardware import Hardware, named_hardware
+from canzona_compile.ir.hardware import Hardware, named_hardware
 from latency_cases import CASES
 from latency_variants import OURS
 from validation_rounds import QUIET, Comparison, compare_case

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from canzona_compile.calibration.calibrate import processors
-from canzona_compile.hardware import Hardware
+from canzona_compile.ir.hardware import Hardware
 from canzona_compile.simulation.simulate import simulate
 from latency_cases import Case
 from latency_results import Spread, spread

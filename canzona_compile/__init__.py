@@ -14,8 +14,8 @@ from canzona_compile.errors import (
 )
 from canzona_compile.explanation import Explanation
 from canzona_compile.factory import wrap_cls
+from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.options import Options
-from canzona_compile.planfile import PlanFile
 from canzona_compile.planning.plan import plan
 from canzona_compile.planning.result import OfflinePlan
 from canzona_compile.report import Report

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from canzona_compile.cost import LIBRARY_PRODUCTS, addend, factors
-from canzona_compile.ir import tensor_value
+from canzona_compile.ir.step import tensor_value
 
 aten = torch.ops.aten
 

@@ -24,8 +24,7 @@ from canzona_compile.capture.independence import first_dim_is_batch
 from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.sharding_rules import missing_rule
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
-from canzona_compile.ir import Task
-from canzona_compile.layout import (
+from canzona_compile.ir.layout import (
     Box,
     Grid,
     Layout,
@@ -34,6 +33,7 @@ from canzona_compile.layout import (
     local_part,
     replicated_layout,
 )
+from canzona_compile.ir.step import Task
 from canzona_compile.options import Options
 from canzona_compile.pieces import Fused
 from canzona_compile.split import check_patterns, chosen, part_of_layout

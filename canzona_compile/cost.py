@@ -12,11 +12,11 @@ import sympy
 import torch
 from torch import fx
 
-from canzona_compile.hardware import Hardware, named_hardware
-from canzona_compile.ir import Machine, Template, tensor_value
+from canzona_compile.ir.hardware import Hardware, named_hardware
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import Machine, Template, tensor_value
 from canzona_compile.kernels import cholesky_qr, inverse_root
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
-from canzona_compile.layout import Shape
 
 aten = torch.ops.aten
 Dims = tuple[sympy.Expr, ...]

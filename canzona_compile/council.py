@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir import Step
-from canzona_compile.printer import show
+from canzona_compile.ir.printer import show
+from canzona_compile.ir.step import Step
 from canzona_compile.runtime.forum import Forum, Waiter
 from canzona_compile.runtime.groups import Groups
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.layout import local_part
+from canzona_compile.ir.layout import local_part
 
 
 def is_dummy_step(optimizer: Optimizer) -> bool:

@@ -17,8 +17,8 @@ from canzona_compile.binding import Binder, Bound, named_params
 from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir import Strategy, Task
-from canzona_compile.layout import Shape
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.options import Options
 from canzona_compile.planner import Plan, make_plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from canzona_compile.ir import Placed, Step, Task
+from canzona_compile.ir.step import Placed, Step, Task
 
 
 def holistic_tasks(step: Step) -> list[Task]:

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.explanation import Explanation
-from canzona_compile.ir import Step
+from canzona_compile.ir.pipeline import History
+from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.ir.printer import show
+from canzona_compile.ir.step import Step
 from canzona_compile.lifting import graph_module
 from canzona_compile.options import Options
-from canzona_compile.pipeline import History
-from canzona_compile.planfile import PlanFile
-from canzona_compile.printer import show
 from canzona_compile.report import Report
 from canzona_compile.session import Session
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile import instructions
-from canzona_compile.exactness import foreach_equal, pointwise
-from canzona_compile.ir import Stacked, outputs, tensor_value
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.bit_exactness import foreach_equal, pointwise
+from canzona_compile.ir.step import Stacked, outputs, tensor_value
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 aten = torch.ops.aten

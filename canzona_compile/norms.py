@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from canzona_compile.algebra import copies, number, root, shape_of, source, swaps
-from canzona_compile.ir import tensor_value
+from canzona_compile.ir.step import tensor_value
 
 aten = torch.ops.aten
 

@@ -9,9 +9,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.hardware import Hardware
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ownership import planner_named
-from canzona_compile.planfile import PlanFile
 from canzona_compile.split import Split
 
 Strategy = Literal["auto", "owner", "replicated"]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.leaves import paths_of, read, structure_of, write
 from canzona_compile.errors import CanzonaError
-from canzona_compile.layout import Box, local_part
+from canzona_compile.ir.layout import Box, local_part
 from canzona_compile.split import Split, entries_in, rows_of
 
 State = dict[str, Any]

@@ -13,8 +13,9 @@ from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.codegen.launch import available
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.hardware import Hardware
-from canzona_compile.ir import Form, Machine, Placed, Step, Task, Template
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.pipeline import History, Observer, Pass, run
+from canzona_compile.ir.step import Form, Machine, Placed, Step, Task, Template
 from canzona_compile.options import Options
 from canzona_compile.ownership import planner_named
 from canzona_compile.passes import (
@@ -34,7 +35,6 @@ from canzona_compile.passes import (
     Symmetry,
 )
 from canzona_compile.pieces import Fused
-from canzona_compile.pipeline import History, Observer, Pass, run
 from canzona_compile.stagger import Stagger, stagger
 
 

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from canzona_compile import instructions
 from canzona_compile.codegen.expressions import Expressions, copying, expressions
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.codegen.source import PointwiseProgram
 from canzona_compile.codegen.values import Unsupported
-from canzona_compile.ir import Act, Event, Phase, Placed, Role, Step, outputs, placeholders, tensor_value
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.program import Input, View, Views
+from canzona_compile.ir.step import Act, Event, Phase, Placed, Role, Step, outputs, placeholders, tensor_value
 from canzona_compile.lifting import ancestors, lift_apply
-from canzona_compile.program import Input, View, Views
 from canzona_compile.rankview import GroupView, Segment
 
 Lookup = Callable[[str], fx.Node]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile import instructions
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.program import Bytes, Indices, Input, Program, Views, Whole
 from canzona_compile.lifting import fx_copy
-from canzona_compile.program import Bytes, Indices, Input, Program, Views, Whole
 from canzona_compile.stream_order import CALLER, order_streams
 
 

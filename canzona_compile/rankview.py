@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from canzona_compile.ir import Batch, Exchange, MicroGroup, Phase, Piece, Placed, Step, Task, Wire
-from canzona_compile.layout import Box, Grid
-from canzona_compile.program import View
+from canzona_compile.ir.layout import Box, Grid
+from canzona_compile.ir.program import View
+from canzona_compile.ir.step import Batch, Exchange, MicroGroup, Phase, Piece, Placed, Step, Task, Wire
 
 Coordinate = tuple[int, int]
 

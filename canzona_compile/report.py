@@ -32,7 +32,8 @@ from canzona_compile.figures import (
     TemplateReport,
     WireReport,
 )
-from canzona_compile.ir import (
+from canzona_compile.ir.layout import Box, Grid, Shape
+from canzona_compile.ir.step import (
     Act,
     Event,
     Exchange,
@@ -44,7 +45,6 @@ from canzona_compile.ir import (
     Strategy,
     Task,
 )
-from canzona_compile.layout import Box, Grid, Shape
 from canzona_compile.passes.micro_group import load_of
 from canzona_compile.render import render
 

@@ -21,10 +21,10 @@ from canzona_compile.capture.twin import plain_class
 from canzona_compile.cohorts import Cohorts
 from canzona_compile.elementwise import Elementwise
 from canzona_compile.errors import InvalidGradient, UnsupportedOptimizer
-from canzona_compile.instructions import Watch
-from canzona_compile.ir import Role, Step
+from canzona_compile.ir.ops import Watch
+from canzona_compile.ir.pipeline import History, Observer
+from canzona_compile.ir.step import Role, Step
 from canzona_compile.options import Options
-from canzona_compile.pipeline import History, Observer
 from canzona_compile.planner import Plan, emit, lower
 from canzona_compile.runtime.executor import Executor
 from canzona_compile.runtime.groups import Groups

@@ -18,11 +18,11 @@ from canzona_compile.council import Council
 from canzona_compile.dummy_step import is_dummy_step, undone
 from canzona_compile.errors import CanzonaError
 from canzona_compile.explanation import Explanation, explain_ahead, explain_plan
-from canzona_compile.ir import Step
+from canzona_compile.ir.pipeline import History, Observer
+from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
-from canzona_compile.pipeline import History, Observer
-from canzona_compile.planfile import PlanFile
 from canzona_compile.planner import Plan, lower, make_plan
 from canzona_compile.report import Report, headline, make_report
 from canzona_compile.running import Running, TakingPart

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
-from canzona_compile.layout import Box, Layout
+from canzona_compile.ir.layout import Box, Layout
 
 WHERE = "wrap(..., split=)"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from canzona_compile.capture.course import Course
 from canzona_compile.cost import rates_of
-from canzona_compile.ir import Step, Task
+from canzona_compile.ir.step import Step, Task
 
 MOST_PHASES = 16  # per period: every step on which some matrix refreshes is a program of its own
 LONGEST = 256  # steps of a profile; periods that have no common one below that are cut off

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from canzona_compile.binding import Bound
 from canzona_compile.capture.leaves import empty_containers, paths_of, read, structure_of, write
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir import Leaf, Role, Task
-from canzona_compile.layout import Shape
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import Leaf, Role, Task
 from canzona_compile.planner import Plan
 from canzona_compile.runtime.groups import Groups
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import fx
 
-from canzona_compile import instructions
-from canzona_compile.program import Fragments, Input, Residents, StreamSet, View, Views, Whole
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.program import Fragments, Input, Residents, StreamSet, View, Views, Whole
 
 CALLER = "caller"  # the stream that is current when the program begins
 COMPUTE = "compute"  # products and what is computed on owners

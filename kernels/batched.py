@@ -1,7 +1,7 @@
 """Which decompositions gain by a batched call on CUDA, by version of torch: a table, with the reason beside each line.
 
 A measurement on the device at hand overrides it: rates `eigh` and `eigh_batched`, and their like, among those of
-`canzona_compile.hardware`. On CPU torch's batched decompositions are a loop over LAPACK, so nothing is gained there.
+`canzona_compile.ir.hardware`. On CPU torch's batched decompositions are a loop over LAPACK, so nothing is gained there.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from canzona_compile.cost import BY_PRODUCTS, addend, factors, flips, hardware_of, turned
-from canzona_compile.exactness import batches_equal, pointwise, position_free
-from canzona_compile.ir import Batch, Form, Machine, MicroGroup, Placed, Role, Step, tensor_value
+from canzona_compile.ir.bit_exactness import batches_equal, pointwise, position_free
+from canzona_compile.ir.step import Batch, Form, Machine, MicroGroup, Placed, Role, Step, tensor_value
 from canzona_compile.kernels.batched import gains
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.lifting import factorization, lift_stacked, product, starts_stack
@@ -31,7 +31,7 @@ class Batching:
     """Group the tasks of a micro-group by owner, graph and hyperparameters, and stack them where equal.
 
     Under exact numerics only matrix products run on stacks [n, ...], and elementwise work and transposes around
-    them: the library's where the batched form is known to give the same bits (see `canzona_compile.exactness`), and
+    them: the library's where the batched form is known to give the same bits (see `canzona_compile.ir.bit_exactness`), and
     our own; all else (norms, decompositions) loops over the tasks. Without a product to batch nothing is stacked.
     Under fast numerics decompositions on CUDA are stacked where that gains: by measured rates (`eigh` and
     `eigh_batched`), else by torch's version (`canzona_compile.kernels.batched`).

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.ir import Form, Role, Step, Template, placeholders
+from canzona_compile.ir.step import Form, Role, Step, Template, placeholders
 
 aten = torch.ops.aten
 

@@ -9,8 +9,21 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from canzona_compile import instructions
-from canzona_compile.ir import (
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.program import (
+    Bytes,
+    Fragments,
+    Group,
+    Indices,
+    Names,
+    Number,
+    Residents,
+    View,
+    Views,
+    Watcher,
+    Whole,
+)
+from canzona_compile.ir.step import (
     Act,
     Batch,
     Event,
@@ -24,19 +37,6 @@ from canzona_compile.ir import (
 )
 from canzona_compile.lifting import lift_apply, lift_prepare
 from canzona_compile.pointwise_program import Kernels
-from canzona_compile.program import (
-    Bytes,
-    Fragments,
-    Group,
-    Indices,
-    Names,
-    Number,
-    Residents,
-    View,
-    Views,
-    Watcher,
-    Whole,
-)
 from canzona_compile.program_builder import ProgramBuilder
 from canzona_compile.rankview import GroupView, Segment, runs
 from canzona_compile.stream_order import CALLER, COMPUTE, PACK

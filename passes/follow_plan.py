@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.heaviest import holistic_tasks
-from canzona_compile.ir import Form, MicroGroup, Step, Strategy
-from canzona_compile.planfile import PlanFile
+from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.ir.step import Form, MicroGroup, Step, Strategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from canzona_compile.ir import Exchange, Form, Item, MicroGroup, Phase, Placed, Step, Task, Wire
+from canzona_compile.ir.step import Exchange, Form, Item, MicroGroup, Phase, Placed, Step, Task, Wire
 
 
 @dataclass(frozen=True, slots=True)

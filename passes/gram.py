@@ -15,8 +15,8 @@ from torch import fx
 
 from canzona_compile.algebra import any_strides, flipped
 from canzona_compile.cost import TYPICAL, factors, flops_of, hardware_of, node_flops, symbolic_dims
-from canzona_compile.hardware import Hardware
-from canzona_compile.ir import Form, Placed, Step, Template, tensor_value
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.step import Form, Placed, Step, Template, tensor_value
 from canzona_compile.iterates import Chain, Polynomial, chains
 from canzona_compile.lifting import dead_code_free
 from canzona_compile.norms import Wide, made, norm_bound

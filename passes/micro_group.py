@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from canzona_compile.cost import GroupLoad, pipeline_seconds, rates_of
-from canzona_compile.ir import Form, MicroGroup, Placed, Step, Task, Wire
-from canzona_compile.layout import Grid
+from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.step import Form, MicroGroup, Placed, Step, Task, Wire
 
 TOLERANCE = 0.01  # of predicted time, given up for memory
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

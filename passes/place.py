@@ -13,8 +13,9 @@ import networkx as nx
 from torch import fx
 
 from canzona_compile.cost import flops_of, symbolic_flops
-from canzona_compile.exactness import placed_equally, pointwise
-from canzona_compile.ir import (
+from canzona_compile.ir.bit_exactness import placed_equally, pointwise
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import (
     Form,
     LayoutKind,
     Leaf,
@@ -28,7 +29,6 @@ from canzona_compile.ir import (
     placeholders,
     tensor_value,
 )
-from canzona_compile.layout import Shape
 from canzona_compile.lifting import ancestors
 
 # Work and state that every replica repeats, as a fraction of the same bytes on a wire: memory is about

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from canzona_compile.cost import hardware_of
-from canzona_compile.hardware import Hardware
-from canzona_compile.ir import Form, Step, Template, tensor_value
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.step import Form, Step, Template, tensor_value
 from canzona_compile.kernels.inverse_root import LARGEST_P
 from canzona_compile.kernels.root_ops import CHOLESKY_QR, INVERSE_ROOT
 from canzona_compile.spectral import EIGH, VT, Spectrum, Term, V, meanings

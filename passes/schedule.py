@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
-from canzona_compile.ir import Act, Buffer, Event, Form, MicroGroup, Step
+from canzona_compile.ir.step import Act, Buffer, Event, Form, MicroGroup, Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from canzona_compile.algebra import (
     times,
     written,
 )
-from canzona_compile.ir import Form, LayoutKind, Placed, Step, tensor_value
+from canzona_compile.ir.step import Form, LayoutKind, Placed, Step, tensor_value
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.lifting import dead_code_free
 from canzona_compile.symmetric import Known, symmetric_leaves, symmetric_values

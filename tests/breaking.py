@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir import Exchange, Form, Phase, Step
-from canzona_compile.verifier import verify
+from canzona_compile.ir.step import Exchange, Form, Phase, Step
+from canzona_compile.ir.verifier import verify
 from tests.samples import toy_step
 
 Change = Callable[[Step], Step]

@@ -27,7 +27,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     """Compare a text with tests/golden/<test>.ir, or with the file of a given name."""
 
     def check(text: str, name: str = "") -> None:
-        from canzona_compile.printer import differences  # late, see pytest_configure
+        from canzona_compile.ir.printer import differences  # late, see pytest_configure
 
         path = GOLDEN / (name or f"{re.sub(r'[^A-Za-z0-9_]+', '-', request.node.name).strip('-')}.ir")
         if os.environ.get("GOLDEN") == "accept":

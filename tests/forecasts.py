@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from canzona_compile.figures import LoadReport
-from canzona_compile.hardware import Hardware, named_hardware
-from canzona_compile.layout import Shape
+from canzona_compile.ir.hardware import Hardware, named_hardware
+from canzona_compile.ir.layout import Shape
 from canzona_compile.planning.figures import (
     Alternative,
     Forecast,

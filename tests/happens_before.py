@@ -19,10 +19,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_compile import instructions
 from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.ir import Placed, Role, Step
-from canzona_compile.program import (
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.program import (
     Bytes,
     Fragments,
     Group,
@@ -38,6 +37,7 @@ from canzona_compile.program import (
     Watcher,
     Whole,
 )
+from canzona_compile.ir.step import Placed, Role, Step
 
 Clock = dict[str, int]
 

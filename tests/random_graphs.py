@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from canzona_compile.ir import Leaf, Role, Template, placeholders
-from canzona_compile.layout import Shape
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import Leaf, Role, Template, placeholders
 from tests.samples import Builder
 
 aten = torch.ops.aten

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.oracle import ParameterSpec
-from canzona_compile.hardware import Curve, Hardware, named_hardware
-from canzona_compile.ir import Form, Machine, Role, Step, Task, Template
+from canzona_compile.ir.hardware import Curve, Hardware, named_hardware
+from canzona_compile.ir.step import Form, Machine, Role, Step, Task, Template
+from canzona_compile.ir.verifier import verify
 from canzona_compile.passes import Canonicalize, Roots
-from canzona_compile.verifier import verify
 from tests.samples import grid_of, rows_layout
 from tests.test_roots import with_spectrum
 

@@ -15,7 +15,9 @@ from torch import fx
 
 from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.oracle import ParameterSpec
-from canzona_compile.ir import (
+from canzona_compile.ir.layout import Box, Grid, Layout, Shape, local_layout
+from canzona_compile.ir.program import Program
+from canzona_compile.ir.step import (
     Act,
     Batch,
     Buffer,
@@ -36,8 +38,6 @@ from canzona_compile.ir import (
     Template,
     Wire,
 )
-from canzona_compile.layout import Box, Grid, Layout, Shape, local_layout
-from canzona_compile.program import Program
 
 aten = torch.ops.aten
 CPU = Machine("cpu", "gloo", 1)

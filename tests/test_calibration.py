@@ -17,7 +17,7 @@ from canzona_compile.calibration.calibrate import calibrate
 from canzona_compile.calibration.clock import Clock
 from canzona_compile.calibration.measure import Extent, dims_of, products, transposed
 from canzona_compile.errors import CanzonaError
-from canzona_compile.hardware import named_hardware
+from canzona_compile.ir.hardware import named_hardware
 
 TINY = Extent((16, 64, 256), (16, 32), (64, 256), 2**20, 3)
 CPU = torch.device("cpu")

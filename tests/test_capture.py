@@ -19,8 +19,8 @@ from canzona_compile.capture.independence import first_dim_is_batch
 from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.ir import Form, Leaf, Role, Step, Template, placeholders
-from canzona_compile.layout import Shape
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import Form, Leaf, Role, Step, Template, placeholders
 from canzona_compile.passes import Canonicalize
 from tests import toy_optimizers as toys
 from tests.optimizers import EntriesMuon, StackMuon

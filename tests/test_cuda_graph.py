@@ -26,10 +26,10 @@ import canzona_compile
 from canzona_compile import planner
 from canzona_compile.codegen.launch import GroupedKernel, Part
 from canzona_compile.errors import CanzonaError
-from canzona_compile.instructions import copy
-from canzona_compile.ir import Machine
+from canzona_compile.ir.ops import copy
+from canzona_compile.ir.program import Program
+from canzona_compile.ir.step import Machine
 from canzona_compile.kernels.ops import SYM_GEMM
-from canzona_compile.program import Program
 from canzona_compile.runtime import cuda_graph
 from canzona_compile.runtime.cuda_graph import MOST_RECORDINGS, Replay, obstacle, obstacle_in
 from canzona_compile.runtime.number_forms import FORMS

@@ -1,4 +1,4 @@
-"""Every claim of canzona_compile.exactness, measured against the torch of the machine that runs this."""
+"""Every claim of canzona_compile.ir.bit_exactness, measured against the torch of the machine that runs this."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from canzona_compile.exactness import (
+from canzona_compile.ir.bit_exactness import (
     ALIGNMENT,
     POSITION_FREE_NAMES,
     POSITION_FREE_ON_CPU,
@@ -19,7 +19,7 @@ from canzona_compile.exactness import (
     placed_equally,
     position_free,
 )
-from canzona_compile.ir import Machine
+from canzona_compile.ir.step import Machine
 from canzona_compile.lifting import FOREACH
 from tests.samples import CPU, Builder
 

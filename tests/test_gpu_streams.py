@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from canzona_compile import instructions
 from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.ir import Step
-from canzona_compile.program import StreamSet
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.program import StreamSet
+from canzona_compile.ir.step import Step
 from canzona_compile.runtime.cuda_graph import recorded
 from canzona_compile.runtime.streams import CudaStreams, InOrder
 from tests.happens_before import Bound, Ledger

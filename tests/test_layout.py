@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from canzona_compile.errors import InvalidStep, UnsupportedLayout
-from canzona_compile.layout import (
+from canzona_compile.ir.layout import (
     Box,
     Grid,
     Layout,

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from canzona_compile import instructions
-from canzona_compile.instructions import parts
-from canzona_compile.ir import Leaf, Role, Template, outputs, placeholders
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.ops import parts
+from canzona_compile.ir.step import Leaf, Role, Template, outputs, placeholders
 from canzona_compile.lifting import (
     FOREACH,
     graph_module,

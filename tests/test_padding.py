@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from canzona_compile.ir import Machine, Placed, tensor_value
+from canzona_compile.ir.pipeline import History, run
+from canzona_compile.ir.step import Machine, Placed, tensor_value
 from canzona_compile.kernels.ops import PAD_CAST, SYM_GEMM
 from canzona_compile.options import Options
 from canzona_compile.passes import Padding
 from canzona_compile.passes.padding import padded, wanted
 from canzona_compile.passes.symmetry import rewritten
-from canzona_compile.pipeline import History, run
 from canzona_compile.planner import lowering_passes, planning_passes
 from tests.random_graphs import evaluate
 from tests.samples import Builder, empty, grid_of, muon_step

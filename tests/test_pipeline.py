@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, UnsupportedOptimizer
-from canzona_compile.ir import Form, Step
-from canzona_compile.observe import DiffSteps, DumpSteps, LogTimes, PrintSteps
-from canzona_compile.pipeline import History, Pass, Record, check_order, run
-from canzona_compile.printer import show
+from canzona_compile.ir.observers import DiffSteps, DumpSteps, LogTimes, PrintSteps
+from canzona_compile.ir.pipeline import History, Pass, Record, check_order, run
+from canzona_compile.ir.printer import show
+from canzona_compile.ir.step import Form, Step
 from tests.samples import toy_step
 
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from canzona_compile.ir import Form, LayoutKind, Leaf, Placed, Role, Step, Task, Template
-from canzona_compile.layout import Grid, Layout, Shape, local_layout
+from canzona_compile.ir.layout import Grid, Layout, Shape, local_layout
+from canzona_compile.ir.step import Form, LayoutKind, Leaf, Placed, Role, Step, Task, Template
+from canzona_compile.ir.verifier import verify
 from canzona_compile.passes import Place
-from canzona_compile.verifier import verify
 from tests.random_graphs import equal, evaluate, templates, values_for
 from tests.samples import CPU, Builder, empty, grid_of, muon_template, rows_layout
 from tests.untimed import untimed

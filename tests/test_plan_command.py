@@ -17,8 +17,8 @@ from rich.console import Console
 import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.charts import duration
-from canzona_compile.hardware import named_hardware
-from canzona_compile.planfile import read_plan
+from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.planning.plan import ALTERNATIVES
 
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,8 @@ from torch import nn
 
 import canzona_compile
 from canzona_compile.figures import Facts
-from canzona_compile.hardware import named_hardware
-from canzona_compile.ir import Phase
+from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.ir.step import Phase
 from canzona_compile.planning.figures import Forecast, TemplateForecast
 from canzona_compile.planning.weights import Decoder
 from canzona_compile.report import make_report

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.layout import Layout, Shape, dtensor_layout
+from canzona_compile.ir.layout import Layout, Shape, dtensor_layout
 from canzona_compile.planning.mesh import DIMS, Sharding, check, parse_mesh
 from canzona_compile.planning.weights import Model, Weight, from_shapes, preset
 from tests.layouts import mesh_of

@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
-from canzona_compile.hardware import named_hardware
+from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.options import Options
 from canzona_compile.passes import FollowOwners
-from canzona_compile.planfile import PlanFile
 from canzona_compile.planner import lowering_passes
 from canzona_compile.planning.request import played
 from examples.optimizers.soap import SOAP

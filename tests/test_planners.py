@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_compile.cost import GroupLoad, Rates, flops_of, pipeline_seconds, rates_of
-from canzona_compile.ir import Act, Buffer, Form, Machine, MicroGroup, Placed, Step, Strategy, Task, Wire
-from canzona_compile.layout import Grid, Layout, Shape
+from canzona_compile.ir.layout import Grid, Layout, Shape
+from canzona_compile.ir.step import Act, Buffer, Form, Machine, MicroGroup, Placed, Step, Strategy, Task, Wire
 from canzona_compile.passes import AssignOwners, FormMicroGroups, Place
 from canzona_compile.passes.micro_group import COUNTS, TOLERANCE, gathered_bytes, live_bytes, load_of, makespan, pack
 from canzona_compile.passes.schedule import color, pipelined, stages

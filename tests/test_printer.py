@@ -14,8 +14,19 @@ from torch import fx
 
 from canzona_compile.capture.interpreted import interpreted_template
 from canzona_compile.capture.oracle import ParameterSpec
-from canzona_compile.ir import Exchange, Form, Phase, Step, Task
-from canzona_compile.layout import Grid, Layout
+from canzona_compile.ir.layout import Grid, Layout
+from canzona_compile.ir.pipeline import History, Pass, run
+from canzona_compile.ir.printer import (
+    differences,
+    dtype_name,
+    fingerprint,
+    neutral,
+    show,
+    show_argument,
+    show_graph,
+)
+from canzona_compile.ir.step import Exchange, Form, Phase, Step, Task
+from canzona_compile.ir.verifier import some_pairs
 from canzona_compile.passes import (
     AssignOwners,
     Batching,
@@ -26,17 +37,6 @@ from canzona_compile.passes import (
     Place,
     Schedule,
 )
-from canzona_compile.pipeline import History, Pass, run
-from canzona_compile.printer import (
-    differences,
-    dtype_name,
-    fingerprint,
-    neutral,
-    show,
-    show_argument,
-    show_graph,
-)
-from canzona_compile.verifier import some_pairs
 from tests.conftest import Golden
 from tests.samples import (
     TOY_SHAPE,

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from canzona_compile.cost import GroupLoad, pipeline_seconds, rates_of
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir import Exchange, Form, Machine, MicroGroup, Step
-from canzona_compile.layout import Grid, Shape
+from canzona_compile.ir.layout import Grid, Shape
+from canzona_compile.ir.step import Exchange, Form, Machine, MicroGroup, Step
 from canzona_compile.passes import (
     AssignOwners,
     Batching,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from canzona_compile.ir import Leaf, Machine, Role, Template, placeholders
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import Leaf, Machine, Role, Template, placeholders
 from canzona_compile.kernels.root_ops import CHOLESKY_QR, INVERSE_ROOT
-from canzona_compile.layout import Shape
 from canzona_compile.options import Options
 from canzona_compile.passes import Canonicalize, Roots
 from canzona_compile.planner import planning_passes

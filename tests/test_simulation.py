@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.hardware import Curve, Hardware, named_hardware
-from canzona_compile.ir import Exchange, Form, Phase, Step, Strategy
-from canzona_compile.layout import Grid, Shape
+from canzona_compile.ir.hardware import Curve, Hardware, named_hardware
+from canzona_compile.ir.layout import Grid, Shape
+from canzona_compile.ir.step import Exchange, Form, Phase, Step, Strategy
 from canzona_compile.passes import (
     AssignOwners,
     Batching,

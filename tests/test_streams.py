@@ -19,15 +19,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
-from canzona_compile import instructions, planner
+from canzona_compile import planner
 from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.oracle import ParameterSpec
-from canzona_compile.ir import Act, Form, Machine, Step, Task, Template
-from canzona_compile.layout import Shape
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.pipeline import run
+from canzona_compile.ir.printer import show
+from canzona_compile.ir.step import Act, Form, Machine, Step, Task, Template
 from canzona_compile.options import Options
-from canzona_compile.pipeline import run
 from canzona_compile.planner import emit, lower, planning_passes
-from canzona_compile.printer import show
 from canzona_compile.stream_order import COMPUTE, PACK
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP

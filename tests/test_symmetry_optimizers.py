@@ -15,15 +15,15 @@ import canzona_compile
 from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.cost import symbolic_flops
-from canzona_compile.hardware import named_hardware
-from canzona_compile.ir import Form, Leaf, Machine, Placed, Role, Step, Task, Template
+from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.ir.pipeline import History, run
+from canzona_compile.ir.printer import differences, show
+from canzona_compile.ir.step import Form, Leaf, Machine, Placed, Role, Step, Task, Template
 from canzona_compile.kernels import gemm_axpby, sym_gemm
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.options import Options
 from canzona_compile.passes import Symmetry
-from canzona_compile.pipeline import History, run
 from canzona_compile.planner import lowering_passes, planning_passes
-from canzona_compile.printer import differences, show
 from canzona_compile.symmetric import symmetric_leaves
 from canzona_compile.timing import graph_time
 from examples.optimizers.shampoo import Shampoo

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir import Form, Placed, Wire
-from canzona_compile.layout import Box, Layout
-from canzona_compile.verifier import verify
+from canzona_compile.ir.layout import Box, Layout
+from canzona_compile.ir.step import Form, Placed, Wire
+from canzona_compile.ir.verifier import verify
 from tests.breaking import Case, Change, cut, fires, task, template
 from tests.samples import (
     TOY_SHAPE,

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir import (
+from canzona_compile.ir.layout import Box
+from canzona_compile.ir.program import Program
+from canzona_compile.ir.step import (
     Act,
     Event,
     Exchange,
@@ -23,10 +25,8 @@ from canzona_compile.ir import (
     Strategy,
     Wire,
 )
-from canzona_compile.layout import Box
+from canzona_compile.ir.verifier import owned, some_pairs, verify
 from canzona_compile.passes import AssignOwners, Batching, FormMicroGroups, FuseCollectives, Place, Schedule
-from canzona_compile.program import Program
-from canzona_compile.verifier import owned, some_pairs, verify
 from tests.breaking import Case, Change, cut, exchange, fires, group, task
 from tests.samples import TOY_SHAPE, grid_of, muon_step, rows_layout, toy_module, toy_step
 

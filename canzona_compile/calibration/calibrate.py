@@ -14,7 +14,7 @@ from canzona_compile.calibration.clock import Clock
 from canzona_compile.calibration.measure import ALONE, Extent, Points
 from canzona_compile.calibration.ranks import Measured
 from canzona_compile.errors import CanzonaError
-from canzona_compile.hardware import Hardware, Link, hardware_from, named_hardware
+from canzona_compile.ir.hardware import Hardware, Link, hardware_from, named_hardware
 
 ONE_NODE = 1024  # ranks_per_node on CPU: all ranks share this machine, however many there are
 FALLBACK = "h100"  # what an unknown GPU is taken for where nothing was measured

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canzona_compile.hardware import Link
+from canzona_compile.ir.hardware import Link
 
 BYTES = {"cpu": (2**20, 2**23), "cuda": (2**26, 2**28)}  # that a rank sends, at which bandwidth is measured
 MANY = 8  # times as many repetitions of the smallest, whose times vary most

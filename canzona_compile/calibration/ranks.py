@@ -23,7 +23,7 @@ from canzona_compile.calibration.bookkeeping import bookkeeping
 from canzona_compile.calibration.clock import Clock
 from canzona_compile.calibration.measure import Extent, Points, Products
 from canzona_compile.errors import CanzonaError
-from canzona_compile.hardware import Link
+from canzona_compile.ir.hardware import Link
 
 log = logging.getLogger(__name__)
 

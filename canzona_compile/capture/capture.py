@@ -21,9 +21,9 @@ from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.separability import check_separable, coupled
 from canzona_compile.capture.surroundings import Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.twin import plain_class, signature
-from canzona_compile.ir import Leaf, Role, Template, outputs, placeholders, tensor_value
-from canzona_compile.layout import Shape
-from canzona_compile.printer import dtype_name
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.printer import dtype_name
+from canzona_compile.ir.step import Leaf, Role, Template, outputs, placeholders, tensor_value
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from canzona_compile.capture.oracle import Moment, Oracle
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.surroundings import give_counts
 from canzona_compile.capture.twin import make_twin, step_plainly
-from canzona_compile.exactness import pointwise
-from canzona_compile.ir import Role, Template, tensor_value
+from canzona_compile.ir.bit_exactness import pointwise
+from canzona_compile.ir.step import Role, Template, tensor_value
 from canzona_compile.passes.place import from_numbers
 
 SAMPLES = 3

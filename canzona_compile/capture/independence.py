@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.exactness import pointwise
-from canzona_compile.ir import Template, outputs, placeholders, tensor_value
+from canzona_compile.ir.bit_exactness import pointwise
+from canzona_compile.ir.step import Template, outputs, placeholders, tensor_value
 
 aten = torch.ops.aten
 

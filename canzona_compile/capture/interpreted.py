@@ -17,7 +17,7 @@ from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.randomness import watched
 from canzona_compile.capture.twin import make_twin, step_plainly
-from canzona_compile.ir import Leaf, Role, Template
+from canzona_compile.ir.step import Leaf, Role, Template
 
 
 class EagerTasks(Protocol):

@@ -40,7 +40,7 @@ from canzona_compile.capture.twin import (
     plain_step,
 )
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.layout import Shape
+from canzona_compile.ir.layout import Shape
 
 MOST_CONSTANTS = 16  # graphs of one path that differ in constants
 

@@ -10,8 +10,8 @@ from torch import fx
 
 from canzona_compile.codegen.rules import RULES
 from canzona_compile.codegen.values import Builder, Line, Load, Number, Spread, Unsupported, check, converted
-from canzona_compile.ir import outputs, tensor_value
-from canzona_compile.layout import Shape
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import outputs, tensor_value
 from canzona_compile.lifting import ancestors
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from canzona_compile.codegen.source import HEADER, WORDS, Form, PointwiseProgram
 from canzona_compile.codegen.values import Spread
 from canzona_compile.errors import CanzonaError
-from canzona_compile.layout import Shape
+from canzona_compile.ir.layout import Shape
 
 MOST_DIMS = 4
 LARGEST_INNER = 2**31 - 2**16  # elements of an inner dim: kernels divide inside of a block in 32 bits

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.options import PLANNED_ONLY, Numerics, Strategy
 from canzona_compile.ownership import NAMES
-from canzona_compile.planfile import read_plan
 from canzona_compile.planning.difference import difference, difference_table
 from canzona_compile.planning.plan import Updates, plan
 from canzona_compile.planning.result import OfflinePlan

@@ -11,7 +11,7 @@ from rich.text import Text
 from canzona_compile.charts import duration, plural
 from canzona_compile.cost import readable_bytes
 from canzona_compile.errors import CanzonaError
-from canzona_compile.planfile import MAKE_ANEW, PlannedTask, read_plan
+from canzona_compile.ir.plan_file import MAKE_ANEW, PlannedTask, read_plan
 from canzona_compile.render import columns
 
 MOST = 20  # matrices that are listed

@@ -11,9 +11,9 @@ import sympy
 
 from canzona_compile.cost import dim_symbols, flops_of, readable, symbolic_bytes
 from canzona_compile.figures import LoadReport
-from canzona_compile.hardware import Hardware
-from canzona_compile.ir import Phase, Placed, Role, Step, Task
-from canzona_compile.layout import Grid
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
 from canzona_compile.ownership.exact import solve
 from canzona_compile.ownership.jobs import Job
 from canzona_compile.planner import lowering_passes

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.layout import Box, Grid, Layout, fragment, short
+from canzona_compile.ir.layout import Box, Grid, Layout, fragment, short
 from canzona_compile.planning.weights import Model, Weight
 
 DIMS = {

@@ -17,8 +17,8 @@ from canzona_compile.capture.independence import first_dim_is_batch
 from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir import Form, Machine, Step, Task
-from canzona_compile.layout import Layout, Shape
+from canzona_compile.ir.layout import Layout, Shape
+from canzona_compile.ir.step import Form, Machine, Step, Task
 from canzona_compile.planning.mesh import Mesh, Sharding, check
 from canzona_compile.planning.weights import Model, Weight
 

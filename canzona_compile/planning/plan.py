@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.hardware import Hardware, named_hardware
-from canzona_compile.ir import Machine, Step
+from canzona_compile.ir.hardware import Hardware, named_hardware
+from canzona_compile.ir.step import Machine, Step
+from canzona_compile.ir.verifier import verify
 from canzona_compile.options import Numerics, Options, Strategy
 from canzona_compile.passes.micro_group import gathered_bytes
 from canzona_compile.planner import lowering_passes, planning_passes
@@ -24,7 +25,6 @@ from canzona_compile.planning.offline import captured_step, optimizer_named, opt
 from canzona_compile.planning.request import Request, played
 from canzona_compile.planning.result import OfflinePlan
 from canzona_compile.planning.weights import Model, from_module, from_shapes, parse_split, preset
-from canzona_compile.verifier import verify
 
 Updates = Literal["ddp", "zero1"]
 PlannedStrategy = Strategy | Literal["gram", "batch-split"]

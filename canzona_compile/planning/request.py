@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from canzona_compile.hardware import Hardware
-from canzona_compile.ir import Step, Task
-from canzona_compile.layout import Grid, Layout
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.layout import Grid, Layout
+from canzona_compile.ir.pipeline import Pass
+from canzona_compile.ir.step import Step, Task
 from canzona_compile.options import Options
-from canzona_compile.pipeline import Pass
 from canzona_compile.planner import lowering_passes
 from canzona_compile.planning.mesh import Mesh
 from canzona_compile.planning.weights import Model

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 
-from canzona_compile.ir import Step
-from canzona_compile.planfile import PlanFile
+from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.ir.step import Step
 from canzona_compile.planning.collector import paused
 from canzona_compile.planning.figures import Forecast
 from canzona_compile.planning.markdown import markdown
@@ -26,7 +26,7 @@ class OfflinePlan(JupyterMixin):
     """What `canzona_compile.plan` returns: print it, also with rich or in a notebook.
 
     Attributes:
-        step: fully scheduled; `canzona_compile.printer.show` prints it.
+        step: fully scheduled; `canzona_compile.ir.printer.show` prints it.
         file: the decisions, for `wrap(..., plan=)`.
         forecast: all figures.
     """

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from canzona_compile import instructions
 from canzona_compile.codegen.launch import GroupedKernel, Laid
-from canzona_compile.program import Fragments, Names, Number, Program, Residents
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.program import Fragments, Names, Number, Program, Residents
 from canzona_compile.runtime.device_numbers import with_device_numbers
 from canzona_compile.runtime.number_forms import DeviceNumber
 from canzona_compile.runtime.streams import index_of, stream_named

@@ -16,10 +16,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, fx
 
-from canzona_compile import instructions
 from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.ir import outputs, placeholders
-from canzona_compile.program import Program
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.program import Program
+from canzona_compile.ir.step import outputs, placeholders
 from canzona_compile.runtime.number_forms import FORMS, each_numbered
 
 # How a value gets to where it is needed: in a tensor; as a number, which a recording keeps; or in a kernel's table.

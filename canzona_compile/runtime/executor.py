@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from canzona_compile.instructions import Watch
-from canzona_compile.ir import Role
-from canzona_compile.program import (
+from canzona_compile.ir.ops import Watch
+from canzona_compile.ir.program import (
     Bytes,
     Fragments,
     Group,
@@ -28,6 +27,7 @@ from canzona_compile.program import (
     Watcher,
     Whole,
 )
+from canzona_compile.ir.step import Role
 from canzona_compile.runtime.cuda_graph import Replay
 from canzona_compile.runtime.groups import Groups
 from canzona_compile.runtime.memory import SharedSlots

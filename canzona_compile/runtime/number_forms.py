@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canzona_compile import instructions
+from canzona_compile.ir import ops as instructions
 from canzona_compile.kernels import gemm_axpby as axpby_kernel
 from canzona_compile.kernels import sym_gemm as sym_kernel
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM

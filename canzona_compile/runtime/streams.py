@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canzona_compile.program import StreamSet
+from canzona_compile.ir.program import StreamSet
 from canzona_compile.stream_order import CALLER, PACK
 
 FIRST = -1  # CUDA's higher priority

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from canzona_compile.hardware import Hardware
-from canzona_compile.layout import Grid, Layout
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.layout import Grid, Layout
 from canzona_compile.simulation.engine import Collective, Operation, Part, Start, Wait, Work
 
 SETS = 2

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.hardware import Hardware
-from canzona_compile.ir import Act, Event, Form, Phase, Step
-from canzona_compile.layout import Grid
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.step import Act, Event, Form, Phase, Step
 from canzona_compile.simulation.engine import Collective, Engine, Operation, Outcome, Part, Start, Wait, Work
 from canzona_compile.simulation.figures import Memory, RankSummary, Simulation
 from canzona_compile.simulation.rounds import Rounds, RoundsPlayer

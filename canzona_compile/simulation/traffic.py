@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from canzona_compile import instructions
-from canzona_compile.hardware import Hardware
-from canzona_compile.ir import MicroGroup, Phase, Step, Task, Wire
-from canzona_compile.layout import Grid
+from canzona_compile.ir import ops as instructions
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.step import MicroGroup, Phase, Step, Task, Wire
 from canzona_compile.lifting import product
 from canzona_compile.timing import GraphTime, PlacedTime
 

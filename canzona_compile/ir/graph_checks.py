@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.exactness import pointwise
-from canzona_compile.ir import (
+from canzona_compile.ir.bit_exactness import pointwise
+from canzona_compile.ir.layout import Box, Layout, Shape
+from canzona_compile.ir.step import (
     LayoutKind,
     Placed,
     Role,
@@ -24,7 +25,6 @@ from canzona_compile.ir import (
     placeholders,
     tensor_value,
 )
-from canzona_compile.layout import Box, Layout, Shape
 
 # -- CAPTURED ----------------------------------------------------------------------------------
 

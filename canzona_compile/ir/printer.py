@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.ir import (
+from canzona_compile.ir.layout import Grid, Layout, Shape
+from canzona_compile.ir.step import (
     Exchange,
     Form,
     Item,
@@ -32,7 +33,6 @@ from canzona_compile.ir import (
     outputs,
     placeholders,
 )
-from canzona_compile.layout import Grid, Layout, Shape
 
 MATRIX_RANKS = 8  # largest grid whose blocks are printed one by one
 

@@ -22,7 +22,7 @@ from canzona_compile.errors import CanzonaError
 SCHEMA = 1
 SHOWN = "a100.json, which comes with the package, shows all fields"
 ANEW = "write one with calibrate"
-FOLDER = Path(__file__).parent / "data" / "hardware"
+FOLDER = Path(__file__).parents[1] / "data" / "hardware"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from rich.table import Table
 from torch import fx
 
 from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, some
-from canzona_compile.ir import Form, Step
-from canzona_compile.verifier import verify
+from canzona_compile.ir.step import Form, Step
+from canzona_compile.ir.verifier import verify
 
 
 class Pass(Protocol):

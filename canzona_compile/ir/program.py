@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from canzona_compile.instructions import Index
-from canzona_compile.ir import Role
-from canzona_compile.layout import Shape
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.ops import Index
+from canzona_compile.ir.step import Role
 
 
 @dataclass(frozen=True, slots=True)

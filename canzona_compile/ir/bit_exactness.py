@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.ir import Machine, tensor_value
-from canzona_compile.layout import Shape
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import Machine, tensor_value
 
 aten = torch.ops.aten
 

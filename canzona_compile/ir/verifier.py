@@ -13,7 +13,9 @@ from functools import cache
 from itertools import pairwise
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir import (
+from canzona_compile.ir.graph_checks import captured, placed, returns, sound
+from canzona_compile.ir.layout import Box, Grid
+from canzona_compile.ir.step import (
     Act,
     Batch,
     Exchange,
@@ -28,8 +30,6 @@ from canzona_compile.ir import (
     Wire,
     outputs,
 )
-from canzona_compile.layout import Box, Grid
-from canzona_compile.verify_graphs import captured, placed, returns, sound
 
 Place = tuple[int, int]
 ALL_PAIRS_RANKS = 16  # of larger grids only some pairs of ranks are checked

@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.hardware import Hardware
-from canzona_compile.layout import Box, Grid, Layout, Shape
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.layout import Box, Grid, Layout, Shape
 
 
 class Form(IntEnum):
@@ -359,7 +359,7 @@ class Step:
     schedule: tuple[Event, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     depth: int = 1
-    program: Any = None  # canzona_compile.program.Program, from EMITTED on
+    program: Any = None  # canzona_compile.ir.program.Program, from EMITTED on
     _by_name: dict[str, Task] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir import Step, Strategy, Task
-from canzona_compile.printer import show
+from canzona_compile.ir.printer import show
+from canzona_compile.ir.step import Step, Strategy, Task
 
 SCHEMA = 1
 KIND = "canzona plan"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from canzona_compile.ir import Step
-from canzona_compile.pipeline import Record
-from canzona_compile.printer import differences, show
+from canzona_compile.ir.pipeline import Record
+from canzona_compile.ir.printer import differences, show
+from canzona_compile.ir.step import Step
 
 
 @dataclass(slots=True)
