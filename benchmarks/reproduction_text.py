@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
+from canzona_compile.analysis.flops import readable, readable_bytes
 from canzona_compile.charts import duration
-from canzona_compile.cost import readable, readable_bytes
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.planning.markdown import rows
 from reproduction_cases import PEAK, PLANNERS, TOKENS, UTILISATION, Case, Iteration, ScaleRow

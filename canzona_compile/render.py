@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from canzona_compile.analysis.flops import readable, readable_bytes
 from canzona_compile.charts import (
     ASCII,
     UNICODE,
@@ -27,7 +28,6 @@ from canzona_compile.charts import (
     profile,
     schedule,
 )
-from canzona_compile.cost import readable, readable_bytes
 from canzona_compile.errors import some
 from canzona_compile.figures import Figures, GridReport, GroupReport, TaskReport, TemplateReport
 

@@ -1,7 +1,7 @@
 """What a plan amounts to, in figures: for people (rich prints it) and for machines (`to_json`).
 
 Everything here is computed from a step, nothing is measured; seconds follow from the assumed rates
-of `canzona_compile.cost`.
+of `canzona_compile.analysis.flops`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 
+from canzona_compile.analysis.flops import GroupLoad, rates_of
 from canzona_compile.charts import plural
-from canzona_compile.cost import GroupLoad, rates_of
 from canzona_compile.errors import InvalidStep
 from canzona_compile.figures import (
     Facts,

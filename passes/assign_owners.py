@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from canzona_compile.cost import GroupLoad, Rates, hardware_of, pipeline_seconds, rates_of
-from canzona_compile.heaviest import holistic_tasks
+from canzona_compile.analysis.flops import GroupLoad, Rates, hardware_of, pipeline_seconds, rates_of
+from canzona_compile.analysis.holistic_tasks import holistic_tasks
+from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Form, Machine, Placed, Step, Strategy, Task, Wire
 from canzona_compile.ownership.jobs import Job, Planner
 from canzona_compile.ownership.lpt import Joint
-from canzona_compile.timing import graph_time
 
 Ranks = tuple[int, ...]
 

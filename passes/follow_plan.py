@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from canzona_compile.analysis.holistic_tasks import holistic_tasks
 from canzona_compile.errors import CanzonaError
-from canzona_compile.heaviest import holistic_tasks
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Form, MicroGroup, Step, Strategy
 

@@ -13,14 +13,14 @@ import sympy
 import torch
 from torch import fx
 
-from canzona_compile.algebra import any_strides, flipped
-from canzona_compile.cost import TYPICAL, factors, flops_of, hardware_of, node_flops, symbolic_dims
+from canzona_compile.analysis.flops import TYPICAL, factors, flops_of, hardware_of, node_flops, symbolic_dims
+from canzona_compile.analysis.gram_restarts import plan_restarts
+from canzona_compile.analysis.linear_algebra import any_strides, flipped
+from canzona_compile.analysis.newton_schulz import Chain, Polynomial, chains
+from canzona_compile.analysis.norm_bounds import Wide, made, norm_bound
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Form, Placed, Step, Template, tensor_value
-from canzona_compile.iterates import Chain, Polynomial, chains
 from canzona_compile.lifting import dead_code_free
-from canzona_compile.norms import Wide, made, norm_bound
-from canzona_compile.restarts import plan_restarts
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ class GramIterations:
     """Rewrite X <- (a I + p(X X^T)) X, any number of times, to products of m x m matrices.
 
     With R = X X^T a step is Q <- (a I + p(R)) Q and R <- (a I + p(R))^2 R, and at the end X <- Q X: two products with X
-    [m, n] instead of two per step (Dao AI Lab, "Gram Newton-Schulz"). `canzona_compile.restarts` says, from the
+    [m, n] instead of two per step (Dao AI Lab, "Gram Newton-Schulz"). `canzona_compile.analysis.gram_restarts` says, from the
     coefficients, after which steps X <- Q X has to be formed and begun anew: after step 2 for five steps of the usual
     quintics. a Q and a R are added in the epilogue of a product; a I + p(R) is never formed but where Q is that.
 
@@ -38,7 +38,7 @@ class GramIterations:
 
     * its coefficients are numbers in the graph, and no other value depends on what is between its steps,
     * the graph itself bounds the norm of X at the start (it divides by a norm), so that nothing can overflow,
-    * that is less work by the formulas of `canzona_compile.cost`: for quintics, from n = 1.5 m on,
+    * that is less work by the formulas of `canzona_compile.analysis.flops`: for quintics, from n = 1.5 m on,
     * and takes less time by the machine's rates, if the dtype changes: float16 is slow on CPUs.
 
     16-bit matrices are normalised in float32 and iterated in float16, whose roundoff is an eighth of bfloat16's; others

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from canzona_compile.cost import GroupLoad, pipeline_seconds, rates_of
+from canzona_compile.analysis.flops import GroupLoad, pipeline_seconds, rates_of
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Form, MicroGroup, Placed, Step, Task, Wire
 

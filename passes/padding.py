@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.algebra import flipped, shifted, source, swaps, terms
-from canzona_compile.cost import addend, factors
+from canzona_compile.analysis.flops import addend, factors
+from canzona_compile.analysis.linear_algebra import flipped, shifted, source, swaps, terms
 from canzona_compile.ir.step import Form, Placed, Step, tensor_value
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.kernels.padding import padded_size

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import networkx as nx
 from torch import fx
 
-from canzona_compile.cost import flops_of, symbolic_flops
+from canzona_compile.analysis.flops import flops_of, symbolic_flops
 from canzona_compile.ir.bit_exactness import placed_equally, pointwise
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import (

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.cost import hardware_of
+from canzona_compile.analysis.flops import hardware_of
+from canzona_compile.analysis.roofline import graph_time
+from canzona_compile.analysis.spectral import EIGH, VT, Spectrum, Term, V, meanings
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Form, Step, Template, tensor_value
 from canzona_compile.kernels.inverse_root import LARGEST_P
 from canzona_compile.kernels.root_ops import CHOLESKY_QR, INVERSE_ROOT
-from canzona_compile.spectral import EIGH, VT, Spectrum, Term, V, meanings
-from canzona_compile.timing import graph_time
 
 aten = torch.ops.aten
 QR = aten.linalg_qr.default
@@ -29,7 +29,7 @@ class Roots:
     """Rewrite decompositions where matrix products do the same in less time; for numerics="fast".
 
     1. V diag(c max(l + ridge, floor)^(-1/p)) V^T, with l and V the eigenvalues and eigenvectors of A and p a power of
-       two, is c `canzona::inverse_root`(A, p, ridge, floor), however the graph spells it (`canzona_compile.spectral`).
+       two, is c `canzona::inverse_root`(A, p, ridge, floor), however the graph spells it (`canzona_compile.analysis.spectral`).
        If anything else uses l or V, the eigendecomposition has to be made anyway, and all stays.
     2. QR of a product, whose columns may have been reordered, is `canzona::cholesky_qr`. The signs of Q's columns
        change, which no QR decomposition prescribes.

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.algebra import (
+from canzona_compile.analysis.linear_algebra import (
     Factor,
     Product,
     Term,
@@ -31,10 +31,10 @@ from canzona_compile.algebra import (
     times,
     written,
 )
+from canzona_compile.analysis.symmetry_proof import Known, symmetric_leaves, symmetric_values
 from canzona_compile.ir.step import Form, LayoutKind, Placed, Step, tensor_value
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.lifting import dead_code_free
-from canzona_compile.symmetric import Known, symmetric_leaves, symmetric_values
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ MODEST = 2.0**10  # numbers, and inverses of such, that may be multiplied after 
 
 @dataclass(frozen=True, slots=True)
 class Symmetry:
-    """Rewrite what `canzona_compile.symmetric` proves, in the compute graphs of steps on CUDA.
+    """Rewrite what `canzona_compile.analysis.symmetry_proof` proves, in the compute graphs of steps on CUDA.
 
     A product, the numbers it is multiplied by, a symmetric matrix added to it and multiples of the identity become one
     call of `canzona::sym_gemm`; transposes of symmetric values disappear; X + F X becomes `canzona::gemm_axpby`.

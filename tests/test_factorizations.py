@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from benchmarks import factorizations
+from canzona_compile.analysis.flops import symbolic_flops
+from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.calibration.clock import Clock
 from canzona_compile.calibration.measure import FACTORIZATIONS, factorization
-from canzona_compile.cost import symbolic_flops
 from canzona_compile.ir import ops as instructions
 from canzona_compile.ir.hardware import hardware_from, named_hardware
 from canzona_compile.ir.pipeline import run
@@ -27,7 +28,6 @@ from canzona_compile.kernels.root_ops import INVERSE_ROOT
 from canzona_compile.options import Options
 from canzona_compile.passes import Batching, Emit, Place
 from canzona_compile.planner import lowering_passes, planning_passes
-from canzona_compile.timing import graph_time
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.random_graphs import evaluate

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import canzona_compile
+from canzona_compile.analysis.gram_restarts import plan_restarts
+from canzona_compile.analysis.newton_schulz import Polynomial, chains
+from canzona_compile.analysis.norm_bounds import norm_bound
 from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Placed
-from canzona_compile.iterates import Polynomial, chains
 from canzona_compile.kernels.ops import SYM_GEMM
-from canzona_compile.norms import norm_bound
 from canzona_compile.options import Options
 from canzona_compile.passes import Canonicalize, Place
 from canzona_compile.passes.gram import rewritten, work
 from canzona_compile.passes.symmetry import rewritten as with_halves
 from canzona_compile.planner import lowering_passes
 from canzona_compile.planning.gram import gram_of
-from canzona_compile.restarts import plan_restarts
 from examples.optimizers.shampoo import Shampoo
 from tests.iterations import (
     CANS,

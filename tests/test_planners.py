@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from canzona_compile.cost import GroupLoad, Rates, flops_of, pipeline_seconds, rates_of
+from canzona_compile.analysis.flops import GroupLoad, Rates, flops_of, pipeline_seconds, rates_of
 from canzona_compile.ir.layout import Grid, Layout, Shape
 from canzona_compile.ir.step import Act, Buffer, Form, Machine, MicroGroup, Placed, Step, Strategy, Task, Wire
 from canzona_compile.passes import AssignOwners, FormMicroGroups, Place

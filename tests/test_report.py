@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from canzona_compile.cost import GroupLoad, pipeline_seconds, rates_of
+from canzona_compile.analysis.flops import GroupLoad, pipeline_seconds, rates_of
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.layout import Grid, Shape
 from canzona_compile.ir.step import Exchange, Form, Machine, MicroGroup, Step

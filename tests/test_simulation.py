@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from canzona_compile.analysis.roofline import graph_time, placed_time
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.hardware import Curve, Hardware, named_hardware
 from canzona_compile.ir.layout import Grid, Shape
@@ -27,7 +28,6 @@ from canzona_compile.passes import (
 from canzona_compile.report import wire_bytes
 from canzona_compile.simulation.simulate import simulate, teams
 from canzona_compile.simulation.traffic import Boxes, GroupTraffic, traffic
-from canzona_compile.timing import graph_time, placed_time
 from tests.samples import grid_of, muon_step, toy_step
 
 EVEN = ((64, 32), (32, 64), (64, 64), (64, 32), (128, 64), (32, 32))

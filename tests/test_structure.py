@@ -18,6 +18,7 @@ MOST_LINES = 400
 
 # A module may import those before it. Whoever adds one decides where it stands.
 LAYERS = (
+    "analysis",
     "ir",
     "kernels.dispatch kernels.tuning_cache kernels.tensor_args kernels.padding kernels.triangle kernels.descriptors",
     "kernels.sym_gemm_pointer kernels.sym_gemm_tma kernels.sym_gemm",
@@ -27,11 +28,11 @@ LAYERS = (
     "errors ir.hardware ir.layout ir.step",
     "ownership.jobs ownership.buffer ownership.greedy ownership.static ownership.alpha ownership.exchange",
     "ownership.lpt ownership.permuted ownership.patterns ownership.exact ownership",
-    "ir.bit_exactness cost timing ir.ops ir.program stream_order rankview ir.printer ir.graph_checks ir.verifier lifting",
-    "program_builder spectral",
+    "ir.bit_exactness analysis.flops analysis.roofline ir.ops ir.program stream_order rankview ir.printer ir.graph_checks ir.verifier lifting",
+    "program_builder analysis.spectral",
     "codegen.arithmetic codegen.values codegen.rules codegen.expressions codegen.source codegen.tables codegen.launch",
     "codegen pointwise_program",
-    "algebra symmetric norms iterates restarts ir.plan_file heaviest",
+    "analysis.linear_algebra analysis.symmetry_proof analysis.norm_bounds analysis.newton_schulz analysis.gram_restarts ir.plan_file analysis.holistic_tasks",
     "passes.assign_owners passes.batch passes.canonicalize passes.emit passes.follow_plan passes.fuse_collectives",
     "passes.gram passes.micro_group passes.padding passes.place passes.roots passes.schedule passes.symmetry passes",
     "ir.pipeline ir.observers",

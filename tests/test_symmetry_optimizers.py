@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, fx
 
 import canzona_compile
+from canzona_compile.analysis.flops import symbolic_flops
+from canzona_compile.analysis.roofline import graph_time
+from canzona_compile.analysis.symmetry_proof import symmetric_leaves
 from canzona_compile.capture.capture import Capture
 from canzona_compile.capture.oracle import ParameterSpec
-from canzona_compile.cost import symbolic_flops
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.pipeline import History, run
 from canzona_compile.ir.printer import differences, show
@@ -24,8 +26,6 @@ from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.options import Options
 from canzona_compile.passes import Symmetry
 from canzona_compile.planner import lowering_passes, planning_passes
-from canzona_compile.symmetric import symmetric_leaves
-from canzona_compile.timing import graph_time
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.conftest import Golden

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from canzona_compile.analysis.flops import DECOMPOSITIONS
 from canzona_compile.calibration.clock import Clock, Work
-from canzona_compile.cost import DECOMPOSITIONS
 from canzona_compile.ir import ops as instructions
 from canzona_compile.kernels.cholesky_qr import cholesky_qr
 from canzona_compile.kernels.cholesky_qr import flops as flops_of_qr

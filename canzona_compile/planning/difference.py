@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from canzona_compile.analysis.flops import readable_bytes
 from canzona_compile.charts import duration, plural
-from canzona_compile.cost import readable_bytes
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import MAKE_ANEW, PlannedTask, read_plan
 from canzona_compile.render import columns

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import sympy
 
-from canzona_compile.cost import dim_symbols, flops_of, readable, symbolic_bytes
+from canzona_compile.analysis.flops import dim_symbols, flops_of, readable, symbolic_bytes
+from canzona_compile.analysis.roofline import PlacedTime, placed_time
 from canzona_compile.figures import LoadReport
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
@@ -31,7 +32,6 @@ from canzona_compile.planning.request import Request, alone, played, simulated
 from canzona_compile.planning.strategies import strategies
 from canzona_compile.report import rank_loads
 from canzona_compile.simulation.figures import Simulation
-from canzona_compile.timing import PlacedTime, placed_time
 
 ABOUT = {
     "static": "the rank in whose share of the buffer a matrix starts (Canzona's equation 1)",

@@ -13,10 +13,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from canzona_compile.analysis.newton_schulz import chains
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.step import Placed
-from canzona_compile.iterates import chains
 
 GRAM, BATCH_SPLIT = "gram", "batch-split"
 ROUNDS = 2  # one restart

@@ -7,6 +7,7 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass, replace
 
+from canzona_compile.analysis.roofline import placed_time
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import PlanFile, PlannedTask, layout_text
 from canzona_compile.ir.step import Step, Strategy, Task
@@ -16,7 +17,6 @@ from canzona_compile.planner import lowering_passes
 from canzona_compile.planning.gram import BATCH_SPLIT, GRAM, ROUNDS, Gram, gram_of
 from canzona_compile.planning.request import Request, played, simulated
 from canzona_compile.simulation.rounds import Rounds
-from canzona_compile.timing import placed_time
 
 NANO = 1e9
 PARTS = 10  # of the matrices that can be Gram-distributed: that many splits are tried

@@ -6,12 +6,12 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from canzona_compile.analysis.roofline import PlacedTime
 from canzona_compile.ir.hardware import Hardware, Link
 from canzona_compile.ir.layout import Grid, Layout
 from canzona_compile.ir.step import Placed, Strategy, Task
 from canzona_compile.planning.figures import StrategyForecast
 from canzona_compile.planning.gram import BATCH_SPLIT, GRAM, ROUNDS, gram_of
-from canzona_compile.timing import PlacedTime
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from canzona_compile.analysis.flops import readable, readable_bytes
 from canzona_compile.charts import ASCII, MOST_BARS, UNICODE, Glyphs, axis, duration, histogram, plural
-from canzona_compile.cost import readable, readable_bytes
 from canzona_compile.planning.figures import Forecast, StrategyForecast
 from canzona_compile.render import WIDEST, columns, hanging, heading
 from canzona_compile.simulation.figures import COMPUTE, STREAMS, Span

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
+from canzona_compile.analysis.roofline import placed_time
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
@@ -15,7 +16,6 @@ from canzona_compile.simulation.engine import Collective, Engine, Operation, Out
 from canzona_compile.simulation.figures import Memory, RankSummary, Simulation
 from canzona_compile.simulation.rounds import Rounds, RoundsPlayer
 from canzona_compile.simulation.traffic import Boxes, GroupTraffic, traffic
-from canzona_compile.timing import placed_time
 
 MOST_SHOWN = 16  # ranks of a large job whose spans are kept
 

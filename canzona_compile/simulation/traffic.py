@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from canzona_compile.analysis.roofline import GraphTime, PlacedTime
 from canzona_compile.ir import ops as instructions
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import MicroGroup, Phase, Step, Task, Wire
 from canzona_compile.lifting import product
-from canzona_compile.timing import GraphTime, PlacedTime
 
 Floats: TypeAlias = NDArray[np.float64]
 

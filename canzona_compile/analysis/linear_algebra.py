@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from canzona_compile.cost import LIBRARY_PRODUCTS, addend, factors
+from canzona_compile.analysis.flops import LIBRARY_PRODUCTS, addend, factors
 from canzona_compile.ir.step import tensor_value
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from canzona_compile.iterates import Polynomial
+from canzona_compile.analysis.newton_schulz import Polynomial
 
 Floats = NDArray[np.float64]
 

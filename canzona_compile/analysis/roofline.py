@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from canzona_compile.cost import BY_PRODUCTS, addend, decomposition, decomposition_flops, factors, flips, turned
+from canzona_compile.analysis.flops import (
+    BY_PRODUCTS,
+    addend,
+    decomposition,
+    decomposition_flops,
+    factors,
+    flips,
+    turned,
+)
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Placed, outputs, tensor_value
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM

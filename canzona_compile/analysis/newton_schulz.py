@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 from torch import fx
 
-from canzona_compile.algebra import copies, identity, product_of, root, shape_of, shifted, swaps, terms
-from canzona_compile.algebra import source as source_of
+from canzona_compile.analysis.linear_algebra import copies, identity, product_of, root, shape_of, shifted, swaps, terms
+from canzona_compile.analysis.linear_algebra import source as source_of
 from canzona_compile.ir.step import tensor_value
 
 Polynomial: TypeAlias = tuple[float, ...]  # coefficients, that of the identity first

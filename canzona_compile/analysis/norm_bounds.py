@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.algebra import copies, number, root, shape_of, source, swaps
+from canzona_compile.analysis.linear_algebra import copies, number, root, shape_of, source, swaps
 from canzona_compile.ir.step import tensor_value
 
 aten = torch.ops.aten

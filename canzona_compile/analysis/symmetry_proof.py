@@ -16,8 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from canzona_compile.algebra import Product, copies, identity, product_of, root, shape_of, shifted, swaps, terms
-from canzona_compile.algebra import source as source_of
+from canzona_compile.analysis.linear_algebra import (
+    Product,
+    copies,
+    identity,
+    product_of,
+    root,
+    shape_of,
+    shifted,
+    swaps,
+    terms,
+)
+from canzona_compile.analysis.linear_algebra import source as source_of
 from canzona_compile.ir.bit_exactness import pointwise
 from canzona_compile.ir.step import Placed, outputs, tensor_value
 
