@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from benchmarks.ownership_table import OFF, RULES, SETTINGS, Row, Setting, figures_of, models, newton_schulz
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ownership import NAMES, exchange, greedy, patterns, planner_named
+from canzona_compile.ownership import NAMES, greedy, planner_named
+from canzona_compile.ownership import local_search as exchange
+from canzona_compile.ownership import milp as patterns
 from canzona_compile.ownership.alpha import AlphaBalanced, busiest_row, nearest
 from canzona_compile.ownership.buffer import in_buckets, order, padding, worst_shard
 from canzona_compile.ownership.exact import Bound, solve

@@ -11,7 +11,7 @@ from typing import ClassVar
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ownership.jobs import NOTHING, Job, Load, Place, loads, lower_bound, makespan
 from canzona_compile.ownership.lpt import Joint
-from canzona_compile.ownership.patterns import TOLERANCE, Allotment, GaveUp, Kinds, Patterns, by_counts
+from canzona_compile.ownership.milp import TOLERANCE, Allotment, GaveUp, Kinds, Patterns, by_counts
 
 SECONDS = 30.0
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from canzona_compile.ownership.buffer import capped
-from canzona_compile.ownership.exchange import Exchange
 from canzona_compile.ownership.greedy import largest_first, within_rows
 from canzona_compile.ownership.jobs import (
     NOTHING,
@@ -20,6 +19,7 @@ from canzona_compile.ownership.jobs import (
     places_of,
     row_loads,
 )
+from canzona_compile.ownership.local_search import Exchange
 
 
 @dataclass(frozen=True, slots=True)
