@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
-from canzona_compile.capture.capture import Capture
+from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.pipeline import Pass, run
 from canzona_compile.ir.step import Step
 from canzona_compile.passes import Emit

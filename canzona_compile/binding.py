@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from canzona_compile.capture.capture import Capture, Kind
-from canzona_compile.capture.faithful import holistic
-from canzona_compile.capture.independence import first_dim_is_batch
-from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.batch_dim import first_dim_is_batch
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.eager_parity import holistic
 from canzona_compile.capture.sharding_rules import missing_rule
+from canzona_compile.capture.templates import Capture, Kind
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
 from canzona_compile.ir.layout import (
     Box,

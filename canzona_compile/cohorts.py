@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from canzona_compile.binding import Bound
-from canzona_compile.capture.capture import Capture, Kind
+from canzona_compile.capture.dynamo_oracle import Scalars, Untraceable
 from canzona_compile.capture.leaves import read, write
-from canzona_compile.capture.oracle import Scalars, Untraceable
+from canzona_compile.capture.templates import Capture, Kind
 from canzona_compile.planner import Plan
 
 Names = tuple[str, ...]

@@ -14,7 +14,7 @@ from rich.text import Text
 from torch.optim import Optimizer
 
 from canzona_compile.binding import Binder, Bound, named_params
-from canzona_compile.capture.capture import Capture
+from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape

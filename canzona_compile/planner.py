@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from canzona_compile.binding import Bound
-from canzona_compile.capture.interpreted import interpreted_template
-from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.codegen.launch import available
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.hardware import Hardware

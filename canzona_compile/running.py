@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.binding import check_gradient
-from canzona_compile.capture.capture import Capture
-from canzona_compile.capture.interpreted import eager_steps
-from canzona_compile.capture.oracle import Untraceable
-from canzona_compile.capture.surroundings import Shadow
+from canzona_compile.capture.dynamo_oracle import Untraceable
+from canzona_compile.capture.eager_fallback import eager_steps
+from canzona_compile.capture.external_counters import Shadow
+from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.cohorts import Cohorts
 from canzona_compile.elementwise import Elementwise

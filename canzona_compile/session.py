@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from canzona_compile.binding import Binder, check_gradient, meshes_of, named_params
-from canzona_compile.capture.capture import Capture
-from canzona_compile.capture.oracle import Untraceable
+from canzona_compile.capture.dynamo_oracle import Untraceable
+from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.council import Council
 from canzona_compile.dummy_step import is_dummy_step, undone

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.analysis.flops import rates_of
-from canzona_compile.capture.course import Course
+from canzona_compile.capture.variant_period import Course
 from canzona_compile.ir.step import Step, Task
 
 MOST_PHASES = 16  # per period: every step on which some matrix refreshes is a program of its own

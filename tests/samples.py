@@ -13,8 +13,8 @@ import sympy
 import torch
 from torch import fx
 
-from canzona_compile.capture.capture import Capture
-from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.layout import Box, Grid, Layout, Shape, local_layout
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import (

@@ -14,10 +14,10 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch.optim import AdamW, Optimizer
 
-from canzona_compile.capture.capture import Capture, Kind
-from canzona_compile.capture.independence import first_dim_is_batch
-from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.batch_dim import first_dim_is_batch
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.separability import check_separable
+from canzona_compile.capture.templates import Capture, Kind
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Form, Leaf, Role, Step, Template, placeholders

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.optim.lr_scheduler import OneCycleLR
 
 import canzona_compile
-from canzona_compile.capture.oracle import Oracle
+from canzona_compile.capture.dynamo_oracle import Oracle
 from tests.layouts import Case, Laid, replicate_of
 from tests.optimizers import (
     EVEN,

@@ -15,8 +15,8 @@ import canzona_compile
 from canzona_compile.analysis.gram_restarts import plan_restarts
 from canzona_compile.analysis.newton_schulz import Polynomial, chains
 from canzona_compile.analysis.norm_bounds import norm_bound
-from canzona_compile.capture.capture import Capture
-from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Placed

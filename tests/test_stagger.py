@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.capture.course import course_of, repetition
+from canzona_compile.capture.variant_period import course_of, repetition
 from canzona_compile.errors import CanzonaError
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP

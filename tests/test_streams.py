@@ -20,8 +20,8 @@ from torch.optim import Muon, Optimizer
 
 import canzona_compile
 from canzona_compile import planner
-from canzona_compile.capture.capture import Capture
-from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.templates import Capture
 from canzona_compile.ir import ops as instructions
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.pipeline import run

@@ -69,7 +69,7 @@ def test_the_owner_is_chosen_for_the_heaviest_variant(plans: list[Any]) -> None:
 
 
 def test_a_variant_that_comes_late_is_planned_then(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("canzona_compile.capture.capture.LOOKAHEAD", 0)
+    monkeypatch.setattr("canzona_compile.capture.templates.LOOKAHEAD", 0)
     pair = Pair(toys.Refreshing)
     pair.steps(9)
     assert len(plans) == 2

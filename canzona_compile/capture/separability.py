@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.blame import blamed, first_line
-from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable, Variant
+from canzona_compile.capture.dynamo_oracle import Oracle, ParameterSpec, Untraceable, Variant
+from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.capture.external_counters import Counts, step_alone
 from canzona_compile.capture.randomness import undisturbed
-from canzona_compile.capture.surroundings import Counts, step_alone
 from canzona_compile.capture.twin import make_twin, plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.step import outputs, placeholders

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.blame import blamed, first_line
+from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.twin import make_twin, step_plainly
 

@@ -12,9 +12,9 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from canzona_compile.capture.capture import Capture, Kind
-from canzona_compile.capture.independence import first_dim_is_batch
-from canzona_compile.capture.oracle import ParameterSpec
+from canzona_compile.capture.batch_dim import first_dim_is_batch
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.templates import Capture, Kind
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout, Shape

@@ -12,15 +12,15 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.course import Course, course_of
-from canzona_compile.capture.faithful import holistic, same_bits
-from canzona_compile.capture.interpreted import interpreted_template
+from canzona_compile.capture.dynamo_oracle import Moment, Oracle, ParameterSpec, Untraceable, Variant
+from canzona_compile.capture.eager_fallback import interpreted_template
+from canzona_compile.capture.eager_parity import holistic, same_bits
+from canzona_compile.capture.external_counters import Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.leaves import Paths, python_leaves, state_leaves
-from canzona_compile.capture.oracle import Moment, Oracle, ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.separability import check_separable, coupled
-from canzona_compile.capture.surroundings import Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.twin import plain_class, signature
+from canzona_compile.capture.variant_period import Course, course_of
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Leaf, Role, Template, outputs, placeholders, tensor_value

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_compile.capture.blame import blamed, first_line
 from canzona_compile.capture.dynamo import as_oracle, isolation, own_code
+from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.capture.external_counters import give_counts, step_alone
 from canzona_compile.capture.functional import functional
 from canzona_compile.capture.leaves import (
     Paths,
@@ -33,7 +34,6 @@ from canzona_compile.capture.leaves import (
     structure_of,
     write,
 )
-from canzona_compile.capture.surroundings import give_counts, step_alone
 from canzona_compile.capture.twin import (
     hypers,
     make_twin,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from canzona_compile.capture.dynamo_oracle import Moment, Oracle
+from canzona_compile.capture.external_counters import give_counts
 from canzona_compile.capture.leaves import read, state_leaves, write
-from canzona_compile.capture.oracle import Moment, Oracle
 from canzona_compile.capture.randomness import undisturbed
-from canzona_compile.capture.surroundings import give_counts
 from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.ir.bit_exactness import pointwise
 from canzona_compile.ir.step import Role, Template, tensor_value
