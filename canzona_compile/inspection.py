@@ -14,7 +14,7 @@ from canzona_compile.ir.pipeline import History
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
-from canzona_compile.lifting import graph_module
+from canzona_compile.lowering.batch_graph import graph_module
 from canzona_compile.options import Options
 from canzona_compile.report import Report
 from canzona_compile.session import Session

@@ -14,7 +14,7 @@ from canzona_compile.ir.bit_exactness import batches_equal, pointwise, position_
 from canzona_compile.ir.step import Batch, Form, Machine, MicroGroup, Placed, Role, Step, tensor_value
 from canzona_compile.kernels.batched import gains
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
-from canzona_compile.lifting import factorization, lift_stacked, product, starts_stack
+from canzona_compile.lowering.batch_graph import factorization, lift_stacked, product, starts_stack
 
 aten = torch.ops.aten
 

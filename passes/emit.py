@@ -35,11 +35,11 @@ from canzona_compile.ir.step import (
     Wire,
     outputs,
 )
-from canzona_compile.lifting import lift_apply, lift_prepare
-from canzona_compile.pointwise_program import Kernels
-from canzona_compile.program_builder import ProgramBuilder
-from canzona_compile.rankview import GroupView, Segment, runs
-from canzona_compile.stream_order import CALLER, COMPUTE, PACK
+from canzona_compile.lowering.batch_graph import lift_apply, lift_prepare
+from canzona_compile.lowering.builder import ProgramBuilder
+from canzona_compile.lowering.elementwise_kernels import Kernels
+from canzona_compile.lowering.rank_view import GroupView, Segment, runs
+from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, PACK
 
 
 @dataclass(frozen=True, slots=True)

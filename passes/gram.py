@@ -20,7 +20,7 @@ from canzona_compile.analysis.newton_schulz import Chain, Polynomial, chains
 from canzona_compile.analysis.norm_bounds import Wide, made, norm_bound
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Form, Placed, Step, Template, tensor_value
-from canzona_compile.lifting import dead_code_free
+from canzona_compile.lowering.batch_graph import dead_code_free
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from canzona_compile.analysis.linear_algebra import flipped, shifted, source, sw
 from canzona_compile.ir.step import Form, Placed, Step, tensor_value
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.kernels.padding import padded_size
-from canzona_compile.lifting import dead_code_free
+from canzona_compile.lowering.batch_graph import dead_code_free
 
 aten = torch.ops.aten
 

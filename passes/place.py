@@ -29,7 +29,7 @@ from canzona_compile.ir.step import (
     placeholders,
     tensor_value,
 )
-from canzona_compile.lifting import ancestors
+from canzona_compile.lowering.batch_graph import ancestors
 
 # Work and state that every replica repeats, as a fraction of the same bytes on a wire: memory is about
 # this much faster. It decides where a transfer is free (DDP: the momentum goes to the owner) and never

@@ -15,7 +15,7 @@ from canzona_compile.codegen.expressions import expressions
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.codegen.source import PointwiseProgram
 from canzona_compile.ir.step import outputs
-from canzona_compile.lifting import fx_copy
+from canzona_compile.lowering.batch_graph import fx_copy
 from tests.samples import Builder, empty
 
 Values = dict[str, Any]

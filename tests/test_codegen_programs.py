@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Act, Event, Form
+from canzona_compile.lowering.elementwise_kernels import kernel_of, prepared_slots
 from canzona_compile.optimizers.normuon import NorMuon
 from canzona_compile.optimizers.shampoo import Shampoo
 from canzona_compile.optimizers.soap import SOAP
-from canzona_compile.pointwise_program import kernel_of, prepared_slots
 from tests.pairs import Pair, muon
 from tests.pointwise import generating, kernels_of
 from tests.samples import grid_of, muon_step

@@ -20,7 +20,7 @@ from canzona_compile.ir.bit_exactness import (
     position_free,
 )
 from canzona_compile.ir.step import Machine
-from canzona_compile.lifting import FOREACH
+from canzona_compile.lowering.batch_graph import FOREACH
 from tests.samples import CPU, Builder
 
 aten = torch.ops.aten

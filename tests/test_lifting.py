@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from canzona_compile.ir import ops as instructions
 from canzona_compile.ir.ops import parts
 from canzona_compile.ir.step import Leaf, Role, Template, outputs, placeholders
-from canzona_compile.lifting import (
+from canzona_compile.lowering.batch_graph import (
     FOREACH,
     graph_module,
     lift_apply,

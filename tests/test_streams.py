@@ -27,9 +27,9 @@ from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Act, Form, Machine, Step, Task, Template
+from canzona_compile.lowering.stream_sync import COMPUTE, PACK
 from canzona_compile.options import Options
 from canzona_compile.planner import emit, lower, planning_passes
-from canzona_compile.stream_order import COMPUTE, PACK
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests import ranks

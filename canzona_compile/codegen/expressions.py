@@ -12,7 +12,7 @@ from canzona_compile.codegen.rules import RULES
 from canzona_compile.codegen.values import Builder, Line, Load, Number, Spread, Unsupported, check, converted
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import outputs, tensor_value
-from canzona_compile.lifting import ancestors
+from canzona_compile.lowering.batch_graph import ancestors
 
 
 @dataclass(frozen=True, slots=True)

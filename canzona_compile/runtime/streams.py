@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.ir.program import StreamSet
-from canzona_compile.stream_order import CALLER, PACK
+from canzona_compile.lowering.stream_sync import CALLER, PACK
 
 FIRST = -1  # CUDA's higher priority
 

@@ -17,7 +17,7 @@ from canzona_compile.ir import ops as instructions
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import MicroGroup, Phase, Step, Task, Wire
-from canzona_compile.lifting import product
+from canzona_compile.lowering.batch_graph import product
 
 Floats: TypeAlias = NDArray[np.float64]
 

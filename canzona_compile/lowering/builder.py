@@ -13,8 +13,8 @@ from torch import fx
 
 from canzona_compile.ir import ops as instructions
 from canzona_compile.ir.program import Bytes, Indices, Input, Program, Views, Whole
-from canzona_compile.lifting import fx_copy
-from canzona_compile.stream_order import CALLER, order_streams
+from canzona_compile.lowering.batch_graph import fx_copy
+from canzona_compile.lowering.stream_sync import CALLER, order_streams
 
 
 class ProgramBuilder:

@@ -20,8 +20,8 @@ from canzona_compile.codegen.values import Unsupported
 from canzona_compile.ir import ops as instructions
 from canzona_compile.ir.program import Input, View, Views
 from canzona_compile.ir.step import Act, Event, Phase, Placed, Role, Step, outputs, placeholders, tensor_value
-from canzona_compile.lifting import ancestors, lift_apply
-from canzona_compile.rankview import GroupView, Segment
+from canzona_compile.lowering.batch_graph import ancestors, lift_apply
+from canzona_compile.lowering.rank_view import GroupView, Segment
 
 Lookup = Callable[[str], fx.Node]
 
