@@ -26,9 +26,9 @@ from canzona_compile.ir.pipeline import History, Observer
 from canzona_compile.ir.step import Role, Step
 from canzona_compile.options import Options
 from canzona_compile.planner import Plan, emit, lower
+from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor
-from canzona_compile.runtime.groups import Groups
-from canzona_compile.runtime.memory import SharedSlots
+from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.state import StateStore
 
 Names = tuple[str, ...]

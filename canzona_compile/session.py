@@ -14,7 +14,6 @@ from canzona_compile.binding import Binder, check_gradient, meshes_of, named_par
 from canzona_compile.capture.dynamo_oracle import Untraceable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.council import Council
 from canzona_compile.dummy_step import is_dummy_step, undone
 from canzona_compile.errors import CanzonaError
 from canzona_compile.explanation import Explanation, explain_ahead, explain_plan
@@ -26,8 +25,9 @@ from canzona_compile.options import Options
 from canzona_compile.planner import Plan, lower, make_plan
 from canzona_compile.report import Report, headline, make_report
 from canzona_compile.running import Running, TakingPart
-from canzona_compile.runtime.forum import Waiter
-from canzona_compile.runtime.groups import Groups
+from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.runtime.rank_agreement import Council
+from canzona_compile.runtime.store_agreement import Waiter
 from canzona_compile.suggestions import facts_of
 
 log = logging.getLogger(__name__)

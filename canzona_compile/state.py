@@ -25,7 +25,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Role, Task
 from canzona_compile.planner import Plan
-from canzona_compile.runtime.groups import Groups
+from canzona_compile.runtime.process_groups import Groups
 
 
 class StateStore:

@@ -32,7 +32,7 @@ from canzona_compile.ir.step import Machine
 from canzona_compile.kernels.ops import SYM_GEMM
 from canzona_compile.runtime import cuda_graph
 from canzona_compile.runtime.cuda_graph import MOST_RECORDINGS, Replay, obstacle, obstacle_in
-from canzona_compile.runtime.number_forms import FORMS
+from canzona_compile.runtime.scalar_ops import FORMS
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import canzona_compile
 from canzona_compile.optimizers.shampoo import Shampoo
-from canzona_compile.runtime.memory import SharedSlots
+from canzona_compile.runtime.buffers import SharedSlots
 from tests.ranks import run
 
 CPU = torch.device("cpu")

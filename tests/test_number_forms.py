@@ -13,7 +13,7 @@ from torch import Tensor
 
 from canzona_compile.ir.ops import each
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
-from canzona_compile.runtime.number_forms import FORMS, DeviceNumber
+from canzona_compile.runtime.scalar_ops import FORMS, DeviceNumber
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

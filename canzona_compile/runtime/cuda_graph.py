@@ -27,8 +27,8 @@ from torch import Tensor, fx
 from canzona_compile.codegen.launch import GroupedKernel, Laid
 from canzona_compile.ir import ops as instructions
 from canzona_compile.ir.program import Fragments, Names, Number, Program, Residents
-from canzona_compile.runtime.device_numbers import with_device_numbers
-from canzona_compile.runtime.number_forms import DeviceNumber
+from canzona_compile.runtime.device_scalars import with_device_numbers
+from canzona_compile.runtime.scalar_ops import DeviceNumber
 from canzona_compile.runtime.streams import index_of, stream_named
 
 MOST_RECORDINGS = 3

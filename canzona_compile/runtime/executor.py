@@ -28,9 +28,9 @@ from canzona_compile.ir.program import (
     Whole,
 )
 from canzona_compile.ir.step import Role
+from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.cuda_graph import Replay
-from canzona_compile.runtime.groups import Groups
-from canzona_compile.runtime.memory import SharedSlots
+from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.streams import streams_for
 
 

@@ -9,8 +9,8 @@ import torch
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
-from canzona_compile.runtime.forum import Forum, Waiter
-from canzona_compile.runtime.groups import Groups
+from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.runtime.store_agreement import Forum, Waiter
 
 Ranks = tuple[int, ...]
 

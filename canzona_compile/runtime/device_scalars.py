@@ -20,7 +20,7 @@ from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir import ops as instructions
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import outputs, placeholders
-from canzona_compile.runtime.number_forms import FORMS, each_numbered
+from canzona_compile.runtime.scalar_ops import FORMS, each_numbered
 
 # How a value gets to where it is needed: in a tensor; as a number, which a recording keeps; or in a kernel's table.
 Kind = Literal["device", "kept", "table"]
