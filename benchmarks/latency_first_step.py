@@ -68,7 +68,7 @@ def run_first_step(optimizer: Any) -> FirstStep:
     watch = Stopwatch()
     capture = watch.timed(Capture.kind_of, lambda *_: "capture")
     passes = watch.timed(run, stage_of)
-    with patch.object(Capture, "kind_of", capture), patch("canzona_compile.planner.run", passes):
+    with patch.object(Capture, "kind_of", capture), patch("canzona_compile.session.plan.run", passes):
         cpu = time.process_time()
         watch.timed(optimizer.step, lambda: "total")()
         cpu = time.process_time() - cpu

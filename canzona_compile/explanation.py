@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 from torch.optim import Optimizer
 
-from canzona_compile.binding import Binder, Bound, named_params
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.options import Options
-from canzona_compile.planner import Plan, make_plan
+from canzona_compile.session.bind import Binder, Bound, named_params
+from canzona_compile.session.plan import Plan, make_plan
 
 STYLES = {"compiled": "green", "interpreted": "yellow", "local": "cyan", "refused": "red"}
 

@@ -17,7 +17,7 @@ from canzona_compile.ir.step import Step
 from canzona_compile.lowering.batch_graph import graph_module
 from canzona_compile.options import Options
 from canzona_compile.report import Report
-from canzona_compile.session import Session
+from canzona_compile.session.session import Session
 
 STAGES = ("captured", "placed", "program")
 

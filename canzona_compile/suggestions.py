@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from canzona_compile.figures import Facts, LocalTask, ProfileReport
 from canzona_compile.options import Options
-from canzona_compile.planner import Plan
-from canzona_compile.running import Running
+from canzona_compile.session.plan import Plan
+from canzona_compile.session.plan_execution import Running
 
 
 def facts_of(running: Running, captures: int) -> Facts:

@@ -31,7 +31,7 @@ from canzona_compile.inspection import Canzona
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import MissingGrads, Numerics, Options, Strategy
-from canzona_compile.session import Session
+from canzona_compile.session.session import Session
 from canzona_compile.split import Split
 
 Opt = TypeVar("Opt", bound=Optimizer)

@@ -1,4 +1,4 @@
-"""The passes, one per file. `canzona_compile.planner` says in which order they run."""
+"""The passes, one per file. `canzona_compile.session.plan` says in which order they run."""
 
 from canzona_compile.passes.assign_owners import AssignOwners
 from canzona_compile.passes.batch import Batching

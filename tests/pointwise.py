@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from canzona_compile import planner
 from canzona_compile.codegen.expressions import expressions
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.codegen.source import PointwiseProgram
 from canzona_compile.ir.step import outputs
 from canzona_compile.lowering.batch_graph import fx_copy
+from canzona_compile.session import plan as planner
 from tests.samples import Builder, empty
 
 Values = dict[str, Any]

@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
-from canzona_compile import planner
 from canzona_compile.codegen.launch import GroupedKernel, Part
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.ops import copy
@@ -33,6 +32,7 @@ from canzona_compile.kernels.ops import SYM_GEMM
 from canzona_compile.runtime import cuda_graph
 from canzona_compile.runtime.cuda_graph import MOST_RECORDINGS, Replay, obstacle, obstacle_in
 from canzona_compile.runtime.scalar_ops import FORMS
+from canzona_compile.session import plan as planner
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP

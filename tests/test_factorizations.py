@@ -27,7 +27,7 @@ from canzona_compile.kernels import batched, cholesky_qr, inverse_root
 from canzona_compile.kernels.root_ops import INVERSE_ROOT
 from canzona_compile.options import Options
 from canzona_compile.passes import Batching, Emit, Place
-from canzona_compile.planner import lowering_passes, planning_passes
+from canzona_compile.session.plan import lowering_passes, planning_passes
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.random_graphs import evaluate

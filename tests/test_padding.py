@@ -19,7 +19,7 @@ from canzona_compile.options import Options
 from canzona_compile.passes import Padding
 from canzona_compile.passes.padding import padded, wanted
 from canzona_compile.passes.symmetry import rewritten
-from canzona_compile.planner import lowering_passes, planning_passes
+from canzona_compile.session.plan import lowering_passes, planning_passes
 from tests.random_graphs import evaluate
 from tests.samples import Builder, empty, grid_of, muon_step
 from tests.symmetric_graphs import algebra, aten, calls, close, in_float64, on_cpu, shapes_of, values

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
-from canzona_compile import planner
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir import ops as instructions
@@ -29,7 +28,8 @@ from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Act, Form, Machine, Step, Task, Template
 from canzona_compile.lowering.stream_sync import COMPUTE, PACK
 from canzona_compile.options import Options
-from canzona_compile.planner import emit, lower, planning_passes
+from canzona_compile.session import plan as planner
+from canzona_compile.session.plan import emit, lower, planning_passes
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests import ranks

@@ -18,6 +18,7 @@ MOST_LINES = 400
 
 # A module may import those before it. Whoever adds one decides where it stands.
 LAYERS = (
+    "session",
     "lowering",
     "analysis",
     "ir",
@@ -42,9 +43,9 @@ LAYERS = (
     "capture.sharding_rules capture.separability capture.batch_dim capture.templates capture",
     "runtime.process_groups runtime.store_agreement runtime.buffers runtime.streams runtime.scalar_ops runtime.device_scalars",
     "runtime.cuda_graph runtime.executor runtime",
-    "split pieces options binding stagger planner state elementwise cohorts running runtime.rank_agreement",
+    "split session.fused_params options session.bind session.stagger session.plan session.state session.local_step session.variant_selection session.plan_execution runtime.rank_agreement",
     "figures charts render report suggestions explanation",
-    "dummy_step session inspection wrapper factory",
+    "session.checkpoint_probe session.session inspection wrapper factory",
     "simulation.figures simulation.engine simulation.traffic simulation.rounds simulation.simulate simulation",
     "planning.collector planning.figures planning.weights planning.mesh planning.offline planning.request",
     "planning.gram planning.mixed planning.strategies planning.forecast planning.table planning.markdown",

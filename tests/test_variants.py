@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile import session
+from canzona_compile.session import session
 from examples.optimizers.soap import SOAP
 from tests import toy_optimizers as toys
 from tests.layouts import Case, Laid, full, local, replicate_of
@@ -90,7 +90,7 @@ def test_matrices_that_missed_gradients_keep_counters_of_their_own(name: str, pl
 
 
 def test_programs_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("canzona_compile.running.MOST_PROGRAMS", 2)
+    monkeypatch.setattr("canzona_compile.session.plan_execution.MOST_PROGRAMS", 2)
     pair = Pair(toys.Counting, SHAPES)
     pair.step()
     for i in range(4):

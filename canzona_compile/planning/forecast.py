@@ -17,7 +17,6 @@ from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
 from canzona_compile.ownership.exact import solve
 from canzona_compile.ownership.jobs import Job
-from canzona_compile.planner import lowering_passes
 from canzona_compile.planning.figures import (
     Alternative,
     Forecast,
@@ -31,6 +30,7 @@ from canzona_compile.planning.mixed import Mixed
 from canzona_compile.planning.request import Request, alone, played, simulated
 from canzona_compile.planning.strategies import strategies
 from canzona_compile.report import rank_loads
+from canzona_compile.session.plan import lowering_passes
 from canzona_compile.simulation.figures import Simulation
 
 ABOUT = {

@@ -13,9 +13,9 @@ from canzona_compile.ir.plan_file import PlanFile, PlannedTask, layout_text
 from canzona_compile.ir.step import Step, Strategy, Task
 from canzona_compile.ownership.jobs import Job
 from canzona_compile.ownership.lpt import Joint
-from canzona_compile.planner import lowering_passes
 from canzona_compile.planning.gram import BATCH_SPLIT, GRAM, ROUNDS, Gram, gram_of
 from canzona_compile.planning.request import Request, played, simulated
+from canzona_compile.session.plan import lowering_passes
 from canzona_compile.simulation.rounds import Rounds
 
 NANO = 1e9

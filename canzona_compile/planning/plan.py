@@ -16,7 +16,6 @@ from canzona_compile.ir.step import Machine, Step
 from canzona_compile.ir.verifier import verify
 from canzona_compile.options import Numerics, Options, Strategy
 from canzona_compile.passes.micro_group import gathered_bytes
-from canzona_compile.planner import lowering_passes, planning_passes
 from canzona_compile.planning.collector import paused
 from canzona_compile.planning.forecast import forecast
 from canzona_compile.planning.mesh import Mesh, parse_mesh
@@ -25,6 +24,7 @@ from canzona_compile.planning.offline import captured_step, optimizer_named, opt
 from canzona_compile.planning.request import Request, played
 from canzona_compile.planning.result import OfflinePlan
 from canzona_compile.planning.weights import Model, from_module, from_shapes, parse_split, preset
+from canzona_compile.session.plan import lowering_passes, planning_passes
 
 Updates = Literal["ddp", "zero1"]
 PlannedStrategy = Strategy | Literal["gram", "batch-split"]

@@ -10,9 +10,9 @@ from canzona_compile.ir.layout import Grid, Layout
 from canzona_compile.ir.pipeline import Pass
 from canzona_compile.ir.step import Step, Task
 from canzona_compile.options import Options
-from canzona_compile.planner import lowering_passes
 from canzona_compile.planning.mesh import Mesh
 from canzona_compile.planning.weights import Model
+from canzona_compile.session.plan import lowering_passes
 from canzona_compile.simulation.figures import Simulation
 from canzona_compile.simulation.rounds import Rounds
 from canzona_compile.simulation.simulate import simulate

@@ -35,7 +35,7 @@ from canzona_compile.ir.layout import (
 )
 from canzona_compile.ir.step import Task
 from canzona_compile.options import Options
-from canzona_compile.pieces import Fused
+from canzona_compile.session.fused_params import Fused
 from canzona_compile.split import check_patterns, chosen, part_of_layout
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from canzona_compile.binding import Bound
 from canzona_compile.capture.twin import make_twin, step_plainly
+from canzona_compile.session.bind import Bound
 
 
 class Elementwise:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from canzona_compile.binding import Bound
 from canzona_compile.capture.dynamo_oracle import Scalars, Untraceable
 from canzona_compile.capture.leaves import read, write
 from canzona_compile.capture.templates import Capture, Kind
-from canzona_compile.planner import Plan
+from canzona_compile.session.bind import Bound
+from canzona_compile.session.plan import Plan
 
 Names = tuple[str, ...]
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.binding import Bound
 from canzona_compile.capture.leaves import empty_containers, paths_of, read, structure_of, write
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Role, Task
-from canzona_compile.planner import Plan
 from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.session.bind import Bound
+from canzona_compile.session.plan import Plan
 
 
 class StateStore:

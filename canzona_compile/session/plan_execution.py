@@ -12,24 +12,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.binding import check_gradient
 from canzona_compile.capture.dynamo_oracle import Untraceable
 from canzona_compile.capture.eager_fallback import eager_steps
 from canzona_compile.capture.external_counters import Shadow
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.cohorts import Cohorts
-from canzona_compile.elementwise import Elementwise
 from canzona_compile.errors import InvalidGradient, UnsupportedOptimizer
 from canzona_compile.ir.ops import Watch
 from canzona_compile.ir.pipeline import History, Observer
 from canzona_compile.ir.step import Role, Step
 from canzona_compile.options import Options
-from canzona_compile.planner import Plan, emit, lower
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.state import StateStore
+from canzona_compile.session.bind import check_gradient
+from canzona_compile.session.local_step import Elementwise
+from canzona_compile.session.plan import Plan, emit, lower
+from canzona_compile.session.state import StateStore
+from canzona_compile.session.variant_selection import Cohorts
 
 Names = tuple[str, ...]
 TakingPart = tuple[Names, Names]  # tasks that have state, and tasks before their first step

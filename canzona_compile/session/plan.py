@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from canzona_compile.binding import Bound
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.codegen.launch import available
@@ -34,8 +33,9 @@ from canzona_compile.passes import (
     Schedule,
     Symmetry,
 )
-from canzona_compile.pieces import Fused
-from canzona_compile.stagger import Stagger, stagger
+from canzona_compile.session.bind import Bound
+from canzona_compile.session.fused_params import Fused
+from canzona_compile.session.stagger import Stagger, stagger
 
 
 def planning_passes(options: Options) -> list[Pass]:

@@ -1,0 +1,1 @@
+"""A wrapped optimizer from step to step: binding, planning, choosing programs, running them, keeping state."""
