@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from canzona_compile.analysis.flops import readable, readable_bytes
-from canzona_compile.charts import duration
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.planning.markdown import rows
+from canzona_compile.report.charts import duration
 from reproduction_cases import PEAK, PLANNERS, TOKENS, UTILISATION, Case, Iteration, ScaleRow
 
 HEAD = """# Canzona's headline, planned anew

@@ -12,13 +12,13 @@ from canzona_compile.errors import (
     UnsupportedLayout,
     UnsupportedOptimizer,
 )
-from canzona_compile.explanation import Explanation
 from canzona_compile.factory import wrap_cls
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.options import Options
 from canzona_compile.planning.plan import plan
 from canzona_compile.planning.result import OfflinePlan
-from canzona_compile.report import Report
+from canzona_compile.report.build import Report
+from canzona_compile.report.explain import Explanation
 from canzona_compile.split import Split
 from canzona_compile.wrapper import explain, is_wrapped, unwrap, wrap
 

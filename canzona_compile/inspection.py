@@ -9,14 +9,14 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.explanation import Explanation
 from canzona_compile.ir.pipeline import History
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.lowering.batch_graph import graph_module
 from canzona_compile.options import Options
-from canzona_compile.report import Report
+from canzona_compile.report.build import Report
+from canzona_compile.report.explain import Explanation
 from canzona_compile.session.session import Session
 
 STAGES = ("captured", "placed", "program")

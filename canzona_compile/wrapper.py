@@ -26,11 +26,11 @@ from torch.utils import _pytree as pytree
 from canzona_compile.capture.leaves import keys_of, read
 from canzona_compile.capture.twin import check_step_signature, plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.explanation import Explanation
 from canzona_compile.inspection import Canzona
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import MissingGrads, Numerics, Options, Strategy
+from canzona_compile.report.explain import Explanation
 from canzona_compile.session.session import Session
 from canzona_compile.split import Split
 

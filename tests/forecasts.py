@@ -7,7 +7,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from canzona_compile.figures import LoadReport
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.layout import Shape
 from canzona_compile.planning.figures import (
@@ -19,6 +18,7 @@ from canzona_compile.planning.figures import (
     TaskForecast,
     TemplateForecast,
 )
+from canzona_compile.report.schema import LoadReport
 from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Memory, RankSummary, Simulation, Span
 
 # What users may call a parameter, and what a page must survive.

@@ -16,10 +16,10 @@ from rich.console import Console
 
 import canzona_compile
 from canzona_compile.__main__ import main
-from canzona_compile.charts import duration
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.planning.plan import ALTERNATIVES
+from canzona_compile.report.charts import duration
 
 ROOT = Path(__file__).parents[1]
 NASTY = "[red]x|y[/red]"  # markup to rich, two cells to Markdown

@@ -25,7 +25,7 @@ from canzona_compile.passes import (
     Schedule,
 )
 from canzona_compile.passes.micro_group import load_of
-from canzona_compile.report import Facts, LocalTask, Report, headline, make_report
+from canzona_compile.report.build import Facts, LocalTask, Report, headline, make_report
 from tests.conftest import Golden
 from tests.samples import grid_of, muon_step, toy_step
 

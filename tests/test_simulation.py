@@ -25,7 +25,7 @@ from canzona_compile.passes import (
     Place,
     Schedule,
 )
-from canzona_compile.report import wire_bytes
+from canzona_compile.report.build import wire_bytes
 from canzona_compile.simulation.simulate import simulate, teams
 from canzona_compile.simulation.traffic import Boxes, GroupTraffic, traffic
 from tests.samples import grid_of, muon_step, toy_step

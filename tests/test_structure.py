@@ -18,6 +18,7 @@ MOST_LINES = 400
 
 # A module may import those before it. Whoever adds one decides where it stands.
 LAYERS = (
+    "report",
     "session",
     "lowering",
     "analysis",
@@ -44,7 +45,7 @@ LAYERS = (
     "runtime.process_groups runtime.store_agreement runtime.buffers runtime.streams runtime.scalar_ops runtime.device_scalars",
     "runtime.cuda_graph runtime.executor runtime",
     "split session.fused_params options session.bind session.stagger session.plan session.state session.local_step session.variant_selection session.plan_execution runtime.rank_agreement",
-    "figures charts render report suggestions explanation",
+    "report.schema report.charts report.terminal report.build report.run_facts report.explain",
     "session.checkpoint_probe session.session inspection wrapper factory",
     "simulation.figures simulation.engine simulation.traffic simulation.rounds simulation.simulate simulation",
     "planning.collector planning.figures planning.weights planning.mesh planning.offline planning.request",

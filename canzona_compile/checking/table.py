@@ -10,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from canzona_compile.charts import plural
 from canzona_compile.checking.findings import Findings, Leaf
 from canzona_compile.errors import some
+from canzona_compile.report.charts import plural
 
 MOST_ROWS = 40  # differing leaves are all shown, equal ones up to this
 

@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from canzona_compile.analysis.flops import readable_bytes
-from canzona_compile.charts import duration, plural
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import MAKE_ANEW, PlannedTask, read_plan
-from canzona_compile.render import columns
+from canzona_compile.report.charts import duration, plural
+from canzona_compile.report.terminal import columns
 
 MOST = 20  # matrices that are listed
 FIGURES = ("seconds", "imbalance", "wire_bytes", "buffers", "hardware")

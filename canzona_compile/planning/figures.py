@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from canzona_compile.figures import LoadReport
 from canzona_compile.ir.hardware import Hardware
+from canzona_compile.report.schema import LoadReport
 from canzona_compile.simulation.figures import Simulation
 
 

@@ -11,7 +11,6 @@ import sympy
 
 from canzona_compile.analysis.flops import dim_symbols, flops_of, readable, symbolic_bytes
 from canzona_compile.analysis.roofline import PlacedTime, placed_time
-from canzona_compile.figures import LoadReport
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
@@ -29,7 +28,8 @@ from canzona_compile.planning.gram import GRAM, ROUNDS, flops_by_rank
 from canzona_compile.planning.mixed import Mixed
 from canzona_compile.planning.request import Request, alone, played, simulated
 from canzona_compile.planning.strategies import strategies
-from canzona_compile.report import rank_loads
+from canzona_compile.report.build import rank_loads
+from canzona_compile.report.schema import LoadReport
 from canzona_compile.session.plan import lowering_passes
 from canzona_compile.simulation.figures import Simulation
 

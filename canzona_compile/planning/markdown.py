@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from canzona_compile.analysis.flops import readable, readable_bytes
-from canzona_compile.charts import duration
 from canzona_compile.planning.figures import Forecast
+from canzona_compile.report.charts import duration
 
 
 def markdown(forecast: Forecast) -> str:

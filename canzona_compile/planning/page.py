@@ -19,10 +19,10 @@ from importlib.resources import files
 from string import Template
 from typing import Any, TypeVar
 
-from canzona_compile.figures import LoadReport
 from canzona_compile.ir.hardware import RATES
 from canzona_compile.planning.figures import Forecast
 from canzona_compile.planning.trace import tracks
+from canzona_compile.report.schema import LoadReport
 from canzona_compile.simulation.figures import STREAMS, Simulation
 
 SCHEMA = 1

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from canzona_compile.analysis.flops import readable, readable_bytes
-from canzona_compile.charts import ASCII, MOST_BARS, UNICODE, Glyphs, axis, duration, histogram, plural
 from canzona_compile.planning.figures import Forecast, StrategyForecast
-from canzona_compile.render import WIDEST, columns, hanging, heading
+from canzona_compile.report.charts import ASCII, MOST_BARS, UNICODE, Glyphs, axis, duration, histogram, plural
+from canzona_compile.report.terminal import WIDEST, columns, hanging, heading
 from canzona_compile.simulation.figures import COMPUTE, STREAMS, Span
 
 MOST_LANES = 4  # ranks of the timeline

@@ -14,13 +14,14 @@ from canzona_compile.capture.dynamo_oracle import Untraceable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
-from canzona_compile.explanation import Explanation, explain_ahead, explain_plan
 from canzona_compile.ir.pipeline import History, Observer
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
-from canzona_compile.report import Report, headline, make_report
+from canzona_compile.report.build import Report, headline, make_report
+from canzona_compile.report.explain import Explanation, explain_ahead, explain_plan
+from canzona_compile.report.run_facts import facts_of
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.rank_agreement import Council
 from canzona_compile.runtime.store_agreement import Waiter
@@ -28,7 +29,6 @@ from canzona_compile.session.bind import Binder, check_gradient, meshes_of, name
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
 from canzona_compile.session.plan import Plan, lower, make_plan
 from canzona_compile.session.plan_execution import Running, TakingPart
-from canzona_compile.suggestions import facts_of
 
 log = logging.getLogger(__name__)
 

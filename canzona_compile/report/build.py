@@ -18,20 +18,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 
 from canzona_compile.analysis.flops import GroupLoad, rates_of
-from canzona_compile.charts import plural
 from canzona_compile.errors import InvalidStep
-from canzona_compile.figures import (
-    Facts,
-    Figures,
-    GridReport,
-    GroupReport,
-    LoadReport,
-    LocalTask,
-    Moment,
-    TaskReport,
-    TemplateReport,
-    WireReport,
-)
 from canzona_compile.ir.layout import Box, Grid, Shape
 from canzona_compile.ir.step import (
     Act,
@@ -46,7 +33,20 @@ from canzona_compile.ir.step import (
     Task,
 )
 from canzona_compile.passes.micro_group import load_of
-from canzona_compile.render import render
+from canzona_compile.report.charts import plural
+from canzona_compile.report.schema import (
+    Facts,
+    Figures,
+    GridReport,
+    GroupReport,
+    LoadReport,
+    LocalTask,
+    Moment,
+    TaskReport,
+    TemplateReport,
+    WireReport,
+)
+from canzona_compile.report.terminal import render
 
 __all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]
 

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from canzona_compile.analysis.flops import readable, readable_bytes
-from canzona_compile.charts import (
+from canzona_compile.errors import some
+from canzona_compile.report.charts import (
     ASCII,
     UNICODE,
     Glyphs,
@@ -28,8 +29,7 @@ from canzona_compile.charts import (
     profile,
     schedule,
 )
-from canzona_compile.errors import some
-from canzona_compile.figures import Figures, GridReport, GroupReport, TaskReport, TemplateReport
+from canzona_compile.report.schema import Figures, GridReport, GroupReport, TaskReport, TemplateReport
 
 MOST_ROWS = 40  # of a table; more are summed up
 WIDEST = 120  # columns

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from canzona_compile.figures import Facts, LocalTask, ProfileReport
 from canzona_compile.options import Options
+from canzona_compile.report.schema import Facts, LocalTask, ProfileReport
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.plan_execution import Running
 

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_compile.analysis.flops import rates_of, readable
-from canzona_compile.figures import Figures, LoadReport, Moment
+from canzona_compile.report.schema import Figures, LoadReport, Moment
 
 MOST_BARS = 32  # ranks with a bar of their own; more make a histogram
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")

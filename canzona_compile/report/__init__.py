@@ -1,0 +1,1 @@
+"""What people and machines read of a plan: figures, their text, and what became of every parameter."""
