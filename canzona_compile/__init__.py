@@ -4,6 +4,8 @@ import canzona_compile
 optimizer = canzona_compile.wrap(torch.optim.Muon(model.parameters(), lr=2e-2))
 """
 
+from canzona_compile.api.wrap import explain, is_wrapped, unwrap, wrap
+from canzona_compile.api.wrap_cls import wrap_cls
 from canzona_compile.checking import Verification, verify
 from canzona_compile.errors import (
     CanzonaError,
@@ -12,7 +14,6 @@ from canzona_compile.errors import (
     UnsupportedLayout,
     UnsupportedOptimizer,
 )
-from canzona_compile.factory import wrap_cls
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.options import Options
 from canzona_compile.planning.plan import plan
@@ -20,7 +21,6 @@ from canzona_compile.planning.result import OfflinePlan
 from canzona_compile.report.build import Report
 from canzona_compile.report.explain import Explanation
 from canzona_compile.split import Split
-from canzona_compile.wrapper import explain, is_wrapped, unwrap, wrap
 
 __version__ = "0.1.0"
 

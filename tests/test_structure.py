@@ -18,6 +18,7 @@ MOST_LINES = 400
 
 # A module may import those before it. Whoever adds one decides where it stands.
 LAYERS = (
+    "api",
     "report",
     "session",
     "lowering",
@@ -46,7 +47,7 @@ LAYERS = (
     "runtime.cuda_graph runtime.executor runtime",
     "split session.fused_params options session.bind session.stagger session.plan session.state session.local_step session.variant_selection session.plan_execution runtime.rank_agreement",
     "report.schema report.charts report.terminal report.build report.run_facts report.explain",
-    "session.checkpoint_probe session.session inspection wrapper factory",
+    "session.checkpoint_probe session.session api.handle api.wrap api.wrap_cls",
     "simulation.figures simulation.engine simulation.traffic simulation.rounds simulation.simulate simulation",
     "planning.collector planning.figures planning.weights planning.mesh planning.offline planning.request",
     "planning.gram planning.mixed planning.strategies planning.forecast planning.table planning.markdown",

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Module, Parameter
 from torch.optim import Muon
 
+from canzona_compile.api.wrap import wrap
 from canzona_compile.calibration.measure import clearing
-from canzona_compile.wrapper import wrap
 
 MATRICES = 64
 SIDE = 16  # of them: next to nothing to compute

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from canzona_compile.api.wrap import is_wrapped
 from canzona_compile.capture.twin import check_step_signature
 from canzona_compile.checking.failure import CannotVerify, blamed
 from canzona_compile.session.bind import named_params
-from canzona_compile.wrapper import is_wrapped
 
 Loss = Callable[[nn.Module, int], Tensor]
 Build = Callable[[], tuple[nn.Module, Optimizer] | tuple[nn.Module, Optimizer, Loss]]

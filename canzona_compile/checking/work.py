@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from canzona_compile.api.wrap import explain, wrap
 from canzona_compile.checking.built import PARAMETER, Built, Leaves, built
 from canzona_compile.checking.compare import distance
 from canzona_compile.checking.failure import CannotVerify, blamed
@@ -24,7 +25,6 @@ from canzona_compile.checking.journal import Journal, Page
 from canzona_compile.checking.layouts import Layout, like, shard
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.session.bind import check_gradient, named_params
-from canzona_compile.wrapper import explain, wrap
 
 log = logging.getLogger(__name__)
 

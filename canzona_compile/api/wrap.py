@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from canzona_compile.api.handle import Canzona
 from canzona_compile.capture.leaves import keys_of, read
 from canzona_compile.capture.twin import check_step_signature, plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.inspection import Canzona
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import MissingGrads, Numerics, Options, Strategy

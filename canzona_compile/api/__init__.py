@@ -1,0 +1,1 @@
+"""What users call: `wrap`, `wrap_cls`, and the handle on a wrapped optimizer."""
