@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canzona_compile.calibration.clock import Clock
-from canzona_compile.calibration.measure import ALONE, FACTORIZATIONS
 from canzona_compile.kernels import cholesky_qr, inverse_root
+from canzona_compile.tools.calibration.clock import Clock
+from canzona_compile.tools.calibration.measure import ALONE, FACTORIZATIONS
 
 FLOOR = 1e-3
 Way = Callable[[Tensor], Any]

@@ -28,9 +28,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a GPU machine's own Python need not have it installed
 
-from canzona_compile.calibration.calibrate import calibrate
-from canzona_compile.calibration.clock import Clock
-from canzona_compile.calibration.measure import Extent as CalibrationExtent
+from canzona_compile.tools.calibration.calibrate import calibrate
+from canzona_compile.tools.calibration.clock import Clock
+from canzona_compile.tools.calibration.measure import Extent as CalibrationExtent
 from gpu_clock import Ceilings, Extent, going_on, plain
 from gpu_products import Products
 from gpu_steps import Steps, warm

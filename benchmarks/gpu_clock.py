@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from canzona_compile.calibration.clock import Clock
+from canzona_compile.tools.calibration.clock import Clock
 
 Work = Callable[[], object]
 

@@ -15,8 +15,8 @@ from torch.optim import Muon
 from torch.profiler import ProfilerActivity, profile
 
 import canzona_compile
-from canzona_compile.calibration.clock import Clock
 from canzona_compile.ir import ops as instructions
+from canzona_compile.tools.calibration.clock import Clock
 from gpu_clock import Ceilings, Extent, alone, compared, going_on, in_turn, plain
 from gpu_products import newton_schulz
 from latency_cases import Shape, qwen_layer

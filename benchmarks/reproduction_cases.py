@@ -14,13 +14,13 @@ from canzona_compile.ir.step import Strategy
 from canzona_compile.options import Options
 from canzona_compile.ownership import planner_named
 from canzona_compile.passes import AssignOwners, Canonicalize, Place
-from canzona_compile.planning.mesh import parse_mesh
-from canzona_compile.planning.offline import captured_step, optimizer_of
-from canzona_compile.planning.plan import machine_of
-from canzona_compile.planning.request import alone, played
-from canzona_compile.planning.weights import Decoder, Model, parse_split, preset
 from canzona_compile.session.plan import lowering_passes
-from canzona_compile.simulation.simulate import simulate
+from canzona_compile.tools.planning.mesh import parse_mesh
+from canzona_compile.tools.planning.offline import captured_step, optimizer_of
+from canzona_compile.tools.planning.plan import machine_of
+from canzona_compile.tools.planning.request import alone, played
+from canzona_compile.tools.planning.weights import Decoder, Model, parse_split, preset
+from canzona_compile.tools.simulation.simulate import simulate
 
 HARDWARE = named_hardware("h100")
 # What the paper's abstract and its appendix say of Qwen3-32B on 256 GPUs.

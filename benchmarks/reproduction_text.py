@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from canzona_compile.analysis.flops import readable, readable_bytes
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.planning.markdown import rows
 from canzona_compile.report.charts import duration
+from canzona_compile.tools.planning.markdown import rows
 from reproduction_cases import PEAK, PLANNERS, TOKENS, UTILISATION, Case, Iteration, ScaleRow
 
 HEAD = """# Canzona's headline, planned anew

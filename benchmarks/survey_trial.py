@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import canzona_compile
-from canzona_compile.checking.compare import EQUAL, Distance, distance
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedLayout, UnsupportedOptimizer
+from canzona_compile.tools.verification.compare import EQUAL, Distance, distance
 from survey_catalog import build
 from survey_results import (
     COMPILED,

@@ -6,7 +6,6 @@ optimizer = canzona_compile.wrap(torch.optim.Muon(model.parameters(), lr=2e-2))
 
 from canzona_compile.api.wrap import explain, is_wrapped, unwrap, wrap
 from canzona_compile.api.wrap_cls import wrap_cls
-from canzona_compile.checking import Verification, verify
 from canzona_compile.errors import (
     CanzonaError,
     InvalidGradient,
@@ -16,11 +15,12 @@ from canzona_compile.errors import (
 )
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.options import Options
-from canzona_compile.planning.plan import plan
-from canzona_compile.planning.result import OfflinePlan
 from canzona_compile.report.build import Report
 from canzona_compile.report.explain import Explanation
 from canzona_compile.split import Split
+from canzona_compile.tools.planning.plan import plan
+from canzona_compile.tools.planning.result import OfflinePlan
+from canzona_compile.tools.verification import Verification, verify
 
 __version__ = "0.1.0"
 

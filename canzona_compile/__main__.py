@@ -14,11 +14,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from canzona_compile.calibration import command as calibration
-from canzona_compile.checking import command as verify
 from canzona_compile.errors import CanzonaError
-from canzona_compile.planning import command as planning
-from canzona_compile.tuning import command as tuning
+from canzona_compile.tools.calibration import command as calibration
+from canzona_compile.tools.planning import command as planning
+from canzona_compile.tools.tuning import command as tuning
+from canzona_compile.tools.verification import command as verify
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.__main__ import main
-from canzona_compile.calibration.calibrate import calibrate
-from canzona_compile.calibration.clock import Clock
-from canzona_compile.calibration.measure import Extent, dims_of, products, transposed
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.tools.calibration.calibrate import calibrate
+from canzona_compile.tools.calibration.clock import Clock
+from canzona_compile.tools.calibration.measure import Extent, dims_of, products, transposed
 
 TINY = Extent((16, 64, 256), (16, 32), (64, 256), 2**20, 3)
 CPU = torch.device("cpu")

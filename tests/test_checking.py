@@ -20,13 +20,13 @@ from torch.optim import SGD, Adagrad
 
 import canzona_compile
 from canzona_compile.__main__ import main
-from canzona_compile.checking import Leaf
-from canzona_compile.checking.built import built, names_of, packed, state_leaves
-from canzona_compile.checking.check import OPTIONS
-from canzona_compile.checking.layouts import shard
-from canzona_compile.checking.processes import Job, run
-from canzona_compile.checking.work import gradients
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
+from canzona_compile.tools.verification import Leaf
+from canzona_compile.tools.verification.check import OPTIONS
+from canzona_compile.tools.verification.layouts import shard
+from canzona_compile.tools.verification.processes import Job, run
+from canzona_compile.tools.verification.user_model import built, names_of, packed, state_leaves
+from canzona_compile.tools.verification.workers import gradients
 from tests import checking_builds, ranks
 from tests.checking_builds import dies, muon, muon_with_loss, named_muon, net, pid, sleeps
 

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from canzona_compile.checking import Leaf, Verification
-from canzona_compile.checking.compare import MOST, Distance, distance, ulps
-from canzona_compile.checking.findings import Tally, merged
+from canzona_compile.tools.verification import Leaf, Verification
+from canzona_compile.tools.verification.compare import MOST, Distance, distance, ulps
+from canzona_compile.tools.verification.findings import Tally, merged
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = math.inf, math.nan

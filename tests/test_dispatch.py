@@ -35,7 +35,7 @@ from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tensor_args import alignment, decide, forget_decisions
 from canzona_compile.kernels.tune import LIBRARY, Trial, tune, winner
 from canzona_compile.kernels.tuning_cache import Machine
-from canzona_compile.tuning.command import describe, problems
+from canzona_compile.tools.tuning.command import describe, problems
 from tests.kernel_cases import interpreted
 
 HALF = torch.bfloat16
@@ -155,7 +155,7 @@ def test_without_triton_everything_is_the_librarys() -> None:
     code = """if True:
         import sys
         import torch
-        import canzona_compile.tuning.command
+        import canzona_compile.tools.tuning.command
         from canzona_compile.kernels.gemm_axpby import gemm_axpby
         from canzona_compile.kernels.sym_gemm import sym_gemm
         x = torch.eye(16)

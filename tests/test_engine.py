@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_compile.simulation.engine import Collective, Engine, Operation, Outcome, Part, Start, Wait, Work
-from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE
+from canzona_compile.tools.simulation.engine import Collective, Engine, Operation, Outcome, Part, Start, Wait, Work
+from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE
 from tests.untimed import untimed
 
 

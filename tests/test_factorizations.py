@@ -16,8 +16,6 @@ import canzona_compile
 from benchmarks import factorizations
 from canzona_compile.analysis.flops import symbolic_flops
 from canzona_compile.analysis.roofline import graph_time
-from canzona_compile.calibration.clock import Clock
-from canzona_compile.calibration.measure import FACTORIZATIONS, factorization
 from canzona_compile.ir import ops as instructions
 from canzona_compile.ir.hardware import hardware_from, named_hardware
 from canzona_compile.ir.pipeline import run
@@ -28,6 +26,8 @@ from canzona_compile.kernels.root_ops import INVERSE_ROOT
 from canzona_compile.options import Options
 from canzona_compile.passes import Batching, Emit, Place
 from canzona_compile.session.plan import lowering_passes, planning_passes
+from canzona_compile.tools.calibration.clock import Clock
+from canzona_compile.tools.calibration.measure import FACTORIZATIONS, factorization
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.random_graphs import evaluate

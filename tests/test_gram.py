@@ -25,8 +25,8 @@ from canzona_compile.options import Options
 from canzona_compile.passes import Canonicalize, Place
 from canzona_compile.passes.gram import rewritten, work
 from canzona_compile.passes.symmetry import rewritten as with_halves
-from canzona_compile.planning.gram import gram_of
 from canzona_compile.session.plan import lowering_passes
+from canzona_compile.tools.planning.gram import gram_of
 from examples.optimizers.shampoo import Shampoo
 from tests.iterations import (
     CANS,

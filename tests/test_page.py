@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from canzona_compile.planning.figures import Forecast
-from canzona_compile.planning.page import SCRIPTS, STYLES, page, part, payload
+from canzona_compile.tools.planning.figures import Forecast
+from canzona_compile.tools.planning.page import SCRIPTS, STYLES, page, part, payload
 from tests.forecasts import NASTY, forecast, nasty
 
 

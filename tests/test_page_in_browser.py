@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from canzona_compile.planning.figures import Forecast
-from canzona_compile.planning.page import page
-from canzona_compile.simulation.figures import Simulation
+from canzona_compile.tools.planning.figures import Forecast
+from canzona_compile.tools.planning.page import page
+from canzona_compile.tools.simulation.figures import Simulation
 from tests.forecasts import NASTY, forecast, nasty
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

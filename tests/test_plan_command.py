@@ -18,8 +18,8 @@ import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.plan_file import read_plan
-from canzona_compile.planning.plan import ALTERNATIVES
 from canzona_compile.report.charts import duration
+from canzona_compile.tools.planning.plan import ALTERNATIVES
 
 ROOT = Path(__file__).parents[1]
 NASTY = "[red]x|y[/red]"  # markup to rich, two cells to Markdown

@@ -13,10 +13,10 @@ from torch import nn
 import canzona_compile
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.step import Phase
-from canzona_compile.planning.figures import Forecast, TemplateForecast
-from canzona_compile.planning.weights import Decoder
 from canzona_compile.report.build import make_report
 from canzona_compile.report.schema import Facts
+from canzona_compile.tools.planning.figures import Forecast, TemplateForecast
+from canzona_compile.tools.planning.weights import Decoder
 
 Q, UP = (48, 48), (48, 80)
 SHAPES = {f"layers.{i}.{name}": shape for i in range(4) for name, shape in (("q", Q), ("up", UP))}

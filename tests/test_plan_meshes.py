@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout, Shape, dtensor_layout
-from canzona_compile.planning.mesh import DIMS, Sharding, check, parse_mesh
-from canzona_compile.planning.weights import Model, Weight, from_shapes, preset
+from canzona_compile.tools.planning.mesh import DIMS, Sharding, check, parse_mesh
+from canzona_compile.tools.planning.weights import Model, Weight, from_shapes, preset
 from tests.layouts import mesh_of
 from tests.ranks import run
 from tests.untimed import untimed

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.planning.plan import hidden_matrix
-from canzona_compile.planning.weights import (
+from canzona_compile.tools.planning.plan import hidden_matrix
+from canzona_compile.tools.planning.weights import (
     Model,
     Weight,
     from_config,

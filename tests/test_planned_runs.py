@@ -20,8 +20,8 @@ from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.options import Options
 from canzona_compile.passes import FollowOwners
-from canzona_compile.planning.request import played
 from canzona_compile.session.plan import lowering_passes
+from canzona_compile.tools.planning.request import played
 from examples.optimizers.soap import SOAP
 from tests.layouts import mesh_of
 from tests.optimizers import share_captures

@@ -18,6 +18,7 @@ MOST_LINES = 400
 
 # A module may import those before it. Whoever adds one decides where it stands.
 LAYERS = (
+    "tools",
     "api",
     "report",
     "session",
@@ -48,15 +49,15 @@ LAYERS = (
     "split session.fused_params options session.bind session.stagger session.plan session.state session.local_step session.variant_selection session.plan_execution runtime.rank_agreement",
     "report.schema report.charts report.terminal report.build report.run_facts report.explain",
     "session.checkpoint_probe session.session api.handle api.wrap api.wrap_cls",
-    "simulation.figures simulation.engine simulation.traffic simulation.rounds simulation.simulate simulation",
-    "planning.collector planning.figures planning.weights planning.mesh planning.offline planning.request",
-    "planning.gram planning.mixed planning.strategies planning.forecast planning.table planning.markdown",
-    "planning.trace planning.page planning.difference planning.result planning.plan planning.command planning",
-    "calibration.clock calibration.links calibration.measure calibration.bookkeeping calibration.ranks",
-    "calibration.calibrate calibration.command calibration",
-    "checking.failure checking.compare checking.layouts checking.built checking.journal checking.findings",
-    "checking.work checking.processes checking.table checking.check checking.command checking",
-    "tuning.command tuning __main__",
+    "tools.simulation.figures tools.simulation.engine tools.simulation.traffic tools.simulation.rounds tools.simulation.simulate tools.simulation",
+    "tools.planning.gc_pause tools.planning.figures tools.planning.weights tools.planning.mesh tools.planning.offline tools.planning.request",
+    "tools.planning.gram tools.planning.mixed tools.planning.strategies tools.planning.forecast tools.planning.table tools.planning.markdown",
+    "tools.planning.trace tools.planning.page tools.planning.difference tools.planning.result tools.planning.plan tools.planning.command tools.planning",
+    "tools.calibration.clock tools.calibration.links tools.calibration.measure tools.calibration.bookkeeping tools.calibration.ranks",
+    "tools.calibration.calibrate tools.calibration.command tools.calibration",
+    "tools.verification.failure tools.verification.compare tools.verification.layouts tools.verification.user_model tools.verification.reference_log tools.verification.findings",
+    "tools.verification.workers tools.verification.processes tools.verification.table tools.verification.check tools.verification.command tools.verification",
+    "tools.tuning.command tools.tuning __main__",
 )
 ORDER = [name for layer in LAYERS for name in layer.split()]
 

@@ -1,0 +1,61 @@
+"""What a step costs a rank's processor beside its program: gradients and state looked up, code asked for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Module, Parameter
+from torch.optim import Muon
+
+from canzona_compile.api.wrap import wrap
+from canzona_compile.tools.calibration.measure import clearing
+
+MATRICES = 64
+SIDE = 16  # of them: next to nothing to compute
+
+
+class Stopwatch:
+    """CPU seconds of the calling thread between the begin of a module's call and its end."""
+
+    def __init__(self, module: Module) -> None:
+        self.begin = self.seconds = 0.0
+        module.register_forward_pre_hook(self.before)
+        module.register_forward_hook(self.after)
+
+    def before(self, *_: object) -> None:
+        self.begin = time.thread_time()
+
+    def after(self, *_: object) -> None:
+        self.seconds = time.thread_time() - self.begin
+
+
+def bookkeeping(mesh: DeviceMesh, cold: int, repetitions: int) -> float:
+    """Seconds per matrix of a steady step that are not its program's.
+
+    The matrices are sharded over `mesh` as `fully_shard` does; all of its ranks call this. Before each step `cold`
+    bytes of other data are gone through.
+    """
+
+    def zeros() -> torch.Tensor:
+        return distribute_tensor(torch.zeros(SIDE, SIDE), mesh, [Shard(0)], src_data_rank=None)
+
+    params = [Parameter(zeros()) for _ in range(MATRICES)]
+    optimizer: Any = wrap(Muon(params, lr=0.0), strategy="owner")
+    for param in params:
+        param.grad = zeros()
+    optimizer.step()
+    optimizer.step()  # from now on the program is the same
+    program = Stopwatch(optimizer.canzona.step.program.module)
+    before = clearing(cold, torch.device("cpu"))
+    samples = []
+    for _ in range(repetitions):
+        before()
+        start = time.thread_time()
+        optimizer.step()
+        samples.append(time.thread_time() - start - program.seconds)
+    return statistics.median(samples) / MATRICES

@@ -1,0 +1,168 @@
+"""`calibrate`: the rates of this machine, measured where they can be and taken from a known kind where not."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.hardware import Hardware, Link, hardware_from, named_hardware
+from canzona_compile.tools.calibration import ranks as started
+from canzona_compile.tools.calibration.clock import Clock
+from canzona_compile.tools.calibration.measure import ALONE, Extent, Points
+from canzona_compile.tools.calibration.ranks import Measured
+
+ONE_NODE = 1024  # ranks_per_node on CPU: all ranks share this machine, however many there are
+FALLBACK = "h100"  # what an unknown GPU is taken for where nothing was measured
+
+SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+EXTENTS = {
+    ("cpu", False): Extent(SIZES, (16, 32, 64, 128, 256, 512), (64, 256, 512, 768, 1024, 1280, 1536, 2048), 2**26, 7),
+    ("cpu", True): Extent((16, 32, 64, 128, 256, 512, 1024), (16, 64, 256), (64, 512, 1024, 1536), 2**25, 5),
+    ("cuda", False): Extent(
+        (64, 128, 256, 512, 1024, 2048, 4096, 8192), (64, 256, 1024, 4096), (256, 1024, 4096, 8192), 2**32, 15
+    ),
+    ("cuda", True): Extent((256, 1024, 4096), (256, 1024), (1024, 4096), 2**31, 5),
+}
+
+
+def calibrate(
+    *,
+    device: str | None = None,
+    base: str | None = None,
+    ranks: int = 2,
+    quick: bool = False,
+    extent: Extent | None = None,
+) -> tuple[Hardware, bool]:
+    """Measure this machine.
+
+    On CPU it starts gloo ranks of one thread by itself. On CUDA it is this process that measures, and, where torchrun
+    has started several, all of them together.
+
+    Args:
+        device: "cpu" or "cuda"; None takes CUDA where there is one.
+        base: a kind of machine for the rates that cannot be measured here, by name or file.
+        ranks: that are started on CPU; with one, links stay those of `base`.
+        quick: fewer sizes and repetitions.
+        extent: what is measured, if neither of the usual ones.
+
+    Returns:
+        The hardware, and whether this process is the one to show it.
+
+    Raises:
+        CanzonaError: there is no such device or base, ranks are fewer than one, or one of them failed.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CanzonaError("there is no CUDA device", hint="--device cpu measures the processor")
+    if ranks < 1:
+        raise CanzonaError(f"ranks is {ranks}, not a positive integer", hint="two are enough to measure a link")
+    if device == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise CanzonaError("on CPU calibrate starts its ranks itself", hint="run it without torchrun, with --ranks")
+    kind = named_hardware(base or default_base(device))
+    how = extent or EXTENTS[device, quick]
+    if device == "cuda":
+        rank, found = started.cuda(how)
+        return hardware_from(on_cuda(found, kind, how), "calibrate"), rank == 0
+    return hardware_from(on_cpu(started.cpu(ranks, how), kind, how, ranks), "calibrate"), True
+
+
+def default_base(device: str) -> str:
+    """The kind of machine that is most like this one."""
+    if device == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name().lower()
+    return next((known for known in ("a100", "h100", "h200", "gb300") if known in name), FALLBACK)
+
+
+def processors() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def on_cpu(found: Measured, base: Hardware, extent: Extent, ranks: int) -> dict[str, Any]:
+    """The JSON of a machine whose ranks are processes that share its cores."""
+    cores = processors()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
+    clock = Clock(torch.device("cpu"), extent.repetitions)
+    how = f"{clock.how}, of {ranks} processes at work on {cores} cores, torch {torch.__version__}"
+    sources = {
+        **rates_of(found, how),
+        "memory": "this machine's, by its cores",
+        "product_calls": f"a row of small products less their arithmetic, caches cleared; {how}",
+        "host": f"a step with many small matrices, outside of its program, caches cleared; {how}",
+    }
+    measured = {**values_of(found), "memory": memory, "host": found.host}
+    measured["product_calls"] = {name: own.call for name, own in found.products.items()}
+    if found.node is not None:
+        measured["node"] = plain(found.node)
+        sources["node"] = (
+            f"all-to-alls of {ranks} gloo ranks on {cores} cores, CPU time of a rank's process, median of "
+            f"{extent.repetitions} or more, torch {torch.__version__}"
+        )
+    shape = {"device": "cpu", "backend": "gloo", "ranks_per_node": max(ONE_NODE, ranks), "overlap": False}
+    return together(base, {"name": f"cpu-{cores}", "processors": cores, **shape}, measured, sources)
+
+
+def on_cuda(found: Measured, base: Hardware, extent: Extent) -> dict[str, Any]:
+    """The JSON of nodes of GPUs."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    how = f"{Clock(torch.device('cuda'), extent.repetitions).how}, torch {torch.__version__}"
+    sources = {**rates_of(found, how), "memory": "the device's properties"}
+    measured: dict[str, Any] = {**values_of(found), "memory": float(properties.total_memory)}
+    for name, link in (("node", found.node), ("network", found.network)):
+        if link is not None:
+            measured[name] = plain(link)
+            sources[name] = f"all-to-alls of nccl ranks, wall time, median of {extent.repetitions} or more"
+    name = torch.cuda.get_device_name().lower().replace(" ", "-")
+    gpus = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    shape = {"device": "cuda", "backend": "nccl", "ranks_per_node": gpus, "processors": gpus, "overlap": True}
+    return together(base, {"name": name, **shape}, measured, sources)
+
+
+def values_of(found: Measured) -> dict[str, Any]:
+    """What is measured on every device. Other factorizations are taken to be as slow as the slower one of these."""
+    curves = dict(found.factorizations)
+    slowest: Points = tuple(
+        (rates[0][0], min(rate for _, rate in rates)) for rates in zip(*(curves[n] for n in ALONE), strict=False)
+    )
+    return {
+        "products": {name: own.points for name, own in found.products.items()},
+        "factorizations": {**curves, "other": slowest},
+        "bandwidth": found.bandwidth,
+        "transposed": found.transposed,
+        "launch": found.launch,
+    }
+
+
+def rates_of(found: Measured, how: str) -> dict[str, str]:
+    """Sources of what `values_of` gives."""
+    return {
+        "products": f"square and skinny ones, in stacks; {how}",
+        "factorizations": f"float32, one at a time or by their names in stacks, other: the slower of two; {how}",
+        "bandwidth": f"elementwise work on fragments that no cache holds; {how}",
+        "transposed": f"pairs of matrices copied to the other order; {how}",
+        "launch": f"operators on next to no data, caches cleared; {how}",
+    }
+
+
+def plain(link: Link) -> dict[str, float]:
+    return {"bandwidth": link.bandwidth, "latency": link.latency, "per_peer": link.per_peer}
+
+
+def together(
+    base: Hardware, shape: Mapping[str, Any], measured: Mapping[str, Any], sources: Mapping[str, str]
+) -> dict[str, Any]:
+    """The fields of `base`, over them what was found here; what is left of its sources says that it is assumed."""
+    kept = {name: f"assumed, as {base.name}: {text}" for name, text in base.sources if name not in measured}
+    return {
+        **json.loads(base.to_json()),
+        **shape,
+        **{name: value for name, value in measured.items() if value is not None},
+        "sources": {**kept, **sources},
+        "measured": sorted(measured),
+    }

@@ -1,0 +1,236 @@
+"""What one rank measures by itself: products, factorizations, elementwise work, launches."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from canzona_compile.analysis.flops import DECOMPOSITIONS
+from canzona_compile.ir import ops as instructions
+from canzona_compile.kernels.cholesky_qr import cholesky_qr
+from canzona_compile.kernels.cholesky_qr import flops as flops_of_qr
+from canzona_compile.kernels.inverse_root import inverse_root
+from canzona_compile.kernels.inverse_root import products as products_of_root
+from canzona_compile.tools.calibration.clock import Clock, Work
+
+aten = torch.ops.aten
+Points = tuple[tuple[float, float], ...]  # of a curve: (size, rate)
+
+LONGEST = 0.25  # seconds of a call after which no larger size is tried
+BATCH = 16  # products in a call, as plans stack them
+BATCH_ELEMENTS = 2**22  # of a batch's operand at most
+ASPECT = 2  # of skinny operands: dims s / 2 and 4 s have the geometric mean s
+ROWS = 512  # of matrices that are copied to the other order
+SMALL = 128  # products up to this size take no more time than their call does
+LIST = 32  # tensors
+FACTORED = 8  # matrices in a stack, whose factorizations are one call
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is measured.
+
+    Attributes:
+        products, factorizations, transposed: sizes.
+        cold: bytes that are gone through before a measurement, many times what a core's cache holds: between two
+            steps of an optimizer a model is at work, and nothing of the one is left in the caches for the other.
+        repetitions: of each measurement.
+    """
+
+    products: tuple[int, ...]
+    factorizations: tuple[int, ...]
+    transposed: tuple[int, ...]
+    cold: int
+    repetitions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Matrix products of one dtype: seconds of a call beside its arithmetic, and FLOP/s of that by size."""
+
+    call: float
+    points: Points
+
+
+def products(clock: Clock, dtype: torch.dtype, sizes: Sequence[int], cold: int) -> Products:
+    """Times square products and skinny ones of the same number of FLOPs, one by one and in stacks.
+
+    Of the time of a stack, what its products do not share is arithmetic. What they share is the call; that is timed in
+    a row of small ones that find nothing in the caches, as those of a step do. On CUDA a product by itself is all: a
+    stack of small ones would fill a device that one leaves idle.
+    """
+    stacks: dict[int, list[Stack]] = {}
+    for size in sizes:
+        stacks[size] = [Stack.of(dims, dtype, clock.device) for dims in dims_of(size)]
+        for stack in stacks[size]:
+            stack.time(clock)
+        if max(stack.single for stack in stacks[size]) > LONGEST:
+            break
+    if clock.device.type == "cuda":
+        points = {size: statistics.fmean(stack.single for stack in own) for size, own in stacks.items()}
+        return Products(0.0, rates(points))
+    small = [stack for size, own in stacks.items() if size <= max(SMALL, min(stacks)) for stack in own]
+    warm = statistics.median(stack.single - stack.slope for stack in small)
+    points = {size: statistics.fmean(stack.arithmetic(warm) for stack in own) for size, own in stacks.items()}
+    row = clock.seconds(lambda: [stack.one() for stack in small], before=clearing(cold, clock.device))
+    call = (row - sum(stack.arithmetic(warm) for stack in small)) / len(small)
+    return Products(max(0.0, call), rates(points))
+
+
+def rates(seconds: Mapping[int, float]) -> Points:
+    """FLOP/s of products by size."""
+    return tuple((float(size), 2.0 * size**3 / taken) for size, taken in seconds.items())
+
+
+def dims_of(size: int) -> list[tuple[int, int, int]]:
+    """m, k and n of products whose dims have the geometric mean `size`: a square, and long ones of either kind."""
+    short, long = max(1, size // ASPECT), size * ASPECT**2
+    return [(size, size, size), (short, long, short), (short, short, long)]
+
+
+@dataclass(slots=True)
+class Stack:
+    """Products of equal dims, whose second factors are transposed.
+
+    Attributes:
+        single, whole: seconds of a call with the first of them, and with all.
+    """
+
+    left: Tensor
+    right: Tensor
+    single: float = 0.0
+    whole: float = 0.0
+
+    @classmethod
+    def of(cls, dims: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Stack:
+        m, k, n = dims
+        count = 1 if device.type == "cuda" else max(1, min(BATCH, BATCH_ELEMENTS // max(m * k, k * n, m * n)))
+        left = torch.randn(count, m, k, device=device, dtype=dtype)
+        return cls(left, torch.randn(count, n, k, device=device, dtype=dtype).transpose(1, 2))
+
+    def time(self, clock: Clock) -> None:
+        self.single = self.whole = clock.seconds(self.one)
+        if len(self.left) > 1:
+            self.whole = clock.seconds(lambda: aten.bmm.default(self.left, self.right))
+
+    def one(self) -> Tensor:
+        return torch.mm(self.left[0], self.right[0])
+
+    @property
+    def slope(self) -> float:
+        """Seconds by which a product more makes a call longer."""
+        return max(0.0, self.whole - self.single) / max(1, len(self.left) - 1)
+
+    def arithmetic(self, call: float) -> float:
+        """Seconds of a product beside its call, which takes so many."""
+        return max(self.whole - call, self.whole / 10) / len(self.left)
+
+
+def clearing(size: int, device: torch.device) -> Work:
+    """Something that fills caches with other things: so many bytes."""
+    other = torch.zeros(size // 4, device=device)
+    return lambda: other.add_(1.0)
+
+
+def factorization(clock: Clock, operator: str, sizes: Sequence[int]) -> Points:
+    """FLOP/s on symmetric float32 matrices, FLOPs as the cost model counts them.
+
+    Of "eigh" and "qr" one at a time; of "eigh_batched", "qr_batched", and what takes their places, "inverse_root" (of
+    order 4 with a floor) and "cholesky_qr", as one call for a stack.
+    """
+    run, flops = FACTORIZATIONS[operator.removesuffix("_batched")]
+    count = 1 if operator in ALONE else FACTORED
+    points = []
+    for size in sizes:
+        matrix = torch.randn(count, size, size, device=clock.device).squeeze(0)
+        matrix = matrix + matrix.mT
+        seconds = clock.seconds(lambda m=matrix: run(m))  # type: ignore[misc]
+        points.append((float(size), count * flops(size) / seconds))
+        if seconds > LONGEST * count:
+            break
+    return tuple(points)
+
+
+ALONE = ("eigh", "qr")
+STACKED = ("eigh_batched", "qr_batched", "inverse_root", "cholesky_qr")
+FACTORIZATIONS: Mapping[str, tuple[Callable[[Tensor], object], Callable[[int], float]]] = {
+    "eigh": (torch.linalg.eigh, lambda n: float(DECOMPOSITIONS["eigh"]) * n**3),
+    "qr": (torch.linalg.qr, lambda n: float(DECOMPOSITIONS["qr"]) * n**3),
+    "inverse_root": (
+        lambda matrix: inverse_root(matrix, 4, 0.0, 1e-3),
+        lambda n: 2.0 * products_of_root(4, True) * n**3,
+    ),
+    "cholesky_qr": (cholesky_qr, lambda n: float(flops_of_qr(n, n))),
+}
+
+
+def bandwidth(clock: Clock, cold: int) -> float:
+    """Bytes per second of elementwise work on lists of fragments that no cache holds.
+
+    The operators are those of prepare, apply and packing; results are new memory where they are so in a step.
+    """
+    moved = seconds = 0.0
+    before = clearing(cold, clock.device)
+    for count in (8, 64):
+        for work, size in elementwise(cold // 4 // 8, count, clock.device):
+            seconds += clock.seconds(work, before)
+            moved += size
+    return moved / seconds
+
+
+def transposed(clock: Clock, sizes: Sequence[int]) -> Points:
+    """Bytes per second that are read and written when pairs of matrices are copied to the other order.
+
+    A matrix is as large as a square one of `size`, with few rows whose number is a power of two, as in models: columns
+    then compete for the same places in a cache.
+    """
+    points = []
+    for size in sizes:
+        rows = min(size, ROWS)
+        source = torch.zeros(2, size * size // rows, rows, device=clock.device, dtype=torch.bfloat16).transpose(1, 2)
+        target = torch.zeros(source.shape, device=clock.device, dtype=torch.bfloat16)
+        seconds = clock.seconds(lambda t=target, s=source: t.copy_(s))  # type: ignore[misc]
+        points.append((float(size), 2 * target.numel() * target.element_size() / seconds))
+        if seconds > LONGEST:
+            break
+    return tuple(points)
+
+
+def elementwise(elements: int, count: int, device: torch.device) -> Iterator[tuple[Work, int]]:
+    """Work on `count` fragments of together so many elements, and the bytes that it reads and writes."""
+
+    def fragments(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        return [torch.zeros(elements // count, device=device, dtype=dtype) for _ in range(count)]
+
+    param, grad, state, low, sent = *(fragments() for _ in range(3)), *(fragments(torch.bfloat16) for _ in range(2))
+    yield lambda: torch._foreach_lerp(state, grad, 0.05), 12 * elements
+    yield lambda: torch._foreach_mul_(param, 1.0), 8 * elements
+    yield lambda: torch._foreach_add_(param, low, alpha=0.5), 10 * elements
+    yield lambda: instructions.copy(state, grad), 8 * elements
+    yield lambda: instructions.copy(low, grad), 6 * elements
+    yield lambda: instructions.copy(sent, low), 4 * elements
+
+
+def launch(clock: Clock, cold: int) -> float:
+    """Seconds of an operator on next to no data, as rank programs call them: on lists, each tensor once.
+
+    On CPU nothing of it is in the caches before, and views and lists go the same way, one by one.
+    """
+    many, others = ([torch.ones(4, 4, device=clock.device) for _ in range(LIST)] for _ in range(2))
+    if clock.device.type == "cuda":
+        return clock.seconds(lambda: [aten.lerp.Scalar(a, b, 0.5) for a, b in zip(many, others, strict=True)]) / LIST
+    part = [(0, slice(0, 2), slice(0, 2))] * LIST
+    calls: list[tuple[Work, int]] = [
+        (lambda: [aten.mul.Tensor(a, b) for a, b in zip(many, others, strict=True)], 1),
+        (lambda: [aten.permute.default(a, [1, 0]) for a in many], 1),
+        (lambda: torch._foreach_lerp(many, others, 0.5), 1),
+        (lambda: instructions.copy(many, others), 1),
+        (lambda: instructions.parts(many, part), 1),
+        (lambda: instructions.each(aten.clamp.default, many, 0.5), 2),  # the loop counts as another operator
+    ]
+    before = clearing(cold, clock.device)
+    return statistics.fmean(clock.seconds(work, before) / count / LIST for work, count in calls)

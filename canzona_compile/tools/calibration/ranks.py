@@ -1,0 +1,203 @@
+"""The ranks that measure: processes of our own on CPU, the caller's own process on CUDA."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.hardware import Link
+from canzona_compile.tools.calibration import links, measure
+from canzona_compile.tools.calibration.bookkeeping import bookkeeping
+from canzona_compile.tools.calibration.clock import Clock
+from canzona_compile.tools.calibration.measure import Extent, Points, Products
+
+log = logging.getLogger(__name__)
+
+CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STEPS = 4  # times as many as repetitions of other measurements: one takes milliseconds
+TIMEOUT = timedelta(minutes=5)  # of a collective: that long ranks wait for the slowest to measure
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What ranks found; None where it cannot be measured here.
+
+    Attributes:
+        host: seconds of bookkeeping per matrix and step.
+        node, network: links among ranks of a node, and between nodes.
+    """
+
+    products: Mapping[str, Products]
+    factorizations: Mapping[str, Points]
+    bandwidth: float
+    transposed: Points
+    launch: float
+    host: float | None = None
+    node: Link | None = None
+    network: Link | None = None
+
+
+def alone(clock: Clock, extent: Extent, dtypes: Sequence[torch.dtype]) -> Measured:
+    """All that concerns one rank."""
+    found = {}
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        log.info("products of %s", name)
+        found[name] = measure.products(clock, dtype, extent.products, extent.cold)
+    operators = measure.ALONE if clock.device.type == "cpu" else (*measure.ALONE, *measure.STACKED)
+    log.info(", ".join(operators))
+    decomposed = {name: measure.factorization(clock, name, extent.factorizations) for name in operators}
+    log.info("memory, launches")
+    turned = measure.transposed(clock, extent.transposed)
+    return Measured(
+        found, decomposed, measure.bandwidth(clock, extent.cold), turned, measure.launch(clock, extent.cold)
+    )
+
+
+def merged(found: Sequence[Measured]) -> Measured:
+    """The medians of ranks that measured at the same time."""
+
+    def points(curves: Sequence[Points]) -> Points:
+        together = zip(*curves, strict=False)  # one may have stopped at a smaller size
+        return tuple((ranks[0][0], statistics.median(rate for _, rate in ranks)) for ranks in together)
+
+    first = found[0]
+    products = {
+        name: Products(
+            statistics.median(one.products[name].call for one in found),
+            points([one.products[name].points for one in found]),
+        )
+        for name in first.products
+    }
+    factorizations = {name: points([one.factorizations[name] for one in found]) for name in first.factorizations}
+    return replace(
+        first,
+        products=products,
+        factorizations=factorizations,
+        bandwidth=statistics.median(one.bandwidth for one in found),
+        transposed=points([one.transposed for one in found]),
+        launch=statistics.median(one.launch for one in found),
+    )
+
+
+# -- on CPU ----------------------------------------------------------------------------------------
+
+
+def cpu(ranks: int, extent: Extent) -> Measured:
+    """Start gloo ranks of one thread, which all measure at once.
+
+    More of them than cores take turns, as they would in a step, and lose what they had in the caches.
+
+    Raises:
+        CanzonaError: a rank failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="canzona-calibrate-") as folder:
+        level = logging.getLogger("canzona_compile").getEffectiveLevel()
+        try:
+            spawn(cpu_rank, args=(ranks, extent, folder, level), nprocs=ranks)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            text = str(error).strip().splitlines()
+            raise CanzonaError(
+                f"a rank of the calibration failed: {text[-1]}", hint="fewer --ranks need less memory and fewer ports"
+            ) from error
+        found: Measured = pickle.loads(Path(folder, "found").read_bytes())
+        return found
+
+
+def cpu_rank(rank: int, ranks: int, extent: Extent, folder: str, level: int) -> None:
+    """One process."""
+    os.dup2(2, 1)  # standard output is for data
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log.setLevel(level if rank == 0 else logging.WARNING)
+    torch.set_num_threads(1)
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not resolve
+    meeting = Path(folder, "ranks").as_uri()
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    clock, device = Clock(torch.device("cpu"), extent.repetitions), torch.device("cpu")
+    dist.barrier()
+    everybody: list[Measured | None] = [None] * ranks
+    dist.all_gather_object(everybody, alone(clock, extent, CPU_DTYPES))
+    found = merged([one for one in everybody if one is not None])
+    if ranks > 1:
+        log.info("all-to-alls")
+        found = replace(found, node=link_among([range(ranks)], device, extent.repetitions))
+    log.info("bookkeeping of a step")
+    seconds = bookkeeping(init_device_mesh("cpu", (ranks,)), extent.cold, STEPS * extent.repetitions)
+    host = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(host)
+    if rank == 0:
+        Path(folder, "found").write_bytes(pickle.dumps(replace(found, host=float(host) / ranks)))
+    dist.destroy_process_group()
+
+
+def link_among(teams: Sequence[Sequence[int]], device: torch.device, repetitions: int) -> Link:
+    """The link within teams of two or more ranks each, all of which measure at once; every rank calls this.
+
+    What the first rank of a team found holds for the team.
+    """
+    rank = dist.get_rank()
+    groups = [(team, dist.new_group(list(team)), dist.new_group(list(team[:2]))) for team in teams]
+    team, group, pair = next(one for one in groups if rank in one[0])
+    assert isinstance(group, dist.ProcessGroup)
+    near = 0.0
+    if rank in team[:2]:
+        assert isinstance(pair, dist.ProcessGroup)
+        near = links.smallest(pair, device, repetitions)
+    dist.barrier()
+    found = [links.smallest(group, device, repetitions), near, links.bandwidth(group, device, repetitions)]
+    values = torch.tensor(found, dtype=torch.float64, device=device)
+    dist.broadcast(values, team[0], group=group)
+    latency, near, rate = values.tolist()
+    return links.link_of(latency, near, len(team), rate)
+
+
+# -- on CUDA ---------------------------------------------------------------------------------------
+
+
+def cuda(extent: Extent) -> tuple[int, Measured]:
+    """What this process measures on its own GPU, with the others that torchrun started if it did; this rank.
+
+    Ranks of a node come one after the other, equally many on each, as torchrun starts them. Links are measured where
+    there is somebody to talk to: within the node, and from a node to the next.
+    """
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    started = ranks > 1 and not dist.is_initialized()
+    if started:
+        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
+    found = alone(Clock(device, extent.repetitions), extent, CUDA_DTYPES)
+    if ranks == 1:
+        return 0, found
+    everybody: list[Measured | None] = [None] * ranks
+    dist.all_gather_object(everybody, found)
+    found = merged([one for one in everybody if one is not None])
+    log.info("all-to-alls")
+    near = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    if near > 1:
+        nodes = [range(first, first + near) for first in range(0, ranks, near)]
+        found = replace(found, node=link_among(nodes, device, extent.repetitions))
+    if near < ranks:
+        across = [range(local, ranks, near) for local in range(near)]
+        found = replace(found, network=link_among(across, device, extent.repetitions))
+    rank = dist.get_rank()
+    dist.barrier()
+    if started:
+        dist.destroy_process_group()
+    return rank, found

@@ -1,0 +1,180 @@
+"""`canzona-compile plan` and `canzona-compile diff`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.plan_file import read_plan
+from canzona_compile.options import PLANNED_ONLY, Numerics, Strategy
+from canzona_compile.ownership import NAMES
+from canzona_compile.tools.planning.difference import difference, difference_table
+from canzona_compile.tools.planning.plan import Updates, plan
+from canzona_compile.tools.planning.result import OfflinePlan
+from canzona_compile.tools.planning.weights import (
+    Model,
+    from_config,
+    from_shapes,
+    parse_split,
+    preset,
+    presets,
+    read_json,
+)
+
+FORMATS = ("table", "json", "html", "perfetto", "markdown")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(presets())}")
+    model.add_argument("--hf-config", metavar="FILE", help="config.json of a Hugging Face decoder")
+    model.add_argument("--params", metavar="FILE", help='shapes by name: {"layers.0.q": [5120, 5120], ...}')
+    add = parser.add_argument
+    add("--mesh", required=True, metavar="DIMS", help="as fsdp=32,tp=8; dims are dp, hsdp, fsdp, ep, tp, pp")
+    add("--optimizer", default="muon", metavar="NAME", help="muon, soap, shampoo or module:Class (%(default)s)")
+    add("--hardware", default="h100", metavar="NAME", help="h100, h200, gb300, a100, cpu or file.json (%(default)s)")
+    add("--split", default="qkv,gate-up", metavar="PARTS", help="matrices of their own (%(default)s), or none")
+    add("--strategy", choices=(*get_args(Strategy), *PLANNED_ONLY), default="auto", help="(%(default)s)")
+    add("--planner", choices=NAMES, default="joint", help="of owners (%(default)s)")
+    add("--exact", action="store_true", help="the planner exact: an optimum, or a bound and the gap to it")
+    add("--alpha", type=float, metavar="A", help="the planner alpha, from 0, even exchanges, to 1, even load")
+    add("--capacity", type=int, metavar="BYTES", help="most that a micro-group gathers to one rank")
+    add("--micro-groups", type=int, metavar="N", help="per set of ranks; chosen by predicted time")
+    add("--depth", type=int, default=2, metavar="N", help="micro-groups in flight (%(default)s)")
+    add("--numerics", choices=get_args(Numerics), default="exact", help="(%(default)s)")
+    add(
+        "--updates", choices=get_args(Updates), default="ddp", help="over dp: by every replica, or by the owner's alone"
+    )
+    add("--rank", type=int, metavar="N", help="a rank whose timeline is wanted")
+    add("--no-alternatives", action="store_true", help="predict this plan alone")
+    add("--format", choices=FORMATS, default="table", help="(%(default)s)")
+    add("-o", "--output", metavar="FILE", help="instead of standard output")
+
+
+def run(given: Namespace) -> int:
+    """Write the plan; 0."""
+    planner = planner_of(given)
+    if given.output is not None:
+        check_output(given.output)  # now: a large plan takes a while
+    with progress(given.quiet) as say:
+        made = plan(
+            model_of(given),
+            mesh=given.mesh,
+            optimizer=given.optimizer,
+            hardware=given.hardware,
+            strategy=given.strategy,
+            planner=planner,
+            alpha=1.0 if given.alpha is None else given.alpha,
+            capacity=given.capacity,
+            micro_groups=given.micro_groups,
+            depth=given.depth,
+            numerics=given.numerics,
+            updates=given.updates,
+            rank=given.rank,
+            alternatives=not given.no_alternatives,
+            say=say,
+        )
+    if given.format == "table" and given.output is None:
+        Console(width=None if sys.stdout.isatty() else 120).print(made)
+        return 0
+    write(text_of(made, given.format), given.output)
+    return 0
+
+
+def planner_of(given: Namespace) -> str:
+    """The planner that the options name, which must not be two."""
+    asked = [("--planner", given.planner)] if given.planner != "joint" else []
+    asked += [("--exact", "exact")] * given.exact + [("--alpha", "alpha")] * (given.alpha is not None)
+    names = {name for _, name in asked}
+    if len(names) > 1:
+        words = " and ".join(f"{option} (the planner {name})" for option, name in asked)
+        raise CanzonaError(f"{words} exclude each other", at="plan", hint="leave all but one of them out")
+    return names.pop() if names else "joint"
+
+
+def model_of(given: Namespace) -> Model:
+    split = parse_split(given.split)
+    if given.hf_config:
+        return from_config(Path(given.hf_config), split)
+    if given.params:
+        return from_shapes(read_json(Path(given.params)), Path(given.params).stem, given.params)
+    return preset(given.model, split)
+
+
+def text_of(made: OfflinePlan, kind: str) -> str:
+    match kind:
+        case "json":
+            return made.to_json()
+        case "html":
+            return made.to_html()
+        case "perfetto":
+            return made.to_perfetto()
+        case "markdown":
+            return made.to_markdown()
+    return made.to_text(120)
+
+
+def write(text: str, path: str | None) -> None:
+    if path is None:
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # as in a file; a page says so of itself
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(path, error.strerror or str(error)) from error
+
+
+def check_output(path: str) -> None:
+    """Raise CanzonaError for what is no file in a folder."""
+    if Path(path).is_dir():
+        raise unwritable(path, "it is a folder")
+    if not Path(path).parent.is_dir():
+        raise unwritable(path, "there is no such folder")
+
+
+def unwritable(path: str, why: str) -> CanzonaError:
+    hint = "name a file in a folder that exists and may be written to"
+    return CanzonaError(f"it cannot be written: {why}", at=f"-o {path}", hint=hint)
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """What is being done, on standard error: a bar on a terminal, else nothing."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _: None
+        return
+    shown = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*shown, console=console, transient=True) as bar:
+        task = bar.add_task("planning", total=None)
+        yield lambda words: bar.update(task, description=words)
+
+
+def add_diff_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("before", metavar="PLAN_A", help="a plan as JSON")
+    parser.add_argument("after", metavar="PLAN_B", help="another")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run_diff(given: Namespace) -> int:
+    """Print what differs; 0 if nothing does, 1 otherwise."""
+    for path in (given.before, given.after):
+        read_plan(path)  # whose errors name the file
+    found = difference(read_json(Path(given.before)), read_json(Path(given.after)))
+    if given.json:
+        print(json.dumps(found, indent=1))
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(difference_table(found))
+    return 0 if found["same"] else 1

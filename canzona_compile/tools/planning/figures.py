@@ -1,0 +1,163 @@
+"""What a plan made offline amounts to: plain data, filled in by `forecast`, shown by the table, the page, ..."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.report.schema import LoadReport
+from canzona_compile.tools.simulation.figures import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyForecast:
+    """What a template's matrices would take by one strategy, alone on their ranks.
+
+    Attributes:
+        name: "owner", "replicated", "batch-split" or "gram".
+        seconds: predicted for all of them; infinite where it is impossible.
+        compute, gather, scatter: its parts, not overlapped.
+        runs: does the runtime execute it?
+        note: why it is impossible or not taken, or what it needs.
+    """
+
+    name: str
+    seconds: float
+    compute: float
+    gather: float
+    scatter: float
+    chosen: bool
+    runs: bool
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateForecast:
+    """Matrices alike.
+
+    Attributes:
+        flops, memory, wire: of one matrix of m x n: FLOPs of what its owner computes, bytes that this reads and
+            writes in memory, bytes that cross to and from the owner; sympy expressions.
+        flops_value, memory_value, wire_value: their values.
+        seconds: predicted for one matrix on its owner.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tasks: int
+    flops: str
+    memory: str
+    wire: str
+    flops_value: int
+    memory_value: int
+    wire_value: int
+    seconds: float
+    resident: tuple[str, ...]
+    strategies: tuple[StrategyForecast, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskForecast:
+    """One matrix; `owner` is a global rank, None where every rank computes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    template: str
+    layout: str
+    strategy: str
+    owner: int | None
+    group: int
+    flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupForecast:
+    """A micro-group; bytes are those that leave a rank, summed over all ranks."""
+
+    index: int
+    replicas: int
+    shards: int
+    tasks: int
+    gather_bytes: int
+    scatter_bytes: int
+    exchange_bytes: int
+    makespan_flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The same model and mesh planned another way.
+
+    Attributes:
+        name: "joint", "alpha", ..., or "every rank computes everything".
+        imbalance: FLOPs of the busiest rank over those of the mean.
+        seconds: the simulated step.
+        exposed: of it, on the busiest rank, waiting for communication.
+        sent: bytes that leave a rank, summed over all ranks.
+        peak: most bytes of buffers on a rank.
+        groups: micro-groups.
+    """
+
+    name: str
+    about: str
+    imbalance: float
+    seconds: float
+    exposed: float
+    sent: int
+    peak: int
+    groups: int
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryForecast:
+    """Bytes per rank, of the busiest one.
+
+    Attributes:
+        buffers: with the micro-groups of the plan.
+        one_group: with all tasks in one micro-group per grid.
+        state: optimizer state on fragments and on owners.
+        state_replicated: if every rank kept the whole state of the matrices of its grid.
+    """
+
+    buffers: int
+    one_group: int
+    state: int
+    state_replicated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A plan made offline.
+
+    Attributes:
+        fingerprint: of the scheduled step: equal to that of the run which makes the same plan.
+        matrices, elements: that are distributed; `elementwise` parameters are updated by each rank on its own.
+        mesh: size of each dim, in order.
+        options: what was asked for, by name, as text.
+        hidden: seconds that gathering parameters over replicas takes under the next forward pass; 0 where updates are
+            not those of "zero1".
+        assumptions: in words, what the predictions stand on beside the rates.
+    """
+
+    fingerprint: str
+    model: str
+    optimizer: str
+    matrices: int
+    elements: int
+    elementwise: int
+    mesh: tuple[tuple[str, int], ...]
+    hardware: Hardware
+    options: tuple[tuple[str, str], ...]
+    imbalance: float
+    depth: int
+    collectives: int
+    hidden: float
+    templates: tuple[TemplateForecast, ...]
+    tasks: tuple[TaskForecast, ...]
+    groups: tuple[GroupForecast, ...]
+    loads: tuple[LoadReport, ...]
+    memory: MemoryForecast
+    simulation: Simulation
+    alternatives: tuple[Alternative, ...]
+    assumptions: tuple[str, ...]

@@ -1,0 +1,325 @@
+"""From a scheduled step to a forecast: simulate it, and its alternatives, and add up what people ask for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import sympy
+
+from canzona_compile.analysis.flops import dim_symbols, flops_of, readable, symbolic_bytes
+from canzona_compile.analysis.roofline import PlacedTime, placed_time
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
+from canzona_compile.ownership.exact import solve
+from canzona_compile.ownership.jobs import Job
+from canzona_compile.report.build import rank_loads
+from canzona_compile.report.schema import LoadReport
+from canzona_compile.session.plan import lowering_passes
+from canzona_compile.tools.planning.figures import (
+    Alternative,
+    Forecast,
+    GroupForecast,
+    MemoryForecast,
+    TaskForecast,
+    TemplateForecast,
+)
+from canzona_compile.tools.planning.gram import GRAM, ROUNDS, flops_by_rank
+from canzona_compile.tools.planning.mixed import Mixed
+from canzona_compile.tools.planning.request import Request, alone, played, simulated
+from canzona_compile.tools.planning.strategies import strategies
+from canzona_compile.tools.simulation.figures import Simulation
+
+ABOUT = {
+    "static": "the rank in whose share of the buffer a matrix starts (Canzona's equation 1)",
+    "alpha": "cuts of the buffer balanced by elements (Canzona's algorithm 1)",
+    "lpt": "largest first, to replicas and then to ranks within",
+    "joint": "largest first over all ranks, then swaps",
+    "permuted": "the buffer reordered so that shards are equal",
+    "exact": "mixed-integer programming",
+    "replicated": "every rank computes everything",
+}
+PARAMETER_BYTES = 2  # of an element when parameters are gathered for a forward pass in 16 bits
+
+
+def forecast(
+    mixed: Mixed, digest: str, request: Request, others: Mapping[str, Callable[[], Step]], say: Callable[[str], None]
+) -> Forecast:
+    """All figures of a plan.
+
+    Args:
+        mixed: all matrices of the model.
+        digest: its fingerprint.
+        others: alternatives by name, made when they are called.
+        say: told what is being done.
+    """
+    hardware, options, step = request.hardware, request.options, mixed.step
+    say("simulating the step")
+    shown = () if request.rank is None else (request.rank,)
+    simulation = simulated(step, request, shown, mixed.rounds, ROUNDS)
+    everything = [*step.tasks, *(g.task for g in mixed.gram)]
+    placed = {p.name: p for p in step.placed}
+    group_of = {name: group.index for group in step.groups for name in group.tasks}
+    loads = with_gram(rank_loads(step, placed, group_of), mixed)
+    used = {t.placed for t in everything}
+    times = {name: placed_time(p, hardware) for name, p in placed.items() if name in used}
+    chosen = Alternative(
+        name=options.planner if any(t.owner is not None for t in everything) else "replicated",
+        about="this plan",
+        imbalance=imbalance(loads),
+        seconds=simulation.seconds,
+        exposed=max((r.exposed for r in simulation.ranks), default=0.0),
+        sent=sum(count for *_, count in simulation.sent),
+        peak=max((r.peak for r in simulation.ranks), default=0),
+        groups=len(step.groups),
+        chosen=True,
+    )
+    alternatives = [chosen]
+    for name, make in others.items():
+        if name != chosen.name:
+            say(f"comparing with {name}")
+            alternatives.append(alternative(name, make(), request))
+    return Forecast(
+        fingerprint=digest,
+        model=request.model.name,
+        optimizer=step.optimizer,
+        matrices=len(everything),
+        elements=sum(math.prod(t.shape) for t in everything),
+        elementwise=request.elementwise,
+        mesh=request.mesh.dims,
+        hardware=hardware,
+        options=option_texts(request),
+        imbalance=chosen.imbalance,
+        depth=step.depth,
+        collectives=sum(len(group.exchanges) for group in step.groups),
+        hidden=hidden_seconds(everything, request),
+        templates=tuple(
+            template_forecast(
+                p,
+                [t for t in everything if t.placed == p.name],
+                times[p.name],
+                mixed,
+                hardware,
+                request.updates == "zero1",
+            )
+            for p in step.placed
+            if p.name in times
+        ),
+        tasks=tuple(
+            task_forecast(t, placed[t.placed], group_of.get(t.name, len(step.groups)), t.name not in group_of)
+            for t in everything
+        ),
+        groups=group_forecasts(step, simulation, placed),
+        loads=loads,
+        memory=memory_forecast(step, everything, request, simulation),
+        simulation=simulation,
+        alternatives=tuple(alternatives),
+        assumptions=(*assumptions(request, step), *bounds(step, request)),
+    )
+
+
+def hidden_seconds(tasks: Sequence[Task], request: Request) -> float:
+    """Of gathering parameters over replicas, which ZeRO-1 overlaps with the forward pass."""
+    if request.updates != "zero1":
+        return 0.0
+    elements: dict[Grid, int] = defaultdict(int)
+    for task in tasks:
+        elements[task.layout.grid] += math.prod(task.shape) * (task.layout.grid.replicas > 1)
+    found = 0.0
+    for grid, owned in elements.items():
+        link = request.hardware.link(tuple(row[0] for row in grid.ranks))
+        found += owned / grid.shards * PARAMETER_BYTES * (1 - 1 / grid.replicas) / link.bandwidth
+    return found
+
+
+def alternative(name: str, step: Step, request: Request) -> Alternative:
+    placed = {p.name: p for p in step.placed}
+    found = simulated(step, request)
+    return Alternative(
+        name=name,
+        about=ABOUT[name],
+        imbalance=imbalance(rank_loads(step, placed, {n: g.index for g in step.groups for n in g.tasks})),
+        seconds=found.seconds,
+        exposed=max((r.exposed for r in found.ranks), default=0.0),
+        sent=sum(count for *_, count in found.sent),
+        peak=max((r.peak for r in found.ranks), default=0),
+        groups=len(step.groups),
+    )
+
+
+def with_gram(loads: Sequence[LoadReport], mixed: Mixed) -> tuple[LoadReport, ...]:
+    """The loads of owners and of Gram products together."""
+    if not mixed.gram:
+        return tuple(loads)
+    group = len(mixed.step.groups)
+    flops = flops_by_rank([(g.form, g.task.layout, g.rounds.owner_at) for g in mixed.gram])
+    owned = Counter(g.task.layout.grid.ranks[g.rounds.owner_at[0]][g.rounds.owner_at[1]] for g in mixed.gram)
+    known = {one.rank: one for one in loads}
+    found = []
+    for rank in sorted({*known, *flops}):
+        own = known.get(rank, LoadReport(rank, 0, 0, {}))
+        more = flops.get(rank, 0)
+        by_group = {**own.by_group, **({group: more} if more else {})}
+        found.append(LoadReport(rank, own.tasks + owned[rank], own.flops + more, by_group))
+    return tuple(found)
+
+
+def imbalance(loads: Sequence[LoadReport]) -> float:
+    total = sum(one.flops for one in loads)
+    return max(one.flops for one in loads) * len(loads) / total if total else 1.0
+
+
+def template_forecast(
+    placed: Placed, tasks: Sequence[Task], time: PlacedTime, mixed: Mixed, hardware: Hardware, zero1: bool
+) -> TemplateForecast:
+    wire = wire_formula(placed)
+    return TemplateForecast(
+        name=placed.name,
+        shape=placed.template.shape,
+        tasks=len(tasks),
+        flops=str(placed.cost),
+        memory=str(symbolic_bytes(placed.compute, placed.template)),
+        wire=str(wire),
+        flops_value=placed.flops,
+        memory_value=value_of(symbolic_bytes(placed.compute, placed.template), placed),
+        wire_value=time.gathered + time.scattered,
+        seconds=time.compute.total(hardware),
+        resident=placed.resident,
+        strategies=strategies(placed, time, tasks, {g.task.placed for g in mixed.gram}, hardware, zero1),
+    )
+
+
+def wire_formula(placed: Placed) -> sympy.Expr:
+    """Bytes to and from the owner, in the dims of the matrix where a wire has them."""
+    symbols = dict(zip(placed.template.shape, dim_symbols(len(placed.template.shape)), strict=True))
+    total: sympy.Expr = sympy.Integer(0)
+    for wire in (*placed.gather, *placed.scatter):
+        total += wire.itemsize * sympy.Mul(*(symbols.get(n, sympy.Integer(n)) for n in wire.shape))
+    return sympy.expand(total)
+
+
+def value_of(formula: sympy.Expr, placed: Placed) -> int:
+    return flops_of(formula, placed.template.shape)
+
+
+def task_forecast(task: Task, placed: Placed, group: int, gram: bool) -> TaskForecast:
+    grid = task.layout.grid
+    return TaskForecast(
+        name=task.name,
+        shape=task.shape,
+        template=task.placed,
+        layout=f"{task.layout.placements} on {grid.replicas}x{grid.shards}",
+        strategy=GRAM if gram else str(task.strategy),
+        owner=None if task.owner is None else grid.ranks[task.owner[0]][task.owner[1]],
+        group=group,
+        flops=placed.flops,
+    )
+
+
+def group_forecasts(step: Step, simulation: Simulation, placed: Mapping[str, Placed]) -> tuple[GroupForecast, ...]:
+    sent: dict[tuple[int, str], int] = defaultdict(int)
+    for index, phase, count in simulation.sent:
+        sent[index, phase] += count
+    found = []
+    for group in step.groups:
+        tasks = [step.task(name) for name in group.tasks]
+        work: dict[object, int] = defaultdict(int)
+        for task in tasks:
+            work[task.owner] += placed[task.placed].flops
+        grid = tasks[0].layout.grid
+        found.append(
+            GroupForecast(
+                group.index,
+                grid.replicas,
+                grid.shards,
+                len(tasks),
+                sent[group.index, str(Phase.GATHER)],
+                sent[group.index, str(Phase.SCATTER)],
+                sent[group.index, str(Phase.EXCHANGE)],
+                max(work.values()),
+            )
+        )
+    return tuple(found)
+
+
+def memory_forecast(step: Step, tasks: Sequence[Task], request: Request, simulation: Simulation) -> MemoryForecast:
+    one = played(step, lowering_passes(replace(request.options, micro_groups=1, capacity=1 << 62)))
+    state, everywhere = state_bytes(step, alone(tasks) if request.updates == "zero1" else tasks)
+    return MemoryForecast(
+        buffers=max((r.peak for r in simulation.ranks), default=0),
+        one_group=max((r.peak for r in simulated(one, request).ranks), default=0),
+        state=state,
+        state_replicated=everywhere,
+    )
+
+
+def state_bytes(step: Step, tasks: Sequence[Task]) -> tuple[int, int]:
+    """Of optimizer state on the rank that has most of it; and if each rank had all of its grid's."""
+    held: dict[int, float] = defaultdict(float)
+    everywhere: dict[int, float] = defaultdict(float)
+    placed = {p.name: p for p in step.placed}
+    alike: dict[tuple[int, str], list[Task]] = defaultdict(list)  # by layout, most of which are shared, and cut
+    for task in tasks:
+        alike[id(task.layout), task.placed].append(task)
+    for (_, name), same_kind in alike.items():
+        cut, layout = placed[name], same_kind[0].layout
+        leaves = cut.template.state or tuple(leaf for leaf in cut.template.inputs if leaf.role is Role.STATE)
+        sizes = {leaf: math.prod(leaf.shape) * (leaf.dtype.itemsize if leaf.dtype else 8) for leaf in leaves}
+        resident = sum(size for leaf, size in sizes.items() if leaf.name in cut.resident)
+        spread = sum(n for leaf, n in sizes.items() if leaf.name not in cut.resident and leaf.shape == layout.shape)
+        same = sum(sizes.values()) - resident - spread
+        numel = max(1, math.prod(layout.shape))
+        for s, box in enumerate(layout.boxes):
+            for row in layout.grid.ranks:
+                held[row[s]] += len(same_kind) * (spread * box.numel / numel + same)
+                everywhere[row[s]] += len(same_kind) * sum(sizes.values())
+        for task in same_kind if resident else ():
+            owners = layout.grid.members() if task.owner is None else [layout.grid.ranks[task.owner[0]][task.owner[1]]]
+            for rank in owners:
+                held[rank] += resident
+    return int(max(held.values(), default=0)), int(max(everywhere.values(), default=0))
+
+
+def option_texts(request: Request) -> tuple[tuple[str, str], ...]:
+    own = request.options
+    names = ("strategy", "planner", "alpha", "capacity", "micro_groups", "depth", "numerics")
+    given = {name: getattr(own, name) for name in names}
+    given |= {"micro_groups": own.micro_groups or "chosen", "updates": request.updates}
+    if request.rank is not None:
+        given["rank"] = request.rank
+    return tuple((name, str(value)) for name, value in given.items())
+
+
+def bounds(step: Step, request: Request) -> Iterator[str]:
+    """How far from the optimum the planner `exact` came, by grid."""
+    if request.options.planner != "exact":
+        return
+    placed = {p.name: p for p in step.placed}
+    for grid in {t.layout.grid: None for t in step.tasks if t.owner is not None and t.layout.grid.size > 1}:
+        own = [t for t in step.tasks if t.layout.grid == grid and t.owner is not None]
+        jobs = [Job(t.name, t.index, float(placed[t.placed].flops), math.prod(t.shape) // grid.shards) for t in own]
+        _, bound = solve(jobs, grid.replicas, grid.shards)
+        found = "the optimum, proven" if bound.proven else f"at most {bound.gap:.2%} above the optimum"
+        yield f"exact owners on {grid.replicas}x{grid.shards} ranks: {readable(bound.optimum_or_best)}, {found}"
+
+
+def assumptions(request: Request, step: Step) -> tuple[str, ...]:
+    """In words, beside the rates."""
+    found = [
+        "nothing is fused: each operator reads its operands from memory and writes its result",
+        "ranks are numbered along the mesh, the last dim fastest, and nodes hold consecutive ranks",
+        "gradients are there when the step begins",
+    ]
+    if request.updates == "zero1":
+        found.append(
+            "replicas over dp apply updates of their own matrices only; the gather of parameters overlaps the next"
+            " forward pass, as frameworks with ZeRO-1 do and this runtime does not yet"
+        )
+    elif any(t.layout.grid.replicas > 1 for t in step.tasks):
+        found.append("every replica applies all updates, and their exchange is part of the step")
+    if request.hardware.assumed:
+        found.append(f"rates are assumed, not measured: {', '.join(request.hardware.assumed)}")
+    return tuple(found)

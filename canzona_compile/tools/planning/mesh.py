@@ -1,0 +1,196 @@
+"""A mesh in words, and how weights lie on it: what FSDP2, HSDP, DDP, tensor, expert and pipeline parallelism do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.layout import Box, Grid, Layout, fragment, short
+from canzona_compile.tools.planning.weights import Model, Weight
+
+DIMS = {
+    "dp": "replicas that torch does not see (DDP): wrap(..., replicate=)",
+    "hsdp": "replicas of a sharded model (HSDP)",
+    "fsdp": "shards along dim 0 (FSDP2)",
+    "ep": "experts; all other weights take it for one more dim of data parallelism",
+    "tp": "tensor parallelism",
+    "pp": "pipeline stages, of consecutive layers",
+}
+MOST_RANKS = 1 << 20
+# Whatever the order of the mesh, `fully_shard` puts its own dims before those that cut the weight already, and
+# replicas that torch does not see are around all of them.
+ORDER = {"dp": 0, "hsdp": 1, "fsdp": 2, "ep": 2, "tp": 3, "pp": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named dims in order; the last one varies fastest from rank to rank, as in `init_device_mesh`."""
+
+    dims: tuple[tuple[str, int], ...]
+
+    @property
+    def ranks(self) -> int:
+        return prod(n for _, n in self.dims)
+
+    def size(self, name: str) -> int:
+        return dict(self.dims).get(name, 1)
+
+    def rank(self, at: Mapping[str, int]) -> int:
+        found = 0
+        for name, size in self.dims:
+            found = found * size + at.get(name, 0)
+        return found
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.dims)
+
+
+def parse_mesh(given: str | Mapping[str, int]) -> Mesh:
+    """A mesh from "dp=32,tp=8" or {"dp": 32, "tp": 8}; raises CanzonaError."""
+    pairs: list[tuple[str, object]]
+    if isinstance(given, str):
+        parts = [part.partition("=") for part in given.split(",")]
+        pairs = [(name.strip(), int(size) if size.strip().isdecimal() else size) for name, _, size in parts]
+    else:
+        pairs = list(given.items())
+    seen: list[tuple[str, int]] = []
+    for name, size in pairs:
+        if name not in DIMS:
+            raise CanzonaError(f"there is no mesh dim {name!r}", at="mesh", hint=f"dims are {', '.join(DIMS)}")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise CanzonaError(f"{name} is {size!r}, not a positive integer", at="mesh", hint="as in dp=32,tp=8")
+        if name in dict(seen):
+            raise CanzonaError(f"{name} is given twice", at="mesh", hint="once, with the product of the sizes")
+        seen.append((name, size))
+    mesh = Mesh(tuple(seen))
+    if mesh.ranks > MOST_RANKS:
+        raise CanzonaError(
+            f"{mesh.ranks} ranks are more than {MOST_RANKS}",
+            at="mesh",
+            hint="replicas do alike: plan for fewer of them",
+        )
+    return mesh
+
+
+def check(mesh: Mesh, model: Model) -> None:
+    """Raise CanzonaError where a dim does not divide what it cuts."""
+    for dim, what, count in (
+        ("tp", "attention heads", model.heads),
+        ("tp", "key-value heads", model.kv_heads),
+        ("ep", "experts", model.experts),
+    ):
+        size = mesh.size(dim)
+        if count and count % size:
+            fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise CanzonaError(
+                f"{dim}={size} does not divide the {count} {what} of {model.name}",
+                at="mesh",
+                hint=f"{dim} can be {fitting}",
+            )
+    if mesh.size("ep") > 1 and not model.experts:
+        raise CanzonaError(f"{model.name} has no experts for ep={mesh.size('ep')}", at="mesh", hint="leave ep out")
+    if mesh.size("pp") > model.layers:
+        raise CanzonaError(
+            f"pp={mesh.size('pp')} stages are more than the {model.layers} layers of {model.name}",
+            at="mesh",
+            hint=f"pp can be 1 to {model.layers}; a parameter's layer is the first number in its name",
+        )
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How weights of a kind lie on a mesh; layouts are made once for all weights alike."""
+
+    mesh: Mesh
+    layers: int
+    experts: int = 0
+
+    def stage(self, weight: Weight) -> int:
+        return weight.layer * self.mesh.size("pp") // self.layers
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[object, ...], tuple[Layout, ...]]:
+        return {}
+
+    def layouts(self, weight: Weight) -> tuple[Layout, ...]:
+        """One; of a stack of experts, one for each part of the mesh that has entries of its own, if it has any."""
+        fixed = {"pp": self.stage(weight)}
+        if weight.expert is not None:
+            fixed["ep"] = weight.expert * self.mesh.size("ep") // self.experts
+        key = (weight.shape, weight.tensor_dim, weight.experts, *fixed.items())
+        if key not in self._layouts:
+            dims = self._expert_dims(weight) if weight.experts else ()
+            parts = product(*(range(self.mesh.size(name)) for name in dims))
+            found = (self._layout(weight, fixed | dict(zip(dims, part, strict=True)), dims) for part in parts)
+            self._layouts[key] = tuple(layout for layout in found if prod(layout.shape))
+        return self._layouts[key]
+
+    def _expert_dims(self, weight: Weight) -> tuple[str, ...]:
+        """The dims that deal the entries of a stack out; FSDP does so too, as long as there are enough of them."""
+        enough = self.mesh.size("ep") * self.mesh.size("fsdp") <= weight.shape[0]
+        return ("ep", "fsdp") if enough else ("ep",)
+
+    def _layout(self, weight: Weight, fixed: Mapping[str, int], dealt: tuple[str, ...]) -> Layout:
+        shape = weight.shape
+        for name in dealt:
+            shape = Box.whole(shape).cut(0, self.mesh.size(name), fixed[name]).size
+        sharding = self._placements(weight, dealt)
+        dims = [name for name in self._dims if name not in fixed]
+        rows = [name for name in dims if isinstance(sharding[name], Replicate)]
+        columns = [name for name in dims if name not in rows]
+
+        def coordinates(names: list[str]) -> list[dict[str, int]]:
+            return [dict(zip(names, at, strict=True)) for at in product(*(range(self.mesh.size(n)) for n in names))]
+
+        cut = coordinates(columns)
+        grid = Grid(
+            tuple(tuple(self.mesh.rank({**fixed, **row, **column}) for column in cut) for row in coordinates(rows))
+        )
+        # FSDP over `fsdp` and `ep` is one dim to torch, flattened.
+        merged = [n for n in columns if n in ("fsdp", "ep")]
+        single = [n for n in columns if n not in merged[1:]]
+        sizes = [prod(self.mesh.size(m) for m in merged) if n in merged else self.mesh.size(n) for n in single]
+        placements = [sharding[n] for n in single]
+        boxes = []
+        for column in cut:
+            at = []
+            for name in single:
+                place = 0
+                for part in merged if name in merged else [name]:
+                    place = place * self.mesh.size(part) + column[part]
+                at.append(place)
+            boxes.append(fragment(shape, sizes, placements, at))
+        return Layout(shape, grid, tuple(boxes), self._text([*single, *dealt], rows, sharding))
+
+    @cached_property
+    def _dims(self) -> list[str]:
+        return sorted((name for name, _ in self.mesh.dims), key=ORDER.__getitem__)
+
+    def _placements(self, weight: Weight, dealt: tuple[str, ...]) -> dict[str, Placement]:
+        """As FSDP2 and `parallelize_module` place it: FSDP on dim 0 of what tensor parallelism left."""
+        cut, first = weight.tensor_dim, int(weight.experts)
+        tensor = self.mesh.size("tp") if cut == first and "tp" in dict(self.mesh.dims) else 1
+        fsdp: Placement = _StridedShard(first, split_factor=tensor) if tensor > 1 else Shard(first)
+        placements: dict[str, Placement] = {name: Replicate() for name in DIMS}
+        placements["tp"] = Replicate() if cut is None else Shard(cut)
+        placements["fsdp"] = fsdp
+        if "fsdp" in dict(self.mesh.dims):
+            placements["ep"] = fsdp
+        if dealt:
+            entries = self.mesh.size("ep")
+            placements["ep"] = Shard(0)
+            if "fsdp" in dealt:
+                placements["fsdp"] = _StridedShard(0, split_factor=entries) if entries > 1 else Shard(0)
+        return placements
+
+    def _text(self, columns: list[str], rows: list[str], sharding: Mapping[str, Placement]) -> str:
+        """As the layouts of a real run call it: placements of the DTensor's own mesh, which `dp` is no part of."""
+        own = [n for n in ("hsdp", "fsdp", "ep", "tp") if n in self._dims and n in [*columns, *rows]]
+        return ",".join(short(sharding[n]) for n in own) or ("replicated" if self.mesh.ranks > 1 else "local")

@@ -1,0 +1,135 @@
+"""A captured step without ranks, tensors or devices: what a real run would bind, from shapes and a mesh alone."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from canzona_compile.capture.batch_dim import first_dim_is_batch
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.templates import Capture, Kind
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.layout import Layout, Shape
+from canzona_compile.ir.step import Form, Machine, Step, Task
+from canzona_compile.tools.planning.mesh import Mesh, Sharding, check
+from canzona_compile.tools.planning.weights import Model, Weight
+
+SMALL = 32  # dims of matrices on which captured graphs are tried out
+NAMED = {
+    "muon": "torch.optim:Muon",
+    "soap": "canzona_compile.optimizers.soap:SOAP",
+    "shampoo": "canzona_compile.optimizers.shampoo:Shampoo",
+}
+
+
+def optimizer_named(name: str, arguments: Mapping[str, Any]) -> Optimizer:
+    """An optimizer over a matrix that stands for all, by one of NAMED or as "module:Class".
+
+    Raises:
+        CanzonaError: it cannot be imported or made.
+    """
+    module, colon, attribute = NAMED.get(name, name).partition(":")
+    if not (module and colon and attribute):
+        raise CanzonaError(
+            f"there is no optimizer {name!r}", hint=f"one of {', '.join(NAMED)}, or module:Class of your own"
+        )
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the module may raise whatever it likes
+        raise CanzonaError(
+            f"the optimizer cannot be imported: {type(error).__name__}: {error}",
+            at=name,
+            hint="module:Class, with the module on the path or in this folder",
+        ) from error
+    return optimizer_of(kind, arguments)
+
+
+def optimizer_of(kind: Any, arguments: Mapping[str, Any]) -> Optimizer:
+    """An optimizer of a class, over a matrix that stands for all."""
+    if not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
+        raise CanzonaError(f"{kind!r} is no class of torch.optim.Optimizer")
+    try:
+        return kind([Parameter(torch.zeros(2, 2))], **arguments)
+    except Exception as error:
+        raise CanzonaError(
+            f"{kind.__name__}([matrix]) failed: {type(error).__name__}: {error}",
+            hint="in Python, plan(optimizer=...) takes an optimizer that you have made",
+        ) from error
+
+
+def captured_step(
+    model: Model,
+    mesh: Mesh,
+    optimizer: Optimizer,
+    machine: Machine,
+    dtype: torch.dtype = torch.float32,
+    entries: bool = False,
+) -> Step:
+    """The step of all matrices of a model, laid out on a mesh, as binding makes it on real ranks.
+
+    Args:
+        optimizer: whose code is captured, with the hyperparameters of its first group.
+        dtype: of parameters and gradients.
+        entries: of stacks whose entries are independent, make each a task of its own.
+
+    Raises:
+        CanzonaError: the mesh does not fit the model, or the optimizer cannot be distributed.
+    """
+    check(mesh, model)
+    capture = Capture(optimizer)
+    group = optimizer.param_groups[0]
+    sharding = Sharding(mesh, model.layers, model.experts)
+    kinds: dict[tuple[int, ...], Kind] = {}
+
+    def kind_of(shape: Shape, name: str) -> Kind:
+        return capture.kind_of(group, ParameterSpec(shape, dtype, dtype, torch.device("cpu")), name)
+
+    tasks: list[Task] = []
+    # Graphs are compared with eager steps once for all sizes: small matrices of the same proportions come first.
+    for shape in dict.fromkeys(miniature(weight.shape) for weight in model.weights):
+        kind_of(shape, "a small matrix")
+    for weight in model.weights:
+        for part, layout in parts(weight, sharding):
+            if layout.shape not in kinds:
+                kinds[layout.shape] = kind_of(layout.shape, weight.name)
+            if entries and (own := entry(layout)) and first_dim_is_batch(kinds[layout.shape].template):
+                if own.shape not in kinds:
+                    kinds[own.shape] = kind_of(own.shape, weight.name)
+                names = [f"{weight.name}{part}[{i}]" for i in range(layout.shape[0])]
+                layout = own
+            else:
+                names = [weight.name + part]
+            template = kinds[layout.shape].template
+            tasks += [Task(n, len(tasks) + i, 0, template.name, layout) for i, n in enumerate(names)]
+    used = {task.layout.shape for task in tasks}
+    templates = tuple(t for shape, kind in kinds.items() if shape in used for t in kind.templates.values())
+    return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, templates, tuple(tasks))
+
+
+def miniature(shape: Shape) -> Shape:
+    """A small shape with dims in the same order of size."""
+    sizes = sorted(set(shape))
+    return tuple(SMALL * (1 + sizes.index(n)) for n in shape)
+
+
+def entry(layout: Layout) -> Layout | None:
+    """The layout of one entry of a stack, on the same ranks; None if it is none, or its entries are dealt out."""
+    shape = layout.shape
+    if len(shape) < 3 or any(box.numel and box.size[0] != shape[0] for box in layout.boxes):
+        return None
+    boxes = tuple(replace(box, size=(min(1, box.size[0]), *box.size[1:])) for box in layout.boxes)
+    return replace(layout, shape=(1, *shape[1:]), boxes=boxes)
+
+
+def parts(weight: Weight, sharding: Sharding) -> list[tuple[str, Layout]]:
+    """A weight's layouts, and what their names have at the end where there are several."""
+    layouts = sharding.layouts(weight)
+    return [(f"@{i}" if len(layouts) > 1 else "", layout) for i, layout in enumerate(layouts)]

@@ -1,0 +1,172 @@
+"""`plan`: what an optimizer's step will be on a mesh, without ranks, tensors or devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import nn
+from torch.optim import Optimizer
+
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.hardware import Hardware, named_hardware
+from canzona_compile.ir.step import Machine, Step
+from canzona_compile.ir.verifier import verify
+from canzona_compile.options import Numerics, Options, Strategy
+from canzona_compile.passes.micro_group import gathered_bytes
+from canzona_compile.session.plan import lowering_passes, planning_passes
+from canzona_compile.tools.planning.forecast import forecast
+from canzona_compile.tools.planning.gc_pause import paused
+from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
+from canzona_compile.tools.planning.mixed import Mixed, best_mix
+from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
+from canzona_compile.tools.planning.request import Request, played
+from canzona_compile.tools.planning.result import OfflinePlan
+from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
+
+Updates = Literal["ddp", "zero1"]
+PlannedStrategy = Strategy | Literal["gram", "batch-split"]
+ALTERNATIVES = ("static", "alpha", "lpt", "joint", "permuted")
+Say = Callable[[str], None]
+
+
+@paused()
+def plan(
+    model: str | nn.Module | Mapping[str, Any] | Model,
+    *,
+    mesh: str | Mapping[str, int],
+    optimizer: str | type[Optimizer] | Optimizer = "muon",
+    arguments: Mapping[str, Any] | None = None,
+    hardware: str | Path | Hardware = "h100",
+    split: str = "qkv,gate-up",
+    strategy: PlannedStrategy = "auto",
+    planner: str = "joint",
+    alpha: float = 1.0,
+    capacity: int | None = None,
+    micro_groups: int | None = None,
+    depth: int = 2,
+    numerics: Numerics = "exact",
+    updates: Updates = "ddp",
+    rank: int | None = None,
+    alternatives: bool = True,
+    say: Say = lambda _: None,
+) -> OfflinePlan:
+    """Plan a step as the runtime would, and predict it.
+
+    Args:
+        model: a preset ("qwen3-32b"), {name: shape} of the matrices, or a module, on the meta device for one, of which
+            all parameters of two or more dims are taken but embeddings and the head.
+        mesh: sizes of named dims, "fsdp=32,tp=8": dp, hsdp, fsdp, ep, tp, pp.
+        optimizer: "muon", "soap", "shampoo", "module:Class", a class, or an optimizer, whose first group's
+            hyperparameters count.
+        arguments: of the class, beside the parameters.
+        hardware: a name (h100, h200, gb300, a100, cpu), or a file that `canzona-compile calibrate` wrote.
+        split: which of a preset's fused weights are matrices of their own: "qkv", "gate-up", both, or "none".
+        strategy, planner, capacity, micro_groups, depth, numerics: as of `wrap`; the planner may also be "exact", and
+            the strategy one that a run refuses: "gram", every matrix that can be is Gram-distributed (with fast
+            numerics "auto" does so with those for which it is predicted to pay), or "batch-split", the independent
+            entries of stacks have owners of their own.
+        alpha: of the planner "alpha", from 0 (even communication) to 1 (even load).
+        updates: who applies updates over `dp`: every replica ("ddp", what the runtime does), or the owner's replica
+            alone, with parameters gathered under the next forward pass ("zero1", as frameworks with ZeRO-1 do).
+        rank: a rank whose timeline is wanted.
+        alternatives: also predict the other planners.
+        say: told what is being done.
+
+    Returns:
+        The plan, its figures, and what can be made of them.
+
+    Raises:
+        CanzonaError: something is unknown, absurd or does not fit; the message names it and the remedy.
+    """
+    sizes = parse_mesh(mesh)
+    rates = hardware if isinstance(hardware, Hardware) else named_hardware(str(hardware))
+    found = model_of(model, split)
+    code = optimizer_from(optimizer, arguments or {})
+    if updates not in get_args(Updates):
+        raise CanzonaError(f"updates={updates!r} is none of {', '.join(map(repr, get_args(Updates)))}", at="plan")
+    if rank is not None and not 0 <= rank < sizes.ranks:
+        raise CanzonaError(f"rank {rank} is none of the {sizes.ranks} ranks of {sizes}", at="plan(..., rank=)")
+    executed: Strategy = "owner" if strategy == "gram" or strategy == "batch-split" else strategy
+    options = Options(
+        strategy=executed,
+        numerics=numerics,
+        capacity=Options().capacity if capacity is None else capacity,
+        micro_groups=micro_groups,
+        depth=depth,
+        planner=planner,
+        alpha=alpha,
+    )
+    say("capturing the optimizer's step")
+    captured = captured_step(found, sizes, code, machine_of(rates, sizes), entries=strategy == "batch-split")
+    say(f"planning {len(captured.tasks)} matrices on {sizes.ranks} ranks")
+    owned = played(captured, planning_passes(options))
+    if capacity is not None:
+        check_capacity(owned, capacity)
+    scheduled = played(owned, lowering_passes(options))
+    say("checking the plan")
+    verify(scheduled)
+    request = Request(found, sizes, rates, options, updates, rank, len(captured.tasks) - len(owned.tasks))
+    others: dict[str, Callable[[], Step]] = {}
+    if alternatives and any(t.layout.grid.size > 1 for t in owned.tasks):
+        others = alternative_steps(captured, options)
+    mixed = Mixed(scheduled, split_stacks=strategy == "batch-split")
+    if strategy == "gram" or (strategy == "auto" and numerics == "fast"):
+        say("looking for matrices to distribute as Gram products")
+        mixed = best_mix(owned, scheduled, request, forced=strategy == "gram")
+    file = mixed.file()
+    return OfflinePlan(mixed.step, file, forecast(mixed, file.fingerprint, request, others, say))
+
+
+def model_of(given: str | nn.Module | Mapping[str, Any] | Model, split: str) -> Model:
+    if isinstance(given, Model):
+        return given
+    if isinstance(given, str):
+        return preset(given, parse_split(split))
+    if isinstance(given, nn.Module):
+        return from_module(given, hidden_matrix)
+    return from_shapes(given, "shapes", "model")
+
+
+def hidden_matrix(name: str, _: nn.Parameter) -> bool:
+    """By the usual names, is it neither an embedding nor the head?"""
+    parts = name.lower().split(".")
+    known = ("lm_head", "wte", "wpe")
+    return parts[:1] != ["output"] and not any(part in known or "embed" in part for part in parts)
+
+
+def optimizer_from(given: str | type[Optimizer] | Optimizer, arguments: Mapping[str, Any]) -> Optimizer:
+    if isinstance(given, Optimizer):
+        return given
+    return optimizer_named(given, arguments) if isinstance(given, str) else optimizer_of(given, arguments)
+
+
+def machine_of(rates: Hardware, mesh: Mesh) -> Machine:
+    """What a run on this hardware would say of itself; rates that it would assume anyway go without saying."""
+    assumed = rates in (named_hardware("cpu"), named_hardware("h100"))
+    return Machine(rates.device, rates.backend if mesh.ranks > 1 else "", 1, None if assumed else rates)
+
+
+def check_capacity(owned: Step, capacity: int) -> None:
+    """Raise CanzonaError for the first matrix that alone exceeds the capacity."""
+    placed = {p.name: p for p in owned.placed}
+    for task in owned.tasks:
+        needed = gathered_bytes(placed[task.placed])
+        if needed > capacity:
+            raise CanzonaError(
+                f"capacity {capacity} is below the {needed} bytes that its owner gathers",
+                at=task.name,
+                hint=f"at least {max(gathered_bytes(p) for p in owned.placed)} holds the largest matrix",
+            )
+
+
+def alternative_steps(captured: Step, options: Options) -> dict[str, Callable[[], Step]]:
+    """The same step by other planners, and with every rank computing everything; made when asked for."""
+
+    def by(changed: Options) -> Callable[[], Step]:
+        return lambda: played(captured, [*planning_passes(changed), *lowering_passes(changed)])
+
+    found = {name: by(replace(options, planner=name, strategy="owner")) for name in ALTERNATIVES}
+    return {**found, "replicated": by(replace(options, strategy="replicated"))}

@@ -1,0 +1,89 @@
+"""A plan made offline, and what can be made of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
+
+from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.ir.step import Step
+from canzona_compile.tools.planning.figures import Forecast
+from canzona_compile.tools.planning.gc_pause import paused
+from canzona_compile.tools.planning.markdown import markdown
+from canzona_compile.tools.planning.page import page
+from canzona_compile.tools.planning.table import table
+from canzona_compile.tools.planning.trace import trace
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class OfflinePlan(JupyterMixin):
+    """What `canzona_compile.plan` returns: print it, also with rich or in a notebook.
+
+    Attributes:
+        step: fully scheduled; `canzona_compile.ir.printer.show` prints it.
+        file: the decisions, for `wrap(..., plan=)`.
+        forecast: all figures.
+    """
+
+    step: Step
+    file: PlanFile
+    forecast: Forecast
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal to that of `optimizer.canzona.plan()` in the run that does the same."""
+        return self.file.fingerprint
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan file's fields, and the forecast's under "forecast"; infinite numbers are None."""
+        own = {**asdict(self.forecast), "hardware": self.forecast.hardware.to_dict()}
+        own["mesh"], own["options"] = dict(self.forecast.mesh), dict(self.forecast.options)
+        found: dict[str, Any] = finite({**self.file.to_dict(), "forecast": own})
+        return found
+
+    @paused()
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict()) + "\n"
+
+    def to_html(self) -> str:
+        """One page that needs nothing else, not even a network."""
+        return page(self.forecast)
+
+    def to_perfetto(self) -> str:
+        """A trace for ui.perfetto.dev or chrome://tracing."""
+        return json.dumps(trace(self.forecast)) + "\n"
+
+    def to_markdown(self) -> str:
+        """Tables to paste into a document or an issue."""
+        return markdown(self.forecast)
+
+    def to_text(self, width: int = 100) -> str:
+        """The rendering without colours, `width` columns wide."""
+        console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from table(self.forecast, options)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"<OfflinePlan {self.forecast.model} on {dict(self.forecast.mesh)} {self.fingerprint[:12]}>"
+
+
+def finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

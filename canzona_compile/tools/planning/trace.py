@@ -1,0 +1,151 @@
+"""A forecast as a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+
+A process per rank, a thread per stream. Arrows join the transfers of one collective, a counter shows the buffers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count, groupby
+from operator import attrgetter
+from typing import Any
+
+from canzona_compile.tools.planning.figures import Forecast
+from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
+
+SCHEMA = 1
+MOST_NAMES = 100  # of matrices beside a span; more are counted
+MOST_ARROWS = 16  # of one collective
+TRACKS = 100  # threads that a stream may take, so that thread ids say which stream it is
+TITLES = {COMPUTE: "compute", NODE: "links within the node", NETWORK: "links to other nodes"}
+
+Event = dict[str, Any]
+
+
+def trace(forecast: Forecast) -> dict[str, Any]:
+    """The simulated step as the object form of a trace: `json.dump` it to a file."""
+    simulation = forecast.simulation
+    rows = tracks(simulation.spans)
+    timed = [*spans(simulation, rows), *arrows(simulation, rows), *buffers(simulation)]
+    # A stable sort: an arrow must come after the span that it starts in.
+    timed.sort(key=lambda event: event["ts"])
+    return {
+        "traceEvents": [*names(forecast, rows), *timed],
+        "displayTimeUnit": "ms" if simulation.seconds >= 1e-3 else "ns",
+        "otherData": {
+            "schema": SCHEMA,
+            "fingerprint": forecast.fingerprint,
+            "model": forecast.model,
+            "optimizer": forecast.optimizer,
+            "hardware": forecast.hardware.name,
+            "assumed_rates": list(forecast.hardware.assumed),
+            "seconds": simulation.seconds,
+            "ranks": len(simulation.ranks),
+            "shown": list(simulation.shown),
+        },
+    }
+
+
+def tracks(all_spans: Sequence[Span]) -> list[int]:
+    """For each span a row of its stream, the lowest where it overlaps no other: nearly always 0.
+
+    Where communication takes the processors, a rank may move parts of two collectives at once.
+    """
+    rows = [0] * len(all_spans)
+    free: dict[tuple[int, str], list[float]] = defaultdict(list)  # when each row is free again
+    for i in sorted(range(len(all_spans)), key=lambda i: (all_spans[i].start, all_spans[i].end)):
+        span = all_spans[i]
+        ends = free[span.rank, span.stream]
+        row = next((row for row, end in enumerate(ends) if end <= span.start), len(ends))
+        if row == len(ends):
+            ends.append(0.0)
+        ends[row], rows[i] = span.end, row
+    return rows
+
+
+def names(forecast: Forecast, rows: Sequence[int]) -> Iterator[Event]:
+    """What processes and threads are called, and their order."""
+    simulation = forecast.simulation
+    used = {(s.rank, thread(s, row)): s.stream for s, row in zip(simulation.spans, rows, strict=True)}
+    for rank in simulation.shown:
+        yield named(rank, 0, "process_name", name=f"rank {rank}")
+        yield named(rank, 0, "process_sort_index", sort_index=rank)
+        yield named(rank, 0, "process_labels", labels=f"node {rank // forecast.hardware.ranks_per_node}")
+    for (rank, tid), stream in sorted(used.items()):
+        yield named(rank, tid, "thread_name", name=TITLES[stream])
+        yield named(rank, tid, "thread_sort_index", sort_index=tid)
+
+
+def named(pid: int, tid: int, what: str, /, **args: object) -> Event:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
+
+
+def thread(span: Span, row: int) -> int:
+    return 1 + TRACKS * STREAMS.index(span.stream) + row
+
+
+def micro(seconds: float) -> float:
+    return round(seconds * 1e6, 6)  # to a picosecond
+
+
+def spans(simulation: Simulation, rows: Sequence[int]) -> Iterator[Event]:
+    """A complete event each."""
+    for span, row in zip(simulation.spans, rows, strict=True):
+        args: dict[str, Any] = {"micro-group": span.group}
+        if span.tasks:
+            args["matrices"] = list(span.tasks[:MOST_NAMES])
+        if len(span.tasks) > MOST_NAMES:
+            args["more matrices"] = len(span.tasks) - MOST_NAMES
+        if span.flow >= 0:
+            args |= {"bytes": span.bytes, "collective": span.flow}
+        start = micro(span.start)
+        yield {
+            "ph": "X",
+            "pid": span.rank,
+            "tid": thread(span, row),
+            "ts": start,
+            "dur": max(0.0, round(micro(span.end) - start, 6)),
+            "name": f"{span.act.removeprefix('start ')} {span.group}",
+            "cat": "computation" if span.stream == COMPUTE else "communication",
+            "args": args,
+        }
+
+
+def arrows(simulation: Simulation, rows: Sequence[int]) -> Iterator[Event]:
+    """From the span of a collective that starts first, on the lowest rank, to one span of each other rank.
+
+    Each arrow has a number of its own, since viewers follow one number from span to span like a chain.
+    """
+    numbers = count(1)
+    taking = [(s, row) for s, row in zip(simulation.spans, rows, strict=True) if s.flow >= 0 and s.end > s.start]
+    taking.sort(key=lambda pair: (pair[0].flow, pair[0].start, pair[0].rank))
+    for _, members in groupby(taking, key=lambda pair: pair[0].flow):
+        (first, row), *rest = members
+        others: dict[int, tuple[Span, int]] = {}
+        for pair in rest:
+            if pair[0].rank != first.rank:
+                others.setdefault(pair[0].rank, pair)
+        for other, other_row in list(others.values())[:MOST_ARROWS]:
+            number, name = next(numbers), f"{first.act.removeprefix('start ')} {first.group}"
+            yield arrow("s", number, name, first, row)
+            yield arrow("f", number, name, other, other_row) | {"bp": "e"}
+
+
+def arrow(phase: str, number: int, name: str, span: Span, row: int) -> Event:
+    where = {"pid": span.rank, "tid": thread(span, row), "ts": micro(span.start)}
+    return {"ph": phase, "id": number, **where, "name": name, "cat": "collective"}
+
+
+def buffers(simulation: Simulation) -> Iterator[Event]:
+    """A counter per rank: its bytes of buffers, from nothing to nothing."""
+    ordered = sorted(simulation.memory, key=attrgetter("rank", "at"))
+    for rank, moments in groupby(ordered, key=attrgetter("rank")):
+        yield counter(Memory(rank, 0.0, 0))
+        for moment in moments:
+            yield counter(moment)
+        yield counter(Memory(rank, simulation.seconds, 0))
+
+
+def counter(moment: Memory) -> Event:
+    return {"ph": "C", "pid": moment.rank, "ts": micro(moment.at), "name": "buffers", "args": {"bytes": moment.bytes}}

@@ -1,0 +1,339 @@
+"""Which matrices a model has: from a preset, a Hugging Face config, a list of shapes, or a module."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from canzona_compile.errors import CanzonaError
+
+PRESETS = Path(__file__).parents[2] / "data" / "qwen3.json"
+SPLITS = ("qkv", "gate-up")
+MOST_ELEMENTS = 1 << 48  # of a matrix
+MOST_MATRICES = 1 << 20
+# Fields of a config by which layers differ, or have other matrices than those of `Decoder`, unless they are as here.
+USUAL: dict[str, tuple[Any, ...]] = {
+    "decoder_sparse_step": (None, 1),
+    "first_k_dense_replace": (None, 0),
+    "kv_lora_rank": (None,),
+    "mlp_only_layers": (None, []),
+    "moe_layer_freq": (None, 1),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix, or a stack of experts' matrices, that the matrix optimizer updates.
+
+    Attributes:
+        layer: decides the pipeline stage.
+        tensor_dim: the dim that tensor parallelism cuts; None: it is replicated there.
+        expert: which expert's matrix it is, so that it lies on one coordinate of expert parallelism.
+        experts: is its first dim one of experts?
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int = 0
+    tensor_dim: int | None = None
+    expert: int | None = None
+    experts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a plan has to know of a model.
+
+    Attributes:
+        others: elements of all other parameters (embeddings, head, norms), which another optimizer updates.
+        heads, kv_heads: that tensor parallelism must divide; 0 where unknown.
+        experts: that expert parallelism must divide; 0 where there are none.
+        active: elements of the weights that a token meets, the head included; 0 where unknown.
+    """
+
+    name: str
+    weights: tuple[Weight, ...]
+    layers: int
+    others: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    experts: int = 0
+    active: int = 0
+
+    @property
+    def elements(self) -> int:
+        return sum(elements(w.shape) for w in self.weights)
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """The dims of a decoder with grouped-query attention and SwiGLU; its experts, if any, are all of its MLPs.
+
+    Experts are matrices of their own, as in Hugging Face's models; `torch.optim.Muon` takes no stacks.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    experts: int = 0
+    top_k: int = 0
+
+    def model(self, name: str, split: tuple[str, ...]) -> Model:
+        """Its weights, q, k, v and gate, up apart where `split` says so, else fused as in Megatron."""
+        weights = tuple(
+            replace(w, layer=i, name=f"layers.{i}.{w.name}") for i in range(self.layers) for w in self.layer(split)
+        )
+        embedding = self.vocab * self.hidden
+        norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + self.hidden
+        others = embedding * (1 if self.tied else 2) + norms + self.layers * self.experts * self.hidden
+        dense = sum(elements(w.shape) for w in weights if w.expert is None)
+        routed = sum(elements(w.shape) for w in weights if w.expert is not None)
+        active = dense + (routed * self.top_k // self.experts if self.experts else 0) + embedding
+        return Model(name, weights, self.layers, others, self.heads, self.kv_heads, self.experts, active)
+
+    def layer(self, split: tuple[str, ...]) -> Iterator[Weight]:
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if "qkv" in split:
+            for name, rows in (("q", query), ("k", key), ("v", key)):
+                yield Weight(f"self_attn.{name}_proj.weight", (rows, self.hidden), tensor_dim=0)
+        else:
+            yield Weight("self_attn.qkv_proj.weight", (query + 2 * key, self.hidden), tensor_dim=0)
+        yield Weight("self_attn.o_proj.weight", (self.hidden, query), tensor_dim=1)
+        apart = "gate-up" in split
+        first = ("gate_proj", "up_proj") if apart else ("gate_up_proj",)
+        rows = self.intermediate * (1 if apart else 2)
+        for expert in range(self.experts) if self.experts else [None]:
+            place = "mlp" if expert is None else f"mlp.experts.{expert}"
+            for name in first:
+                yield Weight(f"{place}.{name}.weight", (rows, self.hidden), 0, 0, expert)
+            yield Weight(f"{place}.down_proj.weight", (self.hidden, self.intermediate), 0, 1, expert)
+
+
+@cache
+def presets() -> Mapping[str, Decoder]:
+    """Qwen3's models by name."""
+    found = json.loads(PRESETS.read_text(encoding="utf-8"))
+    common = found["_common"]
+    return {
+        name: Decoder(
+            layers=own["layers"],
+            hidden=own["hidden"],
+            intermediate=own.get("moe_intermediate", own.get("intermediate")),
+            heads=own["heads"],
+            kv_heads=own["kv_heads"],
+            head_dim=common["head_dim"],
+            vocab=common["vocab"],
+            tied=own["tied"],
+            experts=own.get("experts", 0),
+            top_k=own.get("top_k", 0),
+        )
+        for name, own in found.items()
+        if not name.startswith("_")
+    }
+
+
+def preset(name: str, split: tuple[str, ...]) -> Model:
+    """One of `presets`; raises CanzonaError for other names."""
+    if name not in presets():
+        raise CanzonaError(
+            f"there is no model {name!r}",
+            at="model",
+            hint=f"one of {', '.join(presets())}; others by --hf-config or --params",
+        )
+    return presets()[name].model(name, split)
+
+
+def from_config(path: Path, split: tuple[str, ...]) -> Model:
+    """The model of a Hugging Face config.json of a decoder.
+
+    Raises:
+        CanzonaError: a field is missing or absurd.
+    """
+    config = read_json(path)
+    at = str(path)
+
+    def count(*names: str, default: int | None = None) -> int:
+        name = next((n for n in names if config.get(n) is not None), None)
+        if name is None:
+            if default is None:
+                raise CanzonaError(f"the field {names[0]!r} is missing", at=at, hint="is it the config of a decoder?")
+            return default
+        value = config[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+            raise CanzonaError(
+                f"{name} is {value!r}, not a positive integer", at=at, hint="copy it from the model's config.json"
+            )
+        return value
+
+    heads, hidden = count("num_attention_heads"), count("hidden_size")
+    head_dim = count("head_dim", default=0)
+    if not head_dim:
+        if hidden % heads:
+            raise CanzonaError(f"hidden_size {hidden} is no multiple of {heads} heads", at=at, hint="add head_dim")
+        head_dim = hidden // heads
+    kv_heads = count("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise CanzonaError(
+            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}",
+            at=at,
+            hint="without num_key_value_heads every head has keys and values of its own",
+        )
+    experts = count("num_experts", "num_local_experts", "n_routed_experts", default=0)
+    wide = ("moe_intermediate_size", "intermediate_size") if experts else ("intermediate_size",)
+    top_k = count("num_experts_per_tok", default=1) if experts else 0
+    if top_k > experts:
+        raise CanzonaError(
+            f"num_experts_per_tok {top_k} is more than the {experts} experts",
+            at=at,
+            hint="it is how many a token meets",
+        )
+    if strange := [name for name, usual in USUAL.items() if config.get(name) not in usual]:
+        raise CanzonaError(
+            f"{strange[0]} is {config[strange[0]]!r}, of which it does not follow which matrices each layer has",
+            at=at,
+            hint="name the matrices and their shapes by --params",
+        )
+    decoder = Decoder(
+        layers=count("num_hidden_layers"),
+        hidden=hidden,
+        intermediate=count(*wide),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=count("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=experts,
+        top_k=top_k,
+    )
+    matrices = decoder.layers * (4 + 3 * max(1, experts))
+    largest = hidden * max(2 * decoder.intermediate, 3 * heads * head_dim)
+    if matrices > MOST_MATRICES or largest > MOST_ELEMENTS:
+        raise CanzonaError(
+            f"{matrices} matrices of up to {largest} elements are no model",
+            at=at,
+            hint="look at num_hidden_layers, hidden_size, intermediate_size, head_dim and the number of experts",
+        )
+    return decoder.model(str(config.get("model_type", path.stem)), split)
+
+
+def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
+    """A model of named shapes: {"layers.0.q": [5120, 5120], "layers.0.o": {"shape": [...], "tp": 1, "experts": true}}.
+
+    Raises:
+        CanzonaError: an entry is absurd.
+    """
+    weights = []
+    for key, value in found.items():
+        place = f"{at}: {key}"
+        if not isinstance(key, str) or not key.isprintable() or not key:
+            raise CanzonaError(f"{key!r} is no name of a parameter", at=at, hint="names have printable characters")
+        entry = value if isinstance(value, Mapping) else {"shape": value}
+        shape = entry.get("shape")
+        if (
+            not isinstance(shape, list | tuple)
+            or len(shape) < 2
+            or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
+        ):
+            raise CanzonaError(
+                f"its shape is {shape!r}, not two or more positive integers",
+                at=place,
+                hint='[rows, columns], or {"shape": [rows, columns], "tp": 0}',
+            )
+        if elements(tuple(shape)) > MOST_ELEMENTS:
+            raise CanzonaError(
+                f"its shape {list(shape)} has more than 2^48 elements",
+                at=place,
+                hint="a size is a number of elements",
+            )
+        if unknown := sorted(set(entry) - {"shape", "tp", "experts", "layer"}):
+            raise CanzonaError(
+                f"there is no field {unknown[0]!r}", at=place, hint="there are shape, tp, experts and layer"
+            )
+        cut = entry.get("tp")
+        if cut is not None and (not whole(cut) or cut >= len(shape)):
+            raise CanzonaError(
+                f"tp is {cut!r}, no dim of {list(shape)}",
+                at=place,
+                hint="the dim that tensor parallelism cuts, or leave it out",
+            )
+        if entry.get("experts") is True and cut == 0:
+            raise CanzonaError("tp is 0, the dim of experts", at=place, hint="the mesh dim ep deals experts out")
+        layer = entry.get("layer", layer_of(key))
+        if not whole(layer):
+            raise CanzonaError(f"layer is {layer!r}, no number of a layer", at=place, hint="0 is the first")
+        stack = entry.get("experts", False)
+        if not isinstance(stack, bool) or (stack and len(shape) < 3):
+            raise CanzonaError(
+                f"experts is {stack!r} for a shape of {len(shape)} dims",
+                at=place,
+                hint="true says that the first of three or more dims is one of experts",
+            )
+        weights.append(Weight(key, tuple(shape), layer, cut, None, stack))
+    if not weights:
+        raise CanzonaError("it names no parameters", at=at, hint='as in {"layers.0.q": [4096, 4096]}')
+    layers = 1 + max(w.layer for w in weights)
+    return Model(name, tuple(weights), layers, experts=math.gcd(*(w.shape[0] for w in weights if w.experts)))
+
+
+def from_module(module: nn.Module, keep: Callable[[str, nn.Parameter], bool]) -> Model:
+    """The matrices of a module, on the meta device or any other, for which `keep` says yes."""
+    named = {name: p for name, p in module.named_parameters() if p.ndim >= 2 and keep(name, p)}
+    model = from_shapes({name: tuple(p.shape) for name, p in named.items()}, type(module).__name__, "the module")
+    taken = {id(p) for p in named.values()}
+    return replace(model, others=sum(p.numel() for p in module.parameters() if id(p) not in taken))
+
+
+def layer_of(name: str) -> int:
+    """The first number in a name: layers.12.attn.q is of layer 12."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
+
+
+def whole(value: Any) -> bool:
+    """Is it an integer of at least 0?"""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "name a file that exists and may be read"
+        raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=str(path), hint=hint) from error
+    except (ValueError, RecursionError) as error:
+        raise CanzonaError(f"it is no JSON: {error}", at=str(path), hint="it has to hold a JSON object") from error
+    if not isinstance(found, dict):
+        raise CanzonaError("it holds no JSON object", at=str(path), hint="as in {...}")
+    return found
+
+
+def parse_split(text: str) -> tuple[str, ...]:
+    """ "qkv,gate-up", "qkv", "none"."""
+    if text == "none":
+        return ()
+    parts = tuple(text.split(","))
+    if unknown := [part for part in parts if part not in SPLITS]:
+        raise CanzonaError(
+            f"there is no split {unknown[0]!r}", at="split", hint=f"{', '.join(SPLITS)}, both with a comma, or none"
+        )
+    return parts

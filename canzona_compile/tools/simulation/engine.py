@@ -1,0 +1,273 @@
+"""A discrete-event simulation of ranks that compute, start collectives and wait for them.
+
+Every rank runs its operations in order. Work takes a processor, which the ranks of a node may share: n jobs on C
+processors each run at min(1, C / n) of full speed. A collective begins when all of its members have started it and
+their links are free of earlier ones, and is over for each member when its own part has arrived. Where processors
+communicate themselves, a part is work that takes one, beside what the rank does meanwhile.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds of a processor."""
+
+    act: str
+    group: int
+    seconds: float
+    tasks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Take part in a collective and go on."""
+
+    collective: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Go on when this rank's part of a collective is over."""
+
+    collective: int
+
+
+Operation = Work | Start | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a collective asks of one member: seconds of its links within the node and to others, and bytes sent."""
+
+    node: float
+    network: float
+    sent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """An exchange among `members`, with a part for each.
+
+    Attributes:
+        latency: seconds before any data has arrived; where processors communicate, of each member's processor.
+    """
+
+    act: str
+    group: int
+    members: tuple[int, ...]
+    parts: tuple[Part, ...]
+    latency: float
+
+
+class Outcome:
+    """What happened, by rank.
+
+    Attributes:
+        compute, exposed, bubble, finish: seconds, as in `RankSummary`.
+        moments: when each operation of a rank that is shown began and ended.
+    """
+
+    def __init__(self, ranks: int, shown: Iterable[int]) -> None:
+        self.seconds = 0.0
+        self.compute, self.exposed, self.bubble, self.finish = ([0.0] * ranks for _ in range(4))
+        self.spans: list[Span] = []
+        self.moments: dict[int, list[tuple[float, float]]] = {rank: [] for rank in shown}
+
+
+class Node:
+    """Processors that some ranks share."""
+
+    def __init__(self, processors: int) -> None:
+        self.processors = processors
+        self.jobs: list[tuple[float, int, Callable[[float], None]]] = []  # by virtual time of their end
+        self.virtual = self.now = 0.0
+        self.version = 0
+
+    @property
+    def speed(self) -> float:
+        return min(1.0, self.processors / len(self.jobs)) if self.jobs else 1.0
+
+    def advance(self, now: float) -> None:
+        self.virtual += (now - self.now) * self.speed
+        self.now = now
+        self.version += 1
+
+    def next_end(self) -> float:
+        return self.now + max(0.0, self.jobs[0][0] - self.virtual) / self.speed
+
+
+class Engine:
+    """One simulated step.
+
+    Args:
+        operations: of every rank.
+        collectives: by number.
+        processors: of a node; ranks_per_node: that share them.
+        alone: communication takes the processors too (gloo), instead of links that work beside them.
+        shown: ranks whose spans are kept.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Sequence[Operation]],
+        collectives: Sequence[Collective],
+        processors: int,
+        ranks_per_node: int,
+        alone: bool,
+        shown: frozenset[int],
+    ) -> None:
+        self.operations, self.collectives, self.alone, self.shown = operations, collectives, alone, shown
+        ranks = len(operations)
+        self.shared = processors < ranks_per_node or alone
+        self.ranks_per_node = ranks_per_node
+        self.nodes = [Node(processors) for _ in range(-(-ranks // ranks_per_node))]
+        self.place = [0] * ranks  # of the next operation
+        self.links = {NODE: [0.0] * ranks, NETWORK: [0.0] * ranks}  # free from then on
+        self.issued: list[dict[int, float]] = [{} for _ in collectives]
+        self.begun: list[float | None] = [None] * len(collectives)
+        self.over: list[dict[int, float]] = [{} for _ in collectives]
+        self.waiting: list[dict[int, float]] = [{} for _ in collectives]
+        self.index = [{rank: i for i, rank in enumerate(c.members)} for c in collectives]
+        self.queue: list[tuple[float, int, Callable[[float], None]]] = []
+        self.count = 0
+        self.out = Outcome(ranks, shown)
+
+    def run(self) -> Outcome:
+        for rank in range(len(self.operations)):
+            self.go_on(rank, 0.0)
+        while self.queue:
+            now, _, action = heapq.heappop(self.queue)
+            action(now)
+        stuck = [rank for rank, own in enumerate(self.operations) if self.place[rank] < len(own)]
+        if stuck:
+            raise AssertionError(f"ranks {stuck[:4]} wait for a collective that not all of its members start")
+        self.out.seconds = max(self.out.finish, default=0.0)
+        for rank, finish in enumerate(self.out.finish):
+            self.out.bubble[rank] += self.out.seconds - finish
+        return self.out
+
+    def at(self, when: float, action: Callable[[float], None]) -> None:
+        self.count += 1
+        heapq.heappush(self.queue, (when, self.count, action))
+
+    def go_on(self, rank: int, now: float) -> None:
+        """Run a rank's operations until one takes time."""
+        own = self.operations[rank]
+        while self.place[rank] < len(own):
+            operation = own[self.place[rank]]
+            match operation:
+                case Work(seconds=seconds) if seconds > 0:
+                    self.work(rank, now, seconds, lambda end, o=operation, b=now: self.worked(rank, o, b, end))  # type: ignore[misc]
+                    return
+                case Start(number):
+                    self.issue(rank, number, now)
+                case Wait(number):
+                    over = self.over[number].get(rank)
+                    if over is None:
+                        self.waiting[number][rank] = now
+                        return
+                    if over > now:
+                        self.at(over, lambda end, n=number, b=now: self.waited(rank, n, b, end))  # type: ignore[misc]
+                        return
+            self.passed(rank, now, now)
+        self.out.finish[rank] = now
+
+    def passed(self, rank: int, begin: float, end: float) -> None:
+        self.place[rank] += 1
+        if rank in self.shown:
+            self.out.moments[rank].append((begin, end))
+
+    def worked(self, rank: int, operation: Work, begin: float, end: float) -> None:
+        self.out.compute[rank] += end - begin
+        if rank in self.shown:
+            span = Span(rank, COMPUTE, operation.act, operation.group, begin, end, operation.tasks)
+            self.out.spans.append(span)
+        self.passed(rank, begin, end)
+        self.go_on(rank, end)
+
+    def waited(self, rank: int, number: int, begin: float, end: float) -> None:
+        begun = self.begun[number]
+        assert begun is not None
+        late = min(max(begun - begin, 0.0), end - begin)
+        self.out.bubble[rank] += late
+        self.out.exposed[rank] += end - begin - late
+        self.passed(rank, begin, end)
+        self.go_on(rank, end)
+
+    def work(self, rank: int, now: float, seconds: float, done: Callable[[float], None]) -> None:
+        """Take a processor of the rank's node for so long, or longer where others want it too."""
+        if not self.shared:
+            self.at(now + seconds, done)
+            return
+        node = self.nodes[rank // self.ranks_per_node]
+        node.advance(now)
+        self.count += 1
+        heapq.heappush(node.jobs, (node.virtual + seconds, self.count, done))
+        self.look_again(node)
+
+    def look_again(self, node: Node) -> None:
+        version = node.version
+        self.at(node.next_end(), lambda now: self.finish_job(node, now, version))
+
+    def finish_job(self, node: Node, now: float, version: int) -> None:
+        if version != node.version:
+            return  # another job came or went since; there is a later look
+        node.advance(now)
+        _, _, done = heapq.heappop(node.jobs)
+        node.version += 1
+        if node.jobs:
+            self.look_again(node)
+        done(now)
+
+    def issue(self, rank: int, number: int, now: float) -> None:
+        collective, issued = self.collectives[number], self.issued[number]
+        issued[rank] = now
+        if len(issued) < len(collective.members):
+            return
+        begin = max(issued.values())
+        for member, part in zip(collective.members, collective.parts, strict=True):
+            for link, busy in ((NODE, part.node), (NETWORK, part.network)):
+                if busy and not self.alone:
+                    begin = max(begin, self.links[link][member])
+        self.begun[number] = begin
+        for member, part in zip(collective.members, collective.parts, strict=True):
+            if self.alone:
+                load = collective.latency + part.node + part.network
+                self.at(begin, lambda t, m=member, w=load: self.carry(m, number, t, w))  # type: ignore[misc]
+                continue
+            end = begin + collective.latency + max(part.node, part.network)
+            for link, busy in ((NODE, part.node), (NETWORK, part.network)):
+                if busy:
+                    self.links[link][member] = end
+                    self.show(collective, number, member, link, begin, end, part.sent)
+            self.arrive(member, number, end)
+
+    def carry(self, member: int, number: int, begin: float, seconds: float) -> None:
+        """Move a member's part with a processor, to which latency is work as well: system calls and threads woken."""
+
+        def done(end: float) -> None:
+            part = self.collectives[number].parts[self.index[number][member]]
+            self.show(self.collectives[number], number, member, NODE, begin, end, part.sent)
+            self.arrive(member, number, end)
+
+        if seconds > 0:
+            self.work(member, begin, seconds, done)
+        else:
+            done(begin)
+
+    def show(self, own: Collective, number: int, rank: int, link: str, begin: float, end: float, sent: int) -> None:
+        if rank in self.shown:
+            self.out.spans.append(Span(rank, link, own.act, own.group, begin, end, (), sent, number))
+
+    def arrive(self, member: int, number: int, end: float) -> None:
+        self.over[number][member] = end
+        since = self.waiting[number].pop(member, None)
+        if since is not None:
+            self.at(end, lambda now: self.waited(member, number, since, now))

@@ -1,0 +1,231 @@
+"""A scheduled step, played on all of its ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from canzona_compile.analysis.roofline import placed_time
+from canzona_compile.errors import InvalidStep
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.step import Act, Event, Form, Phase, Step
+from canzona_compile.tools.simulation.engine import Collective, Engine, Operation, Outcome, Part, Start, Wait, Work
+from canzona_compile.tools.simulation.figures import Memory, RankSummary, Simulation
+from canzona_compile.tools.simulation.rounds import Rounds, RoundsPlayer
+from canzona_compile.tools.simulation.traffic import Boxes, GroupTraffic, traffic
+
+MOST_SHOWN = 16  # ranks of a large job whose spans are kept
+
+STARTS = {Act.START_GATHER: Phase.GATHER, Act.START_SCATTER: Phase.SCATTER, Act.START_EXCHANGE: Phase.EXCHANGE}
+WAITS = {Act.WAIT_GATHER: Phase.GATHER, Act.WAIT_SCATTER: Phase.SCATTER, Act.WAIT_EXCHANGE: Phase.EXCHANGE}
+
+
+def simulate(
+    step: Step,
+    hardware: Hardware,
+    *,
+    shown: Collection[int] = (),
+    without: Collection[Phase] = (),
+    matrices: Sequence[Rounds] = (),
+    rounds: int = 1,
+) -> Simulation:
+    """Play a step's schedule.
+
+    Args:
+        step: at least SCHEDULED.
+        shown: ranks whose spans are wanted beside those that are chosen (all of up to 16; else busy and idle ones).
+        without: exchanges that are taken to cost nothing here, because they overlap something after the step.
+        matrices: further ones, on one grid, that are worked on in rounds around the schedule.
+    """
+    if step.form < Form.SCHEDULED:
+        raise InvalidStep(f"a step of form {step.form.name} has no schedule to play")
+    used = {t.placed for t in step.tasks}
+    times = {p.name: placed_time(p, hardware) for p in step.placed if p.name in used}
+    boxes = Boxes()
+    groups = {g.index: traffic(step, g, times, hardware, boxes) for g in step.groups}
+    grids = [t.grid for t in groups.values()] + [m.layout.grid for m in matrices[:1]]
+    ranks = 1 + max((r for grid in grids for row in grid.ranks for r in row), default=-1)
+    visible = frozenset(shown) & set(range(ranks)) | chosen(groups.values(), ranks)
+    player = Player(step, hardware, groups, ranks, frozenset(without), visible)
+    extra: RoundsPlayer | None = None
+    if matrices:
+        extra = RoundsPlayer(matrices, rounds, hardware, len(step.groups), player.operations, player.collectives)
+        extra.begin()
+    player.write()
+    if extra is not None:
+        extra.finish()
+    engine = Engine(
+        player.operations,
+        player.collectives,
+        hardware.processors,
+        hardware.ranks_per_node,
+        not hardware.overlap,
+        visible,
+    )
+    outcome = engine.run()
+    peak = static_bytes(step, groups, ranks)
+    for rank, size in extra.bytes().items() if extra is not None else ():
+        peak[rank] += size
+    memory = [m for rank in sorted(visible) for m in live_bytes(step, groups, player, outcome, rank)]
+    summaries = tuple(
+        RankSummary(
+            rank,
+            outcome.compute[rank],
+            outcome.exposed[rank],
+            outcome.bubble[rank],
+            outcome.finish[rank],
+            peak[rank],
+            player.sent[rank],
+        )
+        for rank in range(ranks)
+    )
+    spans = tuple(sorted(outcome.spans, key=lambda s: (s.rank, s.start, s.stream)))
+    sent = tuple((group, str(phase), total) for (group, phase), total in player.totals.items())
+    if extra is not None:
+        sent += tuple((len(step.groups), phase, total) for phase, total in extra.sent.items())
+    return Simulation(outcome.seconds, summaries, tuple(sorted(visible)), spans, tuple(memory), sent)
+
+
+def chosen(groups: Collection[GroupTraffic], ranks: int) -> frozenset[int]:
+    """All ranks of a small job; of a large one the busiest, the idlest, and others evenly between them."""
+    load = np.zeros(ranks)
+    for own in groups:
+        np.add.at(load, np.array(own.grid.ranks), own.compute)
+    order = np.argsort(-load, kind="stable").tolist()
+    if ranks <= MOST_SHOWN:
+        return frozenset(order)
+    return frozenset(order[i * (ranks - 1) // (MOST_SHOWN - 1)] for i in range(MOST_SHOWN))
+
+
+class Player:
+    """Writes every rank's operations in the order of the schedule."""
+
+    def __init__(
+        self,
+        step: Step,
+        hardware: Hardware,
+        groups: dict[int, GroupTraffic],
+        ranks: int,
+        without: frozenset[Phase],
+        visible: frozenset[int],
+    ) -> None:
+        self.step, self.hardware, self.groups, self.without = step, hardware, groups, without
+        self.operations: list[list[Operation]] = [[] for _ in range(ranks)]
+        self.collectives: list[Collective] = []
+        self.sent = [0] * ranks
+        self.totals: dict[tuple[int, Phase], int] = {}  # bytes of a group's exchange, over all ranks
+        self.numbers: dict[tuple[int, Phase], dict[int, int]] = {}  # of a rank's collective
+        self.visible = visible
+        self.position: dict[tuple[Event, int], int] = {}  # of an event among the operations of a visible rank
+
+    def write(self) -> None:
+        for event in self.step.schedule:
+            own = self.groups[event.group]
+            if event.act in STARTS:
+                self.start(event, own, STARTS[event.act])
+            elif event.act in WAITS:
+                numbers = self.numbers[event.group, WAITS[event.act]]
+                for rank in own.grid.members():
+                    self.add(event, rank, Wait(numbers[rank]))
+            elif event.act is Act.MEET:
+                self.meet(event, own.grid)
+            else:
+                self.work(event, own)
+
+    def add(self, event: Event, rank: int, operation: Operation) -> None:
+        if rank in self.visible:
+            self.position[event, rank] = len(self.operations[rank])
+        self.operations[rank].append(operation)
+
+    def work(self, event: Event, own: GroupTraffic) -> None:
+        seconds = {Act.PREPARE: own.prepare, Act.COMPUTE: own.compute, Act.APPLY: own.apply}[event.act].tolist()
+        act, computed = str(event.act), own.computed if event.act is Act.COMPUTE else {}
+        everywhere = tuple(computed.get((-1, -1), ()))
+        for r, row in enumerate(own.grid.ranks):
+            for s, rank in enumerate(row):
+                tasks = (*everywhere, *computed.get((r, s), ()))
+                self.add(event, rank, Work(act, event.group, seconds[r][s], tasks))
+
+    def start(self, event: Event, own: GroupTraffic, phase: Phase) -> None:
+        ends, grid = own.ends[phase], own.grid
+        free = phase in self.without
+        node, network = (part.tolist() for part in ends.seconds(self.hardware))
+        sent = (ends.sent_node + ends.sent_network).astype(np.int64).tolist()
+        numbers = self.numbers[event.group, phase] = {}
+        self.totals[event.group, phase] = sum(map(sum, sent))
+        for members in teams(grid, phase):
+            ranks = tuple(grid.ranks[r][s] for r, s in members)
+            parts = tuple(Part(0.0, 0.0) if free else Part(node[r][s], network[r][s], sent[r][s]) for r, s in members)
+            self.collectives.append(
+                Collective(str(phase), event.group, ranks, parts, 0.0 if free else self.latency(ranks))
+            )
+            for rank, (r, s) in zip(ranks, members, strict=True):
+                numbers[rank] = len(self.collectives) - 1
+                self.sent[rank] += sent[r][s]
+                self.add(event, rank, Start(numbers[rank]))
+
+    def meet(self, event: Event, grid: Grid) -> None:
+        ranks = grid.members()
+        self.collectives.append(
+            Collective("meet", event.group, ranks, (Part(0.0, 0.0),) * len(ranks), self.latency(ranks))
+        )
+        for rank in ranks:
+            self.add(event, rank, Start(len(self.collectives) - 1))
+            self.operations[rank].append(Wait(len(self.collectives) - 1))
+
+    def latency(self, ranks: tuple[int, ...]) -> float:
+        link = self.hardware.link(ranks)
+        return link.latency + link.per_peer * (len(ranks) - 1)
+
+
+def teams(grid: Grid, phase: Phase) -> Iterator[list[tuple[int, int]]]:
+    """Members of each process group of a phase."""
+    if phase is Phase.EXCHANGE:
+        for s in range(grid.shards):
+            yield [(r, s) for r in range(grid.replicas)]
+    else:
+        for r in range(grid.replicas):
+            yield [(r, s) for s in range(grid.shards)]
+
+
+def buffer_bytes(own: GroupTraffic, use: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Bytes of one buffer of a micro-group, by (replica, shard)."""
+    if use == "gathered":
+        return own.gathered
+    phase, end = use.rsplit(" ", 1)
+    ends = own.ends[Phase(phase)]
+    return ends.send_buffer if end == "send" else ends.receive_buffer
+
+
+def static_bytes(step: Step, groups: dict[int, GroupTraffic], ranks: int) -> list[int]:
+    """What the runtime allocates on each rank: every slot as large as the largest buffer that it ever holds."""
+    slots: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = defaultdict(lambda: np.zeros(ranks))
+    for buffer in step.buffers:
+        own = groups[buffer.group]
+        where = np.array(own.grid.ranks)
+        slots[buffer.slot][where] = np.maximum(slots[buffer.slot][where], buffer_bytes(own, buffer.use))
+    total = sum(slots.values(), np.zeros(ranks))
+    return [int(n) for n in total]
+
+
+def live_bytes(
+    step: Step, groups: dict[int, GroupTraffic], player: Player, outcome: Outcome, rank: int
+) -> Iterator[Memory]:
+    """What a rank's buffers hold over time, from the first event of each to its last."""
+    changes: dict[float, int] = defaultdict(int)
+    for buffer in step.buffers:
+        own = groups[buffer.group]
+        if rank not in own.grid.members():
+            continue
+        size = int(buffer_bytes(own, buffer.use)[own.grid.find(rank)])
+        first, last = (player.position[step.schedule[i], rank] for i in (buffer.first, buffer.last))
+        changes[outcome.moments[rank][first][0]] += size
+        changes[outcome.moments[rank][last][1]] -= size
+    held = 0
+    for at in sorted(changes):
+        if changes[at]:
+            held += changes[at]
+            yield Memory(rank, at, held)

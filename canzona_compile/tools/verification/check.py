@@ -1,0 +1,136 @@
+"""`verify`: the wrapped optimizer on some ranks against the plain one on one device, bit by bit."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from json import dumps
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rich.console import RenderableType
+from torch._C._distributed_c10d import TCPStore
+
+from canzona_compile.options import NOT_YET_OPTIONS, Options
+from canzona_compile.tools.verification.failure import CannotVerify
+from canzona_compile.tools.verification.findings import Findings, merged
+from canzona_compile.tools.verification.layouts import Layout
+from canzona_compile.tools.verification.processes import Job, run
+from canzona_compile.tools.verification.table import table
+from canzona_compile.tools.verification.user_model import Build, name_of, packed
+from canzona_compile.tools.verification.workers import Order, Outcome, run_plain, run_wrapped
+
+log = logging.getLogger(__name__)
+
+SCHEMA = 1
+# The layout says what replicates; the plain optimizer, to compare with, neither staggers nor takes parameters apart;
+# and there are no CUDA graphs on the CPU.
+OPTIONS = sorted({field.name for field in fields(Options)} - {"replicate", "stagger", "split", "names", "cuda_graphs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Verification(Findings):
+    """The result of `verify`: ask for `.ok`, print it with rich, or hand on its `to_json()`."""
+
+    def to_json(self) -> str:
+        return dumps({"schema": SCHEMA, "ok": self.ok, **asdict(self)}, indent=1)
+
+    def __rich__(self) -> RenderableType:
+        return table(self)
+
+
+def verify(
+    build: Build | str,
+    *,
+    steps: int = 5,
+    ranks: int = 2,
+    layout: Layout = "fsdp",
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    json: str | Path | None = None,
+    limit: float = 600.0,
+) -> Verification:
+    """Step the wrapped optimizer on gloo ranks and the plain one on one device, and compare every leaf.
+
+    Starts `ranks` + 1 processes of one thread. One runs the plain optimizer on whole tensors. The others shard the
+    parameters, wrap the optimizer, are given the plain run's gradients, and compare their part of each parameter
+    and of each leaf of `state_dict()` after every step.
+
+    Args:
+        build: returns (model, optimizer), or (model, optimizer, loss): plain, unsharded, not wrapped, parameters on
+            the CPU. It runs in every process, after `random`, torch and numpy were seeded, and has to make the same
+            values each time. `loss(model, step)` returns a tensor of one element, whose gradients are used;
+            without it gradients are random. A function has to be picklable, that is, defined at the top level of
+            a module; or "module:function", which is imported in the processes only.
+        steps: at least 2, because the first one of a wrapped optimizer is always eager.
+        ranks: gloo ranks on this machine.
+        layout: "fsdp" shards rows, uneven where they do not divide, "fsdp_columns" columns (rows of what has no
+            columns), "hsdp" rows in two replicas, "ddp" nothing: every rank has whole plain tensors.
+        seed: of `build` and of random gradients.
+        options: of `wrap`, without `replicate`, which follows from the layout, and without those that make it
+            another algorithm (`stagger`, `split`) or are for CUDA.
+        json: a file to write the result to.
+        limit: seconds until the processes are ended.
+
+    Returns:
+        One row per leaf, and how each parameter was updated. Nothing is raised if leaves differ: look at `.ok`.
+
+    Raises:
+        CanzonaError: there is nothing to compare: `build` failed or returned something else, `wrap` refuses the
+            optimizer, a process died, or time is over. All processes have ended then.
+    """
+    options = dict(options or {})
+    check_arguments(steps, ranks, layout, limit, options)
+    begin, source = time.monotonic(), packed(build)
+    log.info("verify %s: %d ranks and the plain optimizer, %d steps", name_of(build), ranks, steps)
+    with tempfile.TemporaryDirectory(prefix="canzona-journal-") as folder:
+        # Here, so that it outlives any rank.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        order = Order(source, steps, ranks, layout, seed, options, limit, folder, store.port)
+        jobs = [Job("plain", run_plain, (order,))]
+        jobs += [Job(f"rank {rank}", run_wrapped, (rank, order)) for rank in range(ranks)]
+        _, *outcomes = run(jobs, limit)
+    first: Outcome = outcomes[0]
+    found = Verification(
+        build=name_of(build),
+        optimizer=first.optimizer,
+        steps=steps,
+        ranks=ranks,
+        layout=layout,
+        seed=seed,
+        options=options,
+        torch=torch.__version__,
+        seconds=round(time.monotonic() - begin, 2),
+        compiled=first.compiled,
+        interpreted=first.interpreted,
+        local=first.local,
+        idle=first.idle,
+        leaves=merged([outcome.leaves for outcome in outcomes]),
+    )
+    if json is not None:
+        Path(json).write_text(f"{found.to_json()}\n", encoding="utf-8")
+    return found
+
+
+def check_arguments(steps: int, ranks: int, layout: Layout, limit: float, options: dict[str, Any]) -> None:
+    """Refuse what would fail in every process alike."""
+    if steps < 2:
+        raise CannotVerify(f"steps={steps} checks nothing", hint="take 2 or more: the first step is eager")
+    if ranks < 1:
+        raise CannotVerify(f"ranks={ranks} is not positive")
+    if layout not in get_args(Layout):
+        raise CannotVerify(f"there is no layout {layout!r}", hint=f"one of {', '.join(get_args(Layout))}")
+    if layout == "hsdp" and ranks % 2:
+        raise CannotVerify(f"hsdp halves the ranks, and {ranks} is odd", hint="take an even number")
+    if limit <= 0:
+        raise CannotVerify(f"limit={limit} leaves no time")
+    if unknown := sorted(options.keys() - set(OPTIONS)):
+        raise CannotVerify(
+            f"there is no option {unknown[0]!r} here",
+            hint=f"{', '.join(OPTIONS)}; replicate follows from layout",
+        )
+    Options(**{name: value for name, value in options.items() if name not in NOT_YET_OPTIONS})

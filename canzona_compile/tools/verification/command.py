@@ -1,0 +1,53 @@
+"""`python -m canzona_compile verify module:function`."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import get_args
+
+from rich.console import Console
+
+from canzona_compile.options import MissingGrads, Numerics, Strategy
+from canzona_compile.ownership import NAMES
+from canzona_compile.tools.verification.check import OPTIONS, verify
+from canzona_compile.tools.verification.layouts import Layout
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("build", metavar="module:function", help="returns (model, optimizer) or (model, optimizer, loss), on the CPU")
+    add("--steps", type=int, default=5, help="to compare (%(default)s)")
+    add("--ranks", type=int, default=2, help="gloo processes (%(default)s)")
+    add("--layout", choices=get_args(Layout), default="fsdp", help="of the parameters (%(default)s)")
+    add("--seed", type=int, default=0, help="of build and of random gradients (%(default)s)")
+    add("--limit", type=float, default=600.0, metavar="SECONDS", help="until the processes are ended (%(default)s)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    wrap = parser.add_argument_group("options of wrap")
+    for name, kind in (("strategy", Strategy), ("numerics", Numerics), ("missing-grads", MissingGrads)):
+        wrap.add_argument(f"--{name}", choices=get_args(kind))
+    for name in ("capacity", "micro-groups", "depth"):
+        wrap.add_argument(f"--{name}", type=int, metavar="N")
+    wrap.add_argument("--planner", choices=[name for name in NAMES if name != "exact"])
+    wrap.add_argument("--alpha", type=float, metavar="A")
+    for name in ("hardware", "plan"):
+        wrap.add_argument(f"--{name}", metavar="FILE")
+
+
+def run(given: Namespace) -> int:
+    """Print the result; 0 if all is equal, 1 if not."""
+    options = {name: value for name in OPTIONS if (value := getattr(given, name)) is not None}
+    found = verify(
+        given.build,
+        steps=given.steps,
+        ranks=given.ranks,
+        layout=given.layout,
+        seed=given.seed,
+        options=options,
+        limit=given.limit,
+    )
+    if given.json:
+        print(found.to_json())
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(found)
+    return 0 if found.ok else 1

@@ -1,0 +1,148 @@
+"""What `verify` finds: plain data, leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from canzona_compile.tools.verification.compare import EQUAL, Distance, distance, dtype_name, unlike
+from canzona_compile.tools.verification.layouts import fragments
+from canzona_compile.tools.verification.user_model import Leaves
+
+ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A parameter, or a leaf of its state, over all steps and ranks.
+
+    Attributes:
+        parameter: its name in the model. "(optimizer)": state that belongs to no parameter.
+        leaf: "parameter", or where it is in the state, as in "momentum_buffer" or "factors.0".
+        shape: on one device; empty for a number.
+        dtype: "float32", or the type of what is no tensor, as in "int".
+        equal: the same bits after every step on every rank.
+        max_ulps, max_relative: the largest distances, see `checking.compare.Distance`; None: no number tells it.
+        first_step: after which it differed first, from 1; None if it never did.
+        ranks: where it differed.
+        remark: what the numbers do not say.
+    """
+
+    parameter: str
+    leaf: str
+    shape: tuple[int, ...]
+    dtype: str
+    equal: bool = True
+    max_ulps: int | None = 0
+    max_relative: float | None = 0.0
+    first_step: int | None = None
+    ranks: tuple[int, ...] = ()
+    remark: str = ""
+
+    def seen(self, found: Distance, step: int | None, ranks: Iterable[int]) -> Leaf:
+        """With one more observation."""
+        if found.equal:
+            return self
+        worst = Distance(self.equal, self.max_ulps, self.max_relative, self.remark).worst(found)
+        steps = [s for s in (self.first_step, step) if s is not None]
+        return replace(
+            self,
+            equal=False,
+            max_ulps=worst.ulps,
+            max_relative=worst.relative,
+            remark=worst.remark,
+            first_step=min(steps),
+            ranks=tuple(sorted({*self.ranks, *ranks})),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Everything about one run of `verify`.
+
+    Attributes:
+        build: "module:function".
+        optimizer: its class.
+        options: given to `wrap`.
+        torch: its version.
+        seconds: that it all took.
+        compiled: parameters whose update ran as captured graphs, from the second step on.
+        interpreted: parameters whose owner ran the optimizer's own eager step -> why.
+        local: parameters whose ranks updated their fragments by themselves -> why.
+        idle: parameters that no step gave a gradient.
+        leaves: in the order of the optimizer's parameters.
+    """
+
+    build: str
+    optimizer: str
+    steps: int
+    ranks: int
+    layout: str
+    seed: int
+    options: Mapping[str, Any]
+    torch: str
+    seconds: float
+    compiled: tuple[str, ...] = ()
+    interpreted: Mapping[str, str] = field(default_factory=dict)
+    local: Mapping[str, str] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()
+    leaves: tuple[Leaf, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Is every bit of every leaf equal?"""
+        return all(leaf.equal for leaf in self.leaves)
+
+    @property
+    def differing(self) -> tuple[Leaf, ...]:
+        """The leaves that are not equal."""
+        return tuple(leaf for leaf in self.leaves if not leaf.equal)
+
+
+class Tally:
+    """The leaves that a rank has seen."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._rows: dict[tuple[str, str], Leaf] = {}
+
+    def add(self, step: int, found: Leaves, expected: Leaves) -> None:
+        """Compare this rank's parts with the same parts of the plain run."""
+        for key in {**expected, **found}:
+            mine, whole = found.get(key, ABSENT), expected.get(key, ABSENT)
+            if key not in self._rows:
+                self._rows[key] = described(key, mine if whole is ABSENT else whole)
+            self._rows[key] = self._rows[key].seen(apart(mine, whole), step, [self.rank])
+
+    @property
+    def rows(self) -> tuple[Leaf, ...]:
+        return tuple(self._rows.values())
+
+
+def described(key: tuple[str, str], value: object) -> Leaf:
+    shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+    return Leaf(*key, shape, dtype_name(value))
+
+
+def apart(found: object, expected: object) -> Distance:
+    """Compare a leaf of this rank with that of the plain run; either may be missing."""
+    if found is ABSENT:
+        return unlike("only in the plain optimizer")
+    if expected is ABSENT:
+        return unlike("only in the wrapped optimizer")
+    return distance(*fragments(found, expected))
+
+
+def merged(ranks: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
+    """What all ranks saw, as one row per leaf."""
+    rows: dict[tuple[str, str], Leaf] = {}
+    for own in ranks:
+        for row in own:
+            key = row.parameter, row.leaf
+            whole = rows.setdefault(key, replace(row))
+            one = EQUAL if row.equal else Distance(False, row.max_ulps, row.max_relative, row.remark)
+            rows[key] = whole.seen(one, row.first_step, row.ranks)
+    return tuple(rows.values())

@@ -1,0 +1,160 @@
+"""What the user's `build` returns, checked; and by which names its parameters go."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from canzona_compile.api.wrap import is_wrapped
+from canzona_compile.capture.twin import check_step_signature
+from canzona_compile.session.bind import named_params
+from canzona_compile.tools.verification.failure import CannotVerify, blamed
+
+Loss = Callable[[nn.Module, int], Tensor]
+Build = Callable[[], tuple[nn.Module, Optimizer] | tuple[nn.Module, Optimizer, Loss]]
+Leaves = dict[tuple[str, str], Any]  # (parameter, leaf) -> value
+
+PARAMETER = "parameter"  # the leaf that is the parameter itself
+RETURNS = "return (model, optimizer) or (model, optimizer, loss), plain and on the CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model under test. `names` are those of the optimizer's parameters, in its order."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Loss | None
+    names: tuple[str, ...]
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def leaves(self) -> Leaves:
+        """Parameters and state as `state_dict` shows it; a collective once the optimizer is wrapped."""
+        state = self.optimizer.state_dict()["state"]
+        found: Leaves = {}
+        for i, (name, param) in enumerate(zip(self.names, self.params, strict=True)):
+            found[name, PARAMETER] = param.detach()
+            found.update(((name, leaf), value) for leaf, value in state_leaves(state.pop(i, {})))
+        found.update((("", leaf), value) for leaf, value in state_leaves(state))  # state of no parameter
+        return found
+
+
+def state_leaves(state: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dicts, lists and tuples: `factors.0`."""
+    for path, value in pytree.tree_flatten_with_path(state)[0]:
+        yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), value
+
+
+# -- before any process starts ---------------------------------------------------------------------
+
+
+def packed(build: Build | str) -> str | bytes:
+    """What other processes can load `build` from."""
+    if isinstance(build, str):
+        module, _, attribute = build.partition(":")
+        if not module or not attribute:
+            raise CannotVerify(f"{build!r} does not name a build function", hint="module:function, as in train:build")
+        return build
+    if not callable(build):
+        raise CannotVerify(f"build is a {type(build).__name__}, neither a function nor 'module:function'", hint=RETURNS)
+    try:
+        return pickle.dumps(build)
+    except Exception as error:  # pickle raises whatever an object's own methods do
+        raise CannotVerify(
+            f"build cannot be sent to other processes: {error}",
+            at=name_of(build),
+            hint="define it at the top level of a module, not inside a function, or give 'module:function'",
+        ) from error
+
+
+def name_of(build: Build | str) -> str:
+    """module:function, as far as it is known."""
+    if isinstance(build, str):
+        return build
+    return f"{build.__module__}:{getattr(build, '__qualname__', type(build).__qualname__)}"
+
+
+# -- in a process ----------------------------------------------------------------------------------
+
+
+def built(build: str | bytes, seed: int) -> Built:
+    """Seed, call `build` and look at what it returned.
+
+    Raises:
+        CannotVerify: it cannot be loaded, raised, or returned something else than promised.
+        UnsupportedOptimizer: the optimizer's step needs arguments.
+    """
+    function = loaded(build)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    with blamed("build()"):
+        made: Any = function()
+    count = len(made) if isinstance(made, tuple) else 0
+    if count not in (2, 3):
+        returned = f"a tuple of {count}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise CannotVerify(f"build() returned {returned}", at=name_of(function), hint=RETURNS)
+    model, optimizer, loss = (*made, None)[:3]
+    for what, value, right in (
+        ("first a torch.nn.Module", model, isinstance(model, nn.Module)),
+        ("second a torch.optim.Optimizer", optimizer, isinstance(optimizer, Optimizer)),
+        ("third a function loss(model, step)", loss, loss is None or callable(loss)),
+    ):
+        if not right:
+            problem = f"build() must return {what}, not a {type(value).__name__}"
+            raise CannotVerify(problem, at=name_of(function), hint=RETURNS)
+    if is_wrapped(optimizer):
+        raise CannotVerify("build() returned a wrapped optimizer", hint="leave out wrap: verify wraps it by itself")
+    check_step_signature(type(optimizer))
+    found = Built(model, optimizer, loss, names_of(model, optimizer))
+    check_params(found)
+    return found
+
+
+def loaded(build: str | bytes) -> Build:
+    """The function itself."""
+    if isinstance(build, bytes):
+        with blamed("loading build", "define it in a module that other processes can import, not in a notebook"):
+            function: Build = pickle.loads(build)
+        return function
+    module, _, attribute = build.partition(":")
+    with blamed(f"importing {module}", "start in the folder that the module lies in, or set PYTHONPATH"):
+        found: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise CannotVerify(f"{module} has no {attribute!r}", at=getattr(found, "__file__", None))
+        found = getattr(found, part)
+    if not callable(found):
+        raise CannotVerify(f"{build} is a {type(found).__name__}, not a function", hint=RETURNS)
+    return found  # type: ignore[no-any-return]
+
+
+def names_of(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
+    """The model's names; of parameters that the model does not have, the optimizer's."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return tuple(names.get(id(p), name) for name, _, p in named_params(optimizer))
+
+
+def check_params(found: Built) -> None:
+    if not found.params:
+        raise CannotVerify("the optimizer has no parameters", hint="give it those of the model")
+    for name, param in zip(found.names, found.params, strict=True):
+        if isinstance(param, DTensor):
+            raise CannotVerify("the parameter is sharded already", at=name, hint="leave that to verify")
+        if param.device.type != "cpu":
+            raise CannotVerify(f"the parameter is on {param.device}", at=name, hint="build on the CPU")

@@ -1,0 +1,188 @@
+"""What the processes of `verify` do: one runs the plain optimizer, the others the wrapped one beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from canzona_compile.api.wrap import explain, wrap
+from canzona_compile.errors import CanzonaError, some
+from canzona_compile.session.bind import check_gradient, named_params
+from canzona_compile.tools.verification.compare import distance
+from canzona_compile.tools.verification.failure import CannotVerify, blamed
+from canzona_compile.tools.verification.findings import Leaf, Tally
+from canzona_compile.tools.verification.layouts import Layout, like, shard
+from canzona_compile.tools.verification.reference_log import Journal, Page
+from canzona_compile.tools.verification.user_model import PARAMETER, Built, Leaves, built
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What every process has to know. `folder` holds the journal, `port` is that of the ranks' store."""
+
+    build: str | bytes
+    steps: int
+    ranks: int
+    layout: Layout
+    seed: int
+    options: Mapping[str, Any]
+    limit: float
+    folder: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rank saw. Roles are those of `Findings`."""
+
+    optimizer: str
+    leaves: tuple[Leaf, ...]
+    compiled: tuple[str, ...]
+    interpreted: dict[str, str]
+    local: dict[str, str]
+    idle: tuple[str, ...]
+
+
+# -- plain -----------------------------------------------------------------------------------------
+
+
+def run_plain(order: Order) -> None:
+    """All steps of the plain optimizer on whole tensors; the journal says what happened."""
+    made, journal = built(order.build, order.seed), Journal(order.folder)
+    with blamed("saving parameters and state", "verify compares what can be pickled"):
+        journal.write(0, Page((), made.leaves()))
+    for step in range(1, order.steps + 1):
+        grads = gradients(made, order.seed, step, order.options.get("missing_grads", "skip"))
+        with blamed(f"step {step} of the plain optimizer"):
+            made.optimizer.step()
+        with blamed("saving parameters and state", "verify compares what can be pickled"):
+            journal.write(step, Page(grads, made.leaves()))
+
+
+def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple[Tensor | None, ...]:
+    """Give every parameter a gradient; copies of them, because a step may write into them.
+
+    Those of the user's loss, otherwise random ones that depend on the seed and the step alone. Where `missing` is
+    "zero", what has none gets zeros, of which the copies say nothing: there `wrap` has to do the same.
+    """
+    made.model.zero_grad()
+    made.optimizer.zero_grad()
+    if made.loss is not None:
+        with blamed(f"loss(model, {step})"):
+            loss: Any = made.loss(made.model, step)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            tracked = isinstance(loss, Tensor) and loss.requires_grad
+            problem = f"loss(model, {step}) returned a {what}{'' if tracked else ' without a gradient'}"
+            raise CannotVerify(problem, hint="return a tensor of one element that depends on the parameters")
+        with blamed(f"backward of loss(model, {step})"):
+            loss.backward()
+    else:
+        random = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+        for param in made.params:
+            if param.requires_grad:
+                param.grad = (torch.randn(param.shape, generator=random) * 1e-2).to(param.dtype)
+    for name, param in zip(made.names, made.params, strict=True):
+        if param.grad is not None:
+            check_gradient(param, name, param.grad.dtype)
+    found = tuple(None if p.grad is None else p.grad.detach().clone() for p in made.params)
+    if missing == "zero":
+        for param in made.params:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    return found
+
+
+# -- wrapped ---------------------------------------------------------------------------------------
+
+
+def run_wrapped(rank: int, order: Order) -> Outcome:
+    """The same steps by the wrapped optimizer on this rank's part, compared after each of them."""
+    join(rank, order)
+    made, journal = built(order.build, order.seed), Journal(order.folder)
+    kind = type(made.optimizer).__name__
+    check_same_start(made.leaves(), read_together(journal, 0).leaves)
+    wrap(made.optimizer, replicate=shard(made.optimizer, order.layout), **order.options)
+    tally, given = Tally(rank), set[str]()
+    for step in range(1, order.steps + 1):
+        page = read_together(journal, step)
+        given.update(name for name, grad in zip(made.names, page.grads, strict=True) if grad is not None)
+        for param, grad in zip(made.params, page.grads, strict=True):
+            param.grad = None if grad is None else like(grad, param)
+        with blamed(f"step {step} of the wrapped optimizer"), by_names_of_the_model(made):
+            made.optimizer.step()
+        tally.add(step, made.leaves(), page.leaves)
+        if rank == 0:
+            differing = [f"{row.parameter} {row.leaf}" for row in tally.rows if not row.equal]
+            log.info("step %d of %d: %s", step, order.steps, f"differs: {some(differing)}" if differing else "equal")
+    outcome = Outcome(kind, tally.rows, **roles(made, given))
+    dist.barrier()  # nobody leaves while others may need its connections
+    dist.destroy_process_group()
+    return outcome
+
+
+def join(rank: int, order: Order) -> None:
+    """Make this process one of the ranks."""
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not resolve
+    patience = timedelta(seconds=order.limit)
+    store = TCPStore("127.0.0.1", order.port, is_master=False, timeout=patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=order.ranks, timeout=patience)
+
+
+def read_together(journal: Journal, step: int) -> Page:
+    """A page of the journal, deleted once every rank has opened it."""
+    page = journal.read(step)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        journal.drop(step)
+    return page
+
+
+def check_same_start(found: Leaves, expected: Leaves) -> None:
+    """Refuse a `build` that makes another model every time: what follows would show nothing."""
+    for key in {**found, **expected}:
+        name, leaf = key
+        where = name if leaf == PARAMETER else f"{name} {leaf}"
+        if key not in found or key not in expected:
+            problem = "build() does not make the same parameters every time"
+        elif not distance(found[key], expected[key]).equal:
+            problem = "build() does not make the same values every time"
+        else:
+            continue
+        hint = "seed what it draws from: random, torch and numpy are seeded already; mind the order of sets"
+        raise CannotVerify(problem, at=where, hint=hint)
+
+
+def roles(made: Built, given: set[str]) -> dict[str, Any]:
+    """How each parameter was updated, as `Findings` has it; `given` are those that had a gradient."""
+    optimizer: Any = made.optimizer
+    rows = {own: row for own, row in zip(made.names, explain(optimizer).parameters, strict=True) if own in given}
+    return {
+        "compiled": tuple(name for name, row in rows.items() if row.how == "compiled"),
+        "interpreted": {name: row.why for name, row in rows.items() if row.how == "interpreted"},
+        "local": {name: row.why for name, row in rows.items() if row.how == "local"},
+        "idle": tuple(name for name in made.names if name not in given),
+    }
+
+
+@contextlib.contextmanager
+def by_names_of_the_model(made: Built) -> Iterator[None]:
+    """Let errors say where they are by the names that the user knows."""
+    try:
+        yield
+    except CanzonaError as error:
+        names = {theirs: own for own, (theirs, _, _) in zip(made.names, named_params(made.optimizer), strict=True)}
+        raise type(error)(error.problem, at=names.get(error.at or "", error.at), hint=error.hint) from error
