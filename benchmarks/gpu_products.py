@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.optim import Muon
 
 import canzona_compile
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.kernels.dispatch import Launch, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
@@ -55,7 +55,7 @@ class Calls(fx.Interpreter):
         self.found: list[Work] = []
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is instructions.each and isinstance(args[0], fx.GraphModule):
+        if target is program_ops.each and isinstance(args[0], fx.GraphModule):
             self.found.append(partial(target, *args, **kwargs))
         return super().call_function(target, args, kwargs)
 

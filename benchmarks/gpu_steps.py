@@ -15,7 +15,7 @@ from torch.optim import Muon
 from torch.profiler import ProfilerActivity, profile
 
 import canzona_compile
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.tools.calibration.clock import Clock
 from gpu_clock import Ceilings, Extent, alone, compared, going_on, in_turn, plain
 from gpu_products import newton_schulz
@@ -89,9 +89,9 @@ def kind_of(node: fx.Node) -> str:
         return next((k for k in ("prepare", "compute", "apply") if f"_{k}" in str(node.target)), "copy")
     if node.op != "call_function":
         return ""
-    if node.target is instructions.each:
+    if node.target is program_ops.each:
         return "compute"
-    return "copy" if node.target in (instructions.copy, instructions.compact) else ""
+    return "copy" if node.target in (program_ops.copy, program_ops.compact) else ""
 
 
 @dataclass(slots=True)

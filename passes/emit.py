@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import (
     Bytes,
     Fragments,
@@ -138,7 +138,7 @@ class Writer(ProgramBuilder):
         if self.kernels is not None:
             self.kernels.copy(targets, sources, to, given or to)
         else:
-            self.call(instructions.copy, targets, sources)
+            self.call(program_ops.copy, targets, sources)
 
     def launch(self, g: GroupView, stage: str) -> None:
         """Write the generated kernel of what came up since the last one, if kernels are generated."""
@@ -149,8 +149,8 @@ class Writer(ProgramBuilder):
 
     def meet(self, g: GroupView) -> None:
         ranks = self.bind("ranks", Group(g.grid.members()))
-        work = self.call(instructions.start_meeting, self.step.machine.device, ranks)
-        self.call(instructions.finish, work, self.bind("watch", Watcher()))
+        work = self.call(program_ops.start_meeting, self.step.machine.device, ranks)
+        self.call(program_ops.finish, work, self.bind("watch", Watcher()))
         self.collectives += 1
 
     def prepare(self, g: GroupView) -> None:
@@ -185,7 +185,7 @@ class Writer(ProgramBuilder):
         for c in range(len(places[0])):
             views = tuple(g.view(Phase.GATHER, True, p[c][0], wire.dtype, p[c][1].size) for p in places)
             self.call(
-                instructions.copy,
+                program_ops.copy,
                 self.bind(f"g{g.group.index}_s{i}_{wire.name}_send{c}", Views(views)),
                 g.wires[i, wire.name],
             )
@@ -207,11 +207,11 @@ class Writer(ProgramBuilder):
         ]
         ranks = tuple(g.grid.ranks[r][s] for r, s in g.peers(phase))
         group = self.bind(f"ranks_{'_'.join(map(str, ranks[:4]))}", Group(ranks))
-        g.work[phase] = self.call(instructions.start_all_to_all, *ends, *counts, group)
+        g.work[phase] = self.call(program_ops.start_all_to_all, *ends, *counts, group)
         self.collectives += 1
 
     def finish(self, g: GroupView, phase: Phase) -> None:
-        self.call(instructions.finish, g.work[phase], self.bind("watch", Watcher()))
+        self.call(program_ops.finish, g.work[phase], self.bind("watch", Watcher()))
 
     def compute(self, g: GroupView) -> None:
         own = [
@@ -318,7 +318,7 @@ class Writer(ProgramBuilder):
                     views.append(g.view(phase, True, start, wire.dtype, box.size))
                     index.append((i, *box.slices()))
         label = f"{where}_{wire.name}"
-        found = self.call(instructions.parts, node, self.bind(f"{label}_parts", Indices(tuple(index))))
+        found = self.call(program_ops.parts, node, self.bind(f"{label}_parts", Indices(tuple(index))))
         self.copy(self.bind(f"{label}_send", Views(tuple(views))), found, wire.dtype)
 
     def forward(self, g: GroupView) -> None:
@@ -339,7 +339,7 @@ class Writer(ProgramBuilder):
         """New resident state is written with the group's apply."""
         for place, (name, node) in enumerate(zip(placed.owner_writes, values, strict=True)):
             if is_stacked(placed, batch, len(placed.scatter) + place):
-                node = self.call(instructions.unstack, node)
+                node = self.call(program_ops.unstack, node)
             value = outputs(placed.compute)[len(placed.scatter) + place].meta["val"]
             known = {leaf.name: leaf.dtype for leaf in (*placed.template.state, *placed.template.inputs)}
             target = self.leaf(placed, batch.group, batch.tasks, name, where)
@@ -389,5 +389,5 @@ class Writer(ProgramBuilder):
         batch, results = g.results[segment.names[0]]
         boxes = [wire.box(t.layout.boxes[g.at[1]]) for t in segment.tasks]
         index = tuple((batch.tasks.index(t.name), *b.slices()) for t, b in zip(segment.tasks, boxes, strict=True))
-        found = self.call(instructions.parts, results[j], self.bind(f"{where}_{wire.name}_parts", Indices(index)))
-        return self.call(instructions.compact, found) if g.grid.shards > 1 and self.kernels is None else found
+        found = self.call(program_ops.parts, results[j], self.bind(f"{where}_{wire.name}_parts", Indices(index)))
+        return self.call(program_ops.compact, found) if g.grid.shards > 1 and self.kernels is None else found

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import (
     Bytes,
     Fragments,
@@ -68,7 +68,7 @@ class History:
 
 
 class Ledger:
-    """Streams, their clocks, and every access so far. Implements `instructions.Streams`."""
+    """Streams, their clocks, and every access so far. Implements `program_ops.Streams`."""
 
     def __init__(self) -> None:
         self.current = "caller"
@@ -179,7 +179,7 @@ class Checked(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         ledger = self.ledger
-        if target is instructions.start_all_to_all:
+        if target is program_ops.start_all_to_all:
             self.collectives += 1
             stream = f"collective {self.collectives}"
             ledger.join(stream, ledger.clocks[ledger.current])
@@ -187,9 +187,9 @@ class Checked(fx.Interpreter):
             ledger.access(args[0], True, stream)
             ledger.access(args[1], False, stream)
             return stream
-        if target is instructions.start_meeting:
+        if target is program_ops.start_meeting:
             return "meeting"
-        if target is instructions.finish:
+        if target is program_ops.finish:
             ledger.join(ledger.current, ledger.clocks[args[0]])
             return None
         return super().call_function(target, args, kwargs)
@@ -279,5 +279,5 @@ class Bound:
 def orders(module: fx.GraphModule) -> Iterator[fx.Node]:
     """The instructions that order streams: taking one away must not go unseen."""
     for node in module.graph.nodes:
-        if node.target in (instructions.wait, instructions.lend):
+        if node.target in (program_ops.wait, program_ops.lend):
             yield node

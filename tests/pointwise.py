@@ -15,7 +15,7 @@ from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.codegen.source import PointwiseProgram
 from canzona_compile.ir.step import outputs
 from canzona_compile.lowering.batch_graph import fx_copy
-from canzona_compile.session import plan as planner
+from canzona_compile.session import plan
 from tests.samples import Builder, empty
 
 Values = dict[str, Any]
@@ -88,12 +88,12 @@ def one_call(op: Callable[..., Any], operands: Sequence[Tensor], *extra: Any, **
 @contextmanager
 def generating() -> Iterator[None]:
     """Programs on CPU as they are on CUDA: with generated kernels, in the interpreter."""
-    before = planner.generates
-    planner.generates = lambda machine: True
+    before = plan.generates
+    plan.generates = lambda machine: True
     try:
         yield
     finally:
-        planner.generates = before
+        plan.generates = before
 
 
 def kernels_of(optimizer: Any) -> dict[str, GroupedKernel]:

@@ -25,14 +25,14 @@ from torch.optim import Muon, Optimizer
 import canzona_compile
 from canzona_compile.codegen.launch import GroupedKernel, Part
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.ops import copy
 from canzona_compile.ir.program import Program
+from canzona_compile.ir.program_ops import copy
 from canzona_compile.ir.step import Machine
 from canzona_compile.kernels.ops import SYM_GEMM
 from canzona_compile.runtime import cuda_graph
 from canzona_compile.runtime.cuda_graph import MOST_RECORDINGS, Replay, obstacle, obstacle_in
 from canzona_compile.runtime.scalar_ops import FORMS
-from canzona_compile.session import plan as planner
+from canzona_compile.session import plan
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def programs_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are written as for CUDA: operator by operator where the CPU's have torch's foreach functions."""
-    monkeypatch.setattr(planner, "machine_of", lambda params, rates=None: Machine("cuda", "nccl", 1, rates))
+    monkeypatch.setattr(plan, "machine_of", lambda params, rates=None: Machine("cuda", "nccl", 1, rates))
 
 
 # -- whole steps -------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from canzona_compile.kernels import tensor_args as operands
-from canzona_compile.kernels import tuning_cache as verdicts
+from canzona_compile.kernels import tensor_args, tuning_cache
 from canzona_compile.kernels.dispatch import CANDIDATES, Problem
 from tests.layouts import Case
 from tests.ranks import run
@@ -70,14 +69,14 @@ def test_ranks_that_differ(case: Case, differ: dict[str, Any], words: list[str])
 
 def tuned_on_one_rank(folder: str) -> Outcome:
     """The first step on GPUs of one kind, where one rank's cache folder holds a verdict of the tuner."""
-    machine = verdicts.Machine(90, "H200")
+    machine = tuning_cache.Machine(90, "H200")
     with (
         mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{dist.get_rank()}"),
-        mock.patch.object(operands, "machine", return_value=machine),
+        mock.patch.object(tensor_args, "machine", return_value=machine),
     ):
         if dist.get_rank() == 1:
             problem = Problem("sym_gemm", 1, 1024, 4096, torch.bfloat16, torch.bfloat16, 16)
-            verdicts.store(machine, problem, CANDIDATES["sym_gemm", 90][0], {})
+            tuning_cache.store(machine, problem, CANDIDATES["sym_gemm", 90][0], {})
         trainer = Trainer(Case("fsdp", (2,)))
         trainer.gradients()
         return trainer.last_step()

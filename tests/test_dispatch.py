@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from canzona_compile.__main__ import main
-from canzona_compile.kernels import tensor_args as operands
-from canzona_compile.kernels import tuning_cache as verdicts
+from canzona_compile.kernels import tensor_args, tuning_cache
 from canzona_compile.kernels.dispatch import (
     CANDIDATES,
     DEEP,
@@ -177,12 +176,12 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_verdicts_are_kept_and_replaced(cache_folder: Path) -> None:
-    assert verdicts.load(HERE) == {}
+    assert tuning_cache.load(HERE) == {}
     one, other = square(1024, 16), square(2048, dtype=torch.float16, out_dtype=torch.float32)
-    verdicts.store(HERE, one, Choice("library"), {"ms": 1.0})
-    path = verdicts.store(HERE, other, Choice("tma", SQUARE, "measured"), {})
-    verdicts.store(HERE, one, Choice("tma", WIDE), {"ms": 0.5})
-    assert verdicts.load(HERE) == {one: Choice("tma", WIDE), other: Choice("tma", SQUARE, "measured")}
+    tuning_cache.store(HERE, one, Choice("library"), {"ms": 1.0})
+    path = tuning_cache.store(HERE, other, Choice("tma", SQUARE, "measured"), {})
+    tuning_cache.store(HERE, one, Choice("tma", WIDE), {"ms": 0.5})
+    assert tuning_cache.load(HERE) == {one: Choice("tma", WIDE), other: Choice("tma", SQUARE, "measured")}
     assert [p.name for p in cache_folder.iterdir()] == [path.name]
     assert len(json.loads(path.read_text())["verdicts"]) == 2
 
@@ -190,48 +189,48 @@ def test_verdicts_are_kept_and_replaced(cache_folder: Path) -> None:
 def test_verdicts_of_other_machines_and_sources_do_not_hold(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdicts.store(HERE, square(1024), Choice("tma", WIDE), {})
-    assert verdicts.load(Machine(90, "another card")) == {}
-    assert verdicts.load(Machine(100, "a card")) == {}
-    monkeypatch.setattr(verdicts, "source_digest", lambda: "of changed kernels")
-    assert verdicts.load(HERE) == {}
+    tuning_cache.store(HERE, square(1024), Choice("tma", WIDE), {})
+    assert tuning_cache.load(Machine(90, "another card")) == {}
+    assert tuning_cache.load(Machine(100, "a card")) == {}
+    monkeypatch.setattr(tuning_cache, "source_digest", lambda: "of changed kernels")
+    assert tuning_cache.load(HERE) == {}
 
 
 def test_processes_that_tune_at_once_lose_nothing(cache_folder: Path) -> None:
     """Threads here: each opens the folder by itself, so that they keep one another out as processes do."""
     sizes = range(16, 16 * 33, 16)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda m: verdicts.store(HERE, square(m), Choice("tma", WIDE), {}), sizes))
-    assert set(verdicts.load(HERE)) == {square(m) for m in sizes}
+        list(pool.map(lambda m: tuning_cache.store(HERE, square(m), Choice("tma", WIDE), {}), sizes))
+    assert set(tuning_cache.load(HERE)) == {square(m) for m in sizes}
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{", '{"versions": 3}', '{"verdicts": []}'])
 def test_a_damaged_file_is_ignored_and_then_replaced(
     cache_folder: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = verdicts.store(HERE, square(1024), Choice("tma", WIDE), {})
+    path = tuning_cache.store(HERE, square(1024), Choice("tma", WIDE), {})
     path.write_text(damage)
     with caplog.at_level(logging.WARNING):
-        assert verdicts.load(HERE) == {}
+        assert tuning_cache.load(HERE) == {}
     assert "ignored" in caplog.text or damage == '{"versions": 3}'
-    verdicts.store(HERE, square(2048), Choice("tma", WIDE), {})
-    assert verdicts.load(HERE) == {square(2048): Choice("tma", WIDE)}
+    tuning_cache.store(HERE, square(2048), Choice("tma", WIDE), {})
+    assert tuning_cache.load(HERE) == {square(2048): Choice("tma", WIDE)}
 
 
 def test_a_kernel_that_is_no_candidate_is_ignored(cache_folder: Path) -> None:
-    verdicts.store(HERE, square(1024), Choice("tma", Tile(256, 256, 64, 8, 3)), {})
-    verdicts.store(HERE, square(2048), Choice("tma", WIDE), {})
-    assert verdicts.load(HERE) == {square(2048): Choice("tma", WIDE)}
+    tuning_cache.store(HERE, square(1024), Choice("tma", Tile(256, 256, 64, 8, 3)), {})
+    tuning_cache.store(HERE, square(2048), Choice("tma", WIDE), {})
+    assert tuning_cache.load(HERE) == {square(2048): Choice("tma", WIDE)}
 
 
 def test_operations_read_the_verdicts(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert decide(square(1024), cpu).kernel == "library"
-    monkeypatch.setattr(operands, "machine", lambda device: HERE)
+    monkeypatch.setattr(tensor_args, "machine", lambda device: HERE)
     forget_decisions()
     try:
         assert decide(square(1024), cpu).kernel == "library"
-        verdicts.store(HERE, square(1024), Choice("tma", WIDE), {})
+        tuning_cache.store(HERE, square(1024), Choice("tma", WIDE), {})
         forget_decisions()
         assert decide(square(1024), cpu).tile == WIDE
     finally:

@@ -16,7 +16,7 @@ import canzona_compile
 from benchmarks import factorizations
 from canzona_compile.analysis.flops import symbolic_flops
 from canzona_compile.analysis.roofline import graph_time
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.hardware import hardware_from, named_hardware
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Leaf, Machine, Placed, Role, Template, placeholders
@@ -169,7 +169,7 @@ def test_loops_over_indices_of_which_some_are_none() -> None:
     """SOAP reorders columns: `matrix[:, order]`."""
     matrices = [torch.arange(6.0).reshape(2, 3) + i for i in range(3)]
     orders = [torch.tensor(order) for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0])]
-    found = instructions.each(aten.index.Tensor, matrices, [None, orders])
+    found = program_ops.each(aten.index.Tensor, matrices, [None, orders])
     assert all(torch.equal(f, m[:, o]) for f, m, o in zip(found, matrices, orders, strict=True))
 
 

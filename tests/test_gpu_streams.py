@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import StreamSet
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.cuda_graph import recorded
@@ -63,7 +63,7 @@ class Copying(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is instructions.start_all_to_all:
+        if target is program_ops.start_all_to_all:
             received, sent = args[:2]
             size = min(received.numel(), sent.numel())
             self.nccl.wait_stream(torch.cuda.current_stream())
@@ -72,7 +72,7 @@ class Copying(fx.Interpreter):
                     torch.cuda._sleep(self.late.randrange(1_000_000))
                 received[:size].copy_(sent[:size])
                 return self.nccl.record_event()
-        if target is instructions.finish:
+        if target is program_ops.finish:
             torch.cuda.current_stream().wait_event(args[0])
             return None
         return super().call_function(target, args, kwargs)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from canzona_compile.ir import ops as instructions
-from canzona_compile.ir.ops import parts
+from canzona_compile.ir import program_ops
+from canzona_compile.ir.program_ops import parts
 from canzona_compile.ir.step import Leaf, Role, Template, outputs, placeholders
 from canzona_compile.lowering.batch_graph import (
     FOREACH,
@@ -80,14 +80,14 @@ def test_compute_loops_over_tasks(template: Template, count: int, seed: int) -> 
     values = lists(tasks)
     module = graph_module(template.graph, "compute")
     arguments = [values[str(n.target)] for n in placeholders(template.graph)]
-    assert alike(instructions.each(module, *arguments), one_by_one(template.graph, tasks))
+    assert alike(program_ops.each(module, *arguments), one_by_one(template.graph, tasks))
 
 
 def test_loops_pick_from_lists_of_lists_and_from_keywords() -> None:
     a, b = ([torch.full((1,), float(i + j)) for i in range(2)] for j in (0, 10))
-    found = instructions.each(torch.cat, [a, b], dim=0)
+    found = program_ops.each(torch.cat, [a, b], dim=0)
     assert [t.tolist() for t in found] == [[0, 10], [1, 11]]
-    found = instructions.each(torch.sub, a, other=b, alpha=2)
+    found = program_ops.each(torch.sub, a, other=b, alpha=2)
     assert [t.tolist() for t in found] == [[-20], [-21]]
 
 

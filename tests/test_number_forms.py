@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from canzona_compile.ir.ops import each
+from canzona_compile.ir.program_ops import each
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.runtime.scalar_ops import FORMS, DeviceNumber
 

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.ownership_table import OFF, RULES, SETTINGS, Row, Setting, figures_of, models, newton_schulz
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ownership import NAMES, greedy, planner_named
-from canzona_compile.ownership import local_search as exchange
-from canzona_compile.ownership import milp as patterns
+from canzona_compile.ownership import NAMES, greedy, local_search, milp, planner_named
 from canzona_compile.ownership.alpha import AlphaBalanced, busiest_row, nearest
 from canzona_compile.ownership.buffer import in_buckets, order, padding, worst_shard
 from canzona_compile.ownership.exact import Bound, solve
@@ -279,11 +277,11 @@ def test_optimum_is_that_of_trying_everything(case: Instance) -> None:
 @untimed(50)
 @given(instances(most=8, places=4))
 def test_the_other_formulation_finds_the_same_optimum(case: Instance) -> None:
-    kinds = patterns.Kinds.of(case.jobs, case.rows, case.columns, case.load)
+    kinds = milp.Kinds.of(case.jobs, case.rows, case.columns, case.load)
     assume(kinds.jobs)
     optimum = case.solve()[1].optimum_or_best
     start = case.makespan(case.plan(StaticStart()))
-    found, lower = patterns.by_counts(kinds, 0.0, start, time.monotonic() + 10)
+    found, lower = milp.by_counts(kinds, 0.0, start, time.monotonic() + 10)
     assert found is not None
     chosen = kinds.owners(found)
     owners = [chosen.get(job.index, (0, 0)) for job in case.jobs]
@@ -366,18 +364,18 @@ def test_work_of_36000_jobs_on_4096_places(monkeypatch: pytest.MonkeyPatch, dist
     costs = [dice.uniform(1, 10) for _ in range(36_000 if distinct else 12)]
     jobs = [Job(f"m{i}", i, costs[i % len(costs)], 10**6) for i in range(36_000)]
     dealt = counted(monkeypatch, greedy, "heapreplace")
-    looked = counted(monkeypatch, exchange.Exchange, "_idlest")
-    swapped = counted(monkeypatch, exchange.Exchange, "_do")
+    looked = counted(monkeypatch, local_search.Exchange, "_idlest")
+    swapped = counted(monkeypatch, local_search.Exchange, "_do")
     owners = Joint()(jobs, 512, 8, {})
     assert len(dealt) == 3 * len(jobs), "all places at once, then rows, then columns"
-    assert len(swapped) <= 2 * exchange.ROUNDS
-    assert len(looked) <= 2 * (exchange.PAIRS + exchange.ROUNDS)
+    assert len(swapped) <= 2 * local_search.ROUNDS
+    assert len(looked) <= 2 * (local_search.PAIRS + local_search.ROUNDS)
     assert imbalance(loads(jobs, owners, 512, 8)) < 1.02
 
 
 def test_programs_for_36000_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of a kind are counted, not listed: a mixture of experts on 256 ranks takes a few small programs."""
-    solved = counted(monkeypatch, patterns, "run")
+    solved = counted(monkeypatch, milp, "run")
     jobs = decoder("qwen3-235b-a22b")
     assert len(jobs) == 36_472
     owners, bound = solve(jobs, 32, 8)

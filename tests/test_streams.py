@@ -21,14 +21,14 @@ from torch.optim import Muon, Optimizer
 import canzona_compile
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Act, Form, Machine, Step, Task, Template
 from canzona_compile.lowering.stream_sync import COMPUTE, PACK
 from canzona_compile.options import Options
-from canzona_compile.session import plan as planner
+from canzona_compile.session import plan
 from canzona_compile.session.plan import emit, lower, planning_passes
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
@@ -157,7 +157,7 @@ def trained(shards: int, for_cuda: bool, **options: Any) -> tuple[list[torch.Ten
     random = torch.Generator().manual_seed(3)
     values = [torch.randn(SHAPES[i % 2], generator=random) for i in range(6)]
     params = [torch.nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values]
-    with mock.patch.object(planner, "machine_of", return_value=machine):
+    with mock.patch.object(plan, "machine_of", return_value=machine):
         optimizer: Any = canzona_compile.wrap(Muon(params, lr=0.1), **options)
         for step in range(4):
             for param, value in zip(params, values, strict=True):
@@ -184,9 +184,9 @@ def test_the_program_shows_its_streams() -> None:
     step = emitted("muon", (1, 2), strategy="owner", micro_groups=2)
     current, where = "caller", {}
     for node in step.program.module.graph.nodes:
-        if node.target is instructions.on_stream:
+        if node.target is program_ops.on_stream:
             current = node.args[1]
-        elif node.op == "call_module" or node.target in (instructions.each, instructions.finish):
+        elif node.op == "call_module" or node.target in (program_ops.each, program_ops.finish):
             where.setdefault(str(node.target if node.op == "call_module" else node.target.__name__), set()).add(current)
     assert {v for k, s in where.items() for v in s if k == "each"} == {COMPUTE}
     assert {v for k, s in where.items() for v in s if k.endswith(("_prepare", "_apply")) or k == "finish"} == {PACK}

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.ops import Index
+from canzona_compile.ir.program_ops import Index
 from canzona_compile.ir.step import Role
 
 

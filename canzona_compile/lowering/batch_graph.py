@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.bit_exactness import foreach_equal, pointwise
 from canzona_compile.ir.step import Stacked, outputs, tensor_value
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
@@ -83,12 +83,12 @@ class Lifter:
         if node in self.singles:
             return self.singles[node]
         if node not in self.lists:
-            self.lists[node] = self.graph.call_function(instructions.unstack, (self.stacks[node],))
+            self.lists[node] = self.graph.call_function(program_ops.unstack, (self.stacks[node],))
         return self.lists[node]
 
     def stack(self, node: fx.Node) -> fx.Node:
         if node not in self.stacks:
-            self.stacks[node] = self.graph.call_function(instructions.stack, (self.lists[node],))
+            self.stacks[node] = self.graph.call_function(program_ops.stack, (self.lists[node],))
         return self.stacks[node]
 
     def _listed_call(self, node: fx.Node) -> fx.Node:
@@ -102,14 +102,14 @@ class Lifter:
             if name is not None:
                 self.graph.call_function(getattr(torch, f"_foreach_{name}_"), args, kwargs)
             else:
-                self.graph.call_function(instructions.each, (in_place_variant(target), *args), kwargs)
+                self.graph.call_function(program_ops.each, (in_place_variant(target), *args), kwargs)
             first: fx.Node = args[0]
             return first
         if name is not None:
             return self.graph.call_function(getattr(torch, f"_foreach_{name}"), args, kwargs)
         if target is operator.getitem:
             return self.graph.call_function(target, args, kwargs)
-        return self.graph.call_function(instructions.each, (target, *args), kwargs)
+        return self.graph.call_function(program_ops.each, (target, *args), kwargs)
 
     def _uniform(self, node: fx.Node) -> bool:
         """Foreach takes a list first and lists of tensors or one number after it."""
@@ -126,7 +126,7 @@ class Lifter:
             assert value is not None
             whole = self.stack(n)
             if pointwise(node) and value.ndim < ndim:
-                return self.graph.call_function(instructions.spread, (whole, ndim))
+                return self.graph.call_function(program_ops.spread, (whole, ndim))
             return whole
 
         args: Any = fx.map_arg(node.args, operand)
@@ -219,7 +219,7 @@ def lift_apply(graph: fx.Graph, writes: Iterable[str], single: Iterable[str], *,
         if node in in_place:
             continue
         target = lifter.lists[leaf[name]] if name in leaf else lifter.graph.placeholder(name)
-        lifter.graph.call_function(instructions.copy, (target, lifter.listed(node)))
+        lifter.graph.call_function(program_ops.copy, (target, lifter.listed(node)))
     lifter.graph.output(())
     return placeholders_first(lifter.graph)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import Bytes, Indices, Input, Program, Views, Whole
 from canzona_compile.lowering.batch_graph import fx_copy
 from canzona_compile.lowering.stream_sync import CALLER, order_streams
@@ -74,7 +74,7 @@ class ProgramBuilder:
     def loop(self, name: str, graph: fx.Graph, lookup: Callable[[str], fx.Node]) -> fx.Node:
         """Call `graph`, which is that of one task, for every task of lists."""
         name, arguments = self.submodule(name, lambda: fx_copy(graph), lookup)
-        return self.call(instructions.each, self.graph.get_attr(name), *arguments)
+        return self.call(program_ops.each, self.graph.get_attr(name), *arguments)
 
     def submodule(
         self, name: str, build: Callable[[], fx.Graph], lookup: Callable[[str], fx.Node]

@@ -17,7 +17,7 @@ from canzona_compile.codegen.expressions import Expressions, copying, expression
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.codegen.source import PointwiseProgram
 from canzona_compile.codegen.values import Unsupported
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import Input, View, Views
 from canzona_compile.ir.step import Act, Event, Phase, Placed, Role, Step, outputs, placeholders, tensor_value
 from canzona_compile.lowering.batch_graph import ancestors, lift_apply
@@ -197,7 +197,7 @@ class Kernels:
         try:
             program = PointwiseProgram("copy", copying(given, to), ((to,),))
         except Unsupported:
-            self.program.call(instructions.copy, targets, sources)
+            self.program.call(program_ops.copy, targets, sources)
             return
         self._parts.append((program, (sources, targets), ()))
 
@@ -240,7 +240,7 @@ class Kernels:
 
         def operand(name: str) -> fx.Node:
             found = lookup(name)
-            return self.program.call(instructions.repeated, found, len(segment.tasks)) if name in scalars else found
+            return self.program.call(program_ops.repeated, found, len(segment.tasks)) if name in scalars else found
 
         lists = [operand(str(by_name[load.name].target)) for load in made.loads]
         lists += [node for own in targets for node in own]

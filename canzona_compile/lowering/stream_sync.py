@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import Fragments, Input, Residents, StreamSet, View, Views, Whole
 
 CALLER = "caller"  # the stream that is current when the program begins
@@ -24,7 +24,7 @@ COMPUTE = "compute"  # products and what is computed on owners
 PACK = "pack"  # elementwise work, and copies from and to buffers
 
 # The host looks into lists, or makes views: no stream has anything to do.
-LOOKS = (operator.getitem, instructions.parts, instructions.unstack, instructions.repeated)
+LOOKS = (operator.getitem, program_ops.parts, program_ops.unstack, program_ops.repeated)
 
 Resource = Hashable  # a leaf of a task, a computed value, or an `Extent`
 Clock = dict[str, int]  # by stream: how many of its calls are done
@@ -126,7 +126,7 @@ class Analysis:
     def call(self, node: fx.Node, stream: str) -> None:
         clock = self.clocks.setdefault(stream, {})
         number = clock.get(stream, 0) + 1
-        if node.target is instructions.finish:
+        if node.target is program_ops.finish:
             started, read, written = self.flying.pop(node.args[0])  # type: ignore[arg-type]
             join(clock, started)
             self.step(node, stream, number, clock)
@@ -145,7 +145,7 @@ class Analysis:
             if self.homes.get(value, frozenset()) - {stream} and (value, stream) not in self.lent:
                 self.lent.add((value, stream))
                 self.orders.lends.setdefault(node, []).append(value)
-        if node.target is instructions.start_all_to_all:
+        if node.target is program_ops.start_all_to_all:
             self.flying[node] = dict(clock), read, written
         else:
             self.used(stream, number, read, written | {("value", node.name)})
@@ -167,9 +167,9 @@ class Analysis:
                 for kind in (False, True)
             )
             return read, written
-        if node.target in (instructions.copy, instructions.start_all_to_all):  # (targets, sources, ...)
+        if node.target in (program_ops.copy, program_ops.start_all_to_all):  # (targets, sources, ...)
             return given[1], given[0]
-        if node.target in (instructions.compact, instructions.stack, instructions.spread):
+        if node.target in (program_ops.compact, program_ops.stack, program_ops.spread):
             return everything, frozenset()
         return everything, everything
 
@@ -232,27 +232,27 @@ def write(
     ends: list[int],
     handle: fx.Node,
 ) -> None:
-    """Insert the instructions. Event 0 is the caller's; `ends` are those that it waits for."""
+    """Insert the program_ops. Event 0 is the caller's; `ends` are those that it waits for."""
     current = CALLER
     with graph.inserting_before(calls[0]):
-        graph.call_function(instructions.record, (handle, 0))
+        graph.call_function(program_ops.record, (handle, 0))
     for node in calls:
         stream = streams[node]
         with graph.inserting_before(node):
             if stream != current:
-                graph.call_function(instructions.on_stream, (handle, stream))
+                graph.call_function(program_ops.on_stream, (handle, stream))
                 current = stream
             for event in orders.waits.get(node, ()):
-                graph.call_function(instructions.wait, (handle, event))
+                graph.call_function(program_ops.wait, (handle, event))
             for value in orders.lends.get(node, ()):
-                graph.call_function(instructions.lend, (value, handle))
+                graph.call_function(program_ops.lend, (value, handle))
         if node in orders.records:
             with graph.inserting_after(node):
-                graph.call_function(instructions.record, (handle, orders.records[node]))
+                graph.call_function(program_ops.record, (handle, orders.records[node]))
     with graph.inserting_before(next(n for n in reversed(graph.nodes) if n.op == "output")):
-        graph.call_function(instructions.on_stream, (handle, CALLER))
+        graph.call_function(program_ops.on_stream, (handle, CALLER))
         for event in ends:
-            graph.call_function(instructions.wait, (handle, event))
+            graph.call_function(program_ops.wait, (handle, event))
 
 
 def join(clock: Clock, other: Mapping[str, int]) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel, Laid
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import Fragments, Names, Number, Program, Residents
 from canzona_compile.runtime.device_scalars import with_device_numbers
 from canzona_compile.runtime.scalar_ops import DeviceNumber
@@ -310,7 +310,7 @@ def targets(module: fx.GraphModule) -> Iterator[Any]:
         for node in own.graph.nodes if isinstance(own, fx.GraphModule) else ():
             if node.op == "call_function":
                 yield node.target
-                if node.target is instructions.each and not isinstance(node.args[0], fx.Node):
+                if node.target is program_ops.each and not isinstance(node.args[0], fx.Node):
                     yield node.args[0]
 
 
@@ -321,5 +321,5 @@ def obstacle_in(target: Any) -> str:
         waits = name in WAITING or name.startswith(WAITING_FAMILIES)
         return f"{name} makes the host wait" if waits and name not in LAUNCHING else ""
     home = str(getattr(target, "__module__", ""))
-    ours = home == instructions.__name__ or home.partition(".")[0] in ("_operator", "builtins", "math", "torch")
+    ours = home == program_ops.__name__ or home.partition(".")[0] in ("_operator", "builtins", "math", "torch")
     return "" if ours else f"it calls {getattr(target, '__name__', type(target).__name__)}, which may not be recorded"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import outputs, placeholders
 from canzona_compile.runtime.scalar_ops import FORMS, each_numbered
@@ -90,7 +90,7 @@ class _Splitter:
             elif isinstance(own, fx.GraphModule) and numbers and numbers_only(own.graph):
                 inlined = self.inline(own.graph, self.given(node, own.graph, numbers))
                 self.results[node] = [inlined[n] for n in outputs(own.graph)]
-            elif numbers and (own is not None or node.target is instructions.each):
+            elif numbers and (own is not None or node.target is program_ops.each):
                 new[node] = self.call(node, new, numbers)
             elif numbers and node.op == "call_function":
                 kept = {n: self.value(number, "kept") for n, number in numbers.items()}
@@ -132,7 +132,7 @@ class _Splitter:
 
     def call(self, node: fx.Node, new: Mapping[fx.Node, fx.Node], numbers: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """A call with numbers among its arguments: of a module, or of the module of one task in a loop."""
-        looped = node.target is instructions.each
+        looped = node.target is program_ops.each
         arguments = list(node.args[1:] if looped else node.args)
         attribute: Any = node.args[0] if looped else None
         name = str(attribute.target) if looped else str(node.target)
@@ -147,7 +147,7 @@ class _Splitter:
         args += [self.value(inlined[single], kind) for single, kind in cut.takes]
         if not looped:
             return self.graph.call_module(cut.name, tuple(args))
-        return self.graph.call_function(instructions.each, (self.graph.get_attr(cut.name), *args))
+        return self.graph.call_function(program_ops.each, (self.graph.get_attr(cut.name), *args))
 
     def inline(self, graph: fx.Graph, given: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
         """A graph's arithmetic on numbers, in the host's graph; once where several graphs do the same."""
@@ -206,7 +206,7 @@ class _Splitter:
             if node.op == "placeholder":
                 last = new[node]
             if form is not None:
-                new[node].target = each_numbered if node.target is instructions.each else form
+                new[node].target = each_numbered if node.target is program_ops.each else form
         # Those that this graph's own inputs are followed by, in order.
         unique = f"{name}_{len(self.cuts)}"
         self.root.add_module(unique, fx.GraphModule(self.old.get_submodule(name), made, class_name=unique))
@@ -231,10 +231,10 @@ def arithmetic(node: fx.Node, numbers: Any) -> bool:
     """Does a node compute a number from numbers alone? What ATen makes of them are tensors."""
     operands = node.all_input_nodes
     plain = node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload)
-    return plain and node.target is not instructions.each and bool(operands) and all(n in numbers for n in operands)
+    return plain and node.target is not program_ops.each and bool(operands) and all(n in numbers for n in operands)
 
 
 def form_of(node: fx.Node) -> Callable[..., Tensor] | None:
     """What runs instead of a node where numbers are on the device."""
-    target: Any = node.args[0] if node.target is instructions.each else node.target
+    target: Any = node.args[0] if node.target is program_ops.each else node.target
     return FORMS.get(target) if node.op == "call_function" else None

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from canzona_compile.ir.ops import Watch
 from canzona_compile.ir.program import (
     Bytes,
     Fragments,
@@ -27,6 +26,7 @@ from canzona_compile.ir.program import (
     Watcher,
     Whole,
 )
+from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Role
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.cuda_graph import Replay

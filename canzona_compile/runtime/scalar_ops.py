@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.kernels import gemm_axpby as axpby_kernel
 from canzona_compile.kernels import sym_gemm as sym_kernel
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
@@ -188,5 +188,5 @@ FORMS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 def each_numbered(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The form of `op` for every task, see `instructions.each`."""
-    return instructions.each(FORMS[op], *args, **kwargs)
+    """The form of `op` for every task, see `program_ops.each`."""
+    return program_ops.each(FORMS[op], *args, **kwargs)

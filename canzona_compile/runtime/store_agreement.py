@@ -160,7 +160,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 class Waiter:
-    """Waits for the collectives of one step, listening for calls. Implements `instructions.Watch`."""
+    """Waits for the collectives of one step, listening for calls. Implements `program_ops.Watch`."""
 
     def __init__(self, forums: Sequence[Forum], device: torch.device) -> None:
         self.forums, self.device, self.number = list(forums), device, 0

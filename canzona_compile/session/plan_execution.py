@@ -18,8 +18,8 @@ from canzona_compile.capture.external_counters import Shadow
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import InvalidGradient, UnsupportedOptimizer
-from canzona_compile.ir.ops import Watch
 from canzona_compile.ir.pipeline import History, Observer
+from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Role, Step
 from canzona_compile.options import Options
 from canzona_compile.runtime.buffers import SharedSlots

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.analysis.flops import DECOMPOSITIONS
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.kernels.cholesky_qr import cholesky_qr
 from canzona_compile.kernels.cholesky_qr import flops as flops_of_qr
 from canzona_compile.kernels.inverse_root import inverse_root
@@ -210,9 +210,9 @@ def elementwise(elements: int, count: int, device: torch.device) -> Iterator[tup
     yield lambda: torch._foreach_lerp(state, grad, 0.05), 12 * elements
     yield lambda: torch._foreach_mul_(param, 1.0), 8 * elements
     yield lambda: torch._foreach_add_(param, low, alpha=0.5), 10 * elements
-    yield lambda: instructions.copy(state, grad), 8 * elements
-    yield lambda: instructions.copy(low, grad), 6 * elements
-    yield lambda: instructions.copy(sent, low), 4 * elements
+    yield lambda: program_ops.copy(state, grad), 8 * elements
+    yield lambda: program_ops.copy(low, grad), 6 * elements
+    yield lambda: program_ops.copy(sent, low), 4 * elements
 
 
 def launch(clock: Clock, cold: int) -> float:
@@ -228,9 +228,9 @@ def launch(clock: Clock, cold: int) -> float:
         (lambda: [aten.mul.Tensor(a, b) for a, b in zip(many, others, strict=True)], 1),
         (lambda: [aten.permute.default(a, [1, 0]) for a in many], 1),
         (lambda: torch._foreach_lerp(many, others, 0.5), 1),
-        (lambda: instructions.copy(many, others), 1),
-        (lambda: instructions.parts(many, part), 1),
-        (lambda: instructions.each(aten.clamp.default, many, 0.5), 2),  # the loop counts as another operator
+        (lambda: program_ops.copy(many, others), 1),
+        (lambda: program_ops.parts(many, part), 1),
+        (lambda: program_ops.each(aten.clamp.default, many, 0.5), 2),  # the loop counts as another operator
     ]
     before = clearing(cold, clock.device)
     return statistics.fmean(clock.seconds(work, before) / count / LIST for work, count in calls)

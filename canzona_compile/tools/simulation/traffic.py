@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from canzona_compile.analysis.roofline import GraphTime, PlacedTime
-from canzona_compile.ir import ops as instructions
+from canzona_compile.ir import program_ops
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import MicroGroup, Phase, Step, Task, Wire
@@ -181,7 +181,7 @@ class Launches:
             for node in self.graphs[placed].nodes:
                 if node.op != "call_function" or product(node):
                     continue
-                each = node.target is instructions.each
+                each = node.target is program_ops.each
                 target = node.args[0] if each else node.target
                 view = isinstance(target, torch._ops.OpOverload) and target.is_view
                 counted = int(self.loops or not view)

@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 import torch
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.kernels import tuning_cache as verdicts
+from canzona_compile.kernels import tuning_cache
 from canzona_compile.kernels.dispatch import CANDIDATES, Choice, Operation
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
 from canzona_compile.kernels.tune import Trial, Verdict, cuda_clock, tune
@@ -49,7 +49,7 @@ def run(given: Namespace) -> int:
         verdict = tune(op, shape, dtype, device, CANDIDATES[op, here.arch], cuda_clock, rounds=given.rounds)
         print(describe(verdict), flush=True)
         if not given.dry_run:
-            path = verdicts.store(
+            path = tuning_cache.store(
                 here, verdict.problem, verdict.choice, {"trials": [_figures(t) for t in verdict.trials]}
             )
             log.info("kept in %s", path)
