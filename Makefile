@@ -39,7 +39,7 @@ test: $(INSTALLED)
 # Kernels compiled for the device, not interpreted. Without one each test is skipped and says why. Only files with such
 # tests are imported: others may need packages that a GPU machine lacks.
 test-gpu: $(READY)
-	env -u TRITON_INTERPRET $(OWN) -m pytest -m gpu -rs $$(grep -l 'mark\.gpu' tests/test_*.py) $(PYTEST_ARGS)
+	env -u TRITON_INTERPRET $(OWN) -m pytest -m gpu -rs $$(grep -rl 'mark\.gpu' tests --include='test_*.py') $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ def cholesky_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
     documentation says so), and the eigenvectors of which Q is an approximation have none either.
 
     Measured on float32 matrices of order 8 to 256, square and tall, whose singular values lie evenly in the logarithm
-    from 1 to 1 / condition (`tests/test_cholesky_qr.py` asserts it):
+    from 1 to 1 / condition (`tests/kernels/test_cholesky_qr.py` asserts it):
 
         condition            1       1e2     1e4     1e6     beyond
         |Q^T Q - I|          1e-6    1e-6    1e-6    1e-6    1e-6       Frobenius, by the root of n

@@ -25,7 +25,7 @@ def inverse_root(matrix: Tensor, p: int, ridge: float = 0.0, floor: float | None
 
     Largest error (Frobenius, relative to the result) against the root in float64 of the same float32 matrix, orders 8
     to 256, eigenvalues from 1 to 1 / condition: evenly in the logarithm, or half of them at either end, or all but one
-    (`tests/test_roots.py` asserts it):
+    (`tests/kernels/test_roots.py` asserts it):
 
         condition   1       1e2     1e4     1e6     beyond
         p = 2       1e-6    1e-5    1e-3    1e-1    finite

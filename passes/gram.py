@@ -45,7 +45,7 @@ class GramIterations:
     keep their dtype. Results have the dtype that they had.
 
     Errors, measured against float64 on 64 x 192 matrices with singular values 1 to 1e-10 and 1 to 1e-3 in logarithmic
-    steps, 10 equal ones, and 2 beside a tail of 1e-3 (`tests/test_gram_errors.py`): relative to the exact result in the
+    steps, 10 equal ones, and 2 beside a tail of 1e-3 (`tests/passes/test_gram_errors.py`): relative to the exact result in the
     Frobenius norm at most 0.1 for five steps of Jordan's, You's, Polar Express and CANS coefficients, where
     Newton-Schulz in bfloat16, which this replaces, is 0.06 to 0.58 off, and no singular value is more than 0.06
     larger than the exact largest one. That was measured on CPU, with the library's products and with the references of

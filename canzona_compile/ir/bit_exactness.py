@@ -3,7 +3,7 @@
 Two questions. May an elementwise operator run on a fragment instead of the whole tensor? CPU kernels
 treat the last elements of a run (fewer than a vector) with scalar code, and for some operators and
 dtypes that code rounds differently, so the bits of an element depend on its position. And may n equal
-matrix products run as one batched product? `tests/test_exactness.py` measures every line of the
+matrix products run as one batched product? `tests/ir/test_bit_exactness.py` measures every line of the
 tables below against torch on the machine that runs it.
 """
 

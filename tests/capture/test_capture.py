@@ -1,0 +1,331 @@
+"""Capture: one graph per kind of parameter, symbolic numbers, and verdicts about what was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+from torch._dynamo.utils import counters
+from torch.optim import AdamW, Optimizer
+
+from canzona_compile.capture.batch_dim import first_dim_is_batch
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.separability import check_separable
+from canzona_compile.capture.templates import Capture, Kind
+from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import Form, Leaf, Role, Step, Template, placeholders
+from canzona_compile.passes import Canonicalize
+from tests.harness import toy_optimizers as toys
+from tests.harness.optimizers import EntriesMuon, StackMuon
+from tests.harness.pairs import Pair, feed, muon, parameters, wrapped_muon
+from tests.harness.random_graphs import equal, evaluate, templates, values_for
+from tests.harness.samples import CPU, Builder, empty
+from tests.harness.untimed import untimed
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def untouched_dynamo() -> Iterator[None]:
+    """Dynamo's settings are the user's."""
+    before = torch._dynamo.config.get_config_copy()
+    yield
+    assert torch._dynamo.config.get_config_copy() == before
+
+
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ParameterSpec:
+    return ParameterSpec(shape, dtype, dtype, torch.device("cpu"))
+
+
+def kinds_of(optimizer: Optimizer, *specs: ParameterSpec) -> tuple[Capture, list[Kind]]:
+    capture = Capture(optimizer)
+    return capture, [capture.kind_of(optimizer.param_groups[0], s, "w") for s in specs]
+
+
+def targets(graph: fx.Graph) -> list[str]:
+    return [str(n.target).removeprefix("aten.") for n in graph.nodes if n.op == "call_function"]
+
+
+# -- how often, and how --------------------------------------------------------------------------
+
+
+def test_parameters_alike_share_a_template() -> None:
+    capture, kinds = kinds_of(muon(parameters()), spec(6, 4), spec(4, 6), spec(6, 4), spec(6, 4, dtype=torch.bfloat16))
+    assert capture.captures == 3
+    assert kinds[0] is kinds[2]
+    names = [k.template.name for k in kinds]
+    assert names == ["muon_6x4_f32", "muon_4x6_f32", "muon_6x4_f32", "muon_6x4_bf16"]
+
+
+def test_groups_that_differ_in_numbers_share_templates() -> None:
+    groups = [{"params": parameters([(6, 4)]), "lr": lr, "momentum": 1 - lr} for lr in (0.1, 0.2, 0.3)]
+    optimizer = muon(groups)
+    capture = Capture(optimizer)
+    kinds = {id(capture.kind_of(group, spec(6, 4), "w")) for group in optimizer.param_groups}
+    assert (capture.captures, len(kinds)) == (1, 1)
+    other = {**optimizer.param_groups[0], "nesterov": False}
+    assert id(capture.kind_of(other, spec(6, 4), "w")) not in kinds
+
+
+def test_numbers_stay_symbolic() -> None:
+    optimizer = muon(parameters(), lr=0.123, momentum=0.877, weight_decay=0.345, eps=1e-6)
+    _, (kind,) = kinds_of(optimizer, spec(6, 4))
+    leaves = {leaf.name: leaf for leaf in kind.template.inputs}
+    scalars = {name for name, leaf in leaves.items() if leaf.role is Role.SCALAR}
+    assert scalars == {"lr", "momentum", "weight_decay", "eps"}
+    assert kind.template.writes == ("param", "momentum_buffer")
+    constants = [a for n in kind.template.graph.nodes for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
+    assert not {0.123, 0.877, 0.345, 1e-6} & set(constants)
+    assert kind.oracle is not None
+    for lr, momentum in ((0.5, 0.6), (0.25, 0.75)):
+        group = {**optimizer.param_groups[0], "lr": lr, "momentum": momentum}
+        variant, numbers = kind.oracle.consult(group)
+        assert kind.templates[variant] is kind.template
+        assert (numbers["lr"], numbers["momentum"], numbers["weight_decay"]) == (lr, momentum, 0.345)
+
+
+@pytest.mark.usefixtures("untouched_dynamo")
+def test_no_recapture_in_fifty_scheduled_steps() -> None:
+    wrapped = wrapped_muon()
+    for step in range(52):
+        group = wrapped.param_groups[0]
+        group["lr"], group["momentum"], group["weight_decay"] = 0.1 / (1 + step), 0.9 + step / 1000, 0.1 + step / 100
+        feed(wrapped, step)
+        wrapped.step()
+        if step == 1:
+            frames, graphs = dict(counters["frames"]), dict(counters["stats"])
+    assert wrapped.canzona.report().captures == 2
+    assert (dict(counters["frames"]), dict(counters["stats"])) == (frames, graphs)
+
+
+@pytest.mark.usefixtures("untouched_dynamo")
+def test_a_dozen_shapes_stay_below_no_limit_of_dynamo() -> None:
+    """torch._dynamo.config.recompile_limit is 8 per code object."""
+    shapes = [(3 + i, 15 - i) for i in range(12)]
+    assert len(shapes) > torch._dynamo.config.recompile_limit
+    pair = Pair(shapes=shapes)
+    pair.steps(2)
+    report = pair.report
+    assert (report.captures, report.fallbacks, len({t.template for t in report.tasks})) == (12, {}, 12)
+
+
+@pytest.mark.usefixtures("untouched_dynamo")
+def test_compiled_functions_of_the_user_are_left_alone() -> None:
+    compiled = torch.compile(lambda x: x * 2 + 1, backend="eager")
+    compiled(torch.ones(3))
+    frames = counters["frames"]["ok"]
+    pair = Pair(shapes=[(5, 4)])
+    pair.step()
+    captured = counters["frames"]["ok"]
+    assert captured > frames
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))
+    assert counters["frames"]["ok"] == captured
+
+
+# -- separability ------------------------------------------------------------------------------
+
+INDEPENDENT: dict[str, Callable[[list[Any]], Optimizer]] = {
+    "muon": muon,
+    "adamw-foreach": lambda params: AdamW(params, foreach=True),
+    "counting": toys.Counting,
+    "host-reading": toys.HostReading,
+    "object-keeping": toys.ObjectKeeping,
+}
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_independent_optimizers_pass(name: str) -> None:
+    optimizer = INDEPENDENT[name](parameters())
+    check_separable(optimizer, optimizer.param_groups[0], spec(6, 4), "w")
+
+
+class SharedAverage(toys.PerParameter):
+    """Couples parameters through their states: each learns from the one before."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        before = None
+        for param in self.param_groups[0]["params"]:
+            average = self.state[param].setdefault("average", torch.zeros_like(param))
+            average.lerp_(param.grad if before is None else param.grad + before.norm(), 0.1)
+            param.sub_(average)
+            before = average
+
+
+class ForeachNorm(toys.PerParameter):
+    """Independent foreach functions, and one norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        updates = torch._foreach_mul([p.grad for p in params], 0.1)
+        total = torch.stack(torch._foreach_norm(updates)).sum()
+        torch._foreach_sub_(params, [u / total for u in updates])
+
+
+@pytest.mark.parametrize("kind", [toys.GlobalNorm, toys.GlobalNormOnHost, SharedAverage, ForeachNorm])
+def test_coupled_optimizers_do_not(kind: type[Optimizer]) -> None:
+    optimizer = kind(parameters())  # type: ignore[call-arg]
+    with pytest.raises(UnsupportedOptimizer, match="couples parameters") as caught:
+        check_separable(optimizer, optimizer.param_groups[0], spec(6, 4), "layer.weight")
+    assert caught.value.at == "layer.weight"
+
+
+# -- stacks ------------------------------------------------------------------------------------
+
+STACK = (4, 3, 5)
+
+
+def stack_template(write: Callable[[Builder, fx.Node], fx.Node]) -> Template:
+    """A step param -> param - write(grad) on a stack."""
+    leaves = tuple(Leaf(role, role.value, STACK, torch.float32) for role in (Role.PARAM, Role.GRAD))
+    b = Builder(param=empty(STACK), grad=empty(STACK))
+    graph = b.returns(b.call("new", aten.sub.Tensor, b["param"], write(b, b["grad"])))
+    return Template("stack", STACK, torch.float32, leaves, ("param",), graph)
+
+
+def gram(b: Builder, x: fx.Node) -> fx.Node:
+    flipped = b.call("flipped", aten.transpose.int, x, 1, 2)
+    return b.call("cube", aten.bmm.default, b.call("gram", aten.bmm.default, x, flipped), x)
+
+
+def reduced(*dims: int) -> Callable[[Builder, fx.Node], fx.Node]:
+    def write(b: Builder, x: fx.Node) -> fx.Node:
+        return b.call("scaled", aten.mul.Tensor, x, b.call("total", aten.sum.dim_IntList, x, list(dims), True))
+
+    return write
+
+
+def flattened(b: Builder, x: fx.Node) -> fx.Node:
+    return b.call("back", aten.view.default, b.call("flat", aten.view.default, x, [12, 5]), list(STACK))
+
+
+def turned(b: Builder, x: fx.Node) -> fx.Node:
+    there = b.call("there", aten.permute.default, x, [1, 0, 2])
+    return b.call("back", aten.permute.default, b.call("twice", aten.mul.Tensor, there, 2.0), [1, 0, 2])
+
+
+def rolled(b: Builder, x: fx.Node) -> fx.Node:
+    return b.call("rolled", aten.roll.default, x, [1], [0])
+
+
+def summed(b: Builder, x: fx.Node) -> fx.Node:
+    return b.call("scaled", aten.mul.Tensor, x, b.call("total", aten.sum.default, x))
+
+
+STACKS: dict[str, tuple[Callable[[Builder, fx.Node], fx.Node], bool]] = {
+    "pointwise": (lambda b, x: b.call("y", aten.abs.default, x), True),
+    "batched product": (gram, True),
+    "sum per matrix": (reduced(1, 2), True),
+    "sum per row": (reduced(-1), True),
+    "turned and back": (turned, True),
+    "sum over entries": (reduced(0), False),
+    "sum over everything": (summed, False),
+    "rolled along the entries": (rolled, False),
+    "flattened, which has no rule": (flattened, False),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_of_independent_matrices(name: str) -> None:
+    write, verdict = STACKS[name]
+    template = stack_template(write)
+    assert first_dim_is_batch(template) is verdict
+    if verdict:
+        values = values_for(template, 3)
+        entries = [{name: values[name][i : i + 1] for name in ("param", "grad")} for i in range(STACK[0])]
+        parts = [evaluate(template.graph, entry)[0] for entry in entries]
+        assert torch.equal(torch.cat(parts), evaluate(template.graph, values)[0])
+
+
+def test_optimizers_of_stacks() -> None:
+    for kind, shape, verdict in ((StackMuon, (4, 6, 5), True), (EntriesMuon, (4, 6, 5), True), (muon, (6, 5), False)):
+        optimizer = kind(parameters([shape]))
+        _, (captured,) = kinds_of(optimizer, spec(*shape))
+        assert not captured.template.interpreted
+        assert first_dim_is_batch(captured.template) is verdict
+
+
+def test_interpreted_steps_are_never_taken_apart() -> None:
+    _, (kind,) = kinds_of(toys.HostReading(parameters()), spec(6, 4))
+    assert kind.template.interpreted
+    assert not first_dim_is_batch(kind.template)
+
+
+# -- canonicalize ------------------------------------------------------------------------------
+
+
+def canonical(template: Template) -> Template:
+    return Canonicalize()(Step(Form.CAPTURED, "Toy", CPU, (template,), ())).templates[0]
+
+
+def matrix_template(write: Callable[[Builder], fx.Node], shape: Shape = (3, 5)) -> Template:
+    leaves = (*(Leaf(r, r.value, shape, torch.float32) for r in (Role.PARAM, Role.GRAD)), Leaf(Role.SCALAR, "lr"))
+    b = Builder(param=empty(shape), grad=empty(shape), lr=0.5)
+    return Template("toy", shape, torch.float32, leaves, ("param",), b.returns(write(b)))
+
+
+def twice(b: Builder, order: list[int], again: list[int]) -> fx.Node:
+    once = b.call("once", aten.permute.default, b["grad"], order)
+    return b.call("again", aten.permute.default, once, again)
+
+
+def repeated(target: Any) -> Callable[[Builder], fx.Node]:
+    return lambda b: b.call("sum", aten.add.Tensor, b.call("x", target, b["grad"]), b.call("y", target, b["grad"]))
+
+
+def read(b: Builder) -> fx.Node:
+    b.inputs["lr"].meta["val"] = torch.empty((), dtype=torch.float64, device="meta")
+    number = b.graph.call_function(aten._local_scalar_dense.default, (b["lr"],))
+    number.meta["val"] = 0.5
+    return b.call("scaled", aten.mul.Tensor, b["grad"], number)
+
+
+RULES: dict[str, tuple[Callable[[Builder], fx.Node], list[str]]] = {
+    "transposed twice": (lambda b: b.call("y", aten.neg.default, twice(b, [1, 0], [1, 0])), ["neg.default"]),
+    "transposed twice, counted from the end": (
+        lambda b: b.call("y", aten.neg.default, twice(b, [-1, -2], [1, 0])),
+        ["neg.default"],
+    ),
+    "detached": (lambda b: b.call("y", aten.neg.default, b.call("x", aten.detach.default, b["grad"])), ["neg.default"]),
+    "aliased": (lambda b: b.call("y", aten.neg.default, b.call("x", aten.alias.default, b["grad"])), ["neg.default"]),
+    "computed twice": (repeated(aten.abs.default), ["abs.default", "add.Tensor"]),
+    "drawn twice": (repeated(aten.rand_like.default), ["rand_like.default", "rand_like.default", "add.Tensor"]),
+    "a number read": (read, ["mul.Tensor"]),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_canonicalize(name: str) -> None:
+    write, expected = RULES[name]
+    template = matrix_template(write)
+    before = str(template.graph)
+    assert targets(canonical(template).graph) == expected
+    assert str(template.graph) == before  # graphs are immutable
+
+
+def test_a_transpose_that_is_not_undone_stays() -> None:
+    square = matrix_template(lambda b: b.call("y", aten.add.Tensor, b["param"], twice(b, [1, 0], [0, 1])), (4, 4))
+    assert targets(canonical(square).graph) == ["permute.default", "permute.default", "add.Tensor"]
+
+
+def test_unused_numbers_are_dropped_and_unused_tensors_kept() -> None:
+    template = canonical(matrix_template(lambda b: b.call("y", aten.neg.default, b["param"])))
+    assert [leaf.name for leaf in template.inputs] == ["param", "grad"]
+    assert [n.target for n in placeholders(template.graph)] == ["param", "grad"]
+
+
+@untimed(80)
+@given(templates(), st.integers(0, 9))
+def test_canonicalize_changes_no_bit(template: Template, seed: int) -> None:
+    values, simpler = values_for(template, seed), canonical(template)
+    assert len(simpler.graph.nodes) <= len(template.graph.nodes)
+    pairs = zip(evaluate(template.graph, values), evaluate(simpler.graph, values), strict=True)
+    assert all(equal(a, b) for a, b in pairs)

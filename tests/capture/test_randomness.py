@@ -1,0 +1,111 @@
+"""Optimizers that draw random numbers: on one rank per matrix, with a warning; and never in a trial of ours."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Muon, Optimizer
+
+import canzona_compile
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from tests.harness.layouts import Case, Laid, full
+from tests.harness.ranks import run
+from tests.harness.toy_optimizers import HostReading, PerParameter, State, cube
+
+
+class RandomState(PerParameter):
+    """Its first step begins with a random projection, as GaLore's does."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state["projection"] = torch.randn(len(param), len(param))
+        param.add_(state["projection"] @ grad, alpha=-group["lr"])
+
+
+class RandomWork(PerParameter):
+    """Draws on every step, in code that can be traced."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(cube(grad + torch.randn_like(grad)), alpha=-group["lr"])
+
+
+class RandomOnHost(HostReading):
+    """And in code that cannot."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        super().update(param, grad + torch.rand(()), group, state)
+
+
+def wrapped(kind: type[Optimizer], **options: Any) -> tuple[Any, nn.Parameter]:
+    param = nn.Parameter(torch.ones(6, 4))
+    param.grad = torch.ones(6, 4)
+    return canzona_compile.wrap(kind([param], lr=0.1), **options), param  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", [RandomState, RandomWork])
+def test_it_works_and_says_so_once(kind: type[Optimizer]) -> None:
+    optimizer, param = wrapped(kind)
+    with pytest.warns(
+        UserWarning, match=f"{kind.__name__} draws random numbers \\(first for group0.param0\\)"
+    ) as found:
+        optimizer.step()
+    for _ in range(2):  # where warnings are errors, a second one would be seen
+        before = param.detach().clone()
+        optimizer.step()
+        assert not torch.equal(before, param)
+    assert len(found) == 1
+    reasons = optimizer.canzona.report().fallbacks
+    assert reasons == ({} if kind is RandomState else {"group0.param0": reasons["group0.param0"]})
+    assert all("draws random numbers" in reason for reason in reasons.values())
+
+
+def test_nothing_shows_that_its_parameters_are_independent() -> None:
+    optimizer, param = wrapped(RandomOnHost)
+    with pytest.raises(UnsupportedOptimizer, match="RandomOnHost draws random numbers in what cannot be traced"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(6, 4))
+
+
+@pytest.mark.parametrize("kind", [Muon, HostReading])
+def test_planning_leaves_the_generator_alone(kind: type[Optimizer]) -> None:
+    optimizer, _ = wrapped(kind)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def train(kind: str, strategy: Any) -> tuple[list[Tensor], str]:
+    random = torch.Generator().manual_seed(0)
+    values = [torch.randn(6, 4, generator=random) for _ in range(3)]
+    torch.manual_seed(torch.distributed.get_rank())
+    laid = Laid(values, Case("fsdp", (2,)))
+    optimizer = globals()[kind](laid.params)
+    canzona_compile.wrap(optimizer, strategy=strategy)
+    try:
+        for _ in range(2):
+            for i, param in enumerate(laid.params):
+                param.grad = laid.like_param(values[i], i)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+    except CanzonaError as error:
+        return [full(p) for p in laid.params], str(error)
+    return [full(p) for p in laid.params], ""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["RandomState", "RandomWork"])
+def test_one_rank_draws_for_all(kind: str) -> None:
+    """Generators differ between ranks: what each would compute for itself would not fit together."""
+    (one, said), (other, _) = run(2, train, kind, "owner")
+    assert said == ""
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for _, said in run(2, train, kind, "replicated"):
+        assert "every rank computes this matrix: their copies would differ" in said
+        assert 'wrap with strategy="owner"' in said

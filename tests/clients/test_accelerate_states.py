@@ -1,0 +1,175 @@
+"""Accelerate: clipping that clips and checkpoints under FSDP2, loss scaling, a state that `prepare` moves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import canzona_compile
+from canzona_compile import CanzonaError
+from tests.harness.accelerators import accelerator, fsdp2
+from tests.harness.layouts import full
+from tests.harness.pairs import different, feed, muon, parameters
+from tests.harness.ranks import run
+
+accelerate = pytest.importorskip("accelerate")
+
+WIDTHS = (8, 6, 11, 5)  # rows that two ranks cannot share evenly, too
+MATRICES = len(WIDTHS) - 1
+BATCHES = 8
+LARGEST_NORM = 0.5  # far below what the gradients have, so that clipping changes them
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(n, m, bias=False) for n, m in itertools.pairwise(WIDTHS)])
+
+
+def batches() -> list[Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return [torch.randn(4, WIDTHS[0], generator=random) for _ in range(BATCHES)]
+
+
+def schedule(optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+class Training:
+    """What a user writes: a model, an optimizer and a scheduler, made, wrapped and then prepared."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        model = network()
+        self.inner: Any = canzona_compile.wrap(Muon(model.parameters(), lr=0.1), strategy="owner")
+        self.model, self.optimizer, self.scheduler = accelerator.prepare(model, self.inner, schedule(self.inner))
+
+    def steps(self, data: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Train; gives the whole gradients of each step, clipped, before it is taken."""
+        for batch in data:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(batch).square().sum())
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_NORM)
+                    assert float(full(norm)) > LARGEST_NORM
+                    yield [full(p.grad).clone() for p in self.model.parameters()]
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+
+    def weights(self) -> list[Tensor]:
+        return [full(p).clone() for p in self.model.parameters()]
+
+
+def equal(some: list[Tensor], others: list[Tensor]) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(some, others, strict=True)]
+
+
+# -- one process -------------------------------------------------------------------------------
+
+
+def test_prepare_keeps_the_state_of_steps_before_it() -> None:
+    """It takes the optimizer's state, moves it to its device and loads it."""
+    plain, wrapped = muon(parameters()), canzona_compile.wrap(muon(parameters()))
+    for number in range(4):
+        if number == 2:
+            with accelerator() as made:
+                assert made.prepare(wrapped).optimizer is wrapped
+        for optimizer in (plain, wrapped):
+            feed(optimizer, number)
+            optimizer.step()
+        assert different(plain, wrapped) == []
+
+
+def scaled(optimizer: Optimizer) -> Any:
+    """What `prepare` makes of an optimizer under fp16, which it allows on accelerators only."""
+    prepared = accelerate.optimizer.AcceleratedOptimizer(optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=1.0))
+    prepared.scaler.scale(torch.ones(()))  # before it, a scaler has no scale
+    return prepared
+
+
+def test_a_scaler_steps_the_wrapped_optimizer() -> None:
+    """Accelerate puts a step of its own on the instance for the time of a call."""
+    plain, wrapped = muon(parameters()), canzona_compile.wrap(muon(parameters()))
+    with accelerator():
+        prepared = scaled(wrapped)
+        for number in range(3):
+            for optimizer in (plain, wrapped):
+                feed(optimizer, number)
+            plain.step()
+            prepared.step()
+            assert not prepared.step_was_skipped
+    assert different(plain, wrapped) == []
+    assert len(wrapped.canzona.report().tasks) == 2  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_whose_step_is_hidden_is_refused() -> None:
+    """The plain step that Accelerate left on the instance would run, and nobody would notice."""
+    optimizer = muon(parameters())
+    with accelerator():
+        prepared = scaled(optimizer)
+        feed(optimizer, 0)
+        prepared.step()
+    with pytest.raises(CanzonaError, match="the step on the object itself hides that of its class"):
+        canzona_compile.wrap(optimizer)
+    assert type(optimizer) is Muon
+
+
+# -- FSDP2 -------------------------------------------------------------------------------------
+
+
+def train_sharded() -> tuple[list[bool], list[str]]:
+    """Beside plain Muon on whole tensors, given the gathered gradients: a norm over shards is rounded otherwise."""
+    model = network()
+    plain = Muon(model.parameters(), lr=0.1)
+    scheduler = schedule(plain)
+    with fsdp2() as made:
+        training = Training(made)
+        for gradients in training.steps(batches()):
+            for param, grad in zip(model.parameters(), gradients, strict=True):
+                param.grad = grad
+            plain.step()
+            for _ in range(made.num_processes):  # as Accelerate does it
+                scheduler.step()
+        owners = [str(task.owner) for task in training.inner.canzona.report().tasks]
+        return equal(training.weights(), list(model.parameters())), owners
+
+
+@pytest.mark.ranks
+def test_clipped_under_fsdp2() -> None:
+    for same, owners in run(2, train_sharded):
+        assert same == [True] * MATRICES
+        assert set(owners) == {"0", "1"}
+
+
+def resume_sharded(folder: str) -> list[list[bool]]:
+    """A training in one go, and its second half from a checkpoint; the last: without one, to see that it matters."""
+    data, half = batches(), BATCHES // 2
+    with fsdp2() as made:
+        whole = Training(made)
+        list(whole.steps(data[:half]))
+        made.save_state(folder)
+        weights = whole.weights()
+        list(whole.steps(data[half:]))
+    found = []
+    for load in (True, False):
+        with fsdp2() as made:
+            resumed = Training(made)
+            if load:
+                made.load_state(folder)
+                found.append(equal(resumed.weights(), weights))
+            list(resumed.steps(data[half:]))
+            found.append(equal(resumed.weights(), whole.weights()))
+    return found
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_under_fsdp2(tmp_path: Any) -> None:
+    yes, no = [True] * MATRICES, [False] * MATRICES
+    assert run(2, resume_sharded, str(tmp_path)) == [[yes, yes, no]] * 2

@@ -1,0 +1,258 @@
+"""Lightning Fabric: its proxy around a wrapped optimizer, its backward, clipping, scaling and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Muon
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import canzona_compile
+from canzona_compile import CanzonaError, UnsupportedOptimizer
+from tests.harness.layouts import full
+from tests.harness.optimizers import share_captures
+from tests.harness.pairs import same_bits
+from tests.harness.ranks import run
+
+pytest.importorskip("lightning_fabric")
+
+MATRICES = 3
+
+
+def model_of(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(12, 20, bias=False), nn.SiLU(), nn.Linear(20, 16, bias=False), nn.SiLU()]
+    return nn.Sequential(*layers, nn.Linear(16, 4, bias=False))
+
+
+def muon(model: Any, wrap: bool, **options: Any) -> Any:
+    optimizer: Any = Muon(model.parameters(), lr=0.05, weight_decay=0.1)
+    if wrap:
+        canzona_compile.wrap(optimizer, **options)
+        share_captures(optimizer)
+    return optimizer
+
+
+def loss_of(model: Any, step: int) -> Tensor:
+    """On all ranks the same, so that an average over two of them is exact."""
+    random = torch.Generator().manual_seed(100 + step)
+    inputs, targets = torch.randn(8, 12, generator=random), torch.randn(8, 4, generator=random)
+    loss: Tensor = F.mse_loss(model(inputs), targets)
+    return loss
+
+
+def fabric_of(**settings: Any) -> Any:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", **settings)
+    fabric.launch()
+    return fabric
+
+
+class Training:
+    """What Fabric makes of a model and an optimizer, by its own methods alone."""
+
+    def __init__(self, fabric: Any, model: Any, optimizer: Any) -> None:
+        self.fabric, self.inner = fabric, optimizer
+        self.model, self.optimizer = fabric.setup(model, optimizer)
+        self.scheduler = CosineAnnealingLR(self.optimizer, T_max=20)
+
+    def steps(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.fabric.backward(loss_of(self.model, number))
+            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1e-2)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.scheduler}
+
+
+def values(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Parameters and momenta, whole (a collective)."""
+    found = {f"parameter {i}": full(p).clone() for i, p in enumerate(model.parameters())}
+    state = optimizer.state_dict()["state"]
+    return found | {f"momentum {i}": full(leaves["momentum_buffer"]).clone() for i, leaves in state.items()}
+
+
+def different(one: dict[str, Tensor], two: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == two.keys()
+    assert len(one) == 2 * MATRICES
+    return [name for name in one if not same_bits(one[name], two[name])]
+
+
+def check(plain: Training, wrapped: Training) -> None:
+    """Equal bits, and the wrapped one was stepped by graphs."""
+    assert not canzona_compile.is_wrapped(plain.inner)
+    assert wrapped.inner.canzona.report().fallbacks == {}
+    assert len(wrapped.inner.canzona.report().tasks) == MATRICES
+    assert different(values(plain.model, plain.inner), values(wrapped.model, wrapped.inner)) == []
+    assert plain.optimizer.param_groups[0]["lr"] == wrapped.optimizer.param_groups[0]["lr"] != 0.05
+
+
+def pair(**settings: Any) -> tuple[Training, Training]:
+    made = []
+    for wrap in (False, True):
+        model = model_of()
+        made.append(Training(fabric_of(devices=1, **settings), model, muon(model, wrap)))
+    return made[0], made[1]
+
+
+# -- in one process ----------------------------------------------------------------------------
+
+
+def test_fabric_s_optimizer_steps_the_wrapped_one() -> None:
+    both = pair()
+    before = values(both[1].model, both[0].inner)
+    for training in both:
+        training.steps(range(5))
+    check(*both)
+    assert both[1].optimizer.optimizer is both[1].inner
+    assert isinstance(both[1].optimizer, Muon)
+    after = values(both[1].model, both[1].inner)
+    assert not any(same_bits(value, after[name]) for name, value in before.items())
+
+
+def test_mixed_precision() -> None:
+    both = pair(precision="bf16-mixed")
+    for training in both:
+        training.steps(range(3))
+    check(*both)
+
+
+def test_closures_go_through_fabric_s_optimizer() -> None:
+    both, losses = pair(), []
+    for training in both:
+        for step in range(3):
+
+            def closure(training: Training = training, step: int = step) -> Tensor:
+                training.optimizer.zero_grad()
+                loss = loss_of(training.model, step)
+                training.fabric.backward(loss)
+                return loss
+
+            losses.append(training.optimizer.step(closure).item())
+            training.scheduler.step()
+    assert losses[:3] == losses[3:]
+    check(*both)
+
+
+@pytest.mark.parametrize("source", ["plain", "wrapped"])
+def test_save_and_load(source: str, tmp_path: Path) -> None:
+    both = pair()
+    for training in both:
+        training.steps(range(3))
+    saving = both[source == "wrapped"]
+    saving.fabric.save(tmp_path / "checkpoint", saving.parts)
+    resumed = pair()
+    for training in resumed:
+        training.steps([9])  # a step that the checkpoint has to undo
+        training.fabric.load(tmp_path / "checkpoint", training.parts)
+    for training in (*both, *resumed):
+        training.steps(range(3, 6))
+    check(*resumed)
+    check(both[0], resumed[1])
+
+
+def test_what_fabric_put_around_an_optimizer_is_not_wrapped() -> None:
+    """A step of the proxy's class would change nothing, and say nothing."""
+    plain, wrapped = pair()
+    with pytest.raises(UnsupportedOptimizer, match="if it goes around another optimizer, wrap that one"):
+        canzona_compile.wrap(plain.optimizer)
+    with pytest.raises(CanzonaError, match="goes around the wrapped optimizer"):
+        canzona_compile.unwrap(wrapped.optimizer)
+    for training in (plain, wrapped):
+        training.steps(range(2))
+    check(plain, wrapped)
+    canzona_compile.unwrap(wrapped.inner)
+    assert type(wrapped.inner) is Muon
+    for training in (plain, wrapped):
+        training.steps(range(2, 4))
+    assert different(*(values(training.model, training.inner) for training in (plain, wrapped))) == []
+
+
+# -- on ranks ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ranks_of_this_test() -> Iterator[Any]:
+    """Fabric's word for processes that run already, with a process group that is there already."""
+    from lightning_fabric.plugins.environments import LightningEnvironment
+
+    class Environment(LightningEnvironment):
+        creates_processes_externally = True
+
+        def world_size(self) -> int:
+            return dist.get_world_size()
+
+        def global_rank(self) -> int:
+            return dist.get_rank()
+
+        def local_rank(self) -> int:
+            return dist.get_rank()
+
+    yield Environment()
+
+
+def train_on_ranks(parallelism: str, path: Path) -> tuple[list[str], list[str], int]:
+    """Three steps, a checkpoint of whole tensors, fresh objects, three steps more; plain Muon all the way."""
+    from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    def strategy() -> Any:
+        if parallelism == "ddp":
+            return DDPStrategy()
+        return ModelParallelStrategy(
+            lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]),
+            data_parallel_size=dist.get_world_size(),
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+        )
+
+    replicate = dist.group.WORLD if parallelism == "ddp" else None
+
+    def training(environment: Any, seed: int) -> tuple[Any, Any, Any, Any]:
+        fabric = fabric_of(devices=dist.get_world_size(), strategy=strategy(), plugins=[environment])
+        model = fabric.setup_module(model_of(seed))
+        optimizer = muon(model, wrap=True, replicate=replicate, strategy="owner")
+        return fabric, model, optimizer, fabric.setup_optimizers(optimizer)
+
+    alone = model_of()
+    plain = muon(alone, wrap=False)
+    wrong = []
+    with ranks_of_this_test() as environment:
+        fabric, model, inner, optimizer = training(environment, seed=0)
+        for step in range(6):
+            if step == 3:
+                fabric.save(path, {"model": model, "optimizer": optimizer})
+                fabric, model, inner, optimizer = training(environment, seed=1)
+                fabric.load(path, {"model": model, "optimizer": optimizer})
+            with fabric.no_backward_sync(model):
+                fabric.backward(loss_of(model, 2 * step))
+            fabric.backward(loss_of(model, 2 * step + 1))
+            optimizer.step()
+            optimizer.zero_grad()
+            for part in range(2):
+                loss_of(alone, 2 * step + part).backward()
+            plain.step()
+            plain.zero_grad()
+            wrong += [f"{n} after step {step}" for n in different(values(alone, plain), values(model, inner))]
+    report = inner.canzona.report()
+    return wrong, list(report.fallbacks), len({task.owner for task in report.tasks})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+def test_training_on_ranks(parallelism: str, tmp_path: Path) -> None:
+    """In fresh processes: Fabric changes what is global to a process, threads and its own idea of a rank."""
+    assert run(2, train_on_ranks, parallelism, tmp_path / "checkpoint", fresh=True) == [([], [], 2)] * 2

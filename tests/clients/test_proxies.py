@@ -1,0 +1,78 @@
+"""Objects that frameworks put around an optimizer: they step a wrapped one, and are not wrapped themselves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from torch.optim import Muon
+
+import canzona_compile
+from canzona_compile import CanzonaError, UnsupportedOptimizer
+from tests.harness.optimizers import share_captures
+from tests.harness.pairs import Pair, feed, params_of, same_bits
+
+
+class Proxy:
+    """Like Lightning's: an optimizer by its class, but all that it has is in the one inside."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.inner = optimizer
+        self.__class__ = type("Proxy", (Proxy, type(optimizer)), {})
+
+    def step(self) -> Any:
+        return self.inner.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # asked for by `copy`, before there is one
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+def test_a_proxy_is_refused() -> None:
+    """Were it wrapped, its steps would change nothing: its twins would step the optimizer inside."""
+    pair = Pair()
+    share_captures(pair.wrapped)
+    proxy: Any = Proxy(pair.plain)
+    kind = type(proxy)
+    with pytest.raises(UnsupportedOptimizer, match="if it goes around another optimizer, wrap that one"):
+        canzona_compile.wrap(proxy)
+    assert type(proxy) is kind
+    assert "canzona" not in vars(proxy)
+
+
+def test_a_proxy_of_a_wrapped_optimizer() -> None:
+    """It is a way to ask the optimizer inside for its report, but not to unwrap it: the proxy would be lost."""
+    pair = Pair()
+    share_captures(pair.wrapped)
+    inner, proxy = pair.wrapped, Proxy(pair.wrapped)
+    pair.wrapped = proxy
+    pair.steps(2)
+    assert isinstance(proxy, Muon)
+    assert canzona_compile.is_wrapped(proxy)
+    assert canzona_compile.wrap(proxy) is proxy  # type: ignore[type-var]
+    assert pair.report.fallbacks == {}
+    kind = type(proxy)
+    with pytest.raises(CanzonaError, match="goes around the wrapped optimizer"):
+        canzona_compile.unwrap(proxy)  # type: ignore[type-var]
+    assert type(proxy) is kind
+    pair.steps(2)
+    canzona_compile.unwrap(inner)
+    assert type(inner) is Muon
+    pair.wrapped = inner
+    pair.steps(2)
+
+
+def test_a_copy_of_a_proxy_steps_alone() -> None:
+    pair = Pair()
+    share_captures(pair.wrapped)
+    pair.steps(2)
+    before = [p.detach().clone() for p in params_of(pair.wrapped)]
+    copied: Any = copy.deepcopy(Proxy(pair.wrapped))
+    assert canzona_compile.is_wrapped(copied)
+    feed(copied, 2)
+    copied.step()
+    assert all(map(same_bits, before, params_of(pair.wrapped)))
+    pair.step()
+    assert all(map(same_bits, params_of(copied), params_of(pair.wrapped)))

@@ -1,0 +1,128 @@
+"""The Trainer of transformers with a small Llama on random tokens, beside the same run with the plain optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import canzona_compile
+from tests.end_to_end.test_published_optimizers import MuonAndAdam
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # of transformers itself
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+STEPS = 6
+
+
+class Mixed(MuonAndAdam):
+    """A class that takes what the Trainer gives: groups by weight decay; matrices go to Muon."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        given = [p for group in params for p in (group["params"] if isinstance(group, dict) else [group])]
+        groups = [(True, [p for p in given if p.ndim == 2]), (False, [p for p in given if p.ndim != 2])]
+        super().__init__([{"params": own, "use_muon": muon, "lr": lr} for muon, own in groups])
+
+
+def model_of() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def data() -> list[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(0, 32, (12,), generator=random) for _ in range(4 * STEPS)]
+    return [{"input_ids": t, "labels": t} for t in tokens]
+
+
+def trainer_of(folder: Path, steps: int = STEPS, **optimizer: Any) -> Any:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        learning_rate=0.02,
+        lr_scheduler_type="linear",
+        save_strategy="steps",
+        save_steps=3,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=0,
+        dataloader_pin_memory=False,
+    )
+    model = optimizer.pop("model", None) or model_of()
+    return transformers.Trainer(model=model, args=arguments, train_dataset=data(), **optimizer)
+
+
+def by_class(kind: Any) -> dict[str, Any]:
+    return {"optimizer_cls_and_kwargs": (kind, {"lr": 0.02})}
+
+
+def by_object(wrapped: bool) -> dict[str, Any]:
+    model = model_of()
+    optimizer: Optimizer = Mixed(list(model.parameters()))
+    if wrapped:
+        canzona_compile.wrap(optimizer, model=model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return {"model": model, "optimizers": (optimizer, schedule)}
+
+
+def same_parameters(one: Any, other: Any) -> bool:
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def wrapped_inside(trainer: Any) -> Any:
+    """The optimizer within what Accelerate put around it."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    assert canzona_compile.is_wrapped(optimizer)
+    assert optimizer.canzona.report().tasks
+    return optimizer
+
+
+def test_by_class(tmp_path: Path) -> None:
+    plain = trainer_of(tmp_path / "plain", **by_class(Mixed))
+    wrapped = trainer_of(tmp_path / "wrapped", **by_class(canzona_compile.wrap_cls(Mixed)))
+    for trainer in (plain, wrapped):
+        trainer.train()
+    assert same_parameters(plain, wrapped)
+    assert not same_parameters(plain, trainer_of(tmp_path / "new", **by_class(Mixed)))
+    wrapped_inside(wrapped)
+
+
+def test_by_object(tmp_path: Path) -> None:
+    plain = trainer_of(tmp_path / "plain", **by_object(False))
+    wrapped = trainer_of(tmp_path / "wrapped", **by_object(True))
+    for trainer in (plain, wrapped):
+        trainer.train()
+    assert same_parameters(plain, wrapped)
+    names = [task.name for task in wrapped_inside(wrapped).canzona.report().tasks]
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+
+
+def test_resumed_from_a_checkpoint(tmp_path: Path) -> None:
+    """In mid-training, by another Trainer: it goes on as the one that was not stopped."""
+    plain = trainer_of(tmp_path / "plain", **by_class(Mixed))
+    plain.train()
+    kind = canzona_compile.wrap_cls(Mixed)
+    trainer_of(tmp_path / "wrapped", **by_class(kind)).train()
+    resumed = trainer_of(tmp_path / "wrapped", **by_class(kind))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "wrapped" / "checkpoint-3"))
+    assert same_parameters(plain, resumed)
+    wrapped_inside(resumed)

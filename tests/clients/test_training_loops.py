@@ -1,0 +1,356 @@
+"""Training loops as people write them: scaling, clipping, accumulation, averages of weights, copies and checkpoints.
+
+Beside every wrapped loop the plain one runs. On ranks it runs whole on each of them: all ranks take the same
+batches, so that averages over two ranks are exact.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Muon, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import canzona_compile
+from tests.harness.layouts import full, mesh_of
+from tests.harness.optimizers import share_captures
+from tests.harness.pairs import same_bits
+from tests.harness.ranks import run
+
+BATCH, WIDTHS = 8, (12, 20, 12, 4)
+MOST = 1e-3  # that clipping leaves of the norm, far below what it is
+
+
+def model_of(seed: int = 0) -> Any:
+    """Three matrices and nothing else: Muon takes no vectors."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(WIDTHS):
+        layers += [nn.Linear(inputs, outputs, bias=False), nn.SiLU()]
+    return nn.Sequential(*layers)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(100 + step)
+    return torch.randn(BATCH, WIDTHS[0], generator=random), torch.randn(BATCH, WIDTHS[-1], generator=random)
+
+
+def loss_of(model: Any, step: int) -> Tensor:
+    inputs, targets = batch(step)
+    return F.mse_loss(model(inputs), targets)
+
+
+def optimizer_of(model: Any, wrap: bool, **options: Any) -> Any:
+    optimizer: Any = Muon(model.named_parameters(), lr=0.05, weight_decay=0.1)
+    if wrap:
+        canzona_compile.wrap(optimizer, **options)
+        share_captures(optimizer)
+    return optimizer
+
+
+class Loop:
+    """A model and its optimizer; two loops are equal where all that they hold has equal bits."""
+
+    def __init__(self, wrap: bool, model: Any = None) -> None:
+        self.model = model_of() if model is None else model
+        self.optimizer = optimizer_of(self.model, wrap)
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model, number).backward()
+        self.optimizer.step()
+
+    def steps(self, *numbers: int) -> None:
+        for number in numbers:
+            self.step(number)
+
+
+def loops() -> tuple[Loop, Loop]:
+    return Loop(wrap=False), Loop(wrap=True)
+
+
+def values(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """All that training changes, whole (a collective)."""
+    found = {name: full(value) for name, value in model.state_dict().items()}
+    for i, state in optimizer.state_dict()["state"].items():
+        found.update({f"{leaf} of {i}": full(value) for leaf, value in state.items()})
+    return found
+
+
+def differing(plain: tuple[nn.Module, Any], wrapped: tuple[nn.Module, Any]) -> list[str]:
+    """What has other bits; that both have moved, and the wrapped one by graphs, is a condition of asking."""
+    assert not canzona_compile.is_wrapped(plain[1])
+    report = wrapped[1].canzona.report()
+    assert report.fallbacks == {}
+    assert len(report.tasks) == len(WIDTHS) - 1
+    one, two = values(*plain), values(*wrapped)
+    assert one.keys() == two.keys()
+    assert len(one) == 2 * (len(WIDTHS) - 1)
+    assert not all(same_bits(one[name], value) for name, value in model_of().state_dict().items())
+    return [name for name in one if not same_bits(one[name], two[name])]
+
+
+def check(plain: Loop, wrapped: Loop) -> None:
+    assert differing((plain.model, plain.optimizer), (wrapped.model, wrapped.optimizer)) == []
+
+
+# -- loss scaling and clipping -----------------------------------------------------------------
+
+
+def test_scaled_and_clipped_steps_of_which_one_is_skipped() -> None:
+    """`unscale_` first, as clipping needs it; step 2 overflows and must leave no trace but the smaller scale."""
+    both, ends = loops(), []
+    for loop in both:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        moved, scales, norms = [], [], []
+        for step in range(6):
+            before = {name: value.clone() for name, value in values(loop.model, loop.optimizer).items()}
+            loop.optimizer.zero_grad()
+            loss = loss_of(loop.model, step) * (float("inf") if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(loop.optimizer)
+            norms.append(float(nn.utils.clip_grad_norm_(loop.model.parameters(), MOST)))
+            scaler.step(loop.optimizer)
+            scaler.update()
+            after = values(loop.model, loop.optimizer)
+            moved.append(any(name not in before or not same_bits(before[name], after[name]) for name in after))
+            scales.append(scaler.get_scale())
+        assert moved == [True, True, False, True, True, True]
+        assert min(norms[:2] + norms[3:]) > MOST, "nothing is clipped"
+        ends.append((scales, norms[:2] + norms[3:]))
+    assert ends[0] == ends[1]
+    assert ends[0][0][1:3] == [2048.0, 1024.0], "the scale neither grew nor shrank"
+    check(*both)
+
+
+def clip_on_ranks(norm_type: float) -> tuple[list[str], list[bool], bool]:
+    """FSDP2's norm is a DTensor of partial norms; what is clipped are the gradients that `step` sees."""
+    model = model_of()
+    fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
+    alone = model_of()
+    optimizer, plain = optimizer_of(model, wrap=True, strategy="owner"), optimizer_of(alone, wrap=False)
+    clipped, partial = [], True
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        raw = [full(p.grad).clone() for p in model.parameters()]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MOST, norm_type=norm_type)
+        partial = partial and isinstance(norm, DTensor)
+        for param, own, before in zip(alone.parameters(), model.parameters(), raw, strict=True):
+            param.grad = full(own.grad).clone()
+            clipped.append(not torch.equal(param.grad, before))
+        optimizer.step()
+        plain.step()
+    return differing((alone, plain), (model, optimizer)), clipped, partial
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_on_ranks(norm_type: float) -> None:
+    assert run(2, clip_on_ranks, norm_type) == [([], [True] * 12, True)] * 2
+
+
+def scale_on_ranks() -> tuple[list[str], list[bool], float]:
+    """One infinite element, on the last rank: GradScaler has to make all ranks skip that step."""
+    model, alone = model_of(), Loop(wrap=False)
+    fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
+    optimizer = optimizer_of(model, wrap=True, strategy="owner")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    moved = []
+    for step in range(4):
+        optimizer.zero_grad()
+        before = [full(p).clone() for p in model.parameters()]
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            model[0].weight.grad.to_local()[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append(not all(same_bits(full(p), old) for p, old in zip(model.parameters(), before, strict=True)))
+        if step != 1:
+            alone.step(step)  # scales are powers of two, so that unscaled gradients have the bits of these
+    return differing((alone.model, alone.optimizer), (model, optimizer)), moved, scaler.get_scale()
+
+
+@pytest.mark.ranks
+def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
+    assert run(2, scale_on_ranks) == [([], [True, False, True, True], 512.0)] * 2
+
+
+# -- gradient accumulation ---------------------------------------------------------------------
+
+
+def accumulate(parallelism: str) -> tuple[list[str], int]:
+    """Two backward passes per step, of which the first does not reduce."""
+    model = model_of()
+    world = dist.get_world_size()
+    trained: Any = model
+    if parallelism == "fsdp":
+        trained = fully_shard(model, mesh=mesh_of((world,), ("dp",)))
+    else:
+        trained = DistributedDataParallel(model)
+    replicate = None if parallelism == "fsdp" else dist.group.WORLD
+    optimizer = optimizer_of(model, wrap=True, strategy="owner", replicate=replicate)
+    alone = Loop(wrap=False)
+    for step in range(4):
+        optimizer.zero_grad()
+        if parallelism == "fsdp":
+            trained.set_requires_gradient_sync(False)
+            loss_of(trained, 2 * step).backward()
+            trained.set_requires_gradient_sync(True)
+        else:
+            with trained.no_sync():
+                loss_of(trained, 2 * step).backward()
+        loss_of(trained, 2 * step + 1).backward()
+        optimizer.step()
+        alone.optimizer.zero_grad()
+        for part in range(2):
+            loss_of(alone.model, 2 * step + part).backward()
+        alone.optimizer.step()
+    owners = {task.owner for task in optimizer.canzona.report().tasks}
+    return differing((alone.model, alone.optimizer), (model, optimizer)), len(owners)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
+def test_accumulation_on_ranks(parallelism: str) -> None:
+    assert run(2, accumulate, parallelism) == [([], 2)] * 2
+
+
+def test_accumulation_in_one_process() -> None:
+    both = loops()
+    for loop in both:
+        for step in range(6):
+            (loss_of(loop.model, step) / 3).backward()
+            if step % 3 == 2:
+                loop.optimizer.step()
+                loop.optimizer.zero_grad(set_to_none=False)
+    check(*both)
+
+
+# -- averages and copies -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [None, get_ema_multi_avg_fn(0.9)], ids=["mean", "exponential"])
+def test_averaged_models(rule: Callable[..., Any] | None) -> None:
+    both, averages = loops(), []
+    for loop in both:
+        average = AveragedModel(loop.model, multi_avg_fn=rule)
+        for step in range(4):
+            loop.step(step)
+            average.update_parameters(loop.model)
+        averages.append(average.state_dict())
+    assert averages[0].keys() == averages[1].keys()
+    assert all(same_bits(averages[0][name], averages[1][name]) for name in averages[0])
+    assert not same_bits(averages[1]["module.0.weight"], both[1].model[0].weight)
+    check(*both)
+
+
+def averaged_on_ranks() -> tuple[bool, list[str]]:
+    """Of fragments in a list, as `AveragedModel` copies its model and FSDP2 refuses that."""
+    model, alone = model_of(), Loop(wrap=False)
+    fully_shard(model, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
+    optimizer = optimizer_of(model, wrap=True, strategy="owner")
+    rule = get_ema_multi_avg_fn(0.9)
+    own = [p.detach().clone() for p in model.parameters()]
+    theirs = [p.detach().clone() for p in alone.model.parameters()]
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        alone.step(step)
+        rule(own, [p.detach() for p in model.parameters()], step)
+        rule(theirs, [p.detach() for p in alone.model.parameters()], step)
+    same = all(same_bits(full(a), b) for a, b in zip(own, theirs, strict=True))
+    return same, differing((alone.model, alone.optimizer), (model, optimizer))
+
+
+@pytest.mark.ranks
+def test_averages_of_fragments() -> None:
+    assert run(2, averaged_on_ranks) == [(True, [])] * 2
+
+
+def test_model_and_optimizer_copied_together() -> None:
+    """One memo: the copied optimizer steps the copied parameters, and the original nothing of them."""
+    both = loops()
+    copies = []
+    for loop in both:
+        loop.steps(0, 1)
+        copies.append(copy.deepcopy(loop))
+    kept = {name: value.clone() for name, value in both[1].model.state_dict().items()}
+    for made in copies:
+        assert [id(p) for p in made.optimizer.param_groups[0]["params"]] == [id(p) for p in made.model.parameters()]
+        made.steps(2, 3)
+    assert canzona_compile.is_wrapped(copies[1].optimizer)
+    check(*copies)
+    assert all(same_bits(kept[name], value) for name, value in both[1].model.state_dict().items())
+    for loop in both:
+        loop.steps(2, 3)
+    check(*both)
+    check(both[0], copies[1])
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def saved(what: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_whole_loop_saved_as_an_object_in_mid_training() -> None:
+    both = loops()
+    for loop in both:
+        loop.steps(0, 1, 2)
+    loaded: Sequence[Any] = [saved(loop) for loop in both]
+    assert loaded[1].optimizer.param_groups[0]["params"][0] is loaded[1].model[0].weight
+    for loop in (*both, *loaded):
+        loop.steps(3, 4)
+    check(*loaded)
+    check(*both)
+    check(both[0], loaded[1])
+
+
+@pytest.mark.parametrize("source", ["plain", "wrapped"])
+def test_dictionaries_saved_in_mid_training(source: str) -> None:
+    """With weights_only=True, as torch loads by default: nothing of ours may be in the file."""
+    both = loops()
+    cycles = [OneCycleLR(loop.optimizer, max_lr=0.2, total_steps=10) for loop in both]
+    for step in range(3):
+        for loop, cycle in zip(both, cycles, strict=True):
+            loop.step(step)
+            cycle.step()
+    which = ["plain", "wrapped"].index(source)
+    parts = {"model": both[which].model, "optimizer": both[which].optimizer, "schedule": cycles[which]}
+    file = io.BytesIO()
+    torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+    resumed = Loop(wrap=False, model=model_of(1)), Loop(wrap=True, model=model_of(1))
+    for loop in resumed:
+        cycle = OneCycleLR(loop.optimizer, max_lr=0.2, total_steps=10)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        loop.model.load_state_dict(state["model"])
+        loop.optimizer.load_state_dict(state["optimizer"])
+        cycle.load_state_dict(state["schedule"])
+        for step in range(3, 6):
+            loop.step(step)
+            cycle.step()
+    for step in range(3, 6):
+        both[0].step(step)
+        cycles[0].step()
+    check(*resumed)
+    check(both[0], resumed[1])

@@ -1,0 +1,153 @@
+"""Compiles generated kernels for GPUs that are not there. A program of its own: kernels are defined for Triton's
+compiler or for its interpreter, once per process. Prints JSON: by kernel and architecture, what the binary needs."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from canzona_compile.codegen.expressions import copying, expressions
+from canzona_compile.codegen.launch import BLOCK, OPTIONS, loaded
+from canzona_compile.codegen.source import Form, PointwiseProgram, source
+from tests.codegen.pointwise import one_call
+from tests.harness.samples import Builder, empty
+
+aten = torch.ops.aten
+SHAPE = (64, 64)
+FLAT: tuple[Form, ...] = ((1, True),)
+ALL: tuple[Form, ...] = ((1, True), (2, True), (1, False), (2, False), (4, False))
+
+
+def muon_prepare() -> PointwiseProgram:
+    b = Builder(momentum_buffer=empty(SHAPE), grad=empty(SHAPE), momentum=0.95)
+    weight = b.call("weight", operator.sub, 1.0, b["momentum"])
+    average = b.call("average", aten.lerp.Scalar, b["momentum_buffer"], b["grad"], weight)
+    ahead = b.call("ahead", aten.lerp.Scalar, b["grad"], average, b["momentum"])
+    graph = b.returns(b.call("low", aten._to_copy.default, ahead, dtype=torch.bfloat16), average)
+    return PointwiseProgram("prepare", expressions(graph, [0, 1], SHAPE), ((torch.bfloat16,), (torch.float32,)))
+
+
+def muon_apply() -> PointwiseProgram:
+    b = Builder(update=empty(SHAPE, torch.bfloat16), param=empty(SHAPE), decay=0.9, lr=0.1)
+    shrunk = b.call("shrunk", aten.mul.Tensor, b["param"], b["decay"])
+    graph = b.returns(b.call("moved", aten.add.Tensor, shrunk, b["update"], alpha=b["lr"]))
+    return PointwiseProgram("apply", expressions(graph, [0], SHAPE), ((torch.float32,),))
+
+
+def adam_apply() -> PointwiseProgram:
+    """Adam's bias corrections from a 0-d counter, one divisor per row, 16-bit parameters: most of what there is."""
+    b = Builder(
+        param=empty(SHAPE, torch.bfloat16),
+        mean=empty(SHAPE),
+        square=empty(SHAPE),
+        rows=empty((SHAPE[0], 1)),
+        step=empty(()),
+        lr=0.1,
+        beta=0.9,
+    )
+    correction = b.call("correction", aten.pow.Scalar, 0.9, b["step"])
+    left = b.call("left", aten.rsub.Scalar, correction, 1)
+    unbiased = b.call("unbiased", aten.div.Tensor, b["square"], left)
+    root = b.call("root", aten.sqrt.default, unbiased)
+    shifted = b.call("shifted", aten.add.Tensor, root, 1e-8)
+    ratio = b.call("ratio", aten.div.Tensor, b["mean"], shifted)
+    bounded = b.call("bounded", aten.tanh.default, ratio)
+    normal = b.call("normal", aten.div.Tensor, bounded, b["rows"])
+    low = b.call("low", aten._to_copy.default, normal, dtype=torch.bfloat16)
+    grown = b.call("grown", aten.exp.default, low)
+    graph = b.returns(b.call("moved", aten.add.Tensor, b["param"], grown, alpha=b["lr"]))
+    return PointwiseProgram("adam", expressions(graph, [0], SHAPE), ((torch.bfloat16,),))
+
+
+def copy() -> PointwiseProgram:
+    return PointwiseProgram("copy", copying(torch.bfloat16, torch.bfloat16), ((torch.bfloat16,),))
+
+
+def addcmul() -> PointwiseProgram:
+    return one_call(aten.addcmul.default, [torch.ones(SHAPE)] * 3).program()
+
+
+KERNELS = {
+    "prepare": ([muon_prepare()], FLAT),
+    "apply": ([muon_apply()], FLAT),
+    "copy": ([copy()], ((1, True), (2, True))),
+    "addcmul": ([addcmul()], FLAT),
+    "mixed": ([muon_apply(), adam_apply(), copy()], ALL),
+}
+
+
+def operators(dtype: torch.dtype) -> list[PointwiseProgram]:
+    """Every rule, on operands of one dtype."""
+    x, y, flag = torch.ones(SHAPE, dtype=dtype), torch.ones(SHAPE, dtype=dtype), torch.ones(SHAPE, dtype=torch.bool)
+    unary = "sqrt rsqrt reciprocal exp exp2 log log2 sin cos erf tanh sigmoid neg abs sign square floor ceil relu"
+    works = [one_call(getattr(aten, name).default, [x]) for name in unary.split()]
+    works += [
+        one_call(op, [x, y]) for op in (aten.maximum.default, aten.minimum.default, aten.le.Tensor, aten.div.Tensor)
+    ]
+    works += [one_call(op, [x, y], alpha=0.3) for op in (aten.add.Tensor, aten.sub.Tensor)]
+    works += [one_call(op, [x, y, x], value=0.3) for op in (aten.addcmul.default, aten.addcdiv.default)]
+    works += [
+        one_call(aten.div.Tensor, [x], 0.3),
+        one_call(aten.rsub.Scalar, [x], 0.3),
+        one_call(aten.gt.Scalar, [x], 0.3),
+    ]
+    works += [one_call(aten.pow.Tensor_Scalar, [x], power) for power in (2, 3, 0.5, -2, 1.7)]
+    works += [one_call(aten.pow.Tensor_Tensor, [x, y]), one_call(aten.lerp.Scalar, [x, y], 0.3)]
+    works += [one_call(aten.lerp.Tensor, [x, y, x]), one_call(aten.clamp.default, [x], -0.3, 0.3)]
+    works += [one_call(aten.where.self, [flag, x, y]), one_call(aten.logical_not.default, [flag])]
+    works += [one_call(aten.full_like.default, [x], 0.3), one_call(aten.mul.Tensor, [x, flag])]
+    others = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
+    works += [one_call(aten._to_copy.default, [x], dtype=other) for other in others]
+    return [work.program() for work in works]
+
+
+def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
+    made = triton.compile(
+        ASTSource(
+            fn=loaded(text),
+            signature={"segments": "*i32", "rows": "*i64", "WIDTH": "constexpr", "BLOCK": "constexpr"},
+            constexprs={(2,): width, (3,): BLOCK},
+            attrs={(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]]},
+        ),
+        target=GPUTarget("cuda", arch, 32),
+        options=dict(OPTIONS),
+    )
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    needs = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", said)
+    assert needs is not None, said
+    names = ("registers", "stack", "shared", "local")
+    found = {name: int(value) for name, value in zip(names, needs.groups(), strict=True)}
+    memory = re.findall(r"(?:ld|st)\.global\S*", made.asm["ptx"])
+    flushing = re.findall(r"\w+(?:\.\w+)*\.ftz(?:\.\w+)*", made.asm["ptx"])
+    fused = made.asm["ptx"].count("fma.rn.f32") + made.asm["ptx"].count("fma.rn.f32x2")  # these are two
+    products = len(re.findall(r"mul(?:\.rn)?\.f32", made.asm["ptx"]))
+    found |= {"fused": fused, "products": products}
+    return found | {"memory": sorted(set(memory)), "flushing": sorted(set(flushing))}
+
+
+if __name__ == "__main__":
+    results = {}
+    for name, (programs, forms) in KERNELS.items():
+        branches = [(i, form) for i in range(len(programs)) for form in forms]
+        text, width = source(name, programs, branches), max(p.width for p in programs)
+        results[name] = {arch: compile_for(arch, text, width) for arch in (80, 90, 100)}
+    for dtype in (torch.float32, torch.float64):
+        programs = operators(dtype)
+        text = source("operators", programs, [(i, (1, True)) for i in range(len(programs))])
+        needs = compile_for(90, text, max(p.width for p in programs))
+        results[str(dtype)] = {90: needs | {"functions": text.count("@triton.jit") - 1}}
+    print(json.dumps(results))

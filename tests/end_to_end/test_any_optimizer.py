@@ -1,0 +1,305 @@
+"""Optimizers of every kind either take the plain optimizer's steps, bit for bit, or are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer, RMSprop
+from torch.utils.flop_counter import FlopCounterMode
+
+import canzona_compile
+from canzona_compile.errors import InvalidGradient, UnsupportedOptimizer
+from tests.harness import toy_optimizers as toys
+from tests.harness.pairs import Pair, different, feed, muon, one_rank, parameters, params_of, same_bits, wrapped_muon
+
+MIXED = ((6, 4), (4, 6), (7,), (5, 3))
+
+
+def values_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in params_of(optimizer)]
+
+
+# -- elementwise optimizers --------------------------------------------------------------------
+
+ELEMENTWISE: dict[str, Callable[[list[Any]], Optimizer]] = {
+    "adamw": lambda params: AdamW(params, lr=0.1),
+    "adamw-amsgrad": lambda params: AdamW(params, lr=0.1, amsgrad=True),
+    "adamw-tensor-lr": lambda params: AdamW(params, lr=torch.tensor(0.1)),
+    "adamw-foreach": lambda params: AdamW(params, lr=0.1, foreach=True),
+    "adamw-fused": lambda params: AdamW(params, lr=0.1, fused=True),
+    "adam-l2": lambda params: Adam(params, lr=0.1, weight_decay=0.1),
+    "sgd": lambda params: SGD(params, lr=0.1),
+    "sgd-momentum": lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "rmsprop": lambda params: RMSprop(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_stay_on_their_rank(name: str) -> None:
+    pair = Pair(ELEMENTWISE[name], MIXED)
+    for step in range(4):
+        pair.set("weight_decay", 0.1 * step)
+        pair.step(*([2] if step == 1 else []))
+    assert pair.report.tasks == ()
+    assert [t.name for t in pair.report.local] == [f"group0.param{i}" for i in range(4)]
+
+
+def test_groups_without_matrices() -> None:
+    pair = Pair(lambda params: toys.TwoKinds([{"params": params}, {"params": []}]), ((7,), (3,)))
+    pair.steps(3)
+    assert (pair.report.tasks, len(pair.report.local)) == ((), 2)
+
+
+def test_matrices_and_elementwise_groups_in_one_optimizer() -> None:
+    def make(params: list[Any]) -> Optimizer:
+        groups = [{"params": params[:2], "use_muon": True}, {"params": params[2:], "use_muon": False}]
+        return toys.TwoKinds(groups)
+
+    pair = Pair(make, MIXED)
+    pair.step()
+    pair.step(1, 3)
+    pair.steps(3)
+    assert [t.name for t in pair.report.tasks] == ["group0.param0", "group0.param1"]
+    assert [t.name for t in pair.report.local] == ["group1.param0", "group1.param1"]
+    assert pair.report.fallbacks == {}
+
+
+# -- hyperparameters that change ---------------------------------------------------------------
+
+
+def test_nesterov_switched_in_mid_run_is_captured_once_more() -> None:
+    pair = Pair()
+    captures = []
+    for nesterov in (True, False) * 3:
+        pair.set("nesterov", nesterov)
+        pair.steps(2)
+        captures.append(pair.report.captures)
+    assert captures[1] > captures[0]
+    assert captures[5] == captures[3]
+
+
+def test_coefficients_changed_in_mid_run() -> None:
+    """torch.addmm asks for the value of beta, so the coefficients are constants of the graph."""
+    pair = Pair()
+    pair.steps(2)
+    for coefficients in ((3.0, -4.0, 2.0), (3.4445, -4.7750, 2.0315)):
+        pair.set("ns_coefficients", coefficients)
+        pair.steps(2)
+
+
+def test_groups_with_coefficients_of_their_own() -> None:
+    def make(params: list[Any]) -> Optimizer:
+        return muon([{"params": params[:1], "ns_coefficients": (3.0, -4.0, 2.0)}, {"params": params[1:]}])
+
+    pair = Pair(make, ((6, 4), (6, 4)))
+    pair.steps(3)
+    assert len({t.template for t in pair.report.tasks}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("ns_steps", (3, 5)), ("adjust_lr_fn", ("original", "match_rms_adamw")), ("weight_decay", (0.0, 0.3))],
+)
+def test_other_hyperparameters_changed_in_mid_run(name: str, values: tuple[Any, ...]) -> None:
+    pair = Pair()
+    for value in values:
+        pair.set(name, value)
+        pair.steps(2)
+
+
+def test_tensor_learning_rates() -> None:
+    pair = Pair(lambda params: muon(params, lr=torch.tensor(0.1)))
+    captures = []
+    for _ in range(4):
+        pair.step()
+        captures.append(pair.report.captures)
+        for optimizer in pair.both:
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+    assert captures == captures[:1] * 4
+
+
+@pytest.mark.parametrize("kind", [muon, toys.Refreshing])
+def test_dispatch_modes_of_the_caller_change_nothing(kind: Callable[[list[Any]], Optimizer]) -> None:
+    pair = Pair(kind)
+    pair.step()
+    captures = pair.report.captures
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            pair.step()
+        assert counter.get_total_flops() > 0
+        pair.steps(2)
+    assert (pair.report.captures, pair.report.fallbacks) == (captures, {})
+
+
+# -- counters and branches ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [toys.Cubic, toys.Counting, toys.Refreshing, toys.Nesting, toys.Replacing])
+def test_counters_and_periodic_work_are_compiled(kind: type[Optimizer]) -> None:
+    pair = Pair(kind)
+    pair.steps(7)
+    captures = pair.report.captures
+    pair.steps(3)
+    assert pair.report.captures == captures
+    assert pair.report.fallbacks == {}
+
+
+@pytest.mark.parametrize("kind", [toys.CountingOnItself, toys.CountingInGroup, toys.LateCounting])
+def test_counters_in_groups_and_on_the_optimizer(kind: type[Optimizer]) -> None:
+    pair = Pair(lambda params: kind([{"params": params[:2]}, {"params": params[2:]}]), MIXED[:2] + MIXED[3:])  # type: ignore[call-arg]
+    pair.steps(4)
+    captures = pair.report.captures
+    pair.step(0, 2)
+    pair.steps(4)
+    assert pair.report.captures == captures
+    assert pair.report.fallbacks == {}
+    groups = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in pair.both]
+    assert groups[0] == groups[1]
+    assert getattr(pair.plain, "steps", None) == getattr(pair.wrapped, "steps", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (toys.HostReading, "toy_optimizers.py, line "),
+        (toys.HostReading, ": if update.norm().item() > 10:"),
+        (toys.HostReading, "its step needs tensor values"),
+        (toys.Breaking, "the step breaks into several graphs with tensor work; toy_optimizers.py, line "),
+        (toys.ConstantMaking, "its step makes tensors of Python numbers"),
+        (toys.ObjectKeeping, "a Python object: 'tally'"),
+        (toys.CompilationAware, "the code depends on being compiled"),
+    ],
+)
+def test_what_cannot_be_traced_is_interpreted_and_says_why(kind: type[Optimizer], reason: str) -> None:
+    pair = Pair(kind)
+    pair.steps(5)
+    assert pair.report.fallbacks.keys() == {"group0.param0", "group0.param1"}
+    assert all(reason in why for why in pair.report.fallbacks.values())
+    assert reason in pair.report.to_text(width=400)
+
+
+def test_interpreted_tasks_keep_their_state_in_copies_and_checkpoints() -> None:
+    pair = Pair(toys.ObjectKeeping)
+    pair.steps(2)
+    canzona_compile.unwrap(pair.wrapped)
+    pair.steps(2)
+    canzona_compile.wrap(pair.wrapped)
+    pair.steps(2)
+    assert [s["tally"].steps for s in pair.wrapped.state.values()] == [6, 6]
+
+
+# -- optimizers that are refused ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [toys.GlobalNorm, toys.GlobalNormOnHost, toys.CountingPerParameter])
+def test_coupled_parameters_are_refused_by_name(kind: type[Optimizer]) -> None:
+    names = ["first.weight", "second.weight"]
+    wrapped = canzona_compile.wrap(kind(list(zip(names, parameters(), strict=True))))  # type: ignore[call-arg]
+    feed(wrapped, 0)
+    before = values_of(wrapped)
+    with pytest.raises(UnsupportedOptimizer, match="couples parameters") as caught:
+        wrapped.step()
+    assert caught.value.at == "first.weight"
+    assert "clip_grad_norm_" in str(caught.value)
+    assert all(map(same_bits, before, params_of(wrapped)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (toys.CountingInAList, "self.norms.0"),
+        (toys.AveragingOnItself, "self.average"),
+    ],
+)
+def test_what_belongs_to_no_parameter_must_not_change(kind: type[Optimizer], what: str) -> None:
+    """Such counters would stand still, or run ahead, without a word."""
+    wrapped: Any = canzona_compile.wrap(kind(parameters()))  # type: ignore[call-arg]
+    feed(wrapped, 0)
+    before = values_of(wrapped)
+    with pytest.raises(UnsupportedOptimizer, match=rf"changes {what}.* belong to no parameter") as caught:
+        wrapped.step()
+    assert caught.value.at == "group0.param0"
+    assert "self.state[param]" in str(caught.value)
+    assert all(map(same_bits, before, params_of(wrapped)))
+    assert getattr(wrapped, "norms", []) == []
+
+
+def test_caches_of_an_optimizer_are_no_counters() -> None:
+    Pair(toys.Caching).steps(3)
+
+
+def test_an_optimizer_that_communicates_is_refused() -> None:
+    wrapped = canzona_compile.wrap(toys.Communicating(parameters()))
+    feed(wrapped, 0)
+    with one_rank(), pytest.raises(UnsupportedOptimizer, match="communicates by itself") as caught:
+        wrapped.step()
+    assert caught.value.at == "group0.param0"
+    assert "single-device version" in str(caught.value)
+
+
+def test_complex_parameters_are_refused() -> None:
+    real, made = parameters()[0], torch.nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))
+    wrapped = canzona_compile.wrap(SGD([real, made], lr=0.1))
+    with pytest.raises(UnsupportedOptimizer, match="complex parameters") as caught:
+        wrapped.step()
+    assert caught.value.at == "group0.param1"
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+def sparse(param: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(param).to_sparse()
+
+
+def complex_(param: torch.Tensor) -> torch.Tensor:
+    return torch.ones(param.shape, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["at the first step", "later"])
+@pytest.mark.parametrize("make", [Muon, SGD])
+@pytest.mark.parametrize(("gradient", "word"), [(sparse, "sparse_coo"), (complex_, "complex")])
+def test_bad_gradients_are_named_and_nothing_is_updated(
+    gradient: Callable[[torch.Tensor], torch.Tensor], word: str, make: type[Optimizer], steps: int
+) -> None:
+    def build(params: list[Any]) -> Optimizer:
+        return make(params, lr=0.1)  # type: ignore[call-arg]
+
+    pair = Pair(build)
+    pair.steps(steps)
+    feed(pair.wrapped, 9)
+    second = params_of(pair.wrapped)[1]
+    second.grad_dtype = None
+    second.grad = gradient(second)
+    with pytest.raises(InvalidGradient, match=word) as caught:
+        pair.wrapped.step()
+    assert caught.value.at == "group0.param1"
+    assert different(*pair.both) == []
+    pair.steps(2)
+
+
+def test_nan_gradients_pass_through_as_in_the_plain_optimizer() -> None:
+    pair = Pair()
+    pair.step()
+    for optimizer in pair.both:
+        feed(optimizer, 5)
+        grad = params_of(optimizer)[0].grad
+        assert grad is not None
+        grad[1, 2] = float("nan")
+        optimizer.step()
+    assert different(*pair.both) == []
+    poisoned, healthy = params_of(pair.wrapped)
+    assert bool(poisoned.isnan().all())
+    assert not bool(healthy.isnan().any())
+
+
+def test_steps_without_any_gradient_do_nothing() -> None:
+    wrapped = wrapped_muon()
+    before = values_of(wrapped)
+    wrapped.step()
+    wrapped.step()
+    assert all(map(same_bits, before, params_of(wrapped)))
+    assert len(wrapped.state) == 0

@@ -1,0 +1,73 @@
+"""Weights of convolutions [out, in, height, width], which an optimizer flattens to a matrix as it likes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import canzona_compile
+from tests.harness.layouts import Case, Laid, full, replicate_of
+from tests.harness.optimizers import orthogonal
+from tests.harness.pairs import params_of, same_bits
+from tests.harness.ranks import run
+from tests.harness.toy_optimizers import PerParameter, State
+
+SHAPES = ((9, 4, 3, 3), (8, 8, 1, 1), (2, 5, 3, 2), (7, 6))
+
+
+class ConvolutionMuon(PerParameter):
+    """Rows are output channels; everything else is a column."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        state["momentum_buffer"].mul_(0.9).add_(grad)
+        matrix = state["momentum_buffer"].flatten(1)
+        update = orthogonal(matrix.unsqueeze(0)).squeeze(0).to(param.dtype)
+        param.add_(update.view_as(param), alpha=-group["lr"])
+
+
+class PixelMuon(ConvolutionMuon):
+    """One matrix [out, in] per pixel of the kernel."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if param.ndim < 4:
+            super().update(param, grad, group, state)
+            return
+        pixels = grad.flatten(2).permute(2, 0, 1)
+        update = orthogonal(pixels).to(param.dtype).permute(1, 2, 0)
+        param.add_(update.reshape(param.shape), alpha=-group["lr"])
+
+
+KINDS: dict[str, type[Optimizer]] = {"flattened": ConvolutionMuon, "by pixel": PixelMuon}
+
+
+def train(kind: str, case: Case) -> list[str]:
+    random = torch.Generator().manual_seed(4)
+    values = [torch.randn(s, generator=random) for s in SHAPES]
+    laid = Laid(values, case)
+    plain: Any = KINDS[kind]([nn.Parameter(v.clone()) for v in values], lr=0.1)
+    wrapped: Any = KINDS[kind](laid.params, lr=0.1)
+    canzona_compile.wrap(wrapped, replicate=replicate_of(case), strategy="owner")
+    for _ in range(4):
+        for i, param in enumerate(params_of(plain)):
+            param.grad = torch.randn(param.shape, generator=random)
+            laid.params[i].grad = laid.like_param(param.grad, i)
+        plain.step()
+        wrapped.step()
+    report = wrapped.canzona.report()
+    assert len(report.tasks) == len(SHAPES)
+    assert report.fallbacks == {}
+    pairs = zip(laid.params, params_of(plain), strict=True)
+    return [f"parameter {i}" for i, (a, b) in enumerate(pairs) if not same_bits(full(a), b.detach())]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["stack_dim0", "stack_dim1", "ddp", "replicated"])
+def test_convolutions(kind: str, layout: str) -> None:
+    assert run(2, train, kind, Case(layout, (2,))) == [[], []]

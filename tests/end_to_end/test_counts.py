@@ -1,0 +1,366 @@
+"""Bytes, collectives and captures, counted from outside: by replacing c10d's functions, and by Dynamo's backend."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.optim.lr_scheduler import OneCycleLR
+
+import canzona_compile
+from canzona_compile.capture.dynamo_oracle import Oracle
+from tests.harness.layouts import Case, Laid, replicate_of
+from tests.harness.optimizers import (
+    EVEN,
+    MUON_GROUPS,
+    UNEVEN,
+    GroupSpec,
+    Shape,
+    muon,
+    param_groups,
+    shapes_of,
+    share_captures,
+)
+from tests.harness.ranks import collectives, run
+
+# -- on the ranks ----------------------------------------------------------------------------------
+
+FUNCTIONS = [
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a rank did in one step.
+
+    Attributes:
+        functions: of c10d that were called, in order.
+        sent, received: by each all-to-all, without what a rank sends to itself.
+        started: collectives that the process groups counted.
+        report: of the wrapped optimizer.
+    """
+
+    functions: list[str] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    started: int = 0
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def observed(traffic: Traffic) -> Iterator[None]:
+    """While open, every function of c10d that communicates notes that it was called."""
+    originals = {name: getattr(c10d, name) for name in FUNCTIONS}
+
+    def noting(name: str) -> Callable[..., Any]:
+        @functools.wraps(originals[name])
+        def call(*args: Any, **kwargs: Any) -> Any:
+            traffic.functions.append(name)
+            if name == "all_to_all_single":
+                note_bytes(traffic, *args, **kwargs)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    modules = [m for m in (dist, c10d) for name in FUNCTIONS if hasattr(m, name)]
+    for name in FUNCTIONS:
+        for module in modules:
+            setattr(module, name, noting(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            for module in modules:
+                setattr(module, name, original)
+
+
+def note_bytes(
+    traffic: Traffic,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> None:
+    for tensor, splits, total in (
+        (output, output_split_sizes, traffic.received),
+        (input, input_split_sizes, traffic.sent),
+    ):
+        rows = tensor.shape[0]
+        own = dist.get_rank(group)
+        mine = splits[own] if splits else rows // dist.get_world_size(group)
+        assert not splits or sum(splits) == rows
+        total.append((rows - mine) * tensor[:1].numel() * tensor.element_size())
+
+
+def count(case: Case, shapes: Sequence[Shape], **options: Any) -> Traffic:
+    """The traffic of the third step."""
+    random = torch.Generator().manual_seed(1)
+    values = [torch.randn(s, generator=random) for s in shapes]
+    laid = Laid(values, case)
+    optimizer: Any = muon([{"params": laid.params}])
+    canzona_compile.wrap(optimizer, replicate=replicate_of(case), **options)
+    share_captures(optimizer)
+    for i, param in enumerate(laid.params):
+        param.grad = laid.like_param(values[i], i)
+    for _ in range(2):
+        optimizer.step()
+    traffic = Traffic()
+    before = collectives()
+    with observed(traffic):
+        optimizer.step()
+    return Traffic(
+        traffic.functions,
+        traffic.sent,
+        traffic.received,
+        collectives() - before,
+        optimizer.canzona.report().to_dict(),
+    )
+
+
+# -- traffic ---------------------------------------------------------------------------------------
+
+
+def elements(shapes: Sequence[Shape]) -> int:
+    return sum(m * n for m, n in shapes)
+
+
+def check(found: Sequence[Traffic], shapes: Sequence[Shape], per_group: int) -> tuple[int, int]:
+    """Agreement of what ranks, process groups and reports count: bytes on the wire, and micro-groups."""
+    report = found[0].report
+    groups = len(report["micro_groups"])
+    for own in found:
+        assert own.functions == ["all_to_all_single"] * per_group * groups
+        assert own.started == len(own.functions) == own.report["collectives_per_step"]
+    by_call = [sum(sizes) for sizes in zip(*(own.sent for own in found), strict=True)]
+    assert by_call == [sum(s) for s in zip(*(own.received for own in found), strict=True)]
+    wire = sum(by_call)
+    assert report["wire_bytes_per_element"] * elements(shapes) == pytest.approx(wire, rel=1e-12)
+    reported = [
+        group[f"{phase}_bytes"] for group in report["micro_groups"] for phase in ("gather", "scatter", "exchange")
+    ]
+    assert sum(reported) == wire
+    return wire, groups
+
+
+def one_per_shape(ranks: int) -> list[Shape]:
+    return list(EVEN)
+
+
+def uneven(ranks: int) -> list[Shape]:
+    return [shape for shape in UNEVEN for _ in range(ranks)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shapes", [one_per_shape, uneven])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_fsdp(ranks: int, shapes: Callable[[int], list[Shape]]) -> None:
+    """4 (W - 1) / W bytes per element: bfloat16 to the owner and back, but not what the owner has.
+
+    Of one uneven matrix an owner has more or less than 1 / W; of W equal ones with an owner each
+    exactly 1 / W, whatever the shards.
+    """
+    made = shapes(ranks)
+    found = run(ranks, count, Case("fsdp", (ranks,)), made, strategy="owner")
+    wire, groups = check(found, made, per_group=2)
+    assert wire * ranks == 4 * (ranks - 1) * elements(made)
+    assert groups == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("options", [{"micro_groups": 3}, {"capacity": 1500, "depth": 3}], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_fsdp_in_micro_groups(ranks: int, options: dict[str, Any]) -> None:
+    """Two collectives each, and as many bytes as in one."""
+    made = uneven(ranks)
+    found = run(ranks, count, Case("fsdp", (ranks,)), made, strategy="owner", **options)
+    wire, groups = check(found, made, per_group=2)
+    assert wire * ranks == 4 * (ranks - 1) * elements(made)
+    assert groups > 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shapes", [UNEVEN, (*EVEN, *UNEVEN, *UNEVEN)], ids=["uneven", "mixed"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_fsdp_with_any_owners(ranks: int, shapes: Sequence[Shape]) -> None:
+    """What crosses is all but the rows that the owner has."""
+    found = run(ranks, count, Case("fsdp", (ranks,)), shapes, strategy="owner")
+    wire, _ = check(found, shapes, per_group=2)
+    expected = 0
+    for task in found[0].report["tasks"]:
+        rows, columns = task["shape"]
+        length = -(-rows // ranks)
+        kept = min(max(rows - task["owner"] * length, 0), length)
+        expected += 4 * (rows - kept) * columns
+    assert wire == expected
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("layout", "mesh"), [("hsdp", (2, 2)), ("tp_ddp", (2, 2)), ("hsdp", (2, 4))])
+def test_hsdp(layout: str, mesh: tuple[int, int]) -> None:
+    """Gather and scatter in one replica, then every fragment of the update to the other replicas."""
+    replicas, shards = mesh
+    shapes = list(EVEN)
+    found = run(replicas * shards, count, Case(layout, mesh), shapes, strategy="owner")
+    wire, _ = check(found, shapes, per_group=3)
+    expected = 4 * (shards - 1) * elements(shapes) + 2 * (replicas - 1) * shards * elements(shapes)
+    assert wire * shards == expected
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("layout", ["ddp", "replicated"])
+def test_ddp(layout: str, ranks: int) -> None:
+    """Nothing to gather: the owner sends the bfloat16 update to every other rank, in one collective."""
+    shapes = [*EVEN, *UNEVEN]
+    found = run(ranks, count, Case(layout, (ranks,)), shapes, strategy="owner")
+    wire, _ = check(found, shapes, per_group=1)
+    assert wire == 2 * (ranks - 1) * elements(shapes)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_replicated_strategy(ranks: int) -> None:
+    """Everybody gathers everything, nothing comes back; with equal copies the ranks only meet."""
+    shapes = [*EVEN, *UNEVEN]
+    found = run(ranks, count, Case("fsdp", (ranks,)), shapes, strategy="replicated")
+    wire, _ = check(found, shapes, per_group=1)
+    assert wire == 2 * (ranks - 1) * elements(shapes)
+    found = run(ranks, count, Case("ddp", (ranks,)), shapes, strategy="replicated")
+    for own in found:
+        assert own.functions == ["all_reduce"]
+        assert own.started == own.report["collectives_per_step"] == 1
+        assert own.report["wire_bytes_per_element"] == 0
+
+
+# -- captures --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Captures:
+    """What Dynamo was asked for.
+
+    Attributes:
+        first, later: calls of our backend, in the first step and in all others.
+        captures, variants: what the session says it has captured.
+        config: names in Dynamo's configuration whose values are not as before.
+    """
+
+    first: int
+    later: int
+    captures: int
+    variants: list[int]
+    config: list[str]
+    report: dict[str, Any]
+
+
+def dynamo_config() -> dict[str, Any]:
+    config: Any = torch._dynamo.config
+    found: dict[str, Any] = config.get_config_copy()
+    return found
+
+
+def capture(specs: Sequence[Any], steps: int) -> Captures:
+    """Train with a schedule that changes lr and momentum on every step, and count."""
+    calls = 0
+    backend = Oracle._backend
+
+    def counting(self: Oracle, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return backend(self, *args, **kwargs)
+
+    before = dynamo_config()
+    random = torch.Generator().manual_seed(2)
+    values = [torch.randn(s, generator=random) for s in shapes_of(specs)]
+    laid = Laid(values, Case("fsdp", (dist.get_world_size(),)))
+    optimizer: Any = muon(param_groups(specs, laid.params))
+    canzona_compile.wrap(optimizer)
+    scheduler = OneCycleLR(optimizer, [g["lr"] for g in optimizer.param_groups], steps)
+    Oracle._backend = counting  # type: ignore[method-assign]
+    first = 0
+    seen = set()
+    try:
+        for step in range(steps):
+            for i, param in enumerate(laid.params):
+                param.grad = laid.like_param(values[i], i)
+            optimizer.step()
+            scheduler.step()
+            group = optimizer.param_groups[0]
+            group["weight_decay"] *= 0.99
+            seen.add(tuple(group[name] for name in ("lr", "momentum", "weight_decay")))
+            first = calls if step == 0 else first
+    finally:
+        Oracle._backend = backend  # type: ignore[method-assign]
+    assert len(seen) == steps, "the schedule does not change on every step"
+    after = dynamo_config()
+    session = optimizer.canzona.session
+    oracles = [kind.oracle for kind in session.capture.kinds.values()]
+    return Captures(
+        first,
+        calls - first,
+        session.capture.captures,
+        [len(oracle.variants) for oracle in oracles if oracle is not None],
+        [name for name in before if before[name] != after[name]],
+        optimizer.canzona.report().to_dict(),
+    )
+
+
+@pytest.mark.ranks
+def test_captures_once_per_template() -> None:
+    """And never again in 50 steps, whatever a scheduler does to the hyperparameters."""
+    for found in run(2, capture, MUON_GROUPS, 50):
+        assert found.captures == found.report["captures"] == len(MUON_GROUPS)
+        assert found.variants == [1] * len(MUON_GROUPS)
+        assert found.first >= len(MUON_GROUPS)
+        assert found.later == 0
+        assert found.report["fallbacks"] == {}
+
+
+@pytest.mark.ranks
+def test_twelve_shapes_without_a_dynamo_limit() -> None:
+    """More shapes than Dynamo would compile one function for, and its configuration stays as it was."""
+    shapes = tuple((8 + 2 * i, 12 + i) for i in range(12))
+    assert torch._dynamo.config.recompile_limit < len(shapes)
+    for found in run(2, capture, [GroupSpec(shapes)], 3):
+        assert found.captures == len(found.report["templates"]) == 12
+        assert found.variants == [1] * 12
+        assert found.later == 0
+        assert found.config == []
+        assert found.report["fallbacks"] == {}

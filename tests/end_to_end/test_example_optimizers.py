@@ -1,0 +1,396 @@
+"""The optimizers in examples/optimizers: each is right by itself, and wrapped ones have its bits, on ranks too."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+import canzona_compile
+from examples.optimizers.normuon import NorMuon
+from examples.optimizers.shampoo import Shampoo
+from examples.optimizers.soap import SOAP
+from tests.harness.layouts import Case, Laid, full, local, replicate_of
+from tests.harness.optimizers import share_captures
+from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
+from tests.harness.ranks import run
+
+SMALL = ((6, 4), (4, 6), (5, 5))
+# Rows and columns that 2 and 3 ranks cannot share evenly, fewer rows than ranks, and two matrices alike.
+SHAPES = ((31, 17), (2, 20), (24, 24), (24, 24))
+STEPS = 25
+
+# Five refreshes or more in STEPS; what a flag or a size switches is switched here.
+OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
+    "shampoo": lambda params: Shampoo(params, every=5),
+    "shampoo-grafted": lambda params: Shampoo(params, momentum=0.0, every=4, graft=True, weight_decay=0.1),
+    "shampoo-every-step": lambda params: Shampoo(params, every=1),
+    "soap": lambda params: SOAP(params, every=5),
+    "soap-one-sided": lambda params: SOAP(params, every=3, max_precond_dim=17, weight_decay=0.0),
+    "soap-every-step": lambda params: SOAP(params, every=1),
+    "soap-no-sides": lambda params: SOAP(params, max_precond_dim=1),
+    "normuon": lambda params: NorMuon(params),
+}
+
+
+# -- each by itself ----------------------------------------------------------------------------
+
+
+def doubles(shape: tuple[int, ...], count: int = 1, seed: int = 0) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=random, dtype=torch.float64) for _ in range(count)]
+
+
+def trajectory(optimizer: Optimizer, grads: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The only parameter after each of these gradients."""
+    (param,) = params_of(optimizer)
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+        yield param.detach().clone()
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def shampoo_by_hand(weight: Tensor, grads: Sequence[Tensor], lr: float, **hypers: Any) -> Iterator[Tensor]:
+    """(L kron R)^(-1/4) of the whole parameter as one vector, from all gradients so far."""
+    inverse = buffer = torch.zeros(())
+    for t, grad in enumerate(grads):
+        if t % hypers["every"] == 0:
+            left, right = (hypers["eps"] * torch.eye(n, dtype=torch.float64) for n in weight.shape)
+            for seen in grads[: t + 1]:
+                left, right = left + seen @ seen.T, right + seen.T @ seen
+            values, vectors = torch.linalg.eigh(torch.kron(left, right))
+            inverse = vectors @ torch.diag(values**-0.25) @ vectors.T
+        buffer = hypers["momentum"] * buffer + (inverse @ grad.flatten()).view(weight.shape)
+        weight = weight - lr * hypers["weight_decay"] * weight - lr * buffer
+        yield weight
+
+
+@pytest.mark.parametrize("shape", SMALL)
+def test_shampoo_by_hand(shape: tuple[int, ...]) -> None:
+    first, *grads = doubles(shape, 9)
+    hypers: dict[str, Any] = {"lr": 0.1, "momentum": 0.8, "eps": 1e-3, "every": 3, "weight_decay": 0.2}
+    found = trajectory(Shampoo([torch.nn.Parameter(first.clone())], **hypers), grads)
+    for value, expected in zip(found, shampoo_by_hand(first, grads, **hypers), strict=True):
+        close(value, expected)
+
+
+def test_grafting_takes_the_size_of_the_gradient_and_the_direction_of_shampoo() -> None:
+    first, *grads = doubles((6, 4), 4)
+    steps = {}
+    for graft in (False, True):
+        optimizer = Shampoo([torch.nn.Parameter(first.clone())], lr=1.0, momentum=0.0, graft=graft)
+        values = [first, *trajectory(optimizer, grads)]
+        steps[graft] = [before - after for before, after in itertools.pairwise(values)]
+    for plain, grafted, grad in zip(steps[False], steps[True], grads, strict=True):
+        close(grafted.norm(), grad.norm())
+        close(grafted / grafted.norm(), plain / plain.norm())
+
+
+def improved(statistics: Tensor, vectors: list[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """Gram and Schmidt's way from S v, those of large v S v first; and where each comes from."""
+    order = sorted(range(len(vectors)), key=lambda i: -float(vectors[i] @ statistics @ vectors[i]))
+    found: list[Tensor] = []
+    for i in order:
+        vector = statistics @ vectors[i]
+        for other in found:
+            vector = vector - (other @ vector) * other
+        found.append(vector / vector.norm())
+    return order, found
+
+
+def soap_by_hand(weight: Tensor, grads: list[Tensor], bases: list[Any], lr: float, **hypers: Any) -> Iterator[Tensor]:
+    """Entry by entry: for every pair of a left and a right vector an Adam of its own."""
+    (beta1, beta2), shampoo_beta, moment = hypers["betas"], hypers["shampoo_beta"], torch.zeros_like(weight)
+    squares = {(i, j): 0.0 for i in range(weight.shape[0]) for j in range(weight.shape[1])}
+    statistics = [(1 - shampoo_beta) * s for s in (grads[0] @ grads[0].T, grads[0].T @ grads[0])]
+    yield weight
+    for t, grad in enumerate(grads[1:], start=1):
+        moment = beta1 * moment + (1 - beta1) * grad
+        weight = weight - lr * hypers["weight_decay"] * weight
+        for i, left in enumerate(bases[0]):
+            for j, right in enumerate(bases[1]):
+                squares[i, j] = beta2 * squares[i, j] + (1 - beta2) * float(left @ grad @ right) ** 2
+                root = math.sqrt(squares[i, j] / (1 - beta2**t)) + hypers["eps"]
+                size = (left @ moment @ right) / (1 - beta1**t) / root
+                weight = weight - lr * size * torch.outer(left, right)
+        for dim, new in enumerate((grad @ grad.T, grad.T @ grad)):
+            statistics[dim] = shampoo_beta * statistics[dim] + (1 - shampoo_beta) * new
+        if t % hypers["every"] == 0:
+            orders = [list(range(n)) for n in weight.shape]
+            for dim in (d for d in (0, 1) if weight.shape[d] <= hypers["max_precond_dim"]):
+                orders[dim], bases[dim] = improved(statistics[dim], bases[dim])
+            squares = {(i, j): squares[orders[0][i], orders[1][j]] for i, j in squares}
+        yield weight
+
+
+@pytest.mark.parametrize("max_precond_dim", [5, 6])
+@pytest.mark.parametrize("shape", SMALL)
+def test_soap_by_hand(shape: tuple[int, ...], max_precond_dim: int) -> None:
+    """Where the first gradient leaves eigenvectors open, its own are taken, if they are ones."""
+    first, *grads = doubles(shape, 11)
+    hypers: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "shampoo_beta": 0.7, "eps": 1e-6, "every": 3}
+    hypers |= {"max_precond_dim": max_precond_dim, "weight_decay": 0.2}
+    optimizer = SOAP([torch.nn.Parameter(first.clone())], **hypers)
+    found = trajectory(optimizer, grads)
+    assert torch.equal(next(found), first), "the first gradient only finds the basis"
+    (state,) = optimizer.state.values()
+    bases = [torch.eye(n, dtype=torch.float64) for n in shape]
+    for dim, side in enumerate(("left", "right")):
+        assert (side in state) == (f"{side}_basis" in state) == (shape[dim] <= max_precond_dim)
+        if side in state:
+            bases[dim] = state[f"{side}_basis"].clone()
+            diagonal = bases[dim].T @ state[side] @ bases[dim]
+            close(bases[dim].T @ bases[dim], torch.eye(shape[dim], dtype=torch.float64))
+            close(diagonal, diagonal.diagonal().sort(descending=True).values.clamp(min=0).diag())
+    by_hand = soap_by_hand(first, grads, [list(basis.T) for basis in bases], **hypers)
+    next(by_hand)
+    for value, expected in zip(found, by_hand, strict=True):
+        close(value, expected)
+
+
+def test_soap_without_sides_is_adam_from_the_second_gradient_on() -> None:
+    first, *grads = doubles((6, 4), 8)
+    hypers: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
+    soap, adam = (
+        make([torch.nn.Parameter(first.clone())])
+        for make in (lambda p: SOAP(p, max_precond_dim=1, **hypers), lambda p: AdamW(p, **hypers))
+    )
+    for found, expected in zip(list(trajectory(soap, grads))[1:], trajectory(adam, grads[1:]), strict=True):
+        close(found, expected)
+
+
+def polynomials(matrix: Tensor, steps: int = 5) -> Tensor:
+    """What Newton-Schulz does, on the singular values themselves."""
+    left, values, right = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+    for _ in range(steps):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    product: Tensor = left @ values.diag() @ right
+    return product
+
+
+@pytest.mark.parametrize("shape", SMALL)
+def test_normuon_by_hand(shape: tuple[int, ...]) -> None:
+    """Up to what bfloat16 rounds off."""
+    first, *grads = doubles(shape, 6)
+    lr, beta1, beta2, decay = 0.01, 0.8, 0.9, 0.2
+    optimizer = NorMuon([torch.nn.Parameter(first.clone())], lr=lr, betas=(beta1, beta2), weight_decay=decay)
+    weight, moment, squares = first, torch.zeros_like(first), torch.zeros(shape[0], dtype=torch.float64)
+    for found, grad in zip(trajectory(optimizer, grads), grads, strict=True):
+        moment = beta1 * moment + (1 - beta1) * grad
+        orthogonal = polynomials(moment)
+        squares = beta2 * squares + (1 - beta2) * torch.stack([row @ row / len(row) for row in orthogonal])
+        direction = torch.stack([row / s.sqrt() for row, s in zip(orthogonal, squares, strict=True)])
+        direction *= 0.2 / direction.square().mean().sqrt()
+        expected = weight * (1 - lr * decay) - lr * direction
+        assert float((found - expected).norm() / (lr * direction).norm()) < 0.05
+        weight = found
+
+
+@pytest.mark.parametrize("beta2", [0.0, 0.9])
+@pytest.mark.parametrize("shape", [(64, 16), (16, 64)])
+def test_normuon_gives_rows_of_equal_size(shape: tuple[int, ...], beta2: float) -> None:
+    """Of root mean square 0.2: each row at the first step, and without a memory at all; else their mean."""
+    before, *grads = doubles(shape, 4)
+    optimizer = NorMuon([torch.nn.Parameter(before.clone())], lr=1.0, betas=(0.9, beta2), weight_decay=0.0)
+    unequal = [grad * torch.linspace(0.1, 10, shape[0]).unsqueeze(1) for grad in grads]
+    for step, after in enumerate(trajectory(optimizer, unequal)):
+        sizes = (after - before).square().mean(dim=1).sqrt()
+        if step == 0 or beta2 == 0.0:
+            torch.testing.assert_close(sizes, torch.full_like(sizes, 0.2), rtol=1e-4, atol=0.0)
+        assert float(sizes.square().mean().sqrt()) == pytest.approx(0.2)
+        before = after
+
+
+@pytest.mark.parametrize(("make", "lr"), [(Shampoo, 0.03), (SOAP, 0.05), (NorMuon, 0.1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_fall(make: Callable[..., Optimizer], lr: float, dtype: torch.dtype) -> None:
+    """A W B = C for square A and B of moderate condition: a twentieth of the loss is left."""
+    left, right, target = (torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    param = torch.nn.Parameter(torch.zeros(8, 8, dtype=dtype))
+    optimizer = make([param], lr=lr, weight_decay=0.0)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (left @ param.float() @ right - target).square().mean()
+        loss.backward()
+        return loss.item()
+
+    losses = []
+    for step in range(200):
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / 200)
+        losses.append(optimizer.step(closure))
+    assert losses[-1] < 0.05 * losses[0]
+
+
+BAD: list[tuple[Callable[..., Optimizer], dict[str, Any]]] = [
+    *((make, {name: -0.1}) for make in (Shampoo, SOAP, NorMuon) for name in ("lr", "weight_decay", "eps")),
+    *((make, {"every": 0}) for make in (Shampoo, SOAP)),
+    *((make, {"betas": betas}) for make in (SOAP, NorMuon) for betas in ((1.0, 0.9), (0.9, -0.1))),
+    (Shampoo, {"momentum": 1.0}),
+    (Shampoo, {"eps": 0.0}),
+    (SOAP, {"shampoo_beta": 1.0}),
+    (NorMuon, {"ns_steps": 0}),
+]
+
+
+@pytest.mark.parametrize(("make", "hypers"), BAD)
+def test_bad_hyperparameters_are_named(make: Callable[..., Optimizer], hypers: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(hypers))}.* must"):
+        make(parameters(), **hypers)
+
+
+@pytest.mark.parametrize("make", [Shampoo, SOAP, NorMuon])
+@pytest.mark.parametrize("shape", [(3,), (2, 3, 4)])
+def test_only_matrices(make: Callable[..., Optimizer], shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"not parameters of shape \[{', '.join(map(str, shape))}\]"):
+        make([torch.nn.Parameter(torch.zeros(shape))])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_made_at_the_first_step_and_then_written_in_place(name: str) -> None:
+    optimizer = OPTIMIZERS[name](parameters(SHAPES, torch.bfloat16))
+    idle = params_of(optimizer)[1]
+    feed(optimizer, 0)
+    idle.grad = None
+    optimizer.step()
+    assert optimizer.state.keys() == set(params_of(optimizer)) - {idle}
+    tensors = {k: v for s in optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)}
+    assert {(t.dtype, t.is_contiguous()) for t in tensors.values()} == {(torch.float32, True)}
+    before = [dict(s) for s in optimizer.state.values()]
+    for step in range(1, 7):
+        feed(optimizer, step)
+        optimizer.step()
+    for old, new in zip(before, optimizer.state.values(), strict=False):
+        assert all(v is new[k] for k, v in old.items() if isinstance(v, Tensor))
+
+
+# -- wrapped, in one process -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_wrapped_in_one_process(name: str) -> None:
+    pair = Pair(OPTIMIZERS[name], SHAPES)
+    captures = 0
+    for step in range(STEPS):
+        pair.set("lr", 0.03 / (1 + step))
+        pair.step()
+        captures = pair.report.captures if step == STEPS // 2 else captures
+    assert pair.report.fallbacks == {}
+    assert pair.report.captures == captures, "all kinds of steps were captured by half time"
+
+
+@pytest.mark.parametrize("name", ["shampoo", "soap", "normuon"])
+def test_unwrapped_restored_and_rescheduled_between_refreshes(name: str) -> None:
+    pair = Pair(OPTIMIZERS[name], SHAPES)
+    pair.steps(3)
+    saved = copy.deepcopy(pair.plain.state_dict())
+    canzona_compile.unwrap(pair.wrapped)
+    pair.steps(4)
+    canzona_compile.wrap(pair.wrapped)
+    pair.step(1)  # its counter is behind now
+    pair.steps(4)
+    for optimizer in pair.both:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    pair.set("every", 2)
+    pair.set("weight_decay", 0.3)
+    pair.steps(6)
+    assert pair.report.fallbacks == {}
+
+
+# -- wrapped, on ranks -------------------------------------------------------------------------
+
+
+@functools.cache
+def plain_run(name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]], Optimizer]:
+    """Parameters, gradients by step, and the plain optimizer after STEPS with them, on full tensors."""
+    random = torch.Generator().manual_seed(7)
+    first, *grads = ([torch.randn(s, generator=random).to(dtype) for s in SHAPES] for _ in range(1 + STEPS))
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(v.clone()) for v in first])
+    for step, values in enumerate(grads):
+        optimizer.param_groups[0]["lr"] = 0.03 / (1 + step)
+        for param, grad in zip(params_of(optimizer), values, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    return first, grads, optimizer
+
+
+def train(
+    name: str, case: Case, dtype: torch.dtype, restored: bool = False, **options: Any
+) -> tuple[list[str], dict[str, Any]]:
+    """The same steps wrapped, on this rank's fragments: what differs, and the report."""
+    first, grads, plain = plain_run(name, dtype)
+    laid = Laid(first, case)
+    optimizer: Any = OPTIMIZERS[name](laid.params)
+    canzona_compile.wrap(optimizer, replicate=replicate_of(case), **options)
+    share_captures(optimizer)
+    for step, values in enumerate(grads):
+        optimizer.param_groups[0]["lr"] = 0.03 / (1 + step)
+        if restored and step == STEPS // 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for i, param in enumerate(laid.params):
+            param.grad = laid.like_param(values[i], i)
+        optimizer.step()
+    found, state = [], optimizer.state_dict()["state"]
+    for i, (mine, whole) in enumerate(zip(laid.params, params_of(plain), strict=True)):
+        assert state[i].keys() == plain.state[whole].keys()
+        pairs = {"parameter": (mine, whole)}
+        pairs |= {leaf: (state[i][leaf], value) for leaf, value in plain.state[whole].items()}
+        found += [f"{what} {i}" for what, pair in pairs.items() if not equal(*pair, laid, i)]
+    return found, optimizer.canzona.report().to_dict()
+
+
+def equal(found: Any, whole: Any, laid: Laid, i: int) -> bool:
+    """A leaf that is laid out as parameter i: both its fragment and what torch gathers. Others: itself."""
+    if not isinstance(found, DTensor):
+        return same_bits(found, whole)
+    gathered = full(found)  # a collective: on every rank, whatever this rank holds
+    return same_bits(local(found).flatten(), laid.fragment(whole, i).flatten()) and same_bits(gathered, whole)
+
+
+def check(outcomes: Sequence[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
+    """The right bits everywhere, by graphs: the report."""
+    assert [found for found, _ in outcomes] == [[]] * len(outcomes)
+    assert [report["fallbacks"] for _, report in outcomes] == [{}] * len(outcomes)
+    return outcomes[0][1]
+
+
+CASES = [Case("fsdp", (3,)), Case("tp_rows", (2,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["shampoo", "soap", "soap-one-sided", "normuon"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_wrapped_on_ranks(case: Case, name: str) -> None:
+    report = check(run(case.world, train, name, case, torch.float32, strategy="owner"))
+    assert {task["strategy"] for task in report["tasks"]} == {"owner"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["shampoo-grafted", "soap", "normuon"])
+@pytest.mark.parametrize("case", [Case("fsdp", (2,)), Case("ddp", (2,))], ids=str)
+def test_wrapped_on_ranks_in_16_bits(case: Case, name: str) -> None:
+    check(run(case.world, train, name, case, torch.bfloat16))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("options", [{"strategy": "replicated"}, {"strategy": "owner", "micro_groups": 3}], ids=str)
+def test_options(options: dict[str, Any]) -> None:
+    check(run(2, train, "soap", Case("fsdp", (2,)), torch.float32, **options))
+
+
+@pytest.mark.ranks
+def test_restored_on_ranks() -> None:
+    check(run(2, train, "soap", Case("fsdp", (2,)), torch.float32, restored=True))

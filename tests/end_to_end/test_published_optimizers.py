@@ -1,0 +1,204 @@
+"""Optimizers that nobody here wrote, and mixed groups: the plain optimizer's bits over 25 steps with a schedule.
+
+Those of torch and of the package pytorch-optimizer. Their calls of `eigh` and `qr` see whole matrices one
+at a time, on owners as on one device, so that no bound in ulps is needed anywhere here.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+import canzona_compile
+from tests.harness.layouts import Case, Laid, full, local, replicate_of
+from tests.harness.optimizers import share_captures
+from tests.harness.pairs import params_of, same_bits
+from tests.harness.ranks import run
+
+STEPS = 25
+# Rows and columns that 2 and 3 ranks cannot share evenly, fewer rows than ranks, two matrices alike; then the rest.
+MATRICES = ((31, 17), (2, 20), (24, 24), (24, 24))
+REST = ((37, 8), (5, 11))
+VECTORS = ((13,), (2,))
+
+
+class MuonAndAdam(Optimizer):
+    """One optimizer for everything, as many training scripts have: Muon where the group says so, else Adam."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.02, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-8, "use_muon": False})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    (self.muon if group["use_muon"] else self.adam)(param, param.grad, group, self.state[param])
+
+    def muon(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not state:
+            state["momentum"] = torch.zeros_like(param)
+        state["momentum"].lerp_(grad, 1 - group["momentum"])
+        x = grad.lerp(state["momentum"], group["momentum"]).bfloat16()
+        x = x / (x.norm() + 1e-7)
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        param.add_(x.to(param.dtype), alpha=-group["lr"] * max(1, param.shape[0] / param.shape[1]) ** 0.5)
+
+    def adam(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not state:
+            state.update(step=0, mean=torch.zeros_like(param), square=torch.zeros_like(param))
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        state["mean"].lerp_(grad, 1 - beta1)
+        state["square"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = (state["square"] / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
+        param.addcdiv_(state["mean"], root, value=-group["lr"] / (1 - beta1 ** state["step"]))
+
+
+def two_groups(make: Callable[[Any], Optimizer]) -> Callable[[list[Any]], Optimizer]:
+    """The first parameters, matrices, in a group with `use_muon`, the rest in one without."""
+
+    def build(params: list[Any]) -> Optimizer:
+        count = len(MATRICES)
+        groups = ((params[:count], True), (params[count:], False))
+        return make([{"params": own, "use_muon": muon} for own, muon in groups if own])
+
+    return build
+
+
+TORCH_S = (optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam)
+TORCH_S += (optim.RMSprop, optim.Rprop)
+
+OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
+    "torch-muon": lambda params: Muon(params[: len(MATRICES)], lr=0.02, weight_decay=0.1),
+    "torch-adamw": lambda params: AdamW(params, lr=0.01, weight_decay=0.1),
+    "torch-sgd": lambda params: SGD(params, lr=0.01, momentum=0.9, nesterov=True),
+    **{f"torch-{kind.__name__.lower()}": partial(kind, lr=0.01) for kind in TORCH_S},
+    "mixed": two_groups(MuonAndAdam),
+    "muon": two_groups(lambda groups: pytorch_optimizer.Muon(groups, lr=0.02, weight_decay=0.1)),
+    "adamuon": two_groups(lambda groups: pytorch_optimizer.AdaMuon(groups, lr=0.02)),
+    "soap": lambda params: pytorch_optimizer.SOAP(params, lr=0.01, precondition_frequency=4),
+    "scalable-shampoo": lambda params: pytorch_optimizer.ScalableShampoo(
+        params, lr=0.01, start_preconditioning_step=3, preconditioning_compute_steps=4, block_size=16, use_svd=True
+    ),
+    # Its iteration starts from random vectors, so that even two plain runs differ.
+    "scalable-shampoo-random": lambda params: pytorch_optimizer.ScalableShampoo(
+        params, lr=0.01, start_preconditioning_step=3, preconditioning_compute_steps=4, block_size=16
+    ),
+}
+OTHERS = [f"torch-{kind.__name__.lower()}" for kind in TORCH_S]
+EXACT = [name for name in OPTIMIZERS if "random" not in name and name not in OTHERS]
+
+
+@functools.cache
+def plain_run(name: str, vectors: bool) -> tuple[list[Tensor], list[list[Tensor]], Optimizer]:
+    """Parameters, gradients by step, and the plain optimizer after all of them, on whole tensors."""
+    random = torch.Generator().manual_seed(11)
+    shapes = (*MATRICES, *REST, *(VECTORS if vectors else ()))
+    first, *grads = ([torch.randn(s, generator=random) for s in shapes] for _ in range(1 + STEPS))
+    params = [nn.Parameter(v.clone()) for v in first]
+    optimizer = OPTIMIZERS[name](params)
+    for step, values in enumerate(grads):
+        schedule(optimizer, step)
+        for param, grad in zip(params, values, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    return first, grads, optimizer
+
+
+def schedule(optimizer: Optimizer, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) / (1 + step / 4)
+
+
+def train(name: str, case: Case, vectors: bool = False) -> tuple[list[str], dict[str, Any]]:
+    """The same steps wrapped, on this rank's fragments: what differs, and the report."""
+    first, grads, plain = plain_run(name, vectors)
+    laid = Laid(first, case)
+    optimizer: Any = OPTIMIZERS[name](laid.params)
+    canzona_compile.wrap(optimizer, replicate=replicate_of(case), strategy="owner")
+    share_captures(optimizer)
+    for step, values in enumerate(grads):
+        schedule(optimizer, step)
+        for i, param in enumerate(laid.params):
+            param.grad = laid.like_param(values[i], i)
+        optimizer.step()
+    place = {id(p): i for i, p in enumerate(laid.params)}
+    state, found = optimizer.state_dict()["state"], []
+    for k, (mine, whole) in enumerate(zip(params_of(optimizer), params_of(plain), strict=True)):
+        expected = laid.fragment(whole.detach(), place[id(mine)])
+        if not same_bits(local(mine).flatten(), expected.flatten()):
+            found.append(f"parameter {k}")
+        own = plain.state.get(whole, {})
+        if own.keys() != state.get(k, {}).keys():
+            found.append(f"state of {k} has {sorted(state.get(k, {}))}")
+        for leaf, value in own.items():
+            if isinstance(value, Tensor | int | float) and not same_bits(gathered(state[k][leaf]), value):
+                found.append(f"{leaf} of {k}")
+    return found, optimizer.canzona.report().to_dict()
+
+
+def gathered(leaf: Any) -> Any:
+    return full(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+INTERPRETED = {"scalable-shampoo"}  # its state holds an object
+CASES = [Case("fsdp", (3,)), Case("tp_rows", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits(case: Case, name: str) -> None:
+    for found, report in run(case.world, train, name, case):
+        assert found == []
+        assert bool(report["fallbacks"]) == (name in INTERPRETED)
+        assert bool(report["tasks"]) == (name not in ("torch-adamw", "torch-sgd")), "elementwise work has no owner"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["mixed", "muon", "adamuon", "soap", "torch-adamw"])
+def test_bits_with_vectors(name: str) -> None:
+    """Biases and norms, sharded as well."""
+    case = Case("stack_dim0", (3,))
+    assert [found for found, _ in run(case.world, train, name, case, vectors=True)] == [[]] * 3
+
+
+def largest_difference(name: str, case: Case) -> float:
+    """Of a parameter, in the largest update of the plain run."""
+    first, grads, plain = plain_run(name, False)
+    laid = Laid(first, case)
+    optimizer: Any = canzona_compile.wrap(OPTIMIZERS[name](laid.params), strategy="owner")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, values in enumerate(grads):
+            schedule(optimizer, step)
+            for i, param in enumerate(laid.params):
+                param.grad = laid.like_param(values[i], i)
+            optimizer.step()
+    pairs = zip(laid.params, params_of(plain), first, strict=True)
+    return max(float((full(a) - b.detach()).abs().max() / (b.detach() - c).abs().max()) for a, b, c in pairs)
+
+
+@pytest.mark.ranks
+def test_random_starting_vectors_change_little() -> None:
+    """They only estimate a largest eigenvalue, which scales an iteration that converges from anywhere near."""
+    assert max(run(2, largest_difference, "scalable-shampoo-random", Case("fsdp", (2,)))) < 1e-3
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", OTHERS)
+def test_bits_of_torch_s_other_optimizers(name: str) -> None:
+    case = Case("fsdp", (3,))
+    assert [found for found, _ in run(case.world, train, name, case)] == [[]] * case.world

@@ -1,0 +1,303 @@
+"""Functions on W ranks, quickly.
+
+    results = run(4, work, "fsdp", dtype=torch.float32)  # work("fsdp", ...) on ranks 0 to 3
+
+Ranks are processes that live as long as the session, one pool per number of ranks, each with a
+default process group of gloo. They are forked from a server that has imported torch, so that a
+pool takes a fraction of a second. Work is named by module and function: it has to be importable.
+
+An exception on any rank is raised here with that rank's traceback; ranks that do not answer in time
+are an error that shows where they hang. Either way the pool is replaced before its next use.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+ROOT = Path(__file__).parents[2]
+PRELOAD = (
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "canzona_compile",
+    "tests.harness.layouts",
+    "tests.harness.warm",
+)
+PATIENCE = 60.0  # seconds: timeout of the process groups
+LIMIT = 150.0  # seconds that a call may take; only a hang takes so long
+GRACE = 5.0  # seconds that the others have to answer once a rank has failed
+
+
+class RankFailure(AssertionError):
+    """A function raised, died or hung on some rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """What a rank that was expected to die returned."""
+
+    code: int | None
+
+
+def run(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    fresh: bool = False,
+    group: bool = True,
+    dying: Collection[int] = (),
+    limit: float = LIMIT,
+    patience: float = PATIENCE,
+    **kwargs: Any,
+) -> list[Any]:
+    """`function(*args, **kwargs)` on `world` ranks; what it returned, by rank.
+
+    Args:
+        function: of a module that can be imported. Arguments and result are pickled.
+        fresh: in a pool of its own, thrown away afterwards: for work that breaks its process group.
+        group: give the ranks a default process group.
+        dying: ranks that end their process; their result is `Died`.
+        limit: seconds until a rank that has not answered counts as hanging.
+        patience: timeout of the process groups of a fresh pool.
+    """
+    if fresh or dying:
+        pool = Pool(world, group, patience)
+        try:
+            return pool.run(function, args, kwargs, dying, limit)
+        finally:
+            pool.close()
+    pool = pool_of(world, group)
+    try:
+        return pool.run(function, args, kwargs, (), limit)
+    except BaseException:
+        drop(world, group)
+        raise
+
+
+# -- pools -----------------------------------------------------------------------------------------
+
+_pools: dict[tuple[int, bool], Pool] = {}
+
+
+def pool_of(world: int, group: bool) -> Pool:
+    if (world, group) not in _pools:
+        _pools[world, group] = Pool(world, group)
+    return _pools[world, group]
+
+
+def drop(world: int, group: bool) -> None:
+    """Close a pool, so that its next use makes a new one."""
+    if (world, group) in _pools:
+        _pools.pop((world, group)).close()
+
+
+@atexit.register
+def close_all() -> None:
+    for key in list(_pools):
+        drop(*key)
+
+
+class Pool:
+    """Some ranks, and the store through which they find each other; the store outlives any rank."""
+
+    def __init__(self, world: int, group: bool, patience: float = PATIENCE) -> None:
+        context = server()
+        self._logs = tempfile.TemporaryDirectory(prefix="canzona-ranks-")
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group else None
+        port = self._store.port if self._store else None
+        self._ends: list[Connection] = []
+        self._processes: list[ForkServerProcess] = []
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            self._ends.append(mine)
+            process = context.Process(
+                target=serve,
+                args=(theirs, rank, world, port, patience, str(self._log(rank))),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dying: Collection[int],
+        limit: float,
+    ) -> list[Any]:
+        job = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
+        for end in self._ends:
+            with contextlib.suppress(OSError):  # a dead rank is found below
+                end.send_bytes(job)
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        deadline = time.monotonic() + limit
+        while waiting := {e: r for r, e in enumerate(self._ends) if r not in results}:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for rank in [rank for end, rank in waiting.items() if end in ready]:
+                results[rank], failure = self._answer(rank, rank in dying)
+                if failure:
+                    failures.append(f"rank {rank} {failure}")
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            if not ready:
+                failures += self._hanging(sorted(waiting.values()))
+                break
+        if failures:
+            self.close(kill=True)
+            failures.sort(key=lambda failure: " died " not in failure.splitlines()[0])
+            first, *others = failures
+            rest = "".join(f"\n\nand {brief(other)}" for other in others)
+            raise RankFailure(f"{function.__qualname__} on {len(self._ends)} ranks: {first}{rest}")
+        return [results[rank] for rank in range(len(self._ends))]
+
+    def _answer(self, rank: int, dying: bool) -> tuple[Any, str]:
+        try:
+            done, value = pickle.loads(self._ends[rank].recv_bytes())
+        except (EOFError, OSError):
+            self._processes[rank].join(GRACE)
+            code = self._processes[rank].exitcode
+            return Died(code), "" if dying else f"died (exit code {code})\n{self._tail(rank)}"
+        if dying:
+            return None, f"lives and returned {value!r}"
+        return (value, "") if done else (None, f"raised\n{value}")
+
+    def _hanging(self, ranks: list[int]) -> list[str]:
+        """Have every rank that does not answer say where it is."""
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return [f"rank {rank} hangs\n{self._tail(rank)}" for rank in ranks]
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._logs.name) / f"rank{rank}.log"
+
+    def _tail(self, rank: int, lines: int = 60) -> str:
+        log = self._log(rank)
+        text = log.read_text(errors="replace") if log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def close(self, *, kill: bool = False) -> None:
+        for end in self._ends:
+            end.close()  # a rank that waits for work ends now
+        for process in self._processes:
+            process.join(0 if kill else GRACE)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._store = None
+        self._logs.cleanup()
+
+
+def brief(failure: str, lines: int = 4) -> str:
+    """The beginning and the end of what another rank said: it mostly follows from the first failure."""
+    said = failure.splitlines()
+    return "\n".join([*said[:lines], "...", *said[-lines:]] if len(said) > 2 * lines else said)
+
+
+@functools.cache
+def server() -> ForkServerContext:
+    """The context of a fork server that has imported what ranks need.
+
+    It must have one thread: what it forks has no others.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    one = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
+    with environment(PYTHONPATH=os.pathsep.join(paths), **one):
+        forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# -- on a rank -------------------------------------------------------------------------------------
+
+
+def collectives() -> int:
+    """How many collectives this rank has started, as its process groups count them."""
+    groups: Any = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+# -- a rank ----------------------------------------------------------------------------------------
+
+
+def serve(end: Connection, rank: int, world: int, port: int | None, patience: float, log: str) -> None:
+    """The life of a rank: run what is asked for until the other end closes."""
+    with open(log, "w") as file:
+        for standard in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), standard.fileno())
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    gc.freeze()
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if port is not None:
+        timeout = timedelta(seconds=patience)
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    while True:
+        try:
+            job = end.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)  # no farewells: other ranks may be dead
+        end.send_bytes(answer(job))
+        gc.collect()
+
+
+def answer(job: bytes) -> bytes:
+    try:
+        module, name, args, kwargs = pickle.loads(job)
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        return pickle.dumps((True, function(*args, **kwargs)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))

@@ -1,0 +1,99 @@
+"""One rank's part of a training that is expected to fail, and what became of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import canzona_compile
+from canzona_compile.errors import CanzonaError
+from tests.harness.layouts import Case, Laid, local, replicate_of
+from tests.harness.optimizers import EVEN, Shape, share_captures
+from tests.harness.ranks import PATIENCE
+
+SHAPES: tuple[Shape, ...] = (*EVEN, EVEN[0])
+NAMES = ["first", "second", "third", "fourth"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a step ended on a rank.
+
+    Attributes:
+        error: name of the exception's class, empty if there was none; `said`: its text.
+        ours: is it one that canzona_compile raises on purpose?
+        changed: names of parameters and state tensors of this rank with other bits than before.
+        seconds: that the step took.
+    """
+
+    error: str
+    said: str
+    ours: bool
+    changed: list[str]
+    seconds: float
+
+
+class Trainer:
+    """A wrapped Muon on this rank's fragments of four matrices."""
+
+    def __init__(self, *cases: Case, shapes: Sequence[Shape] = SHAPES, **options: Any) -> None:
+        self.random = torch.Generator().manual_seed(3)
+        values = [torch.randn(s, generator=self.random) for s in shapes]
+        self.laid = Laid(values, *cases)
+        self.params = self.laid.params
+        named = list(zip(NAMES, self.params, strict=True))
+        self.optimizer: Any = torch.optim.Muon(named, lr=2e-2)
+        canzona_compile.wrap(self.optimizer, replicate=replicate_of(*cases), **options)
+        share_captures(self.optimizer)
+
+    def gradients(self) -> list[Tensor]:
+        """The next gradients, whole; set on the parameters as fragments."""
+        whole = [torch.randn(p.shape, generator=self.random) for p in self.params]
+        for i, param in enumerate(self.params):
+            param.grad = self.laid.like_param(whole[i], i)
+        return whole
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.gradients()
+            self.optimizer.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What this rank holds: fragments of parameters, and its part of the state."""
+        found = {}
+        for name, param in zip(NAMES, self.params, strict=True):
+            found[name] = local(param)
+            for leaf, value in self.optimizer.state.get(param, {}).items():
+                if value is not None:  # it lies on an owner elsewhere
+                    found[f"{leaf} of {name}"] = local(value)
+        return found
+
+    def last_step(self) -> Outcome:
+        """A step that is expected to fail."""
+        before = {name: value.clone() for name, value in self.tensors().items()}
+        began = time.monotonic()
+        error: BaseException | None = None
+        try:
+            self.optimizer.step()
+        except Exception as found:
+            error = found
+        seconds = time.monotonic() - began
+        after = self.tensors()
+        changed = [n for n in after.keys() | before.keys() if n not in before or n not in after]
+        changed += [n for n in before.keys() & after.keys() if not torch.equal(before[n], after[n])]
+        kind = "" if error is None else type(error).__name__
+        return Outcome(kind, str(error), isinstance(error, CanzonaError), sorted(changed), seconds)
+
+
+def check(outcomes: Sequence[Outcome], errors: set[str], *words: str) -> None:
+    """Every rank raised one of these errors, with these words in it, and changed nothing."""
+    for outcome in outcomes:
+        assert outcome.error in errors, outcome.said
+        assert all(word in outcome.said for word in words), outcome.said
+        assert outcome.changed == []
+        assert outcome.seconds < PATIENCE / 2, "it waited for the process group's timeout"

@@ -1,0 +1,254 @@
+"""Passes run in order, are verified after each, and leave a history."""
+
+from __future__ import annotations
+
+import io
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from rich.console import Console
+
+from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, UnsupportedOptimizer
+from canzona_compile.ir.observers import DiffSteps, DumpSteps, LogTimes, PrintSteps
+from canzona_compile.ir.pipeline import History, Pass, Record, check_order, run
+from canzona_compile.ir.printer import show
+from canzona_compile.ir.step import Form, Step
+from tests.harness.samples import toy_step
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Replace the captured toy by the placed one."""
+
+    name: ClassVar[str] = "cut"
+    requires: ClassVar[Form] = Form.CAPTURED
+    ensures: ClassVar[Form] = Form.PLACED
+
+    def __call__(self, step: Step) -> Step:
+        return toy_step(Form.PLACED)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Give the toy's tasks their owners, of which `owner` is that of task a."""
+
+    owner: tuple[int, int] = (0, 0)
+
+    name: ClassVar[str] = "own"
+    requires: ClassVar[Form] = Form.PLACED
+    ensures: ClassVar[Form] = Form.OWNED
+
+    def __call__(self, step: Step) -> Step:
+        owned = toy_step(Form.OWNED)
+        a, *others = owned.tasks
+        return replace(owned, tasks=(replace(a, owner=self.owner), *others))
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Raise an error."""
+
+    error: Exception
+
+    name: ClassVar[str] = "fail"
+    requires: ClassVar[Form] = Form.PLACED
+    ensures: ClassVar[Form] = Form.PLACED
+
+    def __call__(self, step: Step) -> Step:
+        raise self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Promise a form and return another."""
+
+    name: ClassVar[str] = "forget"
+    requires: ClassVar[Form] = Form.PLACED
+    ensures: ClassVar[Form] = Form.OWNED
+
+    def __call__(self, step: Step) -> Step:
+        return step
+
+
+def test_run_returns_the_last_step_and_a_history() -> None:
+    first = toy_step(Form.CAPTURED)
+    last, history = run(first, [Cut(), Own()])
+    assert last.form is Form.OWNED
+    assert [record.name for record in history.records] == ["cut", "own"]
+    assert history.records[0].before is first
+    assert history.records[0].after is history.records[1].before
+    assert history.records[1].after is last
+    assert all(record.seconds >= 0 for record in history.records)
+
+
+def test_run_without_passes() -> None:
+    step = toy_step(Form.CAPTURED)
+    assert run(step, []) == (step, History())
+
+
+def test_records_count_nodes_and_operators() -> None:
+    _, history = run(toy_step(Form.CAPTURED), [Cut(), Own()])
+    cut, own = history.records
+    # Two cuts of one template: every operator once more.
+    assert cut.ops == {
+        "aten._to_copy.default": 1,
+        "aten.add.Tensor": 1,
+        "aten.lerp.Scalar": 1,
+        "aten.mm.default": 2,
+        "aten.mul.Tensor": 1,
+        "aten.permute.default": 1,
+    }
+    assert cut.nodes > 0
+    assert (own.nodes, own.ops) == (0, {})
+
+
+def test_history_finds_steps_by_form_and_by_pass() -> None:
+    last, history = run(toy_step(Form.CAPTURED), [Cut(), Own()])
+    assert history.step_at(Form.CAPTURED) is history.records[0].before
+    assert history.step_at("placed") is history.step_at("cut") is history.records[0].after
+    assert history.step_at(Form.OWNED) is history.step_at("own") is last
+    with pytest.raises(CanzonaError, match="no step 'routed' was kept") as caught:
+        history.step_at(Form.ROUTED)
+    assert caught.value.hint == "there are cut, own, captured, placed, owned"
+    with pytest.raises(CanzonaError, match="no step 'captured' was kept"):
+        History().step_at("captured")
+
+
+def test_history_prints_as_a_table() -> None:
+    _, history = run(toy_step(Form.CAPTURED), [Cut(), Own()])
+    console = Console(file=io.StringIO(), width=120)
+    console.print(history)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    cut = next(line for line in lines if "cut" in line)
+    assert "placed" in cut
+    assert "+2 mm, +1 _to_copy, +1 add.Tensor and 3 more" in cut
+
+
+# -- order -------------------------------------------------------------------------------------
+
+
+def order_error(passes: list[Pass], start: Form = Form.CAPTURED) -> str:
+    with pytest.raises(PipelineError) as caught:
+        check_order(passes, start)
+    return str(caught.value)
+
+
+def test_order() -> None:
+    check_order([Cut(), Own()], Form.CAPTURED)
+    check_order([], Form.EMITTED)
+    assert order_error([Own()]) == (
+        "own needs form placed, but the step given to it is of form captured\n"
+        "  hint: put a pass that ensures placed before own"
+    )
+    assert order_error([Cut(), Own(), Own()]) == (
+        "own needs form placed, but own leaves form owned\n  hint: put own before the passes that go beyond placed"
+    )
+    assert "cut needs form captured, but cut leaves form placed" in order_error([Cut(), Cut()])
+
+
+def test_a_wrong_order_is_found_before_any_pass_runs() -> None:
+    seen: list[Record] = []
+    with pytest.raises(PipelineError, match="cut needs form captured"):
+        run(toy_step(Form.CAPTURED), [Cut(), Fail(ValueError()), Cut()], [seen.append])
+    assert not seen
+
+
+# -- failures ----------------------------------------------------------------------------------
+
+
+def test_a_broken_promise_names_the_pass_and_the_task() -> None:
+    with pytest.raises(InvalidStep) as caught:
+        run(toy_step(Form.CAPTURED), [Cut(), Own(owner=(5, 5))])
+    assert str(caught.value) == (
+        "its owner (5, 5) is outside of grid 2x2{0,1,2,3}\n"
+        "  at:   a, after pass own\n"
+        "  hint: a bug in own: the step before it was valid"
+    )
+    assert isinstance(caught.value.__cause__, InvalidStep)
+
+
+def test_a_broken_start_is_no_fault_of_a_pass() -> None:
+    step = toy_step(Form.CAPTURED)
+    broken = replace(step, templates=())
+    with pytest.raises(InvalidStep, match="no template 'toy'") as caught:
+        run(broken, [Cut()])
+    assert caught.value.__notes__ == ["before any pass ran"]
+
+
+def test_a_pass_that_forgets_its_form() -> None:
+    with pytest.raises(InvalidStep, match="forget promises form owned and returned placed"):
+        run(toy_step(Form.PLACED), [Forget()])
+
+
+def test_what_a_pass_raises_names_it_and_those_before() -> None:
+    with pytest.raises(PipelineError) as caught:
+        run(toy_step(Form.CAPTURED), [Cut(), Fail(KeyError("x"))])
+    assert "fail failed: KeyError: 'x'\n  at:   pass fail, after cut" in str(caught.value)
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(PipelineError, match="pass fail, after no other pass"):
+        run(toy_step(Form.PLACED), [Fail(ValueError("x"))])
+
+
+def test_errors_of_ours_pass_through_with_a_note() -> None:
+    error = UnsupportedOptimizer("it looks ahead", at="w", hint="do not")
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        run(toy_step(Form.CAPTURED), [Cut(), Fail(error)])
+    assert caught.value is error
+    assert error.__notes__ == ["in pass fail, after cut"]
+
+
+# -- observers ---------------------------------------------------------------------------------
+
+
+def test_observers_see_verified_steps_only() -> None:
+    seen: list[Record] = []
+    with pytest.raises(InvalidStep):
+        run(toy_step(Form.CAPTURED), [Cut(), Own(owner=(5, 5))], [seen.append])
+    assert [record.name for record in seen] == ["cut"]
+
+
+def test_print_and_diff() -> None:
+    printed, changes = io.StringIO(), io.StringIO()
+    step, _ = run(toy_step(Form.CAPTURED), [Cut(), Own()], [PrintSteps(printed), DiffSteps(changes)])
+    assert printed.getvalue().count("# after ") == 2
+    assert show(step) in printed.getvalue()
+    assert "-  a : 6x3 index=0" in changes.getvalue()
+    assert "strategy=owner owner=(0, 0)" in changes.getvalue()
+
+
+def test_diff_of_a_pass_without_effect() -> None:
+    changes = io.StringIO()
+    step = toy_step(Form.PLACED)
+    DiffSteps(changes)(Record("idle", 0.0, step, step, 0, {}))
+    assert changes.getvalue() == "# after idle (0.0 ms)\n(unchanged)\n"
+
+
+def test_dump(tmp_path: Path) -> None:
+    dump = DumpSteps(tmp_path / "steps")
+    first = toy_step(Form.CAPTURED)
+    placed, _ = run(first, [Cut()], [dump])
+    owned, _ = run(placed, [Own()], [dump])
+    run(first, [Cut()], [dump])
+    files = sorted((tmp_path / "steps").iterdir())
+    assert [f.name for f in files] == [
+        "000_captured.ir",
+        "001_cut.ir",
+        "002_own.ir",
+        "003_captured.ir",
+        "004_cut.ir",
+    ]
+    assert files[0].read_text() == show(first)
+    assert files[2].read_text() == show(owned)
+
+
+def test_log(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("tests.pipeline")
+    with caplog.at_level(logging.INFO, "tests.pipeline"):
+        run(toy_step(Form.PLACED), [Own()], [LogTimes(logger)])
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("own: ")
+    assert caplog.messages[0].endswith(" ms, form owned, +0 nodes")

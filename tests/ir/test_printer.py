@@ -1,0 +1,292 @@
+"""The text form: golden files of every pass, and what it must and must not say."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import fx
+
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.eager_fallback import interpreted_template
+from canzona_compile.ir.layout import Grid, Layout
+from canzona_compile.ir.pipeline import History, Pass, run
+from canzona_compile.ir.printer import (
+    differences,
+    dtype_name,
+    fingerprint,
+    neutral,
+    show,
+    show_argument,
+    show_graph,
+)
+from canzona_compile.ir.step import Exchange, Form, Phase, Step, Task
+from canzona_compile.ir.verifier import some_pairs
+from canzona_compile.passes import (
+    AssignOwners,
+    Batching,
+    Canonicalize,
+    Emit,
+    FormMicroGroups,
+    FuseCollectives,
+    Place,
+    Schedule,
+)
+from tests.conftest import Golden
+from tests.harness.samples import (
+    TOY_SHAPE,
+    Builder,
+    empty,
+    grid_of,
+    muon_step,
+    muon_template,
+    rows_layout,
+    toy_step,
+    toy_template,
+)
+
+aten = torch.ops.aten
+
+MATRIX, WIDE = (64, 32), (6, 20)  # cut by rows, WIDE is uneven and leaves a rank of four empty
+CASES = ("fsdp2", "hsdp")
+
+
+def passes(groups: int) -> list[Pass]:
+    return [
+        Canonicalize(),
+        Place(),
+        AssignOwners("owner"),
+        FormMicroGroups(capacity=2**20, groups=groups),
+        FuseCollectives(),
+        Batching(),
+        Schedule(),
+        Emit(rank=0),
+    ]
+
+
+@cache
+def history(case: str) -> History:
+    """FSDP2 in two micro-groups, which overlap; HSDP in one, where rank 0 stacks two tasks."""
+    if case == "fsdp2":
+        return run(muon_step(grid_of(1, 4), MATRIX, MATRIX, WIDE), passes(2))[1]
+    return run(muon_step(grid_of(2, 2), *[MATRIX] * 5, WIDE), passes(1))[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("form", [Form.CAPTURED, Form.SCHEDULED], ids=lambda f: f.name.lower())
+def test_muon(golden: Golden, case: str, form: Form) -> None:
+    step = history(case).records[0].before
+    step = step if form is Form.CAPTURED else history(case).step_at(form)
+    golden(show(step), f"{case}/{form.name.lower()}.ir")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("number", range(8), ids=lambda i: passes(1)[i].name)
+def test_what_a_pass_changes(golden: Golden, case: str, number: int) -> None:
+    record = history(case).records[number]
+    changes = differences(show(record.before), show(record.after))
+    golden(changes, f"{case}/{number + 1:03d}_{record.name}.diff")
+
+
+@pytest.mark.parametrize("form", [Form.CAPTURED, Form.EMITTED], ids=lambda f: f.name.lower())
+def test_toy(golden: Golden, form: Form) -> None:
+    golden(show(toy_step(form)), f"toy/{form.name.lower()}.ir")
+
+
+# -- the same text for the same step -----------------------------------------------------------
+
+
+def test_two_captures_print_the_same() -> None:
+    step = muon_step(grid_of(1, 4), MATRIX)
+    muon_template.cache_clear()
+    again = muon_step(grid_of(1, 4), MATRIX)
+    assert step.templates[0].graph is not again.templates[0].graph
+    assert show(step) == show(again)
+    assert fingerprint(step) == fingerprint(again)
+
+
+@pytest.mark.parametrize("form", Form)
+def test_the_fingerprint_is_a_hash_of_the_text(form: Form) -> None:
+    step = toy_step(form)
+    assert re.fullmatch("[0-9a-f]{64}", fingerprint(step))
+    assert fingerprint(step) == fingerprint(toy_step(form))
+    others = [fingerprint(toy_step(other)) for other in Form if other is not form]
+    assert fingerprint(step) not in others
+
+
+def with_layout(step: Step, layout: Layout) -> Step:
+    return replace(step, tasks=(replace(step.tasks[0], layout=layout), *step.tasks[1:]))
+
+
+def test_the_fingerprint_knows_the_arrangement_of_ranks() -> None:
+    step = toy_step(Form.CAPTURED)
+    turned = rows_layout(TOY_SHAPE, Grid(((0, 2), (1, 3))))
+    assert str(turned.grid) == str(step.tasks[0].layout.grid)
+    assert fingerprint(with_layout(step, turned)) != fingerprint(step)
+
+
+def test_the_fingerprint_knows_every_digit() -> None:
+    def step(alpha: float) -> Step:
+        b = Builder(x=empty((2, 2)))
+        graph = b.returns(b.call("y", aten.mul.Tensor, b["x"], alpha))
+        return replace(toy_step(Form.CAPTURED), templates=(replace(toy_template(), graph=graph),))
+
+    assert fingerprint(step(0.1)) == fingerprint(step(0.1))
+    assert fingerprint(step(0.1)) != fingerprint(step(math.nextafter(0.1, 1)))
+
+
+def test_nothing_in_it_differs_between_processes() -> None:
+    spec = ParameterSpec(TOY_SHAPE, torch.float32, torch.float32, torch.device("cpu"))
+    reason = "Unsupported: <Foo object at 0x7f3a> in /home/me/optimizers/foo.py\nand more"
+    template = interpreted_template("toy", spec, reason)
+    text = show(replace(toy_step(Form.CAPTURED), templates=(template,)))
+    assert "because Unsupported: <Foo object at 0x...> in foo.py and more {" in text
+    assert "%eager_step = eager_step(%task, %param, %grad)" in text
+    assert "0x7f" not in text
+    assert "/home" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a/b and 1/2", "a/b and 1/2"),
+        ("0xDEADbeef", "0x..."),
+        ('File "/usr/lib/python3.11/abc.py"', 'File "abc.py"'),
+        ("aten.mul at x.py:3", "aten.mul at x.py:3"),
+    ],
+)
+def test_neutral(text: str, expected: str) -> None:
+    assert neutral(text) == expected
+
+
+# -- what it says ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.1 + 0.2, "0.30000000000000004"),
+        (-1e-300, "-1e-300"),
+        (math.inf, "inf"),
+        (True, "True"),
+        (None, "None"),
+        ([1, 0], "[1, 0]"),
+        ((2.0, [torch.float16]), "[2.0, [f16]]"),
+        (slice(None, 3, None), "None:3:None"),
+        ("nearest", "'nearest'"),
+        (torch.device("cuda", 3), "cuda"),
+        (torch.strided, "torch.strided"),
+        (torch.ops.aten.mm.default, "aten.mm.default"),
+    ],
+)
+def test_arguments(value: object, expected: str) -> None:
+    assert show_argument(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float32, "f32"),
+        (torch.bfloat16, "bf16"),
+        (torch.int64, "i64"),
+        (torch.uint8, "u8"),
+        (torch.float8_e4m3fn, "f8_e4m3fn"),
+        (torch.bool, "bool"),
+        (torch.complex64, "complex64"),
+    ],
+)
+def test_dtypes(dtype: torch.dtype, expected: str) -> None:
+    assert dtype_name(dtype) == expected
+
+
+def test_a_graph_alone() -> None:
+    b = Builder(x=empty((4, 2)), lr=0.5)
+    scaled = b.call("scaled", aten.mul.Tensor, b["x"], b["lr"])
+    graph = b.returns(b.call("low", aten._to_copy.default, scaled, dtype=torch.bfloat16), None)
+    assert show_graph(graph) == (
+        "(%x, %lr) {\n"
+        "  %scaled = aten.mul.Tensor(%x, %lr) : f32[4x2]\n"
+        "  %low = aten._to_copy.default(%scaled, dtype=bf16) : bf16[4x2]\n"
+        "  return %low, None\n"
+        "}"
+    )
+
+
+def test_renamed_placeholders_keep_their_leaf() -> None:
+    """FX calls a placeholder `sum` sum_1, after the builtin; Adagrad has such a state."""
+    template = toy_template()
+    graph = fx.Graph()
+    node = graph.placeholder("sum")
+    graph.output((node,))
+    leaf = replace(template.leaf("buffer"), name="sum")
+    renamed = replace(template, inputs=(leaf,), writes=("sum",), graph=graph)
+    text = show(replace(toy_step(Form.CAPTURED), templates=(renamed,)))
+    assert f"state %sum = %{node.name} : f32[6x3]" in text
+    assert f"return sum=%{node.name}" in text
+
+
+def test_broken_steps_print() -> None:
+    """A dump must not fail where the verifier will."""
+    step = toy_step(Form.CAPTURED)
+    broken = replace(step.templates[0], writes=("param",), inputs=step.templates[0].inputs * 2)
+    assert "return %new_param, %new, %new_q" in show(replace(step, templates=(broken,)))
+
+
+def test_small_grids_print_blocks_and_large_ones_totals() -> None:
+    small, large = toy_step(Form.ROUTED, 2, 2), toy_step(Form.ROUTED, 4, 4)
+    assert "blocks of replica 1\n" in show(small)
+    assert "blocks" not in show(large)
+    grid = large.tasks[0].layout.grid
+    exchange = large.groups[0].gather
+    assert isinstance(exchange, Exchange)
+    moved = [exchange.block(a, b)[0] for a, b in some_pairs(Phase.GATHER, grid)]
+    carried = sum(p.box.numel * p.wire.itemsize for pieces in moved for p in pieces)
+    assert f"total {carried} B" in show(large)
+
+
+def test_wires_that_broadcast_are_counted_by_what_travels() -> None:
+    step = toy_step(Form.ROUTED, 1, 16)
+    exchange = step.groups[0].scatter
+    assert isinstance(exchange, Exchange)
+    row = replace(exchange.items[0].wire, shape=(1, 3))
+    narrow = replace(exchange, items=(replace(exchange.items[0], wire=row),))
+    group = replace(step.groups[0], scatter=narrow)
+    # Six of sixteen ranks have a row, and each of them needs the row of 12 bytes.
+    assert "a %update f32[1x3] 72 B" in show(replace(step, groups=(group, *step.groups[1:])))
+
+
+def test_differences() -> None:
+    assert differences("a\nb\n", "a\nb\n") == ""
+    assert differences("a\nb\n", "a\nc\n") == "--- before\n+++ after\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n"
+
+
+def test_hundreds_of_tasks_print_in_a_blink() -> None:
+    """Every rank prints the step before the first collective."""
+    base = muon_step(grid_of(1, 8), MATRIX, WIDE)
+    tasks: list[Task] = []
+    for i in range(448):
+        like = base.tasks[i % 2]
+        layout = rows_layout(like.shape, grid_of(1, 8))  # each its own object, as from DTensors
+        tasks.append(replace(like, name=f"layers.{i}.weight", index=i, layout=layout))
+    step, _ = run(replace(base, tasks=tuple(tasks)), passes(2)[:-1])
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        show(step)
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.3
+
+
+def test_goldens_fail_with_a_diff_and_a_remedy(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOLDEN", raising=False)
+    with pytest.raises(pytest.fail.Exception, match="GOLDEN=accept pytest") as caught:
+        golden("something else\n", "toy/captured.ir")
+    assert "tests/golden/toy/captured.ir differs from what this test prints" in str(caught.value)
+    assert "+something else" in str(caught.value)
+    with pytest.raises(pytest.fail.Exception, match="does not exist"):
+        golden("something\n", "no/such.ir")

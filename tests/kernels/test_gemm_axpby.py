@@ -1,0 +1,258 @@
+"""gemm_axpby in Triton's interpreter and in the library, against float64; and padding."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from canzona_compile.kernels.dispatch import Choice, Tile, recorded
+from canzona_compile.kernels.gemm_axpby import Update, gemm_axpby, reference
+from canzona_compile.kernels.padding import corner, pad_cast, padded_size
+from canzona_compile.kernels.sym_gemm import sym_gemm
+from tests.kernels.kernel_cases import (
+    ALIGNED,
+    LAYOUTS,
+    Guarded,
+    close,
+    integers,
+    interpreted,
+    name_of,
+    random,
+    symmetric,
+)
+
+pytestmark = interpreted
+
+LIBRARY = Choice("library")
+POINTER = Choice("pointer", Tile(16, 32, 16, warps=4, stages=2, band=2))
+TMA = Choice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2))
+PAIRS = Choice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2))
+KERNELS = (LIBRARY, POINTER)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+each_kernel = pytest.mark.parametrize("choice", KERNELS, ids=name_of)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_side = pytest.mark.parametrize("right", [False, True], ids=["left", "right"])
+
+
+def exact(f: Tensor, x: Tensor, alpha: float, beta: float, right: bool) -> tuple[Tensor, Tensor]:
+    """alpha * X + beta * F @ X (X @ F) in float64, and the same of magnitudes."""
+    f, x = f.double(), x.double()
+    product = x @ f if right else f @ x
+    magnitude = x.abs() @ f.abs() if right else f.abs() @ x.abs()
+    return alpha * x + beta * product, abs(alpha) * x.abs() + abs(beta) * magnitude
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5), (2, 33, 17), (3, 16, 48), (1, 40, 70)], ids=str)
+@each_side
+@each_dtype
+@each_kernel
+def test_sizes(choice: Choice, dtype: torch.dtype, right: bool, shape: tuple[int, int, int]) -> None:
+    batch, m, n = shape
+    x = random(batch, m, n, dtype=dtype)
+    factor = random(batch, *((n, n) if right else (m, m)), dtype=dtype, seed=1)
+    result = gemm_axpby(factor, x, alpha=1.5, beta=-0.5, right=right, choice=choice)
+    close(result, *exact(factor, x, 1.5, -0.5, right))
+
+
+@pytest.mark.parametrize("layouts", list(itertools.pairwise([*LAYOUTS, *LAYOUTS])), ids=str)
+@each_kernel
+def test_any_strides(choice: Choice, layouts: tuple[str, str]) -> None:
+    factor = LAYOUTS[layouts[0]](random(2, 24, 24, dtype=torch.float32))
+    x = LAYOUTS[layouts[1]](random(2, 24, 19, dtype=torch.float32, seed=1))
+    out = Guarded.like((2, 24, 19), torch.float32)
+    assert gemm_axpby(factor, x, alpha=2.0, out=out.inner, choice=choice) is out.inner
+    close(out.inner, *exact(factor, x, 2.0, 1.0, False))
+    assert out.untouched()
+
+
+@pytest.mark.parametrize("layouts", list(itertools.product(ALIGNED, repeat=2)), ids=str)
+@each_side
+@pytest.mark.parametrize("choice", [TMA, PAIRS], ids=name_of)
+def test_layouts_of_descriptors(choice: Choice, right: bool, layouts: tuple[str, str]) -> None:
+    """Sizes that leave half-empty tiles, in both dims and in the sum."""
+    side = 56 if right else 40
+    factor = LAYOUTS[layouts[0]](random(2, side, side, dtype=torch.float16))
+    x = LAYOUTS[layouts[1]](random(2, 40, 56, dtype=torch.float16, seed=1))
+    result = torch.full((2, 40, 72), 7.0, dtype=torch.float16)
+    out = result[..., :56]
+    if layouts[1] == "turned":
+        result = torch.full((2, 56, 56), 7.0, dtype=torch.float16)
+        out = result[..., :40].mT
+    beta = torch.tensor(-0.5)
+    assert gemm_axpby(factor, x, alpha=2.0, beta=beta, right=right, out=out, choice=choice) is out
+    close(out, *exact(factor, x, 2.0, -0.5, right))
+    assert (result[..., 40 if layouts[1] == "turned" else 56 :] == 7.0).all()
+
+
+@each_kernel
+def test_leading_dims_are_none_or_many_and_broadcast(choice: Choice) -> None:
+    factor, x = random(2, 1, 8, 8, dtype=torch.float32), random(3, 8, 20, dtype=torch.float32, seed=1)
+    result = gemm_axpby(factor, x, choice=choice)
+    assert result.shape == (2, 3, 8, 20)
+    close(result, *exact(factor, x, 1, 1, False))
+    close(gemm_axpby(factor[0, 0], x[0], choice=choice), *exact(factor[0, 0], x[0], 1, 1, False))
+    out = torch.zeros(3, 2, 8, 20).transpose(0, 1)
+    assert gemm_axpby(factor, x, out=out, choice=choice) is out
+    assert torch.equal(out, result)
+
+
+@each_kernel
+def test_whole_numbers_are_exact(choice: Choice) -> None:
+    factor, x = integers(2, 24, 24, dtype=torch.bfloat16), integers(2, 24, 40, dtype=torch.bfloat16, seed=1)
+    result = gemm_axpby(factor, x, alpha=3.0, beta=-1.0, choice=choice)
+    assert torch.equal(result.double(), exact(factor, x, 3.0, -1.0, False)[0])
+
+
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("device_scalars", [False, True], ids=["floats", "tensors"])
+@each_side
+@each_kernel
+def test_update_of_a_parameter_that_is_smaller_than_its_padded_matrix(
+    choice: Choice, right: bool, device_scalars: bool, param_dtype: torch.dtype
+) -> None:
+    """And of another dtype, and seen through a transpose: what is beyond it is neither read nor written."""
+    x = random(2, 32, 48, dtype=torch.float16)
+    factor = random(2, *((48, 48) if right else (32, 32)), dtype=torch.float16, seed=1)
+    held = Guarded.like((2, 45, 30), param_dtype)
+    param = held.inner.mT
+    param.copy_(random(2, 30, 45, dtype=param_dtype, seed=2))
+    before = param.double()
+    lr, decay, scale = (torch.tensor(s) if device_scalars else s for s in (0.5, 0.125, 3.0))
+    update = Update(param, lr, decay, scale)
+    result = gemm_axpby(factor, x, alpha=0.5, beta=0.25, right=right, update=update, choice=choice)
+    assert result is param
+    y, magnitude = (corner(t, 30, 45) for t in exact(factor, x, 0.5, 0.25, right))
+    # Y is rounded to 16 bits; the library also rounds the parameter between the decay and the step.
+    magnitude = 1.5 * magnitude * 2.0**-10 / 1e-6 + before.abs() * (
+        2.0**-8 / 1e-6 if param_dtype != torch.float32 else 1
+    )
+    close(result, (1 - 0.5 * 0.125) * before - 0.5 * 3.0 * y, magnitude)
+    assert held.untouched()
+
+
+def test_the_update_equals_torch_muons_last_lines() -> None:
+    """param.mul_(1 - lr * decay); param.add_(Y, alpha=-lr * scale), on float32 with whole numbers: the same bits."""
+    factor, x = integers(1, 16, 16, dtype=torch.float32), integers(1, 16, 24, dtype=torch.float32, seed=1)
+    param = integers(1, 16, 24, dtype=torch.float32, seed=2)
+    expected = param.clone().mul_(1 - 0.5 * 0.5).add_(x + factor @ x, alpha=-0.5 * 2.0)
+    for choice in KERNELS:
+        mine = param.clone()
+        gemm_axpby(factor, x, update=Update(mine, 0.5, 0.5, 2.0), choice=choice)
+        assert torch.equal(mine, expected), choice
+
+
+@each_dtype
+@each_side
+def test_the_reference(dtype: torch.dtype, right: bool) -> None:
+    x = random(2, 9, 7, dtype=dtype)
+    factor = random(2, *((7, 7) if right else (9, 9)), dtype=dtype, seed=1)
+    y, magnitude = exact(factor, x, 0.5, 2.0, right)
+    out = torch.empty_like(x)
+    assert reference(factor, x, alpha=0.5, beta=2.0, right=right, out=out) is out
+    close(out, y, magnitude)
+    param = torch.ones(2, 8, 7)
+    reference(factor, x, alpha=0.5, beta=2.0, right=right, update=Update(param, 0.5, 0.25, 2.0))
+    assert torch.equal(param, 0.875 - out[:, :8].float())
+
+
+def test_what_ran_is_recorded() -> None:
+    x, param = torch.zeros(2, 16, 24), torch.zeros(2, 16, 24)
+    with recorded() as launches:
+        gemm_axpby(torch.zeros(2, 16, 16), x)
+        gemm_axpby(torch.zeros(2, 24, 24), x, right=True, update=Update(param, 0.1), choice=POINTER)
+    assert [(r.problem.op, r.problem.m, r.problem.k, r.choice.kernel) for r in launches] == [
+        ("gemm_axpby", 16, 24, "library"),
+        ("gemm_update", 24, 16, "pointer"),
+    ]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    x, f = torch.zeros(2, 8, 6), torch.zeros(2, 8, 8)
+    with pytest.raises(ValueError, match="factor holds 8x8"):
+        gemm_axpby(f, x, right=True)
+    with pytest.raises(TypeError, match="one dtype"):
+        gemm_axpby(f.half(), x)
+    with pytest.raises(ValueError, match="either returned or applied"):
+        gemm_axpby(f, x, out=torch.empty(2, 8, 6), update=Update(torch.zeros(2, 8, 6), 0.1))
+    with pytest.raises(ValueError, match="no corner"):
+        gemm_axpby(f, x, update=Update(torch.zeros(2, 9, 6), 0.1))
+    with pytest.raises(ValueError, match="read while it is written"):
+        gemm_axpby(f, x, out=x)
+    with pytest.raises(ValueError, match="out is"):
+        gemm_axpby(f, x, out=torch.empty(2, 8, 6, dtype=torch.float16))
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        gemm_axpby(f, x, choice=TMA)
+    wide = torch.zeros(2, 8, 8)
+    with pytest.raises(ValueError, match="as x does"):
+        gemm_axpby(f, wide, out=torch.zeros(2, 8, 8).mT, choice=TMA)
+    with pytest.raises(ValueError, match="pointer kernel only"):
+        gemm_axpby(f, wide, update=Update(torch.zeros(2, 8, 8), 0.1), choice=TMA)
+
+
+# -- padding --------------------------------------------------------------------------------------
+
+
+def test_padded_sizes() -> None:
+    assert [padded_size(n) for n in (0, 1, 15, 16, 17)] == [0, 16, 16, 16, 32]
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (2, 16, 33), (3, 2, 32, 16), (1, 1)], ids=str)
+def test_padding_is_zeros_around_the_cast_values(shape: tuple[int, ...]) -> None:
+    x = random(*shape, dtype=torch.float32)
+    padded = pad_cast(x, torch.bfloat16)
+    rows, columns = shape[-2:]
+    assert padded.shape == (*shape[:-2], padded_size(rows), padded_size(columns))
+    assert padded.is_contiguous()
+    assert torch.equal(corner(padded, rows, columns), x.bfloat16())
+    assert not padded[..., rows:, :].any()
+    assert not padded[..., columns:].any()
+
+
+def test_padding_is_exact_for_newton_schulz() -> None:
+    """Five steps of a padded matrix of whole numbers hold those of the matrix, and zeros around."""
+    small = random(1, 21, 37, dtype=torch.float64)
+    small /= small.norm()
+    x, big = small, pad_cast(small, torch.float64)
+    assert big.shape == (1, 32, 48)
+    for a, b, c in [(3.4445, -4.7750, 2.0315)] * 5:
+        x, big = newton_schulz(x, a, b, c), newton_schulz(big, a, b, c)
+    assert (corner(big, 21, 37) - x).abs().max() < 1e-12
+    assert not big[..., 21:, :].any()
+    assert not big[..., 37:].any()
+
+
+def newton_schulz(x: Tensor, a: float, b: float, c: float) -> Tensor:
+    gram = sym_gemm(x)
+    return gemm_axpby(sym_gemm(gram, c=gram, alpha=c, beta=b), x, alpha=a)
+
+
+@pytest.mark.parametrize(
+    "choice", [LIBRARY, Choice("pointer", Tile(16, 16, 16, 4, 2)), Choice("tma", Tile(16, 32, 16, 4, 2))], ids=name_of
+)
+def test_newton_schulz_with_the_kernels(choice: Choice) -> None:
+    """The whole iteration in float32 against plain torch in float64."""
+    start = random(2, 24, 40, dtype=torch.float32)
+    start /= start.norm(dim=(-2, -1), keepdim=True)
+    x, plain = start, start.double()
+    multiply = LIBRARY if choice.kernel == "library" else POINTER
+    for _ in range(5):
+        gram = sym_gemm(x, choice=choice)
+        factor = sym_gemm(gram, c=gram, alpha=2.0315, beta=-4.7750, choice=choice)
+        x = gemm_axpby(factor, x, alpha=3.4445, choice=multiply)
+        square = plain @ plain.mT
+        plain = 3.4445 * plain + (-4.7750 * square + 2.0315 * square @ square) @ plain
+    assert (x - plain).abs().max() < 1e-5 * plain.abs().max()
+
+
+def test_the_alignments_that_layouts_have_in_these_tests() -> None:
+    """Otherwise the tests of descriptors would not reach them."""
+    for name in LAYOUTS:
+        with recorded() as launches:
+            sym_gemm(LAYOUTS[name](symmetric(2, 16, 16, dtype=torch.float16)))
+        assert (launches[0].problem.alignment >= 8) == (name in ALIGNED), name

@@ -1,0 +1,352 @@
+"""sym_gemm in Triton's interpreter and in the library, against float64. What rounds, what is written, what is read."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from canzona_compile.kernels.dispatch import Choice, Tile, recorded, triangle
+from canzona_compile.kernels.sym_gemm import reference, sym_gemm
+from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
+from canzona_compile.kernels.triangle import triangle_row, triangle_tile
+from tests.kernels.kernel_cases import (
+    ALIGNED,
+    LAYOUTS,
+    Guarded,
+    close,
+    integers,
+    interpreted,
+    mirrored,
+    name_of,
+    product,
+    random,
+    symmetric,
+)
+
+pytestmark = interpreted
+
+LIBRARY = Choice("library")
+POINTER = Choice("pointer", Tile(16, 16, 16, warps=4, stages=2, band=2))
+TMA = Choice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2))
+PAIRS = Choice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2))
+KERNELS = (LIBRARY, POINTER, TMA, PAIRS)
+TRITON = (POINTER, TMA, PAIRS)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+each_kernel = pytest.mark.parametrize("choice", KERNELS, ids=name_of)
+each_triton_kernel = pytest.mark.parametrize("choice", TRITON, ids=name_of)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+# -- sizes and layouts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trans", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 5), (2, 33, 17), (1, 71, 3), (3, 16, 16), (1, 15, 40)], ids=str)
+@each_dtype
+def test_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype, trans: bool) -> None:
+    batch, m, k = shape
+    a = random(batch, *((k, m) if trans else (m, k)), dtype=dtype)
+    result = sym_gemm(a, trans=trans, choice=POINTER)
+    close(result, *product(a, None, None, 1, 0, 0, trans))
+    assert torch.equal(result, result.mT)
+
+
+@pytest.mark.parametrize("trans", [False, True])
+@pytest.mark.parametrize("shape", [(2, 40, 24), (1, 72, 16), (3, 8, 56), (1, 64, 32)], ids=str)
+@each_dtype
+@each_kernel
+def test_sizes_that_every_kernel_takes(
+    choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int], trans: bool
+) -> None:
+    batch, m, k = shape
+    a = random(batch, *((k, m) if trans else (m, k)), dtype=dtype)
+    c = symmetric(batch, m, m, dtype=dtype, seed=1)
+    result = sym_gemm(a, c=c, alpha=0.5, beta=-2.0, diag=0.25, trans=trans, choice=choice)
+    exact, magnitude = product(a, None, c, 0.5, -2.0, 0.25, trans)
+    # The library adds to the diagonal of what it has rounded.
+    close(result, exact, magnitude * (1 if choice.kernel != "library" else 2.0**-8 / 1e-6))
+    if choice.kernel != "library":
+        assert torch.equal(result, result.mT)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_strides(dtype: torch.dtype, layout: str) -> None:
+    a = LAYOUTS[layout](random(2, 27, 19, dtype=dtype))
+    b = LAYOUTS[layout](random(2, 27, 19, dtype=dtype, seed=1))
+    c = LAYOUTS[layout](symmetric(2, 27, 27, dtype=dtype, seed=2))
+    result = sym_gemm(a, b, c, beta=3.0, choice=POINTER)
+    exact, magnitude = product(a, b, c, 1.0, 3.0, 0.0)
+    close(result, mirrored(exact), mirrored(magnitude))
+
+
+@pytest.mark.parametrize(
+    "layouts", [*itertools.product(("gapped", "turned"), repeat=2), ("repeated", "repeated")], ids=str
+)
+@pytest.mark.parametrize("choice", [TMA, PAIRS], ids=name_of)
+def test_layouts_of_descriptors(choice: Choice, layouts: tuple[str, str]) -> None:
+    assert set(layouts) <= set(ALIGNED)
+    a = LAYOUTS[layouts[0]](random(2, 40, 24, dtype=torch.float16))
+    b = LAYOUTS[layouts[1]](random(2, 40, 24, dtype=torch.float16, seed=1))
+    c = LAYOUTS[layouts[1]](symmetric(2, 40, 40, dtype=torch.float16, seed=2))
+    result = sym_gemm(a, b, c, beta=3.0, choice=choice)
+    exact, magnitude = product(a, b, c, 1.0, 3.0, 0.0)
+    close(result, mirrored(exact), mirrored(magnitude))
+
+
+@each_kernel
+def test_leading_dims_are_none_or_many_and_broadcast(choice: Choice) -> None:
+    one = random(16, 24, dtype=torch.float32)
+    close(sym_gemm(one, choice=choice), *product(one, None, None, 1, 0, 0))
+    many = random(2, 1, 3, 16, 24, dtype=torch.float32)
+    c = symmetric(2, 1, 16, 16, dtype=torch.float32)
+    result = sym_gemm(many, c=c, beta=1.0, choice=choice)
+    assert result.shape == (2, 2, 3, 16, 16)
+    close(result, *product(many, None, c, 1, 1, 0))
+
+
+@each_kernel
+def test_nothing_to_do(choice: Choice) -> None:
+    assert sym_gemm(torch.empty(0, 8, 8), choice=choice).shape == (0, 8, 8)
+    assert sym_gemm(torch.empty(3, 0, 8), choice=choice).shape == (3, 0, 0)
+
+
+def test_sums_of_nothing() -> None:
+    c = symmetric(2, 5, 5, dtype=torch.float32)
+    for choice in (LIBRARY, POINTER):
+        result = sym_gemm(torch.empty(2, 5, 0), c=c, beta=2.0, diag=1.0, choice=choice)
+        assert torch.equal(result, 2.0 * c + torch.eye(5)), choice
+
+
+def test_batch_offsets_are_64_bits_wide() -> None:
+    """Three matrices, 2^30 elements apart, so that the last one begins where 32 bits have wrapped around."""
+    far, size = 2**30, 16
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE: of 8 GiB only what is written takes memory
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    # The first matrix lies in the middle, so that what 32 bits would make of the last one's offset is memory too.
+    memory = mmap.mmap(-1, (4 * far + size * size) * 2, flags=flags)
+    starts = [2 * far, 3 * far, 4 * far]
+    stack = [torch.frombuffer(memory, dtype=torch.float16, count=size * size, offset=2 * at) for at in starts]
+    values = random(3, size, size, dtype=torch.float16)
+    for place, value in zip(stack, values, strict=True):
+        place.copy_(value.flatten())
+    result = torch.zeros(3, size, size)
+    operand, plain = (far, size, 1), result.stride()
+    sym_gemm_pointer[(3 * triangle(1),)](
+        stack[0], stack[0], result, result, 1.0, 0.0, 0.0, size, size, *operand, *operand, *plain, *plain,
+        BLOCK=16, BLOCK_K=16, BAND=1, HAS_C=False, UPCAST=True,
+    )  # fmt: skip
+    close(result, *product(values, None, None, 1, 0, 0))
+    del stack, place
+    memory.close()
+
+
+# -- scalars --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device_scalars", [False, True], ids=["floats", "tensors"])
+@pytest.mark.parametrize("scalars", list(itertools.product((1.0, -0.7), (0.0, 1.5), (0.0, -2.0))), ids=str)
+@each_kernel
+def test_scalars(choice: Choice, scalars: tuple[float, float, float], device_scalars: bool) -> None:
+    a, c = random(2, 24, 16, dtype=torch.float32), symmetric(2, 24, 24, dtype=torch.float32, seed=1)
+    alpha, beta, diag = (torch.tensor(s) if device_scalars else s for s in scalars)
+    close(sym_gemm(a, c=c, alpha=alpha, beta=beta, diag=diag, choice=choice), *product(a, None, c, *scalars))
+
+
+@each_kernel
+def test_c_is_not_read_if_beta_is_zero(choice: Choice) -> None:
+    a = random(2, 24, 16, dtype=torch.float32)
+    c = torch.full((2, 24, 24), float("nan"))
+    close(sym_gemm(a, c=c, choice=choice), *product(a, None, None, 1, 0, 0))
+
+
+# -- symmetry -------------------------------------------------------------------------------------
+
+
+@each_triton_kernel
+@each_dtype
+def test_the_result_is_symmetric_bit_for_bit_even_if_the_product_is_not(choice: Choice, dtype: torch.dtype) -> None:
+    a, b = random(2, 56, 24, dtype=dtype), random(2, 56, 24, dtype=dtype, seed=1)
+    c = random(2, 56, 56, dtype=dtype, seed=2)  # of which the upper triangle must not matter
+    result = sym_gemm(a, b, c, beta=1.0, diag=3.0, choice=choice)
+    assert torch.equal(result, result.mT)
+    exact, magnitude = product(a, b, c, 1.0, 1.0, 3.0)
+    close(result, mirrored(exact), mirrored(magnitude))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@each_kernel
+def test_whole_numbers_are_exact(choice: Choice, dtype: torch.dtype) -> None:
+    """Sums below 256 are exact in bfloat16, so that a lost or doubled product would show in its last bit."""
+    a = integers(2, 40, 24, dtype=dtype)
+    c = integers(2, 40, 40, dtype=dtype, seed=1)
+    c = c + c.mT
+    result = sym_gemm(a, c=c, alpha=2.0, beta=-1.0, diag=5.0, choice=choice)
+    expected = 2 * a.double() @ a.double().mT - c.double() + 5 * torch.eye(40, dtype=torch.float64)
+    assert expected.abs().max() <= 256
+    assert torch.equal(result.double(), expected)
+
+
+@each_kernel
+def test_products_of_commuting_polynomials(choice: Choice) -> None:
+    s = integers(1, 40, 40, dtype=torch.float32)
+    s = s + s.mT
+    polynomial = s @ s - 3 * s  # whole numbers, so this and the product are exact
+    expected = s.double() @ polynomial.double()
+    assert torch.equal(expected, expected.mT)
+    assert torch.equal(sym_gemm(s, polynomial, choice=choice).double(), expected)
+
+
+# -- out and dtypes -------------------------------------------------------------------------------
+
+
+@each_dtype
+@each_kernel
+def test_out_is_written_inside_and_not_outside(choice: Choice, dtype: torch.dtype) -> None:
+    a = random(2, 40, 24, dtype=dtype)
+    target = Guarded.like((2, 40, 40), dtype)
+    base = target.around if choice.kernel != "tma" else None
+    out = target.inner if base is not None else target.around[..., :40, :40]
+    result = sym_gemm(a, out=out, choice=choice)
+    assert result is out
+    close(result, *product(a, None, None, 1, 0, 0))
+    outside = target.around.clone()
+    if base is not None:
+        assert target.untouched()
+    else:
+        outside[..., :40, :40] = 7.0
+        assert (outside == 7.0).all()
+
+
+@each_kernel
+def test_out_may_be_c(choice: Choice) -> None:
+    """As in a running mean of Gram matrices, L <- beta L + alpha G G^T."""
+    g, held = random(2, 40, 24, dtype=torch.float32), symmetric(2, 40, 40, dtype=torch.float32, seed=1)
+    exact, magnitude = product(g, None, held, 0.25, 0.75, 0.0)
+    assert sym_gemm(g, c=held, alpha=0.25, beta=0.75, out=held, choice=choice) is held
+    close(held, exact, magnitude)
+
+
+@each_kernel
+def test_out_without_a_common_batch_stride(choice: Choice) -> None:
+    a = random(2, 3, 16, 16, dtype=torch.float32)
+    out = torch.zeros(3, 2, 16, 16).transpose(0, 1)
+    assert sym_gemm(a, out=out, choice=choice) is out
+    close(out, *product(a, None, None, 1, 0, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@each_kernel
+def test_16_bit_operands_with_a_wide_result(choice: Choice, dtype: torch.dtype) -> None:
+    """No rounding to 16 bits on the way: within 1e-6, as float32."""
+    g, held = random(2, 40, 24, dtype=dtype), symmetric(2, 40, 40, dtype=torch.float32, seed=1)
+    result = sym_gemm(g, c=held, alpha=0.05, beta=0.95, dtype=torch.float32, choice=choice)
+    assert result.dtype == torch.float32
+    close(result, *product(g, None, held, 0.05, 0.95, 0.0))
+
+
+def test_float64_stays_float64() -> None:
+    a = random(2, 9, 7, dtype=torch.float64)
+    exact, _ = product(a, None, None, 1, 0, 1)
+    assert (sym_gemm(a, diag=1.0) - exact).abs().max() < 1e-13
+    assert (reference(a, diag=1.0) - exact).abs().max() < 1e-13
+
+
+@each_dtype
+def test_the_reference(dtype: torch.dtype) -> None:
+    a, b = random(2, 9, 7, dtype=dtype), random(2, 9, 7, dtype=dtype, seed=1)
+    c = symmetric(2, 9, 9, dtype=dtype, seed=2)
+    given = {"alpha": 0.5, "beta": 2.0, "diag": -1.0}
+    close(reference(a, b, c, **given), *product(a, b, c, **given))
+    out = torch.empty(2, 7, 7, dtype=torch.float32)
+    assert reference(a, b, alpha=0.5, trans=True, out=out) is out
+    close(out, *product(a, b, None, 0.5, 0, 0, trans=True))
+
+
+# -- what is refused, and what ran ----------------------------------------------------------------
+
+
+def test_what_cannot_be_is_refused() -> None:
+    a = torch.zeros(2, 8, 4)
+    with pytest.raises(ValueError, match="b holds 8x5"):
+        sym_gemm(a, torch.zeros(2, 8, 5))
+    with pytest.raises(TypeError, match="one dtype"):
+        sym_gemm(a, a.half())
+    with pytest.raises(TypeError, match="floating"):
+        sym_gemm(a.int())
+    with pytest.raises(ValueError, match="c holds 4x4"):
+        sym_gemm(a, c=torch.zeros(4, 4), beta=1.0)
+    with pytest.raises(ValueError, match="stack of matrices"):
+        sym_gemm(torch.zeros(3))
+    with pytest.raises(ValueError, match="out is"):
+        sym_gemm(a, out=torch.empty(8, 8))
+    square = torch.zeros(8, 8)
+    with pytest.raises(ValueError, match="read while it is written"):
+        sym_gemm(square, out=square)
+    with pytest.raises(ValueError, match="scalar"):
+        sym_gemm(a, alpha=torch.zeros(2), choice=POINTER)
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        sym_gemm(torch.zeros(2, 8, 5), choice=TMA)
+
+
+def test_a_kernel_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canzona_compile.kernels.triangle.INTERPRETED", False)
+    with pytest.raises(ValueError, match="run on CUDA"):
+        sym_gemm(torch.zeros(2, 8, 8), choice=POINTER)
+
+
+@each_kernel
+def test_launches_are_recorded(choice: Choice) -> None:
+    a = torch.zeros(2, 8, 16)
+    with recorded() as outer:
+        sym_gemm(a, choice=choice)
+        with recorded() as inner:
+            sym_gemm(a)
+    sym_gemm(a, choice=choice)
+    assert [launch.choice for launch in outer] == [choice]
+    assert [launch.choice.kernel for launch in inner] == ["library"]
+    assert (outer[0].problem.batch, outer[0].problem.m, outer[0].problem.k) == (2, 8, 16)
+
+
+# -- tiles of a triangle --------------------------------------------------------------------------
+
+
+@triton.jit
+def tiles_of(i, j, side, SIZE: tl.constexpr, BAND: tl.constexpr):
+    n = tl.arange(0, SIZE)
+    row, column = triangle_tile(tl.minimum(n, side * (side + 1) // 2 - 1), side, BAND)
+    tl.store(i + n, row)
+    tl.store(j + n, column)
+
+
+@triton.jit
+def rows_of(n, row, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(row + at, triangle_row(tl.load(n + at)))
+
+
+@pytest.mark.parametrize("band", [1, 2, 8])
+@pytest.mark.parametrize("side", [1, 2, 7, 8, 9, 31, 44])
+def test_each_tile_of_the_triangle_once(side: int, band: int) -> None:
+    i, j = torch.zeros(1024, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+    tiles_of[(1,)](i, j, side, SIZE=1024, BAND=band)
+    seen = list(zip(i.tolist(), j.tolist(), strict=True))[: triangle(side)]
+    assert sorted(seen) == [(row, column) for row in range(side) for column in range(row + 1)]
+
+
+def test_rows_are_right_where_square_roots_are_rounded() -> None:
+    """At both ends of rows; rows of 8191 tiles of 128 are matrices of a million rows."""
+    rows = torch.arange(1, 8192)
+    ends = torch.cat([rows * (rows + 1) // 2 - 1, rows * (rows + 1) // 2]).to(torch.int32)
+    ends = torch.cat([ends, ends.new_zeros(2)])
+    found = torch.zeros_like(ends)
+    rows_of[(1,)](ends, found, SIZE=ends.numel())
+    assert torch.equal(found[:-2], torch.cat([rows - 1, rows]).to(torch.int32))

@@ -1,0 +1,254 @@
+"""Graphs over lists and stacks of tasks do what the graph of one task does for each of them, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from canzona_compile.ir import program_ops
+from canzona_compile.ir.program_ops import parts
+from canzona_compile.ir.step import Leaf, Role, Template, outputs, placeholders
+from canzona_compile.lowering.batch_graph import (
+    FOREACH,
+    graph_module,
+    lift_apply,
+    lift_prepare,
+    lift_stacked,
+    overwriting_chain,
+)
+from canzona_compile.passes import Batching
+from tests.harness.random_graphs import NUMBERS, equal, evaluate, templates, values_for
+from tests.harness.samples import CPU, Builder, empty
+from tests.harness.untimed import untimed
+
+aten = torch.ops.aten
+SINGLE = tuple(NUMBERS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tasks_of(template: Template, count: int, seed: int) -> list[dict[str, Any]]:
+    return [values_for(template, 100 * seed + i) for i in range(count)]
+
+
+def lists(tasks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The same values as a lifted graph takes them: matrices as lists of copies, numbers once."""
+    return {k: v if k in NUMBERS else [t[k].clone() for t in tasks] for k, v in tasks[0].items()}
+
+
+def one_by_one(graph: fx.Graph, tasks: Sequence[dict[str, Any]]) -> list[list[Tensor]]:
+    """Results by output and task."""
+    return [list(column) for column in zip(*(evaluate(graph, t) for t in tasks), strict=True)]
+
+
+def alike(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
+    assert len(found) == len(expected)
+    return all(equal(a, b) for f, e in zip(found, expected, strict=True) for a, b in zip(f, e, strict=True))
+
+
+COUNTS, SEEDS = st.integers(1, 3), st.integers(0, 9)
+
+
+@untimed(80)
+@given(templates(), COUNTS, SEEDS, st.booleans())
+def test_prepare_over_lists(template: Template, count: int, seed: int, foreach: bool) -> None:
+    tasks = tasks_of(template, count, seed)
+    lifted = lift_prepare(template.graph, SINGLE, foreach=foreach, casting=0)
+    values = lists(tasks)
+    assert alike(evaluate(lifted, values), one_by_one(template.graph, tasks))
+    assert alike(
+        [values[n] for n in ("param", "grad", "buffer")], [[t[n] for t in tasks] for n in ("param", "grad", "buffer")]
+    )
+
+
+@untimed(80)
+@given(templates(), COUNTS, SEEDS)
+def test_compute_loops_over_tasks(template: Template, count: int, seed: int) -> None:
+    tasks = tasks_of(template, count, seed)
+    values = lists(tasks)
+    module = graph_module(template.graph, "compute")
+    arguments = [values[str(n.target)] for n in placeholders(template.graph)]
+    assert alike(program_ops.each(module, *arguments), one_by_one(template.graph, tasks))
+
+
+def test_loops_pick_from_lists_of_lists_and_from_keywords() -> None:
+    a, b = ([torch.full((1,), float(i + j)) for i in range(2)] for j in (0, 10))
+    found = program_ops.each(torch.cat, [a, b], dim=0)
+    assert [t.tolist() for t in found] == [[0, 10], [1, 11]]
+    found = program_ops.each(torch.sub, a, other=b, alpha=2)
+    assert [t.tolist() for t in found] == [[-20], [-21]]
+
+
+@untimed(80)
+@given(templates(), COUNTS, SEEDS, st.booleans())
+def test_apply_writes_the_leaves_in_place(template: Template, count: int, seed: int, foreach: bool) -> None:
+    tasks = tasks_of(template, count, seed)
+    lifted = lift_apply(template.graph, template.writes, SINGLE, foreach=foreach)
+    values = lists(tasks)
+    memory = {name: [t.data_ptr() for t in values[name]] for name in template.writes}
+    assert evaluate(lifted, values) == ()
+    assert alike([values[name] for name in template.writes], one_by_one(template.graph, tasks))
+    assert {name: [t.data_ptr() for t in values[name]] for name in template.writes} == memory
+
+
+@untimed(60)
+@given(templates(), COUNTS, SEEDS)
+def test_prepare_leaves_casts_to_the_copy_into_the_buffer(template: Template, count: int, seed: int) -> None:
+    tasks = tasks_of(template, count, seed)
+    lifted = lift_prepare(template.graph, SINGLE, foreach=True, casting=1)
+    expected = one_by_one(template.graph, tasks)
+    found = [
+        [v.to(e.dtype) for v, e in zip(f, own, strict=True)]
+        for f, own in zip(evaluate(lifted, lists(tasks)), expected, strict=True)
+    ]
+    assert alike(found, expected)
+
+
+def test_prepare_drops_the_last_cast_of_what_is_copied_and_of_nothing_else() -> None:
+    b = Builder(grad=empty((3, 2)))
+    low = b.call("low", aten._to_copy.default, b["grad"], dtype=torch.bfloat16)
+    graph = b.returns(low, low)
+    sent, kept = evaluate(lift_prepare(graph, (), foreach=True, casting=1), {"grad": [torch.ones(3, 2)]})
+    assert (sent[0].dtype, kept[0].dtype) == (torch.float32, torch.bfloat16)
+
+
+@untimed(80)
+@given(templates(), COUNTS, SEEDS, st.booleans(), st.booleans())
+def test_compute_over_stacks(template: Template, count: int, seed: int, everything: bool, foreach: bool) -> None:
+    """Whatever may run on stacks by itself also does so next to what may not."""
+    tasks, batching = tasks_of(template, count, seed), Batching(exact=True)
+
+    def stackable(node: fx.Node) -> bool:
+        batched = node.target in (aten.mm.default, aten.sum.default)  # other bits, or no rule
+        return batching._stackable(node, CPU) and not batched and (everything or hash(node.name) % 2 == 0)
+
+    stacked = lift_stacked(template.graph, ("param", "grad"), SINGLE, stackable, foreach=foreach)
+    values = lists(tasks)
+    for name in stacked.inputs:
+        values[name] = torch.stack(values[name])
+    found = evaluate(stacked.graph, values)
+    assert [isinstance(f, Tensor) for f in found] == list(stacked.outputs)
+    assert alike([list(f) for f in found], one_by_one(template.graph, tasks))
+
+
+def test_a_number_per_task_stands_beside_its_matrix() -> None:
+    b = Builder(x=empty((3, 2)), total=empty(()))
+    graph = b.returns(b.call("scaled", aten.mul.Tensor, b["x"], b["total"]))
+    stacked = lift_stacked(graph, ("x",), (), lambda _: True, foreach=True)
+    tasks = [{"x": torch.full((3, 2), i + 1.0), "total": torch.tensor(10.0**i)} for i in range(3)]
+    values = {"x": torch.stack([t["x"] for t in tasks]), "total": [t["total"] for t in tasks]}
+    (found,) = evaluate(stacked.graph, values)
+    assert found.shape == (3, 3, 2)
+    assert alike([list(found)], one_by_one(graph, tasks))
+
+
+def test_products_become_batched_products() -> None:
+    b = Builder(x=empty((32, 16), torch.bfloat16))
+    flipped = b.call("flipped", aten.permute.default, b["x"], [1, 0])
+    gram = b.call("gram", aten.mm.default, b["x"], flipped)
+    graph = b.returns(b.call("cube", aten.addmm.default, b["x"], gram, b["x"], beta=0.5, alpha=2.0))
+    stackable = Batching(exact=True)._stackable
+    stacked = lift_stacked(graph, ("x",), (), lambda n: stackable(n, CPU), foreach=True)
+    calls = [n.target for n in stacked.graph.nodes if n.op == "call_function"]
+    assert calls == [aten.permute.default, aten.bmm.default, aten.baddbmm.default]
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 32, 16, generator=random).bfloat16()
+    assert alike([list(evaluate(stacked.graph, {"x": x})[0])], one_by_one(graph, [{"x": t} for t in x]))
+
+
+# -- in place ----------------------------------------------------------------------------------
+
+
+def chain_of(graph: fx.Graph) -> set[str]:
+    """Names of the nodes that may overwrite `param` on the way to the first result."""
+    leaf = next(n for n in placeholders(graph) if n.target == "param")
+    results = list(outputs(graph))
+    return {n.name for n in overwriting_chain(results[0], leaf, results)}
+
+
+def muon_like(b: Builder) -> fx.Node:
+    decayed = b.call("decayed", aten.mul.Tensor, b["param"], 0.9)
+    return b.call("new", aten.add.Tensor, decayed, b["grad"], alpha=-0.1)
+
+
+def test_an_update_overwrites_its_parameter() -> None:
+    b = Builder(param=empty((3, 2)), grad=empty((3, 2)))
+    assert chain_of(b.returns(muon_like(b))) == {"decayed", "new"}
+
+
+@pytest.mark.parametrize("reason", ["old value is used", "old value is returned", "squared", "another dtype", "broken"])
+def test_an_update_does_not_overwrite_what_is_still_needed(reason: str) -> None:
+    b = Builder(param=empty((3, 2)), grad=empty((3, 2)))
+    new = muon_like(b)
+    results = [new]
+    match reason:
+        case "old value is used":
+            results.append(b.call("late", aten.neg.default, b["param"]))
+        case "old value is returned":
+            results.append(b["param"])
+        case "squared":
+            squared = b.call("squared", aten.mul.Tensor, b["param"], b["param"])
+            results = [b.call("from_square", aten.add.Tensor, squared, b["grad"])]
+        case "another dtype":
+            results = [b.call("low", aten._to_copy.default, new, dtype=torch.bfloat16)]
+        case "broken":
+            results = [b.call("from_grad", aten.add.Tensor, b["grad"], 1.0)]
+    assert chain_of(b.returns(*results)) == set()
+
+
+def test_a_second_leaf_that_needs_the_old_value_of_the_first_gets_it() -> None:
+    """param and buffer swap: neither may be written before the other was read."""
+    shape = (4, 3)
+    leaves = tuple(Leaf(r, n, shape, torch.float32) for r, n in ((Role.PARAM, "param"), (Role.STATE, "buffer")))
+    b = Builder(param=empty(shape), buffer=empty(shape))
+    new = b.call("new", aten.add.Tensor, b["param"], b["buffer"])
+    graph = b.returns(new, b.call("kept", aten.mul.Tensor, b["param"], 2.0))
+    template = Template("swap", shape, torch.float32, leaves, ("param", "buffer"), graph)
+    tasks = [values_for(template, i) for i in range(2)]
+    values = {name: [t[name].clone() for t in tasks] for name in ("param", "buffer")}
+    evaluate(lift_apply(graph, template.writes, (), foreach=True), values)
+    assert alike([values["param"], values["buffer"]], one_by_one(graph, tasks))
+
+
+# -- foreach -----------------------------------------------------------------------------------
+
+
+def test_foreach_functions_exist_in_both_forms() -> None:
+    for name in FOREACH.values():
+        assert callable(getattr(torch, f"_foreach_{name}"))
+        assert callable(getattr(torch, f"_foreach_{name}_"))
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_foreach_is_used_where_asked_for(foreach: bool) -> None:
+    b = Builder(param=empty((3, 2)), grad=empty((3, 2)))
+    lifted = lift_apply(b.returns(muon_like(b)), ["param"], (), foreach=foreach)
+    names = {getattr(n.target, "__name__", "") for n in lifted.nodes if n.op == "call_function"}
+    assert names == ({"_foreach_mul_", "_foreach_add_"} if foreach else {"each"})
+
+
+def test_lifted_graphs_are_copied_into_modules() -> None:
+    b = Builder(param=empty((3, 2)), grad=empty((3, 2)))
+    graph = b.returns(muon_like(b))
+    module = graph_module(graph, "toy")
+    assert module.graph is not graph
+    assert "class toy(" in module.print_readable(print_output=False)
+
+
+def test_parts_of_lists_and_stacks() -> None:
+    values = torch.arange(24.0).view(2, 3, 4)
+    rows = (slice(0, 2), slice(1, 4))
+    found = parts([*values], [(0, *rows), (1, *rows)])
+    assert torch.equal(parts(values, [(slice(None), *rows)])[0], torch.stack(found))

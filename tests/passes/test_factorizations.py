@@ -1,0 +1,221 @@
+"""Decompositions in stacks: where they gain, by rates or by torch's version; what they and their substitutes cost."""
+
+from __future__ import annotations
+
+import json
+import operator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch.optim import Optimizer
+
+import canzona_compile
+from benchmarks import factorizations
+from canzona_compile.analysis.flops import symbolic_flops
+from canzona_compile.analysis.roofline import graph_time
+from canzona_compile.ir import program_ops
+from canzona_compile.ir.hardware import hardware_from, named_hardware
+from canzona_compile.ir.pipeline import run
+from canzona_compile.ir.step import Leaf, Machine, Placed, Role, Template, placeholders
+from canzona_compile.ir.verifier import verify
+from canzona_compile.kernels import batched, cholesky_qr, inverse_root
+from canzona_compile.kernels.root_ops import INVERSE_ROOT
+from canzona_compile.options import Options
+from canzona_compile.passes import Batching, Emit, Place
+from canzona_compile.session.plan import lowering_passes, planning_passes
+from canzona_compile.tools.calibration.clock import Clock
+from canzona_compile.tools.calibration.measure import FACTORIZATIONS, factorization
+from examples.optimizers.shampoo import Shampoo
+from examples.optimizers.soap import SOAP
+from tests.harness.random_graphs import evaluate
+from tests.harness.samples import Builder, empty
+from tests.kernels.test_roots import error
+from tests.passes.root_samples import after, captured, gpu, rates, step_of, values
+
+aten = torch.ops.aten
+
+
+def test_costs_count_decompositions_and_what_replaces_them() -> None:
+    m, n = sympy.symbols("m n", positive=True, integer=True)
+    template = captured(Shampoo)
+    found = after(template, gpu())
+    plain, products = (symbolic_flops(t.graph, t) for t in (template, found))
+    assert plain.coeff(m, 3).subs(n, 0) == 9 + 2  # eigh, and its product
+    assert products.coeff(m, 3).subs(n, 0) == 2 * inverse_root.products(4, True)
+    soap = after(captured(SOAP), gpu(cholesky_qr=1e6))
+    assert symbolic_flops(captured(SOAP).graph, captured(SOAP)).coeff(n, 3).subs(m, 0) == 4 + 2
+    expected = 2 + cholesky_qr.flops(sympy.Integer(1), sympy.Integer(1))
+    assert symbolic_flops(soap.graph, soap).coeff(n, 3).subs(m, 0) == expected
+
+
+def test_time_of_decompositions_is_that_of_their_rates() -> None:
+    template = captured(Shampoo)
+    slow, fast = (graph_time(template.graph, rates(eigh=rate)).seconds for rate in (1e3, 2e3))
+    assert slow - fast == pytest.approx(9 * (10**3 + 6**3) / 2e3)
+    found = after(template, gpu())
+    slow, fast = (graph_time(found.graph, rates(inverse_root=rate)).seconds for rate in (1e3, 2e3))
+    assert slow - fast == pytest.approx(2 * inverse_root.products(4, True) * (10**3 + 6**3) / 2e3)
+
+
+def cut(template: Template, machine: Machine) -> Placed:
+    step = Place(exact=False)(step_of(template, machine))
+    verify(step)
+    return step.placed[0]
+
+
+def stacked(template: Template, machine: Machine, exact: bool = False) -> Placed:
+    return Batching(exact=exact)._stacked(cut(template, machine), machine)
+
+
+def test_decompositions_are_stacked_where_that_gains() -> None:
+    template = captured(Shampoo)
+    rates_of = {"eigh_batched": 2.0, "eigh": 1.0}
+    assert ops(stacked(template, gpu(**rates_of)))["_linalg_eigh"] == "stacked"
+    assert ops(stacked(template, gpu(**{**rates_of, "eigh": 3.0})))["_linalg_eigh"] == "listed"
+    assert ops(stacked(template, Machine("cpu", "gloo", 1, rates(**rates_of))))["_linalg_eigh"] == "listed"
+    assert stacked(template, gpu(**rates_of), exact=True).stacked is None
+    assert ops(stacked(after(template, gpu()), gpu()))["inverse_root"] == "stacked"
+
+
+def ops(placed: Placed) -> dict[str, str]:
+    """How each operator runs."""
+    assert placed.stacked is not None
+    found = {}
+    for node in placed.stacked.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            found[node.target.overloadpacket.__name__] = "stacked"
+        found.update({a.overloadpacket.__name__: "listed" for a in node.args if isinstance(a, torch._ops.OpOverload)})
+    return found
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP])
+@pytest.mark.parametrize("rewrite", [False, True])
+def test_stacks_give_what_tasks_give_one_by_one(kind: type[Optimizer], rewrite: bool) -> None:
+    machine = gpu(eigh_batched=2.0, qr_batched=2.0, cholesky_qr=1e6)
+    template = after(captured(kind), machine) if rewrite else captured(kind)
+    placed = stacked(template, machine)
+    assert placed.stacked is not None
+    names = [str(n.target) for n in placeholders(placed.compute)]
+    tasks = [values(template, seed) for seed in range(3)]
+    inner = [wire.name for wire in placed.gather]
+    for i, task in enumerate(tasks):
+        made = evaluate(placed.prepare, task)
+        task.update(zip(inner, made, strict=False))
+        assert set(names) <= task.keys(), i
+    single = {leaf.name for leaf in template.inputs if leaf.role is Role.SCALAR}
+    given: dict[str, Any] = {}
+    for name in names:
+        own = [task[name] for task in tasks]
+        given[name] = own[0] if name in single else torch.stack(own) if name in placed.stacked.inputs else own
+    together = evaluate(placed.stacked.graph, given)
+    apart = [evaluate(placed.compute, task) for task in tasks]
+    for place, found in enumerate(together):
+        for i in range(3):
+            assert error(found[i][None], apart[i][place][None]) < 2e-4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_program_takes_roots_of_all_its_tasks_in_one_call(rank: int) -> None:
+    """Through all passes, each verified; six tasks on two ranks."""
+    options = Options(numerics="fast", strategy="owner", micro_groups=1)
+    step = step_of(captured(Shampoo), gpu(), count=6)
+    emitted, history = run(step, [*planning_passes(options), *lowering_passes(options), Emit(rank)])
+    found = [n for module in emitted.program.module.children() for n in module.graph.nodes if n.target is INVERSE_ROOT]
+    assert len(found) == 2  # left and right
+    assert "_linalg_eigh" not in str(emitted.program.module.code)
+    assert next(r for r in history.records if r.name == "roots").ops["canzona.inverse_root.default"] == 2
+
+
+@pytest.mark.parametrize(
+    ("operator", "size", "version", "expected"),
+    [
+        ("eigh", 32, "2.11.0+cu128", True),
+        ("eigh", 33, "2.11.0", False),
+        ("eigh", 1024, "2.12.1", True),
+        ("eigh", 1024, "2.13.0+cu130", True),
+        ("qr", 256, "2.13.0", True),
+        ("qr", 257, "2.13.0", False),
+        ("cholesky_ex", 1024, "2.11.0", True),
+        ("solve_triangular", 1024, "2.11.0", True),
+        ("svd", 8, "2.13.0", False),
+        ("eigh", 1024, "3.0.0a0+git", True),
+    ],
+)
+def test_the_table_of_versions(operator: str, size: int, version: str, expected: bool) -> None:
+    assert batched.gains(operator, size, version) is expected
+
+
+def test_versions_that_are_none() -> None:
+    with pytest.raises(ValueError, match="version"):
+        batched.gains("eigh", 8, "main")
+
+
+def test_cholesky_factors_and_solves_are_stacked_too() -> None:
+    b = Builder(param=empty((4, 4)), grad=empty((4, 4)))
+    factor = b.call("factor", aten.linalg_cholesky_ex.default, b["grad"])
+    lower = b.graph.call_function(operator.getitem, (factor, 0))
+    lower.meta["val"] = empty((4, 4))
+    solved = b.call("solved", aten.linalg_solve_triangular.default, lower, b["param"], upper=False)
+    leaves = tuple(Leaf(role, role.value, (4, 4), torch.float32) for role in (Role.PARAM, Role.GRAD))
+    template = Template("solve", (4, 4), torch.float32, leaves, ("param",), b.returns(solved))
+    found = ops(stacked(template, gpu()))
+    assert found["linalg_cholesky_ex"] == found["linalg_solve_triangular"] == "stacked"
+
+
+def test_loops_over_indices_of_which_some_are_none() -> None:
+    """SOAP reorders columns: `matrix[:, order]`."""
+    matrices = [torch.arange(6.0).reshape(2, 3) + i for i in range(3)]
+    orders = [torch.tensor(order) for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0])]
+    found = program_ops.each(aten.index.Tensor, matrices, [None, orders])
+    assert all(torch.equal(f, m[:, o]) for f, m, o in zip(found, matrices, orders, strict=True))
+
+
+# -- measuring ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["eigh", "qr", "eigh_batched", "qr_batched", "inverse_root", "cholesky_qr"])
+def test_rates_are_measured(name: str) -> None:
+    points = factorization(Clock(torch.device("cpu"), 1), name, (4, 8))
+    assert [size for size, _ in points] == [4.0, 8.0]
+    assert all(rate > 0.0 for _, rate in points)
+
+
+def test_flops_of_rates_are_those_of_the_cost_model() -> None:
+    m = sympy.Symbol("m", positive=True, integer=True)
+    given = {"inverse_root": 2 * inverse_root.products(4, True) * m**3, "cholesky_qr": cholesky_qr.flops(m, m)}
+    for name, formula in given.items():
+        assert FACTORIZATIONS[name][1](8) == pytest.approx(float(formula.subs(m, 8)))
+
+
+def test_the_benchmark_writes_rates_that_hardware_takes(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    sizes = ["--device", "cpu", "--sizes", "4", "8", "--batches", "1", "2", "--repetitions", "1"]
+    factorizations.main([*sizes, "--output", str(file)])
+    found = json.loads(file.read_text())
+    ways = {(row["task"], row["way"]) for row in found["rows"]}
+    assert ways == {(name, way) for name, task in factorizations.TASKS.items() for way in task.ways}
+    assert all(row["error"] < 1e-4 for row in found["rows"])
+    base = named_hardware("h200").to_dict()
+    merged = {**base, "factorizations": {**base["factorizations"], **found["factorizations"]}}
+    hardware = hardware_from(merged, "test")
+    assert dict(hardware.factorizations).keys() == {"other", *FACTORIZATIONS, "eigh_batched", "qr_batched"}
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP])
+def test_fast_numerics_on_a_cpu_take_the_same_steps(kind: type[Optimizer]) -> None:
+    """Products of three matrices in stacks, decompositions in a loop, refreshed every other step."""
+    make = torch.Generator().manual_seed(0)
+    values, grads = torch.randn(3, 8, 6, generator=make), torch.randn(6, 3, 8, 6, generator=make)
+    mine, yours = ([torch.nn.Parameter(v.clone()) for v in values] for _ in range(2))
+    optimizers = [kind(own, every=2) for own in (mine, yours)]  # type: ignore[call-arg]
+    canzona_compile.wrap(optimizers[0], numerics="fast")
+    for given in grads:
+        for own, optimizer in zip((mine, yours), optimizers, strict=True):
+            for param, grad in zip(own, given, strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+    for a, b in zip(mine, yours, strict=True):
+        assert error(a.detach()[None], b.detach()[None]) < 1e-4

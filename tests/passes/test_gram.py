@@ -1,0 +1,361 @@
+"""Iterations are recognised by algebra, rewritten only where that is safe and pays, and as exact as is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+import canzona_compile
+from canzona_compile.analysis.gram_restarts import plan_restarts
+from canzona_compile.analysis.newton_schulz import Polynomial, chains
+from canzona_compile.analysis.norm_bounds import norm_bound
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.templates import Capture
+from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.ir.pipeline import run
+from canzona_compile.ir.step import Placed
+from canzona_compile.kernels.ops import SYM_GEMM
+from canzona_compile.options import Options
+from canzona_compile.passes import Canonicalize, Place
+from canzona_compile.passes.gram import rewritten, work
+from canzona_compile.passes.symmetry import rewritten as with_halves
+from canzona_compile.session.plan import lowering_passes
+from canzona_compile.tools.planning.gram import gram_of
+from examples.optimizers.shampoo import Shampoo
+from tests.harness.random_graphs import evaluate
+from tests.harness.samples import grid_of, muon_step, rows_layout
+from tests.harness.untimed import untimed
+from tests.passes.iterations import (
+    CANS,
+    CUBIC,
+    JORDAN,
+    POLAR_EXPRESS,
+    QUINTICS,
+    SPELLINGS,
+    TEN,
+    YOU,
+    Iteration,
+    changed,
+    products,
+    rewrite,
+    template_of,
+)
+
+aten = torch.ops.aten
+
+# -- what is recognised ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spellings(spelling: str, tall: bool) -> None:
+    graph = Iteration(4, 12, tall=tall).iterated(YOU[:3], spelling)
+    (chain,) = chains(graph)
+    assert chain.flipped is tall
+    assert [tuple(round(c, 12) for c in p) for p in chain.polynomials] == YOU[:3]
+    assert (chain.start.target, chain.end) == (aten.div.Tensor, next(iter(reversed(graph.nodes))).args[0][0])
+
+
+COEFFICIENTS = st.lists(
+    st.tuples(st.floats(1.0, 1.5), st.floats(-0.5, -0.3), st.floats(0.0, 0.02)), min_size=1, max_size=6
+)
+
+
+@untimed(40)
+@given(COEFFICIENTS, st.sampled_from(SPELLINGS), st.booleans(), st.sampled_from([0, 2]))
+def test_rewritten_iterations_compute_the_same(ps: Any, spelling: str, tall: bool, stack: int) -> None:
+    graph = Iteration(4, 16, tall=tall, stack=stack).iterated(ps, spelling)
+    new = rewrite(graph)
+    assert (new is not graph) == (len(ps) > 1), "a single step has no product to save"
+    x = torch.randn(next(iter(graph.nodes)).meta["val"].shape, generator=torch.Generator().manual_seed(0)).double()
+    ((found,), (expected,)) = (evaluate(g, {"x": x, "c": 0.5}) for g in (new, graph))
+    assert float((found - expected).norm()) <= 1e-9 * float(expected.norm())
+    ((halved,),) = (evaluate(with_halves(new), {"x": x, "c": 0.5}),)
+    assert float((halved - expected).norm()) <= 1e-9 * float(expected.norm())
+
+
+def test_any_degree() -> None:
+    """x <- (2 I - G + G^2 / 2 - G^3 / 8) x, twice."""
+    it = Iteration(4, 40)
+    x = it.normalised(it.b["x"])
+    for _ in range(2):
+        gram = it.gram(x)
+        square = it.mm(gram, gram)
+        odd = it.add(gram, it.times(it.mm(square, gram), 0.125))
+        z = it.call(aten.sub.Tensor, it.times(square, 0.5), odd)
+        x = it.add(it.times(x, 2.0), it.mm(z, x))
+    graph = it.b.returns(x)
+    (chain,) = chains(graph)
+    assert chain.polynomials == ((2.0, -1.0, 0.5, -0.125),) * 2
+    new = rewrite(graph)
+    assert new is not graph
+    value = torch.randn(4, 40, generator=torch.Generator().manual_seed(0)).double()
+    ((found,), (expected,)) = (evaluate(g, {"x": value, "c": 0.5}) for g in (new, graph))
+    assert torch.allclose(found, expected, rtol=1e-10)
+
+
+def test_work_is_what_the_formula_says() -> None:
+    """2 m n k per product: 20 r + 10 before, 8 r + 28 after, in m^3 for n = r m and five steps."""
+    m, r = 8, 4
+    graph = Iteration(m, r * m, torch.bfloat16).iterated(JORDAN)
+    new = rewrite(graph)
+    assert work(graph, template_of(graph)) == {"bfloat16": (20 * r + 10) * m**3}
+    assert work(new, template_of(new)) == {"float16": (8 * r + 28) * m**3}
+    assert products(new).count((m, r * m)) == 2
+    halved = with_halves(new)
+    assert sum(n.target is SYM_GEMM for n in halved.nodes) == 16
+
+
+@pytest.mark.parametrize(("n", "pays"), [(8, False), (11, False), (12, True), (13, True)])
+@pytest.mark.parametrize("polynomials", [JORDAN, CUBIC], ids=["quintic", "cubic"])
+def test_it_pays_from_an_aspect_ratio_of_three_to_two_on(n: int, pays: bool, polynomials: Any) -> None:
+    assert changed(Iteration(8, n).iterated(polynomials)) is pays
+    assert changed(Iteration(8, n, tall=True).iterated(polynomials)) is pays
+
+
+def test_no_gram_matrix_of_the_long_side() -> None:
+    assert not changed(Iteration(24, 8).iterated(JORDAN))
+
+
+# -- what is not -------------------------------------------------------------------------------------
+
+
+def escaping(which: str) -> fx.Graph:
+    """Three steps of which something more is returned."""
+    it = Iteration(4, 40)
+    first = it.normalised(it.b["x"])
+    second = it.step(first, JORDAN[0], "fused")
+    third = it.step(second, JORDAN[1], "fused")
+    last = it.step(third, JORDAN[2], "fused")
+    gram = next(n for n in it.b.graph.nodes if n.target is aten.mm.default and n.args[0] is second)
+    more = {"the start": first, "an iterate": second, "a Gram matrix": gram}[which]
+    return it.b.returns(last, more)
+
+
+@pytest.mark.parametrize(("which", "lengths"), [("the start", [3]), ("an iterate", [1, 2]), ("a Gram matrix", [1, 1])])
+def test_values_that_others_need_end_a_chain(which: str, lengths: list[int]) -> None:
+    graph = escaping(which)
+    assert [len(chain.steps) for chain in chains(graph)] == lengths
+    new = rewrite(graph)
+    x = torch.randn(4, 40, generator=torch.Generator().manual_seed(0)).double()
+    for found, expected in zip(*(evaluate(g, {"x": x, "c": 0.5}) for g in (new, graph)), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_coefficients_that_only_the_run_knows() -> None:
+    it = Iteration(4, 40)
+    assert chains(it.iterated([(it.b["c"], -0.5, 0.1)] * 3)) == ()
+
+
+def test_products_that_are_no_iteration() -> None:
+    it = Iteration(4, 40)
+    x = it.b["x"]
+    other = it.times(x, 0.5)
+    graph = it.b.returns(it.mm(it.mm(x, it.turned(other)), x), it.gram(x))
+    assert chains(graph) == ()
+
+
+def unbounded(it: Iteration, how: str) -> fx.Node:
+    """Something like a normalised matrix."""
+    x = it.b["x"]
+    norm = it.call(aten.linalg_vector_norm.default, x)
+    match how:
+        case "as it is":
+            return x
+        case "times its norm":
+            return it.call(aten.mul.Tensor, x, norm)
+        case "another's norm":
+            other = it.call(aten.exp.default, x)
+            return it.call(aten.div.Tensor, x, it.call(aten.linalg_vector_norm.default, other))
+        case "a bounded norm":
+            return it.call(aten.div.Tensor, x, it.call(aten.clamp.default, norm, 0.0, 1.0))
+        case "a norm less something":
+            return it.call(aten.div.Tensor, x, it.call(aten.add.Tensor, norm, -0.5))
+        case "an unknown eps":
+            return it.call(aten.div.Tensor, x, it.call(aten.add.Tensor, norm, it.b["c"]))
+        case "norms of rows":
+            return it.call(aten.div.Tensor, x, it.call(aten.linalg_vector_norm.default, x, 2, [-1], True))
+        case "norms of others":
+            norms = it.call(aten.linalg_vector_norm.default, x, 2, [-2, -1], True)
+            return it.call(aten.div.Tensor, x, it.call(aten.view.default, norms, [1, 1, it.stack]))
+        case "ones":
+            return it.call(aten.div.Tensor, x, it.call(aten.linalg_vector_norm.default, x, ord=1))
+        case "largest element":
+            return it.call(aten.div.Tensor, x, it.call(aten.linalg_vector_norm.default, x, float("inf")))
+    raise AssertionError(how)
+
+
+UNBOUNDED = ("as it is", "times its norm", "another's norm", "a bounded norm", "a norm less something")
+UNBOUNDED += ("an unknown eps", "norms of rows", "largest element", "norms of others", "ones")
+
+
+@pytest.mark.parametrize("how", UNBOUNDED)
+def test_without_a_bound_nothing_is_rewritten(how: str) -> None:
+    it = Iteration(4, 40, torch.bfloat16, stack=40 if how == "norms of others" else 0)
+    x = unbounded(it, how)
+    assert norm_bound(x) is None
+    for p in JORDAN:
+        x = it.step(x, p, "fused")
+    graph = it.b.returns(x)
+    assert len(chains(graph)) == 1
+    assert not changed(graph)
+
+
+def bounded(it: Iteration, how: str) -> tuple[fx.Node, float]:
+    x = it.b["x"]
+    norm = it.call(aten.linalg_vector_norm.default, x)
+    squares = it.call(aten.sum.dim_IntList, it.call(aten.mul.Tensor, x, x), [-2, -1], True)
+    match how:
+        case "clamp":
+            return it.call(aten.div.Tensor, x, it.call(aten.clamp.default, norm, it.b["c"])), 1.0
+        case "eps":
+            return it.call(aten.div.Tensor, x, it.call(aten.add.Tensor, norm, 1e-7)), 1.0
+        case "safety":
+            safe = it.call(aten.add.Tensor, it.call(aten.mul.Tensor, norm, 1.25), 1e-6)
+            return it.call(aten.div.Tensor, x, safe), 0.8
+        case "root of squares":
+            return it.call(aten.div.Tensor, x, it.call(aten.sqrt.default, squares)), 1.0
+        case "rsqrt":
+            root = it.call(aten.rsqrt.default, it.call(aten.clamp.default, squares, 1e-14))
+            return it.call(aten.mul.Tensor, x, root), 1.0
+        case "reciprocal":
+            return it.call(aten.mul.Tensor, it.call(aten.reciprocal.default, norm), x), 1.0
+        case "cast, turned and halved":
+            turned = it.call(aten.linalg_vector_norm.default, it.turned(x))
+            low = it.call(aten._to_copy.default, it.call(aten.div.Tensor, x, turned), dtype=torch.float32)
+            return it.call(aten.div.Tensor, low, -2.0), 0.5
+        case "norm before the cast":
+            low = it.call(aten._to_copy.default, x, dtype=torch.bfloat16)
+            return it.call(aten.div.Tensor, low, it.call(aten._to_copy.default, norm, dtype=torch.bfloat16)), 1.0
+    raise AssertionError(how)
+
+
+BOUNDED = ("clamp", "eps", "safety", "root of squares", "rsqrt", "reciprocal", "cast, turned and halved")
+BOUNDED += ("norm before the cast",)
+
+
+@pytest.mark.parametrize("how", BOUNDED)
+def test_bounds(how: str) -> None:
+    it = Iteration(4, 40, torch.float32)
+    node, bound = bounded(it, how)
+    assert norm_bound(node) == pytest.approx(bound)
+    for size in (1e-3, 1.0, 1e3):
+        x = size * torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
+        (value,) = evaluate(it.b.returns(node), {"x": x, "c": 0.5})
+        assert float(value.double().norm()) <= bound * 1.01
+        it.b.graph.erase_node(next(iter(reversed(it.b.graph.nodes))))
+
+
+# -- restarts ----------------------------------------------------------------------------------------
+
+HALF = torch.finfo(torch.float16)
+SINGLE = torch.finfo(torch.float32)
+# At most 1 from 0 to 1, by terms that float16 does not have.
+CHEBYSHEV = (1.0, -128.0, 2688.0, -21504.0, 84480.0, -180224.0, 212992.0, -131072.0, 32768.0)
+
+
+def restarts(polynomials: Sequence[Polynomial], bound: float = 1.0, info: torch.finfo = HALF) -> Any:
+    return plan_restarts(tuple(polynomials), info.eps / 2, bound, info.max)
+
+
+@pytest.mark.parametrize("name", QUINTICS)
+def test_five_steps_begin_anew_after_the_second(name: str) -> None:
+    assert restarts(QUINTICS[name]) == (2,)
+
+
+def test_other_numbers_of_steps() -> None:
+    assert restarts(JORDAN[:1]) is None  # nothing to save
+    assert restarts(JORDAN[:3]) == ()
+    ten = restarts(TEN)
+    assert ten is not None
+    assert len(ten) == 3
+    newton = restarts([(1.5, -0.5)] * 20)
+    assert newton is not None
+    assert len(newton) == 2
+    assert restarts(JORDAN, info=SINGLE) == ()  # half an ulp is smaller by 2^13
+
+
+def test_iterations_that_leave_the_range() -> None:
+    assert restarts(POLAR_EXPRESS, bound=2.0) is None
+    assert restarts([(1e3, 0.0, 1.0)] * 2) is None
+    assert restarts([CHEBYSHEV] * 2) is None
+    assert restarts([CHEBYSHEV] * 2, info=SINGLE) is not None
+    it = Iteration(4, 40, torch.bfloat16)
+    graph = it.b.returns(it.step(it.step(it.times(it.normalised(it.b["x"]), 3.0), CANS[0], "fused"), CANS[1], "fused"))
+    assert not changed(graph)
+
+
+# -- in plans and in runs ------------------------------------------------------------------------------
+
+
+def cut_of(step: Any) -> Placed:
+    return next(iter(run(step, [Canonicalize(), Place()])[0].placed))
+
+
+def test_the_planner_asks_for_iterations() -> None:
+    h100 = named_hardware("h100")
+    step = muon_step(grid_of(1, 2), (16, 64))
+    layout = rows_layout((64, 16), grid_of(1, 2))
+    assert gram_of(cut_of(step), step.tasks[0].layout, h100) is None  # cut along its short dim
+    tall = muon_step(grid_of(1, 2), (64, 16))
+    form = gram_of(cut_of(tall), layout, h100)
+    assert form is not None
+    assert form.owner_flops == round((8 * 5 / 2 - 6) * 16**3)
+
+
+def test_exact_numerics_has_no_such_pass() -> None:
+    names = {numerics: [p.name for p in lowering_passes(Options(numerics=numerics))] for numerics in ("exact", "fast")}
+    assert "gram" not in names["exact"]
+    assert names["fast"].index("gram") < names["fast"].index("symmetry") < names["fast"].index("batch")
+
+
+def test_statistics_are_no_iteration() -> None:
+    """Shampoo's L and R are products of a matrix with its transpose, and nothing is iterated."""
+    optimizer = Shampoo([torch.nn.Parameter(torch.zeros(2, 2))], every=1)
+    spec = ParameterSpec((6, 40), torch.float32, torch.float32, torch.device("cpu"))
+    kind = Capture(optimizer).kind_of(optimizer.param_groups[0], spec, "weight")
+    assert all(chains(t.graph) == () for t in kind.templates.values())
+
+
+def stepped(make: Callable[[Any], Any], steps: int = 3) -> tuple[list[Tensor], Any]:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(16, 48)) for _ in range(2)]
+    params.append(torch.nn.Parameter(torch.randn(48, 16)))
+    optimizer = make(params)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return [p.detach() for p in params], optimizer
+
+
+def test_where_float16_is_slow_16_bits_stay_as_they_are() -> None:
+    graph, single = (Iteration(8, 32, dtype).iterated(JORDAN) for dtype in (torch.bfloat16, torch.float32))
+    slow = named_hardware("cpu")
+    assert rewritten(graph, template_of(graph), slow) is graph
+    assert rewritten(single, template_of(single), slow) is not single
+
+
+def test_a_run_on_cpu() -> None:
+    """Muon with fast numerics takes Gram iterations, and the steps of the plain one but for rounding.
+
+    With the rates of a GPU, as float16 is slow on CPUs.
+    """
+
+    def muon(params: Any) -> Any:
+        return torch.optim.Muon(params, lr=0.1, weight_decay=0.0)
+
+    plain, _ = stepped(muon)
+    start, _ = stepped(muon, 0)
+    fast, optimizer = stepped(lambda p: canzona_compile.wrap(muon(p), numerics="fast", hardware="h100"))
+    step = optimizer.canzona.step
+    assert all(any(n.target is aten.diagonal_scatter.default for n in cut.compute.nodes) for cut in step.placed)
+    assert "gram" in [record.name for record in optimizer.canzona.passes().records]
+    for a, b, first in zip(fast, plain, start, strict=True):
+        assert float((a - b).norm() / (b - first).norm()) < 0.03

@@ -1,0 +1,195 @@
+"""Where `place` cuts: the fewest bytes, state in one place, and nothing on fragments whose bits would change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from canzona_compile.ir.layout import Grid, Layout, Shape, local_layout
+from canzona_compile.ir.step import Form, LayoutKind, Leaf, Placed, Role, Step, Task, Template
+from canzona_compile.ir.verifier import verify
+from canzona_compile.passes import Place
+from tests.harness.random_graphs import equal, evaluate, templates, values_for
+from tests.harness.samples import CPU, Builder, empty, grid_of, muon_template, rows_layout
+from tests.harness.untimed import untimed
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def place(template: Template, layout: Layout, *, exact: bool = True) -> Placed:
+    task = Task("w", 0, 0, template.name, layout)
+    step = Place(exact=exact)(Step(Form.CAPTURED, "Toy", CPU, (template,), (task,)))
+    verify(step)
+    return step.placed[0]
+
+
+def targets(graph: fx.Graph) -> list[str]:
+    return [str(n.target).removeprefix("aten.") for n in graph.nodes if n.op == "call_function"]
+
+
+# -- exactness ---------------------------------------------------------------------------------
+
+
+def powers(shape: Shape) -> Template:
+    """Position-dependent work on both sides of a product: w - (x @ x.T @ x) ** 1.7 of x = grad ** 1.7."""
+    leaves = tuple(Leaf(role, role.value, shape, torch.float32) for role in (Role.PARAM, Role.GRAD))
+    b = Builder(param=empty(shape), grad=empty(shape))
+    x = b.call("x", aten.pow.Tensor_Scalar, b["grad"], 1.7)
+    flipped = b.call("flipped", aten.permute.default, x, [1, 0])
+    gram = b.call("gram", aten.mm.default, x, flipped)
+    cube = b.call("cube", aten.mm.default, gram, x)
+    update = b.call("update", aten.pow.Tensor_Scalar, cube, 1.7)
+    graph = b.returns(b.call("new", aten.sub.Tensor, b["param"], update))
+    return Template("powers", shape, torch.float32, leaves, ("param",), graph)
+
+
+def test_position_dependent_work_stays_on_the_owner() -> None:
+    cut = place(powers((6, 5)), rows_layout((6, 5), grid_of(1, 4)))
+    assert targets(cut.prepare) == []
+    assert targets(cut.compute).count("pow.Tensor_Scalar") == 2
+    assert targets(cut.apply) == ["sub.Tensor"]
+    assert [w.name for w in cut.gather] == ["grad"]
+
+
+def test_it_may_go_to_fragments_that_leave_no_tail() -> None:
+    cut = place(rounded_powers((16, 16)), rows_layout((16, 16), grid_of(1, 4)))
+    assert cut.kind == LayoutKind(sharded=True, replicated=False, aligned=True)
+    assert targets(cut.prepare) == ["pow.Tensor_Scalar", "_to_copy.default"]
+    assert targets(cut.apply) == ["_to_copy.default", "pow.Tensor_Scalar", "sub.Tensor"]
+
+
+def rounded_powers(shape: Shape) -> Template:
+    """The same with a product in bfloat16, so that the cheap cut has the powers on the fragments."""
+    leaves = tuple(Leaf(role, role.value, shape, torch.float32) for role in (Role.PARAM, Role.GRAD))
+    b = Builder(param=empty(shape), grad=empty(shape))
+    low = b.call(
+        "low", aten._to_copy.default, b.call("x", aten.pow.Tensor_Scalar, b["grad"], 1.7), dtype=torch.bfloat16
+    )
+    gram = b.call("gram", aten.mm.default, low, b.call("flipped", aten.permute.default, low, [1, 0]))
+    cube = b.call("cube", aten.mm.default, gram, low)
+    high = b.call("high", aten._to_copy.default, cube, dtype=torch.float32)
+    update = b.call("update", aten.pow.Tensor_Scalar, high, 1.7)
+    graph = b.returns(b.call("new", aten.sub.Tensor, b["param"], update))
+    return Template("rounded", shape, torch.float32, leaves, ("param",), graph)
+
+
+def test_fast_numerics_take_the_cheap_cut_anyway() -> None:
+    layout = rows_layout((6, 5), grid_of(1, 4))
+    exact, fast = (place(rounded_powers((6, 5)), layout, exact=exact) for exact in (True, False))
+    assert [w.itemsize for w in (*exact.gather, *exact.scatter)] == [4, 4]
+    assert [w.itemsize for w in (*fast.gather, *fast.scatter)] == [2, 2]
+
+
+# -- Muon --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("grid", "resident", "itemsizes"),
+    [
+        (grid_of(1, 4), (), (2, 2)),  # FSDP2: the momentum with its fragments, bfloat16 both ways
+        (grid_of(2, 2), (), (2, 2)),  # HSDP
+        (grid_of(4, 1), ("momentum_buffer",), (4, 2)),  # DDP: gathering is free, one momentum is enough
+        (grid_of(1, 1), (), (4, 2)),
+    ],
+    ids=["fsdp", "hsdp", "ddp", "alone"],
+)
+def test_muon(grid: Grid, resident: tuple[str, ...], itemsizes: tuple[int, int]) -> None:
+    shape = (32, 16)
+    layout = rows_layout(shape, grid) if grid.size > 1 else local_layout(shape, 0)
+    cut = place(muon_template(shape), layout)
+    assert cut.resident == resident
+    assert [w.shape for w in (*cut.gather, *cut.scatter)] == [shape] * 2
+    if grid.shards > 1:
+        assert (cut.gather[0].itemsize, cut.scatter[0].itemsize) == itemsizes
+    assert cut.scatter[0].dtype == torch.bfloat16
+    products = {"mm.default", "addmm.default"}
+    assert products <= set(targets(cut.compute))
+    assert not products & {*targets(cut.prepare), *targets(cut.apply)}
+
+
+def there_and_back(shape: Shape) -> Template:
+    """The cheapest cut would bring the first product to the fragments and half of its bytes back again."""
+    leaves = tuple(Leaf(role, role.value, shape, torch.float32) for role in (Role.PARAM, Role.GRAD))
+    b = Builder(param=empty(shape), grad=empty(shape))
+
+    def cube(x: fx.Node, name: str) -> fx.Node:
+        flipped = b.call(f"{name}_flipped", aten.permute.default, x, [1, 0])
+        return b.call(name, aten.mm.default, b.call(f"{name}_gram", aten.mm.default, x, flipped), x)
+
+    first = cube(b["grad"], "first")
+    moved = b.call("moved", aten.add.Tensor, b["param"], first)
+    second = cube(b.call("low", aten._to_copy.default, moved, dtype=torch.bfloat16), "second")
+    graph = b.returns(b.call("new", aten.sub.Tensor, moved, second))
+    return Template("there-and-back", shape, torch.float32, leaves, ("param",), graph)
+
+
+def test_values_cross_once_in_each_direction() -> None:
+    template, layout = there_and_back((6, 5)), rows_layout((6, 5), grid_of(1, 4))
+    cut = place(template, layout)
+    assert {w.name for w in cut.gather} == {"param", "grad"}
+    assert targets(cut.prepare) == []
+    values = values_for(template, 1)
+    assert equal(step_in_parts(cut, template, layout, 1)["param"], evaluate(template.graph, values)[0])
+
+
+# -- any graph ---------------------------------------------------------------------------------
+
+
+def step_in_parts(cut: Placed, template: Template, layout: Layout, seed: int) -> dict[str, torch.Tensor]:
+    """One step as ranks would run it: prepare and apply on every fragment, compute once."""
+    whole = values_for(template, seed)
+    resident = set(cut.resident)
+    fragments = [
+        {k: v[box.slices()] if isinstance(v, torch.Tensor) and k not in resident else v for k, v in whole.items()}
+        for box in layout.boxes
+    ]
+    wires = {w.name: torch.empty(w.shape, dtype=w.dtype) for w in cut.gather}
+    kept: list[dict[str, torch.Tensor]] = []
+    for box, own in zip(layout.boxes, fragments, strict=True):
+        own.update({k: v.contiguous() for k, v in own.items() if isinstance(v, torch.Tensor) and k not in resident})
+        prepared = evaluate(cut.prepare, own)
+        for wire, value in zip(cut.gather, prepared, strict=False):
+            wires[wire.name][wire.box(box).slices()] = value
+        kept.append(dict(zip(cut.kept, prepared[len(cut.gather) :], strict=True)))
+    computed = evaluate(cut.compute, whole | wires)
+    scattered = dict(zip([w.name for w in cut.scatter], computed, strict=False))
+    found = dict(zip(cut.owner_writes, computed[len(cut.scatter) :], strict=True))
+    new = {name: torch.empty(template.shape) for name in cut.fragment_writes}
+    for box, own, saved in zip(layout.boxes, fragments, kept, strict=True):
+        parts = {w.name: scattered[w.name][w.box(box).slices()].contiguous() for w in cut.scatter}
+        for name, value in zip(cut.fragment_writes, evaluate(cut.apply, own | saved | parts), strict=True):
+            new[name][box.slices()] = value
+    return found | new
+
+
+@untimed(150)
+@given(templates(), st.integers(1, 2), st.integers(1, 4), st.integers(0, 9))
+def test_the_parts_together_are_the_whole(template: Template, replicas: int, shards: int, seed: int) -> None:
+    layout = rows_layout(template.shape, grid_of(replicas, shards))
+    cut = place(template, layout)
+    assert {*cut.fragment_writes, *cut.owner_writes} == set(template.writes)
+    expected = dict(zip(template.writes, evaluate(template.graph, values_for(template, seed)), strict=True))
+    found = step_in_parts(cut, template, layout, seed)
+    for name, value in expected.items():
+        assert equal(found[name], value), name
+
+
+@untimed(60)
+@given(templates(("add", "mul", "lerp", "times", "neg")))
+def test_pointwise_steps_are_elementwise(template: Template) -> None:
+    cut = place(template, rows_layout(template.shape, grid_of(1, 3)))
+    assert cut.elementwise
+    assert targets(cut.compute) == []

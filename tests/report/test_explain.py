@@ -1,0 +1,88 @@
+"""`explain` tells what becomes of every parameter, before and after the first step, and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+import canzona_compile
+from canzona_compile.errors import CanzonaError
+from tests.harness import toy_optimizers as toys
+from tests.harness.pairs import Pair, feed, muon, parameters
+
+
+def explained(optimizer: Any) -> dict[str, tuple[str, str]]:
+    rows = canzona_compile.explain(optimizer).parameters
+    return {row.name: (row.how, row.why) for row in rows}
+
+
+def test_compiled() -> None:
+    pair = Pair()
+    before = explained(pair.wrapped)
+    assert before == {f"group0.param{i}": ("compiled", "whole on its rank") for i in range(2)}
+    pair.steps(2)
+    assert explained(pair.wrapped) == before
+    captures = pair.report.captures
+    assert captures == 2
+    assert pair.wrapped.canzona.explain() == canzona_compile.explain(pair.wrapped)
+
+
+def test_plain_optimizers_can_be_explained() -> None:
+    optimizer = muon(parameters())
+    assert {how for how, _ in explained(optimizer).values()} == {"compiled"}
+    assert type(optimizer) is torch.optim.Muon
+    assert not optimizer.state
+
+
+def test_local() -> None:
+    optimizer = AdamW(parameters())
+    assert {how for how, _ in explained(optimizer).values()} == {"local"}
+
+
+def test_interpreted_says_which_line() -> None:
+    how, why = explained(toys.HostReading(parameters()))["group0.param0"]
+    assert how == "interpreted"
+    assert "toy_optimizers.py, line " in why
+    assert "if update.norm().item() > 10:" in why
+
+
+def test_refused_ones_do_not_hide_the_others() -> None:
+    real, imaginary = parameters()[0], torch.nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))
+    found = explained(torch.optim.SGD([imaginary, real], lr=0.1))
+    assert found["group0.param0"] == ("refused", "complex parameters are not supported")
+    assert found["group0.param1"][0] == "local"
+
+
+def test_text_and_data() -> None:
+    explanation = canzona_compile.explain(muon(parameters()))
+    text = str(explanation)
+    assert "canzona explains Muon" in text
+    assert "6x4" in text
+    assert explanation.to_dict()["parameters"][0]["how"] == "compiled"
+
+
+# -- missing gradients as zeros ----------------------------------------------------------------
+
+
+def test_missing_gradients_as_zeros() -> None:
+    plain, wrapped = muon(parameters()), canzona_compile.wrap(muon(parameters()), missing_grads="zero")
+    for step in range(4):
+        for optimizer in (plain, wrapped):
+            feed(optimizer, step)
+        if step in (0, 2):
+            first, other = (o.param_groups[0]["params"][1] for o in (plain, wrapped))
+            first.grad, other.grad = torch.zeros_like(first), None
+        plain.step()
+        wrapped.step()
+        assert (wrapped.param_groups[0]["params"][1].grad is None) == (step in (0, 2))
+    for one, two in zip(*(o.param_groups[0]["params"] for o in (plain, wrapped)), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(plain.state[one]["momentum_buffer"], wrapped.state[two]["momentum_buffer"])
+
+
+def test_missing_gradients_as_nonsense() -> None:
+    with pytest.raises(CanzonaError, match="missing_grads='drop' is none of 'skip', 'zero'"):
+        canzona_compile.wrap(muon(parameters()), missing_grads="drop")  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""Programs of one optimizer never run at the same time, and share their buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import canzona_compile
+from canzona_compile.optimizers.shampoo import Shampoo
+from canzona_compile.runtime.buffers import SharedSlots
+from tests.harness.ranks import run
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=5), min_size=1, max_size=6))
+def test_slots_of_one_program_are_others_and_large_enough(programs: list[list[int]]) -> None:
+    memory = SharedSlots()
+    for sizes in programs:
+        slots = memory.of(sizes, CPU)
+        assert [slot.numel() >= size for slot, size in zip(slots, sizes, strict=True)] == [True] * len(sizes)
+        assert len({id(slot) for slot in slots}) == len(sizes)
+        assert {slot.dtype for slot in slots} <= {torch.uint8}
+        assert {id(slot) for slot in memory.of(sizes, CPU)} == {id(slot) for slot in slots}
+
+
+def test_the_smallest_that_fits_is_taken() -> None:
+    memory = SharedSlots()
+    first = memory.of([100, 50, 70], CPU)
+    second = memory.of([60, 40, 120], CPU)
+    assert second[0] is first[2]
+    assert second[1] is first[1]
+    assert all(second[2] is not slot for slot in first)
+    assert sum({id(slot): slot.numel() for slot in (*first, *second)}.values()) == 100 + 50 + 70 + 120
+
+
+def variants() -> tuple[int, list[int]]:
+    """Bytes of an optimizer's buffers, and those that its programs would take by themselves."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    random = torch.Generator().manual_seed(0)
+    params = [
+        torch.nn.Parameter(distribute_tensor(torch.randn(32, 24, generator=random), mesh, [Shard(0)])) for _ in range(4)
+    ]
+    optimizer: Any = canzona_compile.wrap(Shampoo(params, lr=0.01, every=3), strategy="owner")
+    for _ in range(7):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    running = optimizer.canzona.session.running
+    own = [sum(executor.program.slots) for executor, _, _ in running.programs.values()]
+    assert optimizer.canzona.report().buffer_bytes == running.buffer_bytes
+    return running.buffer_bytes, own
+
+
+@pytest.mark.ranks
+def test_variants_take_the_memory_of_the_largest() -> None:
+    for found, own in run(2, variants):
+        assert len(own) >= 2
+        assert min(own) > 0
+        assert found < sum(own)
+        assert found >= max(own)

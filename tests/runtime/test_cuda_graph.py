@@ -1,0 +1,399 @@
+"""What can be said of CUDA graphs without a device: numbers in tensors, when to record, when to stop.
+
+`replayed` stands in for the device: what is "recorded" is the run with the tensors that it was given, and replaying
+runs it again, so that it sees new numbers only through tensors, as a CUDA graph does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from copy import copy as copy_of
+from dataclasses import replace
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._C._distributed_c10d import HashStore
+from torch.optim import Muon, Optimizer
+
+import canzona_compile
+from canzona_compile.codegen.launch import GroupedKernel, Part
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.program import Program
+from canzona_compile.ir.program_ops import copy
+from canzona_compile.ir.step import Machine
+from canzona_compile.kernels.ops import SYM_GEMM
+from canzona_compile.runtime import cuda_graph
+from canzona_compile.runtime.cuda_graph import MOST_RECORDINGS, Replay, obstacle, obstacle_in
+from canzona_compile.runtime.scalar_ops import FORMS
+from canzona_compile.session import plan
+from examples.optimizers.normuon import NorMuon
+from examples.optimizers.shampoo import Shampoo
+from examples.optimizers.soap import SOAP
+from tests.harness.pairs import parameters
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def programs_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are written as for CUDA: operator by operator where the CPU's have torch's foreach functions."""
+    monkeypatch.setattr(plan, "machine_of", lambda params, rates=None: Machine("cuda", "nccl", 1, rates))
+
+
+# -- whole steps -------------------------------------------------------------------------------------
+
+MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
+    "muon": lambda params: Muon(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "normuon": lambda params: NorMuon(params, lr=0.1),
+    "soap": lambda params: SOAP(params, lr=0.1, every=4),
+    "shampoo": lambda params: Shampoo(params, lr=0.1, every=4),
+}
+
+
+class Steps:
+    """A plain optimizer and a wrapped one, whose programs are replayed."""
+
+    def __init__(self, name: str, stable: bool = True, record: Any = lambda run: run, **options: Any) -> None:
+        shapes = [(6, 4), (4, 6), (6, 4)]
+        self.stable, self.record = stable, record
+        self.plain = MAKERS[name](parameters(shapes))
+        self.ours: Any = canzona_compile.wrap(MAKERS[name](parameters(shapes)), **options)
+        self.number = 0
+        self.kept: list[Any] = []
+
+    def step(self, **hypers: Any) -> float:
+        """One step of both; returns how far apart they are, at most."""
+        random = torch.Generator().manual_seed(self.number)
+        self.number += 1
+        for optimizer in (self.plain, self.ours):
+            optimizer.param_groups[0].update(hypers)
+        for a, b in zip(self.plain.param_groups[0]["params"], self.ours.param_groups[0]["params"], strict=True):
+            a.grad = torch.randn(a.shape, generator=random)
+            if b.grad is None or not self.stable:
+                self.kept.append(b.grad)
+                b.grad = torch.empty_like(b)
+            b.grad.copy_(a.grad)
+        for optimizer in (self.plain, self.ours):
+            optimizer.step()
+        running = self.ours.canzona.session.running
+        for executor, _, _ in running.programs.values():  # as an executor on CUDA does
+            if executor.replay is None:
+                executor.replay = Replay(executor.program, CPU, contextlib.nullcontext, self.record)
+        pairs = zip(self.plain.param_groups[0]["params"], self.ours.param_groups[0]["params"], strict=True)
+        return max(float((a - b).detach().abs().max() / a.detach().abs().max()) for a, b in pairs)
+
+    @property
+    def replays(self) -> list[Replay]:
+        programs = self.ours.canzona.session.running.programs.values()
+        return [executor.replay for executor, _, _ in programs if executor.replay is not None]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_schedule_of_rates_reaches_what_was_recorded(name: str) -> None:
+    steps = Steps(name)
+    for i in range(14):
+        assert steps.step(lr=0.1 / (i + 1)) < 1e-5
+    recorded = [replay for replay in steps.replays if replay.recordings]
+    assert recorded, [replay.how for replay in steps.replays]
+    assert all(replay.recordings == 1 and replay.how == "a CUDA graph, recorded once" for replay in recorded)
+    assert "a CUDA graph, recorded once" in [steps.ours.canzona.report().execution, *(r.how for r in recorded)]
+
+
+def tables_only(run: Callable[[], None]) -> Callable[[], None]:
+    """A recording in which generated kernels see no numbers but those that their tables hold.
+
+    While it is recorded, which here is when it runs for the first time, they are given numbers as ever.
+    """
+    refresh, first = GroupedKernel.refresh, [True]
+
+    def keeping(kernel: GroupedKernel, parts: Sequence[Part]) -> bool:
+        return refresh(kernel, [(lists, known) for (lists, _), known in zip(parts, kernel._numbers, strict=True)])
+
+    def replay() -> None:
+        with patch.object(GroupedKernel, "refresh", refresh if first else keeping):
+            first.clear()
+            run()
+
+    return replay
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_tables_of_generated_kernels_are_written_before_a_replay(name: str) -> None:
+    steps = Steps(name, record=tables_only)
+    for i in range(6):
+        assert steps.step(lr=0.1 / (i + 1)) < 1e-5
+    (replay,) = steps.replays
+    assert replay.recordings == 1
+    kernels = [m for m in replay.plain.modules() if isinstance(m, GroupedKernel)]
+    uploads = [kernel.uploads for kernel in kernels]
+    assert len(kernels) == 2 * len(steps.ours.canzona.step.groups), "prepare and apply of each micro-group"
+    assert steps.step(lr=0.1 / 6) < 1e-5
+    assert steps.step(lr=0.3) < 1e-5
+    assert sum(kernel.uploads for kernel in kernels) > sum(uploads)
+
+
+def test_a_table_that_is_made_anew_ends_its_recording() -> None:
+    steps = Steps("muon")
+    for _ in range(5):
+        steps.step()
+    (replay,) = steps.replays
+    (kernel, *_) = [m for m in replay.plain.modules() if isinstance(m, GroupedKernel)]
+    kernel.table = copy_of(kernel.table)
+    for _ in range(4):
+        assert steps.step(lr=0.05) < 1e-5
+    assert replay.recordings == 2
+
+
+@pytest.mark.parametrize(("numerics", "bound"), [("exact", 1e-5), ("fast", 5e-2)])
+def test_momentum_changes_without_a_new_recording(numerics: str, bound: float) -> None:
+    """Numbers that the host computes first (1 - momentum) included."""
+    steps = Steps("muon", numerics=numerics)
+    for i in range(8):
+        assert steps.step(momentum=0.9 + 0.01 * i, weight_decay=0.01 * (i + 1)) < bound
+    assert [replay.recordings for replay in steps.replays] == [1]
+
+
+def test_an_operator_that_keeps_its_number_is_recorded_anew() -> None:
+    """Muon's eps is the bound of a clamp, which has no form with a tensor."""
+    steps = Steps("muon")
+    for eps in (1e-7, 1e-7, 1e-7, 1e-7, 1e-2, 1e-2, 1e-2, 1e-2, 1e-7):
+        assert steps.step(eps=eps) < 1e-5
+    assert [replay.recordings for replay in steps.replays] == [2]
+
+
+def test_changing_addresses_end_the_recordings() -> None:
+    steps = Steps("muon", stable=False)
+    for _ in range(6):
+        assert steps.step() < 1e-5
+    assert [replay.recordings for replay in steps.replays] == [0]
+    assert "two steps in a row" in steps.ours.canzona.report().execution
+    for _ in range(4 * MOST_RECORDINGS + 4):  # the same places for a while, then others
+        steps.stable = steps.number % 4 != 0
+        assert steps.step() < 1e-5
+    assert [replay.recordings for replay in steps.replays] == [MOST_RECORDINGS]
+    assert steps.ours.canzona.report().execution.startswith("call by call: gradients are elsewhere")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError, KeyError])
+def test_what_cannot_be_recorded_runs_call_by_call(kind: type[Exception]) -> None:
+    tried = []
+
+    def record(run: Any) -> Any:
+        tried.append(run)
+        raise kind("operation not permitted when stream is capturing\nand more")
+
+    steps = Steps("muon", record=record)
+    for _ in range(7):
+        assert steps.step() < 1e-5
+    assert len(tried) == 1
+    how = steps.ours.canzona.report().execution
+    assert how.startswith("call by call: it cannot be recorded: ")
+    assert "operation not permitted when stream is capturing" in how
+
+
+def test_tables_are_sent_after_a_recording_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While recording they are only written (what is sent is shared on CPU, so that values would not show it)."""
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        with monkeypatch.context() as patched:
+            patched.setattr(GroupedKernel, "_recording", True)
+            patched.setattr(GroupedKernel, "launch", lambda kernel: None)
+            run()
+        raise RuntimeError("no")
+
+    steps = Steps("muon", record=record)
+    for i in range(4):  # the last one is to be recorded, with numbers of its own
+        assert steps.step(momentum=0.9 + 0.01 * i) < 1e-5
+    (replay,) = steps.replays
+    assert "cannot be recorded" in replay.how
+    assert not any(m._unsent for m in replay.plain.modules() if isinstance(m, GroupedKernel))
+
+
+class Failing:
+    """Stands in for `torch.cuda.graph` where the device refuses: it ends, as torch's does, by raising."""
+
+    made: ClassVar[list[Failing]] = []
+
+    def __init__(self, *_: Any, **options: Any) -> None:
+        self.options, self.fails = options, not Failing.made
+        Failing.made.append(self)
+
+    def __enter__(self) -> None:
+        current.append("record")
+
+    def __exit__(self, *_: Any) -> None:
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        current.pop()
+
+
+current: list[str] = []
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_recording_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+    """The stream is the caller's again, and the allocator no longer records; where torch saw to that, nothing more."""
+    calls: list[Any] = []
+
+    def end(*args: Any) -> None:
+        calls.append(("end", *args))
+        if ended:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    monkeypatch.setattr(Failing, "made", [])
+    monkeypatch.setattr(cuda_graph, "broken", [])
+    current[:] = ["caller"]
+    pools = iter("ab")
+    for name, value in {
+        "CUDAGraph": object,
+        "graph": Failing,
+        "current_stream": lambda _: "caller",
+        "set_stream": lambda stream: current.__setitem__(slice(None), [stream]),
+        "graph_pool_handle": lambda: next(pools),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: calls.append(("release", *args)), raising=False)
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: calls.append("drawn"))
+    monkeypatch.setattr(cuda_graph, "stream_named", lambda name, _: name)
+    cuda_graph.pool_of.cache_clear()
+    with pytest.raises(RuntimeError, match="previous error"):
+        cuda_graph.recorded(lambda: None, torch.device("cuda", 0))
+    assert current == ["caller"]
+    assert calls == [("end", 0, "a"), *([] if ended else [("release", 0, "a"), "drawn"])]
+    assert len(cuda_graph.broken) == (not ended)
+    assert cuda_graph.pool_of(0) == ("a" if ended else "b")
+    assert all(graph.options["capture_error_mode"] == "thread_local" for graph in Failing.made)
+    cuda_graph.pool_of.cache_clear()
+
+
+def test_variants_are_recorded_apart() -> None:
+    """Shampoo's steps with and without roots: what decomposes is never recorded, the other is once."""
+    steps = Steps("shampoo")
+    for _ in range(16):
+        assert steps.step() < 1e-4
+    assert len(steps.replays) > 1
+    how = sorted(replay.how for replay in steps.replays)
+    assert how[0] == "a CUDA graph, recorded once"
+    assert any("makes the host wait" in text for text in how)
+
+
+@pytest.mark.parametrize("role", ["hyperparameter", "state"])
+def test_what_lies_on_the_cpu_is_not_recorded(role: str) -> None:
+    """`copy` between devices would keep what a rate held, and a counter would count once, when it is recorded."""
+    steps = Steps("muon")
+    steps.step()
+    (replay,) = steps.replays
+    replay.device = torch.device("meta")  # any other than that of the tensor
+    tensor = torch.tensor(0.1)
+    arguments: list[Any] = [torch.tensor(0.1, device="meta") if i in replay._hypers else [] for i in range(99)]
+    if role == "state":
+        arguments[replay._moving[-1]] = [tensor]
+    else:
+        arguments[replay._hypers[-1]] = tensor
+    assert replay._look(arguments) is None
+    assert "a tensor on the CPU" in replay.how
+
+
+def test_numbers_are_on_the_device_once_they_have_changed() -> None:
+    """Others are kept as they are: forms with tensors take more launches, and round otherwise."""
+    steps = Steps("soap")
+
+    def placed() -> tuple[set[str], int]:
+        replay = next(r for r in steps.replays if r.recordings)
+        return set(replay._split.kinds), sum(n.target is FORMS[SYM_GEMM] for n in calls(replay))
+
+    for _ in range(12):
+        assert steps.step() < 1e-4
+    before = placed()
+    for i in range(13):
+        assert steps.step(shampoo_beta=0.9 + 0.001 * i) < 1e-4
+    after = placed()
+    assert before == ({"kept", "device", "table"}, 0), "counters change, betas do not"
+    assert after[1] == 4, "two statistics of two kinds of matrices"
+
+
+def calls(replay: Replay) -> list[fx.Node]:
+    modules = [m for m in replay._split.module.modules() if isinstance(m, fx.GraphModule)]
+    return [n for m in modules for n in m.graph.nodes if n.op == "call_function"]
+
+
+def test_nothing_is_recorded_where_that_is_not_wanted() -> None:
+    steps = Steps("muon")
+    steps.step()
+    (replay,) = steps.replays
+    unwanted = Replay(replay.program, CPU, contextlib.nullcontext, wanted=False)
+    assert unwanted.how == "call by call: cuda_graphs=False"
+    with pytest.raises(CanzonaError, match="neither True nor False"):
+        canzona_compile.wrap(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), cuda_graphs=1)  # type: ignore[arg-type]
+
+
+def test_programs_of_a_plan_that_is_given_up_are_freed() -> None:
+    """With them buffers and recordings, at once and not when Python looks for cycles."""
+    steps = Steps("muon", record=lambda run: lambda: None)
+    for _ in range(4):
+        steps.step()
+    (replay,) = (weakref.ref(replay) for replay in steps.replays)
+    gc.collect()
+    gc.disable()
+    try:
+        canzona_compile.unwrap(steps.ours)
+        assert replay() is None
+    finally:
+        gc.enable()
+
+
+def test_recordings_are_dropped_before_their_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for them for ever."""
+    for name in ("shutdown", "abort"):
+        monkeypatch.setattr(dist.ProcessGroup, name, getattr(dist.ProcessGroup, name))
+    cuda_graph.with_collectives.cache_clear()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        steps = Steps("muon")
+        steps.step()
+        (replay,) = steps.replays
+        replay.program = replace(replay.program, collectives=1)
+        for _ in range(4):
+            steps.step()
+        assert len(replay._known) == 1
+        assert "gloo" in obstacle(replay.program)
+    finally:
+        dist.destroy_process_group()
+    assert not replay._known
+    cuda_graph.with_collectives.cache_clear()
+
+
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cuda:nccl"])
+def test_collectives_of_cuda_tensors_decide(monkeypatch: pytest.MonkeyPatch, backends: str) -> None:
+    """A group may have another backend for tensors on the CPU, as frameworks make it."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    assert cuda_graph.backend_on_cuda() == "nccl"
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+    assert cuda_graph.backend_on_cuda() != "nccl"
+
+
+def test_a_module_that_is_no_graph_is_not_recorded() -> None:
+    root = torch.nn.Module()
+    root.add_module("other", torch.nn.Linear(2, 2))
+    graph = fx.Graph()
+    graph.call_module("other", (graph.placeholder("x"),))
+    graph.output(())
+    program = Program(fx.GraphModule(root, graph), {}, (), 0)
+    assert obstacle(program) == "it calls Linear, which may not be recorded"
+
+
+def test_what_makes_the_host_wait_is_known() -> None:
+    assert "linalg_eigh" in obstacle_in(aten.linalg_eigh.default)
+    assert "item" in obstacle_in(aten._local_scalar_dense.default) or obstacle_in(aten._local_scalar_dense.default)
+    assert obstacle_in(aten.linalg_vector_norm.default) == ""
+    assert obstacle_in(aten.mm.default) == obstacle_in(copy) == ""
+    assert "may not be recorded" in obstacle_in(cuda_graph.pool_of)

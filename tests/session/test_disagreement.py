@@ -1,0 +1,89 @@
+"""Ranks that made different plans hear of it before the first collective: the first difference, on every rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canzona_compile.kernels import tensor_args, tuning_cache
+from canzona_compile.kernels.dispatch import CANDIDATES, Problem
+from tests.harness.layouts import Case
+from tests.harness.ranks import run
+from tests.harness.trainer import SHAPES, Outcome, Trainer, check
+
+
+def label(value: Any) -> str:
+    return " and ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else ""
+
+
+def first_step(case: Case, differ: dict[str, Any]) -> Outcome:
+    """The first step, with something else on rank 1."""
+    odd = dist.get_rank() == 1
+    shapes = differ.get("shapes", SHAPES) if odd else SHAPES
+    options = differ.get("options", {}) if odd else {}
+    trainer = Trainer(case, shapes=shapes, **options)
+    group = trainer.optimizer.param_groups[0]
+    if odd:
+        group.update(differ.get("group", {}))
+        order = differ.get("order")
+        if order:
+            for key in ("params", "param_names"):
+                group[key] = [group[key][i] for i in order]
+        if "fewer" in differ:
+            for key in ("params", "param_names"):
+                group[key] = group[key][: differ["fewer"]]
+    trainer.gradients()
+    return trainer.last_step()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [Case("fsdp", (3,)), Case("ddp", (2,))], ids=str)
+@pytest.mark.parametrize(
+    ("differ", "words"),
+    [
+        ({"options": {"capacity": 4096}}, ["capacity 4096"]),
+        ({"options": {"depth": 3}}, ["depth 3"]),
+        ({"options": {"micro_groups": 5}}, ["micro_groups 5"]),
+        ({"options": {"strategy": "replicated"}}, ["replicated"]),
+        ({"options": {"numerics": "fast"}}, ["fast"]),
+        ({"order": [1, 0, 2, 3]}, ["first", "second"]),
+        ({"order": [3, 1, 2, 0]}, ["first", "fourth"]),
+        ({"fewer": 3}, ["fourth"]),
+        ({"shapes": ((48, 24), (24, 60), (36, 12), (48, 24))}, ["12x36", "36x12"]),
+        ({"group": {"nesterov": False}}, []),
+        ({"group": {"adjust_lr_fn": "match_rms_adamw"}}, []),
+        ({"group": {"ns_steps": 3}}, []),
+    ],
+    ids=label,
+)
+def test_ranks_that_differ(case: Case, differ: dict[str, Any], words: list[str]) -> None:
+    found = run(case.world, first_step, case, differ, fresh=True)
+    check(found, {"RankMismatch"}, "difference", "rank 1", *words)
+
+
+def tuned_on_one_rank(folder: str) -> Outcome:
+    """The first step on GPUs of one kind, where one rank's cache folder holds a verdict of the tuner."""
+    machine = tuning_cache.Machine(90, "H200")
+    with (
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{dist.get_rank()}"),
+        mock.patch.object(tensor_args, "machine", return_value=machine),
+    ):
+        if dist.get_rank() == 1:
+            problem = Problem("sym_gemm", 1, 1024, 4096, torch.bfloat16, torch.bfloat16, 16)
+            tuning_cache.store(machine, problem, CANDIDATES["sym_gemm", 90][0], {})
+        trainer = Trainer(Case("fsdp", (2,)))
+        trainer.gradients()
+        return trainer.last_step()
+
+
+@pytest.mark.ranks
+def test_kernels_that_were_tuned_on_one_rank_only(tmp_path: Path) -> None:
+    """Matrices that every rank computes would come out different, and nobody would hear of it."""
+    found = run(2, tuned_on_one_rank, str(tmp_path), fresh=True)
+    check(found, {"RankMismatch"}, "difference", "tuned", "m=1024")

@@ -1,0 +1,314 @@
+"""What one rank does wrong, every rank hears of: an error that says what, and nothing half updated."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from tests.harness.layouts import Case, local
+from tests.harness.ranks import PATIENCE, Died, run
+from tests.harness.trainer import NAMES, SHAPES, Outcome, Trainer, check
+
+# -- a rank dies -----------------------------------------------------------------------------------
+
+
+def step_with_a_victim(case: Case, victim: int, call: int) -> Outcome:
+    """In the third step rank `victim` ends at its all-to-all number `call`."""
+    trainer = Trainer(case, strategy="owner")
+    trainer.steps(2)
+    groups = len(trainer.optimizer.canzona.report().to_dict()["micro_groups"])
+    assert groups == 1, "with several groups the first ones may be updated"
+    trainer.gradients()
+    if dist.get_rank() == victim:
+        original, calls = dist.all_to_all_single, 0
+
+        def deadly(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if calls == call:
+                os._exit(7)
+            calls += 1
+            return original(*args, **kwargs)
+
+        dist.all_to_all_single = deadly
+    outcome = trainer.last_step()
+    if not outcome.error:  # this rank shares no collective after that with the victim, until now
+        outcome = trainer.last_step()
+    return outcome
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "victim", "call"),
+    [
+        pytest.param(Case("fsdp", (8,)), 3, 0, id="before the gather"),
+        pytest.param(Case("fsdp", (8,)), 0, 1, id="before the scatter"),
+        pytest.param(Case("hsdp", (2, 4)), 6, 2, id="before the exchange"),
+        pytest.param(Case("ddp", (8,)), 7, 0, id="replicas"),
+    ],
+)
+def test_a_rank_dies_in_mid_step(case: Case, victim: int, call: int) -> None:
+    found = run(8, step_with_a_victim, case, victim, call, dying=[victim])
+    assert found.pop(victim) == Died(7)
+    for outcome in found:
+        assert outcome.ours, f"{outcome.error}: {outcome.said}"
+        assert outcome.seconds < PATIENCE / 2, "it waited for the process group's timeout"
+    if case.layout != "hsdp":
+        assert [outcome.changed for outcome in found] == [[]] * 7
+
+
+def step_without(absent: int, patience: float) -> Outcome | None:
+    """In the third step rank `absent` does something else for longer than the timeout."""
+    trainer = Trainer(Case("fsdp", (dist.get_world_size(),)))
+    trainer.steps(2)
+    trainer.gradients()
+    if dist.get_rank() == absent:
+        time.sleep(2 * patience)
+        return None
+    return trainer.last_step()
+
+
+@pytest.mark.ranks
+def test_a_rank_stays_away() -> None:
+    """The process group's timeout holds, although waiting listens for calls meanwhile."""
+    patience = 3.0
+    found = run(3, step_without, 1, patience, patience=patience, fresh=True)
+    for outcome in (found[0], found[2]):
+        assert outcome.ours
+        assert outcome.changed == []
+        assert outcome.seconds < 2 * patience + 5
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+GRADIENT_CASES = [
+    [Case("fsdp", (3,))],
+    [Case("ddp", (3,))],
+    [Case("hsdp", (2, 2))],
+    [Case("fsdp", (4,)), Case("hsdp", (2, 2))],
+    [Case("tp_alone", (2, 2)), Case("fsdp", (4,))],
+]
+
+
+def names(value: Any) -> str:
+    return " and ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def step_missing(
+    cases: list[Case],
+    steps: int,
+    missing: dict[int, list[int]],
+    strategy: str = "owner",
+    late: float = 0.0,
+    **options: Any,
+) -> Outcome:
+    """After some steps, `missing` maps ranks to the parameters that get no gradient there.
+
+    These ranks come `late` seconds after the others.
+    """
+    trainer = Trainer(*cases, strategy=strategy, **options)
+    trainer.steps(steps)
+    trainer.gradients()
+    for i in missing.get(dist.get_rank(), []):
+        trainer.params[i].grad = None
+        time.sleep(late)
+    return trainer.last_step()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("steps", [2, 0], ids=["steady", "first"])
+@pytest.mark.parametrize("cases", GRADIENT_CASES, ids=names)
+def test_gradient_missing_on_one_rank(cases: list[Case], steps: int) -> None:
+    found = run(cases[0].world, step_missing, cases, steps, {1: [1]}, fresh=True)
+    check(found, {"InvalidGradient", "RankMismatch"}, "second", "gradient")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("late", [0.0, 1.5])
+@pytest.mark.parametrize("cases", GRADIENT_CASES[:4], ids=names)
+def test_gradient_missing_where_every_rank_computes_everything(cases: list[Case], late: float) -> None:
+    """Under DDP such a step moves no tensor at all; still no rank may update alone."""
+    found = run(cases[0].world, step_missing, cases, 2, {1: [1]}, "replicated", late, fresh=True)
+    check(found, {"InvalidGradient", "RankMismatch"}, "second", "gradient")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("others", [[], [Case("fsdp", (2,))]], ids=["alone", "beside fsdp"])
+def test_gradient_of_a_tensor_of_one_rank(others: list[Case]) -> None:
+    """What belongs to one rank alone concerns no other: rank 1 skips the parameter, rank 0 does not."""
+    kept, skipped = run(2, step_missing, [Case("plain", (2,)), *others], 2, {1: [0]}, "auto")
+    everything = [f"{what}{name}" for what in ("", "momentum_buffer of ") for name in NAMES]
+    assert (kept.error, sorted(kept.changed)) == ("", sorted(everything))
+    assert (skipped.error, sorted(skipped.changed)) == ("", sorted(n for n in everything if "first" not in n))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("cases", [GRADIENT_CASES[0], GRADIENT_CASES[1]], ids=names)
+def test_gradient_missing_on_one_rank_counts_as_zeros(cases: list[Case]) -> None:
+    """The fragments of that rank have no gradient; all ranks take the step."""
+    for outcome in run(3, step_missing, cases, 2, {1: [1]}, missing_grads="zero"):
+        assert outcome.error == ""
+        assert {"first", "third", "fourth"} <= set(outcome.changed)
+
+
+@pytest.mark.ranks
+def test_different_gradients_missing() -> None:
+    """Ranks that all see a change, but not the same one."""
+    found = run(3, step_missing, [Case("fsdp", (3,))], 2, {0: [2], 1: [1], 2: [1]}, fresh=True)
+    check(found, {"InvalidGradient", "RankMismatch"}, "second", "third")
+
+
+def train_with_gaps(cases: list[Case], gaps: dict[int, list[int]]) -> tuple[list[bool], list[bool]]:
+    """Six steps; `gaps` maps steps to parameters without a gradient there, on every rank."""
+    trainer = Trainer(*cases, strategy="owner")
+    start = torch.Generator().manual_seed(3)
+    alone = [torch.nn.Parameter(torch.randn(s, generator=start)) for s in SHAPES]
+    plain = torch.optim.Muon(alone, lr=2e-2)
+    for step in range(6):
+        whole = trainer.gradients()
+        for i, (mine, other) in enumerate(zip(trainer.params, alone, strict=True)):
+            other.grad = whole[i]
+            if i in gaps.get(step, []):
+                mine.grad = other.grad = None
+        trainer.optimizer.step()
+        plain.step()
+    state = trainer.optimizer.state_dict()["state"]
+    same, same_state = [], []
+    for i, (mine, other) in enumerate(zip(trainer.params, alone, strict=True)):
+        same.append(torch.equal(local(mine), trainer.laid.fragment(other, i)))
+        expected = plain.state.get(other, {}).get("momentum_buffer")
+        got = state.get(i, {}).get("momentum_buffer")
+        if expected is None or got is None:
+            same_state.append(expected is got)
+        else:
+            same_state.append(torch.equal(local(got), trainer.laid.fragment(expected, i)))
+    return same, same_state
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "gaps",
+    [
+        pytest.param({3: [1]}, id="once"),
+        pytest.param({0: [0, 2], 1: [2], 4: [3]}, id="at first"),
+        pytest.param({2: [0, 1, 2, 3]}, id="all"),
+        pytest.param({0: [0, 1, 2, 3]}, id="all at first"),
+        pytest.param({step: [1] for step in range(6)}, id="never"),
+    ],
+)
+@pytest.mark.parametrize("cases", [GRADIENT_CASES[0], GRADIENT_CASES[1], GRADIENT_CASES[3]], ids=names)
+def test_gradient_missing_on_all_ranks(cases: list[Case], gaps: dict[int, list[int]]) -> None:
+    """The parameter is skipped, as the plain optimizer does."""
+    for same, same_state in run(cases[0].world, train_with_gaps, cases, gaps):
+        assert same == [True] * 4
+        assert same_state == [True] * 4
+
+
+def train_slowly(ranks: int) -> list[bool]:
+    """In the third step all ranks lack a gradient, and rank 1 starts its collectives seconds later."""
+    trainer = Trainer(Case("fsdp", (ranks,)))
+    trainer.steps(2)
+    trainer.gradients()
+    before = [local(param).clone() for param in trainer.params]
+    trainer.params[1].grad = None
+    original = dist.all_to_all_single
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(2.5)
+        return original(*args, **kwargs)
+
+    if dist.get_rank() == 1:
+        dist.all_to_all_single = late
+    try:
+        trainer.optimizer.step()
+    finally:
+        dist.all_to_all_single = original
+    return [torch.equal(x, local(y)) for x, y in zip(before, trainer.params, strict=True)]
+
+
+@pytest.mark.ranks
+def test_waiting_long_after_an_agreed_change() -> None:
+    """Who waits listens for calls, but the call that led to the agreement is none to fail for."""
+    assert run(2, train_slowly, 2) == [[False, True, False, False]] * 2
+
+
+def sparse(param: Tensor) -> Tensor:
+    return torch.eye(*param.shape).to_sparse()
+
+
+def double(param: Tensor) -> Tensor:
+    return torch.zeros(param.shape, dtype=torch.float64)
+
+
+def whole(param: Tensor) -> Tensor:
+    """A gradient that was not reduced to this rank's fragment."""
+    assert isinstance(param, DTensor)
+    return DTensor.from_local(torch.ones(param.shape), param.device_mesh, [Replicate()])
+
+
+def step_bad(cases: list[Case], steps: int, make: Callable[[Tensor], Tensor]) -> Outcome:
+    """After some steps rank 1 has a gradient for its second parameter that is none."""
+    trainer = Trainer(*cases, strategy="owner")
+    trainer.steps(steps)
+    trainer.gradients()
+    if dist.get_rank() == 1:
+        param = trainer.params[1]
+        param.grad = None
+        param.grad_dtype = None
+        param.grad = make(param)
+    return trainer.last_step()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("steps", [2, 0], ids=["steady", "first"])
+@pytest.mark.parametrize(
+    ("cases", "make", "words"),
+    [
+        pytest.param([Case("ddp", (3,))], sparse, ["second", "sparse"], id="sparse"),
+        pytest.param([Case("ddp", (3,))], double, ["second"], id="dtype"),
+        pytest.param(GRADIENT_CASES[3], whole, ["second", "Replicate"], id="layout"),
+        pytest.param(GRADIENT_CASES[4], whole, ["second", "Replicate"], id="layout on one mesh"),
+    ],
+)
+def test_bad_gradient_on_one_rank(
+    cases: list[Case], make: Callable[[Tensor], Tensor], words: list[str], steps: int
+) -> None:
+    found = run(cases[0].world, step_bad, cases, steps, make, fresh=True)
+    check(found, {"InvalidGradient", "RankMismatch"}, *words)
+
+
+def train_nan(ranks: int) -> list[bool]:
+    """A gradient that is not a number in one element, in the second of three steps."""
+    trainer = Trainer(Case("fsdp", (ranks,)))
+    start = torch.Generator().manual_seed(3)
+    alone = [torch.nn.Parameter(torch.randn(s, generator=start)) for s in SHAPES]
+    plain = torch.optim.Muon(alone, lr=2e-2)
+    for step in range(3):
+        whole = trainer.gradients()
+        if step == 1:
+            whole[2][5, 5] = torch.nan
+            trainer.params[2].grad = trainer.laid.like_param(whole[2], 2)
+        for param, grad in zip(alone, whole, strict=True):
+            param.grad = grad
+        trainer.optimizer.step()
+        plain.step()
+    same = []
+    for i, (mine, other) in enumerate(zip(trainer.params, alone, strict=True)):
+        expected = trainer.laid.fragment(other, i)
+        assert bool(expected.isnan().any()) == (i == 2)
+        same.append(torch.equal(local(mine).isnan(), expected.isnan()))
+        same.append(torch.equal(local(mine).nan_to_num(), expected.nan_to_num()))
+    return same
+
+
+@pytest.mark.ranks
+def test_not_a_number() -> None:
+    """It does to its matrix what it does in the plain optimizer, and to no other."""
+    assert run(2, train_nan, 2) == [[True] * 8] * 2

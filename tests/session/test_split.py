@@ -1,0 +1,326 @@
+"""Several logical matrices in one parameter: the bits of an optimizer that has each of them as a parameter.
+
+The oracle holds q, k, v, ... apart, in plain parameters in one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+import canzona_compile
+from canzona_compile import CanzonaError, Split
+from canzona_compile.split import rows_of
+from examples.optimizers.normuon import NorMuon
+from examples.optimizers.soap import SOAP
+from tests.harness.layouts import Case, Laid, full, replicate_of
+from tests.harness.optimizers import StackMuon, share_captures
+from tests.harness.pairs import params_of, same_bits
+from tests.harness.ranks import run
+from tests.harness.toy_optimizers import HostReading
+
+Splits = Mapping[str, Split | Mapping[str, int]]
+STEPS = 8
+NAMES = ("attention.qkv", "mlp.gate_up", "mlp.down")
+SHAPES = ((32, 16), (40, 16), (16, 20))
+BLOCK: Splits = {"*.qkv": {"q": 16, "k": 8, "v": 8}, "*.gate_up": Split({"gate": 20, "up": 20})}
+SPLITS: dict[str, Splits] = {
+    "block": BLOCK,
+    "interleaved": {
+        "*.qkv": Split({"q": 16, "k": 8, "v": 8}, interleaved=4),
+        "*.gate_up": Split({"gate": 20, "up": 20}, interleaved=2),
+    },
+    "heads": {"*.qkv": Split({"q": 16, "k": 8, "v": 8}, head=4), "*.gate_up": {"gate": 20, "up": 20}},
+    "uneven": {"*.qkv": {"q": 15, "k": 11, "v": 6}, "*.gate_up": {"gate": 3, "up": 37}},
+    "any order": {
+        "*.qkv": Split({"q": 16, "k": 8, "v": 8}, order=torch.randperm(32, generator=torch.Generator().manual_seed(1)))
+    },
+}
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "muon": lambda params: Muon(params, lr=0.1, adjust_lr_fn="match_rms_adamw"),
+    "normuon": lambda params: NorMuon(params, lr=0.1),
+    "soap": lambda params: SOAP(params, lr=0.1, every=3),
+    "interpreted": lambda params: HostReading(params, lr=0.1),
+    "stack": lambda params: StackMuon(params, lr=0.1),
+}
+
+
+def apart(splits: Splits, name: str, weight: Tensor) -> list[Tensor]:
+    """The logical matrices in a weight."""
+    for pattern, split in splits.items():
+        if name.endswith(pattern.removeprefix("*")):
+            made = split if isinstance(split, Split) else Split(split)
+            return [weight.index_select(made.dim, rows) for rows in rows_of(made).values()]
+    return [weight]
+
+
+class Both:
+    """The wrapped optimizer of fused parameters on this rank, and the plain one of their parts."""
+
+    def __init__(
+        self, make: str, splits: Splits, case: Case | None, shapes: Sequence[tuple[int, ...]] = SHAPES, **options: Any
+    ) -> None:
+        self.random = torch.Generator().manual_seed(5)
+        self.splits = splits
+        values = [torch.randn(s, generator=self.random) for s in shapes]
+        self.laid = Laid(values, case or Case("plain", ()))
+        self.names = NAMES[: len(shapes)]
+        self.plain = OPTIMIZERS[make](
+            [
+                nn.Parameter(part.clone())
+                for n, v in zip(self.names, values, strict=True)
+                for part in apart(splits, n, v)
+            ]
+        )
+        self.options = {"split": splits, "replicate": case and replicate_of(case), **options}
+        self.wrapped = self.wrap_one(make)
+
+    def wrap_one(self, make: str) -> Any:
+        named = {"params": self.laid.params, "param_names": list(self.names)}
+        made = canzona_compile.wrap(OPTIMIZERS[make]([named]), **self.options)
+        share_captures(made)
+        return made
+
+    def step(self) -> None:
+        grads = [torch.randn(p.shape, generator=self.random) for p in self.laid.params]
+        parts = [part for name, grad in zip(self.names, grads, strict=True) for part in apart(self.splits, name, grad)]
+        for param, part in zip(params_of(self.plain), parts, strict=True):
+            param.grad = part
+        for i, param in enumerate(self.laid.params):
+            param.grad = self.laid.like_param(grads[i], i)
+        self.plain.step()
+        self.wrapped.step()
+
+    def different(self) -> list[str]:
+        """What of the fused parameters, and of the state of their pieces, is not that of the plain ones."""
+        found, left = [], iter(params_of(self.plain))
+        state = self.wrapped.state_dict()["state"]
+        for i, (name, param) in enumerate(zip(self.names, self.laid.params, strict=True)):
+            own = {key: full(v) if isinstance(v, Tensor) else v for key, v in state[i].items()}
+            parts = apart(self.splits, name, full(param))
+            pieces = self.piece_names(name)
+            for piece, part in zip(pieces, parts, strict=True):
+                expected = next(left)
+                if not same_bits(part, expected.detach()):
+                    found.append(f"{name}[{piece}]")
+                for leaf, value in self.plain.state[expected].items():
+                    if not any(same_bits(v, value) for v in self.candidates(own, name, piece, leaf)):
+                        found.append(f"{leaf} of {name}[{piece}]")
+        return found
+
+    def piece_names(self, name: str) -> list[str]:
+        split = next((s for p, s in self.splits.items() if name.endswith(p.removeprefix("*"))), None)
+        return [""] if split is None else list(rows_of(split if isinstance(split, Split) else Split(split)))
+
+    def candidates(self, state: dict[str, Any], name: str, piece: str, leaf: str) -> list[Any]:
+        """Where the saved state may have a leaf of a piece: under its name, or in its rows of a fused tensor."""
+        if f"{piece}.{leaf}" in state:
+            return [state[f"{piece}.{leaf}"]]
+        value = state[leaf]
+        return [apart(self.splits, name, value)[self.piece_names(name).index(piece)] if piece else value]
+
+
+def train(make: str, splits: Splits, case: Case | None, restored: bool = False, **options: Any) -> dict[str, Any]:
+    both = Both(make, splits, case, **options)
+    for step in range(STEPS):
+        if restored and step == STEPS // 2:
+            both.wrapped.load_state_dict(both.wrapped.state_dict())
+        both.step()
+    assert both.different() == []
+    report: dict[str, Any] = both.wrapped.canzona.report().to_dict()
+    return report
+
+
+@pytest.mark.parametrize(
+    ("make", "splits"),
+    [*(("muon", s) for s in SPLITS), *(("soap", s) for s in SPLITS), ("normuon", "block"), ("interpreted", "heads")],
+)
+def test_in_one_process(make: str, splits: str) -> None:
+    train(make, SPLITS[splits], None, restored=True)
+
+
+CASES = [
+    Case("fsdp", (3,)),
+    Case("tp_rows", (2,)),
+    Case("tp_columns", (2,)),
+    Case("hsdp", (2, 2)),
+    Case("fsdp_tp", (2, 2)),
+    Case("ddp", (2,)),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("make", ["muon", "soap"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_ranks(make: str, case: Case) -> None:
+    splits = {"muon": "interleaved", "soap": "block"}[make]
+    reports = run(case.world, train, make, SPLITS[splits], case, restored=True, strategy="owner")
+    owners = {task["name"]: task["owner"] for task in reports[0]["tasks"]}
+    assert owners.keys() == {
+        *(f"{NAMES[0]}[{p}]" for p in "qkv"),
+        *(f"{NAMES[1]}[{p}]" for p in ("gate", "up")),
+        NAMES[2],
+    }
+    assert len(set(map(str, owners.values()))) == case.world, "pieces of one parameter have owners of their own"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("make", "splits", "layout"),
+    [("soap", "heads", "fsdp"), ("muon", "uneven", "tp_rows"), ("normuon", "any order", "tp_columns")],
+)
+def test_other_splits_on_ranks(make: str, splits: str, layout: str) -> None:
+    run(2, train, make, SPLITS[splits], Case(layout, (2,)))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_interpreted_on_ranks(layout: str) -> None:
+    run(2, train, "interpreted", BLOCK, Case(layout, (2,)))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", ["stack_dim0", "stack_dim1", "stack_dim2"])
+def test_gate_and_up_of_a_stack_of_experts(layout: str) -> None:
+    splits = {"*.qkv": Split({"gate": 32, "up": 64}, dim=1)}
+    reports = run(2, train, "stack", splits, Case(layout, (2,)), shapes=[(6, 96, 48)], strategy="owner")
+    assert {task["strategy"] for task in reports[0]["tasks"]} == {"local" if layout == "stack_dim0" else "owner"}
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def save(make: str, layout: str) -> tuple[list[Tensor], dict[str, Any]]:
+    both = Both(make, BLOCK, Case(layout, (2,)))
+    for _ in range(4):
+        both.step()
+    saved = both.wrapped.state_dict()
+    state = {i: {k: full(v) if isinstance(v, Tensor) else v for k, v in s.items()} for i, s in saved["state"].items()}
+    return [full(p) for p in both.laid.params], {**saved, "state": state}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("make", ["muon", "soap"])
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_saved_on_ranks_and_loaded_in_one_process(make: str, layout: str) -> None:
+    params, saved = run(2, save, make, layout)[0]
+    both = Both(make, BLOCK, None)
+    for _ in range(4):
+        both.step()
+    with torch.no_grad():
+        for param, value in zip(both.laid.params, params, strict=True):
+            param.copy_(value)
+    both.wrapped = both.wrap_one(make)
+    both.wrapped.load_state_dict(saved)
+    for _ in range(4):
+        both.step()
+    assert both.different() == []
+
+
+def test_state_shaped_like_the_parameter_goes_to_the_plain_optimizer_and_back() -> None:
+    both = Both("muon", BLOCK, None)
+    both.step()
+    plain = OPTIMIZERS["muon"]([nn.Parameter(p.detach().clone()) for p in both.laid.params])
+    plain.load_state_dict(canzona_compile.unwrap(both.wrapped).state_dict())
+    both.wrapped = both.wrap_one("muon")
+    both.wrapped.load_state_dict(plain.state_dict())
+    both.step()
+    assert both.different() == []
+
+
+def test_state_of_the_fused_matrix_is_refused() -> None:
+    both = Both("soap", {}, None)
+    both.step()
+    fused = both.wrapped.state_dict()
+    both.options["split"] = BLOCK
+    other = both.wrap_one("soap")
+    other.load_state_dict(fused)
+    with pytest.raises(
+        CanzonaError, match=r"'left' of shape \[32, 32\] belongs to the fused matrix(.|\n)*attention.qkv"
+    ):
+        other.step()
+
+
+# -- around it ---------------------------------------------------------------------------------
+
+
+def test_one_result_whatever_the_order_of_rows() -> None:
+    """The same q, k and v, fused in two ways, in layouts that a model has under TP=1 and under TP=4."""
+    results = []
+    for splits in (BLOCK, SPLITS["interleaved"]):
+        random = torch.Generator().manual_seed(0)
+        matrices = {name: [torch.randn(s, generator=random) for s in ((16, 16), (8, 16), (8, 16))] for name in "wg"}
+        split = splits["*.qkv"]
+        rows = list(rows_of(split if isinstance(split, Split) else Split(split)).values())
+        weight, grad = (torch.zeros(32, 16).index_copy(0, torch.cat(rows), torch.cat(matrices[n])) for n in "wg")
+        param = nn.Parameter(weight)
+        optimizer = canzona_compile.wrap(Muon([("x.qkv", param)], lr=0.1), split={"*.qkv": split})
+        for _ in range(3):
+            param.grad = grad.clone()
+            optimizer.step()
+        results.append([param.detach()[r] for r in rows])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_names_from_the_model() -> None:
+    model = nn.ModuleDict({"qkv": nn.Linear(16, 32, bias=False), "out": nn.Linear(16, 16, bias=False)})
+    optimizer = canzona_compile.wrap(Muon(model.parameters(), lr=0.1), model=model, split={"qkv.*": {"a": 16, "b": 16}})
+    names = [row.name for row in canzona_compile.explain(optimizer).parameters]
+    assert names == ["qkv.weight[a]", "qkv.weight[b]", "out.weight"]
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert [task["name"] for task in optimizer.canzona.report().to_dict()["tasks"]] == names
+
+
+def test_a_missing_gradient_is_missing_for_every_piece() -> None:
+    both = Both("soap", BLOCK, None)
+    both.step()
+    qkv, *_ = both.laid.params
+    before = qkv.detach().clone()
+    for param in both.laid.params[1:]:
+        param.grad = torch.zeros_like(param)
+    qkv.grad = None
+    both.wrapped.step()
+    assert torch.equal(before, qkv)
+
+
+def test_elementwise_work_is_left_whole() -> None:
+    param = nn.Parameter(torch.ones(32, 16))
+    optimizer = canzona_compile.wrap(AdamW([("qkv", param)]), split={"qkv": {"q": 16, "kv": 16}})
+    assert [(row.name, row.how) for row in canzona_compile.explain(optimizer).parameters] == [("qkv", "local")]
+
+
+@pytest.mark.parametrize("make", ["muon", "soap"])
+def test_copies_go_on_alike(make: str) -> None:
+    both = Both(make, SPLITS["interleaved"], None)
+    both.step()
+    both.step()
+    assert canzona_compile.wrap(both.wrapped, split=SPLITS["interleaved"]) is both.wrapped
+    copies = [copy.deepcopy(both.wrapped), pickle.loads(pickle.dumps(both.wrapped))]
+    both.step()
+    for other in copies:
+        for mine, param in zip(params_of(other), both.laid.params, strict=True):
+            assert param.grad is not None
+            mine.grad = param.grad.clone()
+        other.step()
+        pairs = zip(params_of(other), both.laid.params, strict=True)
+        assert all(same_bits(mine.detach(), param.detach()) for mine, param in pairs)
+    assert both.different() == []
+
+
+def test_a_parameter_that_moves_keeps_its_pieces() -> None:
+    """Frameworks give a parameter other memory between steps: `model.to()`, offloading."""
+    both = Both("muon", BLOCK, None)
+    both.step()
+    for param in both.laid.params:
+        param.data = param.data.clone()
+    both.step()
+    assert both.different() == []

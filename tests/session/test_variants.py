@@ -1,0 +1,173 @@
+"""Control flow: periodic work, counters that differ, work that is elementwise on some steps only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+import canzona_compile
+from canzona_compile.session import session
+from examples.optimizers.soap import SOAP
+from tests.harness import toy_optimizers as toys
+from tests.harness.layouts import Case, Laid, full, local, replicate_of
+from tests.harness.pairs import Pair, Shape, same_bits
+from tests.harness.ranks import run
+
+SHAPES: tuple[Shape, ...] = ((6, 4), (5, 7), (6, 4), (9, 3))
+KINDS = {
+    "counting": toys.Counting,
+    "refreshing": toys.Refreshing,
+    "alternating": toys.Alternating,
+    "nesting": toys.Nesting,
+    "replacing": toys.Replacing,
+    "listing": toys.Listing,
+    "untouching": toys.Untouching,
+    "in group": toys.CountingInGroup,
+    "on itself": toys.CountingOnItself,
+    "late": toys.LateCounting,
+}
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every plan that is made."""
+    made: list[Any] = []
+    original = session.make_plan
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(original(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(session, "make_plan", counted)
+    return made
+
+
+@pytest.mark.parametrize("kind", [toys.Refreshing, toys.Alternating])
+def test_variants_are_known_before_they_come(kind: type[Optimizer], plans: list[Any]) -> None:
+    pair = Pair(kind)
+    pair.step()
+    captures = pair.report.captures
+    assert captures == 2 * 2
+    pair.steps(12)
+    assert (len(plans), pair.report.captures) == (1, captures)
+    assert pair.report.rank_programs == 2
+    assert pair.report.fallbacks == {}
+
+
+def test_the_owner_is_chosen_for_the_heaviest_variant(plans: list[Any]) -> None:
+    pair = Pair(toys.Refreshing)
+    pair.steps(4)
+    owned = plans[-1].owned
+    for task in owned.tasks:
+        variants = owned.variants()[owned.placed_of(task)]
+        assert len(variants) == 2
+        assert owned.placed_of(task).flops == max(p.flops for p in variants)
+        assert {p.resident for p in variants} == {("basis",)}
+
+
+def test_a_variant_that_comes_late_is_planned_then(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canzona_compile.capture.templates.LOOKAHEAD", 0)
+    pair = Pair(toys.Refreshing)
+    pair.steps(9)
+    assert len(plans) == 2
+    assert pair.report.captures == 2 * 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_matrices_that_missed_gradients_keep_counters_of_their_own(name: str, plans: list[Any]) -> None:
+    pair = Pair(KINDS[name], SHAPES)
+    pair.step()
+    pair.step(1)
+    pair.step(2, 3)
+    pair.steps(7)
+    pair.step(0)
+    pair.steps(3)
+    assert len(plans) <= 4
+    assert pair.report.fallbacks == {}
+
+
+def test_programs_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canzona_compile.session.plan_execution.MOST_PROGRAMS", 2)
+    pair = Pair(toys.Counting, SHAPES)
+    pair.step()
+    for i in range(4):
+        pair.step(i)
+        assert pair.report.rank_programs <= 2
+    pair.steps(2)
+
+
+def test_a_checkpoint_leads_to_no_new_capture() -> None:
+    pair = Pair(toys.Refreshing)
+    pair.steps(5)
+    captures = pair.report.captures
+    for optimizer in pair.both:
+        optimizer.load_state_dict(optimizer.state_dict())
+    pair.steps(7)
+    assert pair.report.captures == captures
+
+
+# -- on ranks ----------------------------------------------------------------------------------
+
+
+def train(name: str, case: Case, **options: Any) -> list[str]:
+    """Ten steps with some gradients missing on all ranks; what differs from the plain optimizer."""
+    random = torch.Generator().manual_seed(11)
+    values = [torch.randn(s, generator=random) for s in SHAPES]
+    laid = Laid(values, case)
+    alone = [torch.nn.Parameter(v.clone()) for v in values]
+    kind: Any = KINDS[name]
+    plain, wrapped = kind(alone), kind(laid.params)
+    canzona_compile.wrap(wrapped, replicate=replicate_of(case), **options)
+    gaps = {1: [1], 4: [0, 3], 7: [2]}
+    for step in range(10):
+        for i, (param, other) in enumerate(zip(laid.params, alone, strict=True)):
+            grad = torch.randn(SHAPES[i], generator=random)
+            other.grad, param.grad = grad, laid.like_param(grad, i)
+            if i in gaps.get(step, []):
+                other.grad = param.grad = None
+        plain.step()
+        wrapped.step()
+    found = [f"parameter {i}" for i, p in enumerate(laid.params) if not same_bits(local(p), laid.fragment(alone[i], i))]
+    expected, got = plain.state_dict()["state"], wrapped.state_dict()["state"]
+    for i in expected:
+        one, two = (dict(torch.utils._pytree.tree_leaves_with_path(s.get(i, {}))) for s in (expected, got))
+        if one.keys() != two.keys():
+            found.append(f"leaves of {i}: {one.keys() ^ two.keys()}")
+        found += [f"state {i} {path}" for path in one.keys() & two.keys() if not same_bits(one[path], whole(two[path]))]
+    assert wrapped.canzona.report().to_dict()["fallbacks"] == {}
+    return found
+
+
+def whole(leaf: Any) -> Any:
+    return full(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case",
+    [Case("fsdp", (3,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))],
+    ids=str,
+)
+@pytest.mark.parametrize("name", KINDS)
+def test_on_ranks(name: str, case: Case) -> None:
+    for found in run(case.world, train, name, case, strategy="owner"):
+        assert found == []
+
+
+def test_captures_of_soap_under_a_schedule() -> None:
+    """With a refresh every third step, 30 steps: three per shape at most, and none after a checkpoint."""
+    pair = Pair(lambda params: SOAP(params, every=3), SHAPES)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60) for optimizer in pair.both]
+    for _ in range(30):
+        pair.step()
+        for schedule in schedules:
+            schedule.step()
+    captures = pair.report.captures
+    assert captures <= 3 * len(set(SHAPES))
+    for optimizer in pair.both:
+        optimizer.load_state_dict(optimizer.state_dict())
+    pair.steps(6)
+    assert pair.report.captures == captures

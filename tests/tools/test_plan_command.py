@@ -1,0 +1,389 @@
+"""`plan` and `diff` on the command line: what they write, where to, their exit codes, and what they refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import canzona_compile
+from canzona_compile.__main__ import main
+from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.ir.plan_file import read_plan
+from canzona_compile.report.charts import duration
+from canzona_compile.tools.planning.plan import ALTERNATIVES
+
+ROOT = Path(__file__).parents[2]
+NASTY = "[red]x|y[/red]"  # markup to rich, two cells to Markdown
+MODEL = NASTY.replace("/", ":")  # a file's name
+SHAPES = {name: [48, 48] for name in ("layers.0.q", "layers.0.o", "layers.1.q", "layers.1.o", NASTY)}
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes objects, or a text, as a file."""
+
+    def file(found: Any, name: str = "shapes.json") -> str:
+        path = tmp_path / name
+        path.write_text(found if isinstance(found, str) else json.dumps(found))
+        return str(path)
+
+    return file
+
+
+@pytest.fixture
+def good(write: Write) -> list[str]:
+    """Arguments that make a plan."""
+    options = "--mesh fsdp=2 --strategy owner --no-alternatives"
+    return ["plan", "--params", write(SHAPES, f"{MODEL}.json"), *options.split()]
+
+
+def out_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """Standard output; nothing is said beside it where there is no terminal."""
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "canzona_compile", *arguments]
+    # A stream that is no terminal, of an encoding that lacks most letters.
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", env=environment)
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+def test_a_table(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(good) == 0
+    out = out_of(capsys)
+    for title in ("Load", "Timeline", "Strategies", "Cost", "Micro-groups", "Memory", "Rates", "Assumptions"):
+        assert f"── {title} ──" in out
+    assert f"Muon, {MODEL} on fsdp=2" in out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_json_is_a_plan_and_its_figures(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*good, "--format", "json"]) == 0
+    found = json.loads(out_of(capsys))
+    elsewhere = shell(*good, "--format", "json")
+    assert (elsewhere.returncode, elsewhere.stderr) == (0, "")
+    assert json.loads(elsewhere.stdout) == found
+    forecast = found.pop("forecast")
+    assert (found["schema"], found["kind"], found["optimizer"]) == (1, "canzona plan", "Muon")
+    assert [task["name"] for task in found["tasks"]] == list(SHAPES)
+    assert json.loads(read_plan(found).to_json()) == found
+    assert (forecast["model"], forecast["mesh"], forecast["matrices"]) == (MODEL, {"fsdp": 2}, 5)
+    assert forecast["fingerprint"] == found["fingerprint"]
+    assert forecast["options"]["strategy"] == "owner"
+    assert forecast["hardware"]["name"] == "h100"
+    assert [one["chosen"] for one in forecast["alternatives"]] == [True]
+
+
+def test_a_page_a_trace_and_markdown(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for kind in ("html", "perfetto", "markdown"):
+        assert main([*good, "--format", kind]) == 0
+        texts.append(out_of(capsys))
+    page, trace, markdown = texts
+    assert page.startswith("<!doctype html>")
+    assert page.rstrip().endswith("</html>")
+    events = json.loads(trace)["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert sum(event["ph"] == "X" and event["name"] == "compute 0" for event in events) == 2
+    assert markdown.startswith(f"## Muon, {MODEL} on fsdp=2\n")
+    rows = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert {row.count("|") for row in rows} == {7}
+    assert [row.split()[1] for row in rows if "---" not in row][:2] == ["plan", "**joint**"]
+
+
+def test_a_file_instead_of_standard_output(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*good, "-o", str(tmp_path / "plan")]) == 0
+    assert out_of(capsys) == ""
+    assert "── Memory ──" in (tmp_path / "plan").read_text(encoding="utf-8")
+
+
+def test_alternatives_are_compared_unless_told_not_to(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*good[:-1], "--format", "json"]) == 0
+    names = [one["name"] for one in json.loads(out_of(capsys))["forecast"]["alternatives"]]
+    assert names[0] == "joint"
+    assert names.count("joint") == 1
+    assert {*ALTERNATIVES, "replicated"} <= set(names)
+
+
+def test_a_table_reads_in_ascii_without_colours() -> None:
+    shapes = {f"layers.{i}.{name}": shape for i in range(6) for name, shape in (("q", [48, 48]), ("up", [80, 48]))}
+    made = canzona_compile.plan(shapes, mesh="hsdp=4,fsdp=16", strategy="owner", capacity=8000)
+    owner = made.forecast.templates[0].strategies[0]
+    for width in (80, 100, 120):
+        raw = io.BytesIO()
+        stream = io.TextIOWrapper(raw, encoding="ascii")
+        Console(file=stream, width=width).print(made)  # would raise on anything but ASCII
+        stream.flush()
+        text = raw.getvalue().decode()
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= width
+        assert "\x1b" not in text
+        row = next(line for line in lines if line.startswith("  #  owner"))
+        for seconds in (owner.seconds, owner.compute, owner.gather, owner.scatter):
+            assert duration(seconds) in row  # not cut off
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
+    """What is said on standard error."""
+    assert main(line) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("\nerror: ")
+    assert "Traceback" not in err
+    return err
+
+
+def test_a_process_that_is_refused_says_why(good: list[str]) -> None:
+    done = shell(*good, "--mesh", "fsdp=0")
+    assert (done.returncode, done.stdout) == (2, "")
+    said = "\nerror: fsdp is 0, not a positive integer\n  at:   mesh\n  hint: as in dp=32,tp=8\n"
+    assert done.stderr == said
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["--model", "gpt-5"], ["there is no model 'gpt-5'", "at:   model", "hint: one of qwen3-0.6b"]),
+        (["--model", "qwen3-0.6b", "--split", "q"], ["there is no split 'q'", "at:   split", "hint: qkv, gate-up"]),
+        (["--model", "qwen3-0.6b", "--mesh", "tp=3"], ["tp=3 does not divide", "at:   mesh", "hint: tp can be"]),
+        (["--mesh", "sp=2"], ["there is no mesh dim 'sp'", "at:   mesh", "hint: dims are dp"]),
+        (["--optimizer", "adam"], ["there is no optimizer 'adam'", "hint: one of muon, soap, shampoo"]),
+        (["--optimizer", "no_such_module:X"], ["cannot be imported", "no_such_module:X"]),
+        (["--optimizer", "torch.optim:Nothing"], ["cannot be imported", "has no attribute 'Nothing'"]),
+        (["--optimizer", "torch.nn:Linear"], ["is no class of torch.optim.Optimizer"]),
+        (["--optimizer", "torch.optim:LBFGS"], ["LBFGS", "closure"]),
+        (["--hardware", "tpu"], ["there is no hardware 'tpu'", "hint: one of a100"]),
+        (["--hardware", "nothing.json"], ["there is no hardware 'nothing.json'", "hint: one of a100"]),
+        (["--rank", "2"], ["rank 2 is none of the 2 ranks of fsdp=2", "rank="]),
+        (["--rank", "-1"], ["rank -1 is none of the 2 ranks", "rank="]),
+        (["--alpha", "1.5"], ["alpha=1.5 is not between 0 and 1", "hint: 1 balances most"]),
+        (["--alpha", "-0.1"], ["alpha=-0.1 is not between 0 and 1", "hint: 1 balances most"]),
+        (["--alpha", "nan"], ["alpha=nan is not between 0 and 1", "hint: 1 balances most"]),
+        (
+            ["--alpha", "0.5", "--planner", "lpt"],
+            ["--planner (the planner lpt) and --alpha (the planner alpha) exclude", "at:   plan", "hint: leave"],
+        ),
+        (["--alpha", "0.5", "--exact"], ["--exact (the planner exact) and --alpha (the planner alpha) exclude"]),
+        (["--exact", "--planner", "static"], ["--planner (the planner static) and --exact (the planner exact)"]),
+        (["--capacity", "100"], ["capacity 100 is below the 4608 bytes", "at:   layers.0.q", "hint: at least 4608"]),
+        (["--capacity", "0"], ["capacity=0 is not a positive integer", "capacity="]),
+        (["--micro-groups", "0"], ["micro_groups=0 is not a positive integer", "micro_groups="]),
+        (["--depth", "-1"], ["depth=-1 is not a positive integer", "depth="]),
+    ],
+    ids=lambda found: " ".join(found) if found[0].startswith("--") else "",
+)
+def test_options_that_cannot_be(
+    line: list[str], words: list[str], good: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--model" in line:
+        good[1:3] = []
+    said = refused(capsys, [*good, *line])
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "words"),
+    [
+        ("--params", None, ["it cannot be read: No such file", "hint: name a file"]),
+        ("--params", "{", ["it is no JSON", "hint: it has to hold"]),
+        ("--params", "{}", ["it names no parameters", "hint: as in"]),
+        ("--params", '{"w": [8, 0]}', [": w", "its shape is [8, 0]", "hint: [rows, columns]"]),
+        ("--params", '{"w": {"shape": [8, 8], "tp": 2}}', [": w", "tp is 2, no dim of [8, 8]", "hint: the dim"]),
+        ("--hf-config", None, ["it cannot be read: No such file", "hint: name a file"]),
+        ("--hf-config", "{}", ["the field 'num_attention_heads' is missing", "hint: is it the config of a decoder?"]),
+        ("--hf-config", '{"num_attention_heads": "8"}', ["is '8', not a positive integer", "hint: copy it"]),
+        ("--hardware", "{", ["it is no JSON"]),
+        ("--hardware", "[]", ["it holds no JSON object", "hint: ", "calibrate"]),
+        ("--hardware", "{}", ["schema is None, not 1", "hint: ", "calibrate"]),
+    ],
+)
+def test_files_that_cannot_be(
+    option: str, text: str | None, words: list[str], good: list[str], write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(text, "file.json") if text is not None else "no/such/file.json"
+    if option != "--hardware":
+        good[1:3] = []
+    said = refused(capsys, [*good, option, path])
+    assert all(word in said for word in [f"at:   {path}", *words]), said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("name", None, "the field 'name' is missing"),
+        ("speed", 1, "there is no field 'speed'"),
+        ("name", 5, "name is 5, no text"),
+        ("overlap", 1, "overlap is 1, neither true nor false"),
+        ("ranks_per_node", 0, "ranks_per_node is 0, not a positive number"),
+        ("bandwidth", "fast", "bandwidth is 'fast', not a positive number"),
+        ("bandwidth", float("inf"), "bandwidth is inf, not a positive number"),
+        ("launch", -1, "launch is -1, not a number of at least 0"),
+        ("products", {}, "products is no object with a rate per name"),
+        ("products", {"bfloat16": [[1]]}, "products.bfloat16 is no list of pairs"),
+        ("products", {"bfloat16": [[2, 1], [1, 1]]}, "the sizes of products.bfloat16 do not ascend"),
+        ("factorizations", {"qr": [[1, 1]]}, "factorizations has no rate 'other'"),
+        ("node", {"bandwidth": 1}, "the field node.latency is missing"),
+        ("network", {"bandwidth": 0, "latency": 0}, "network.bandwidth is 0, not a positive number"),
+        ("measured", ["speed"], "measured names 'speed'"),
+    ],
+)
+def test_hardware_that_cannot_be(
+    name: str, value: object, says: str, good: list[str], write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = named_hardware("h100").to_dict() | {name: value}
+    if value is None:
+        del fields[name]
+    path = write(fields, "hardware.json")
+    said = refused(capsys, [*good, "--hardware", path])
+    assert says in said
+    assert f"at:   {path}" in said
+
+
+def test_output_that_cannot_be_written(good: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for path in ("no/such/folder/plan.json", "", ".", f"{good[2]}/plan.json"):
+        said = refused(capsys, [*good, "-o", path])
+        assert "it cannot be written" in said
+        assert f"at:   -o {path}\n  hint: name a file" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        [],
+        ["--mesh", "fsdp=2"],
+        ["--model", "qwen3-0.6b"],
+        ["--model", "qwen3-0.6b", "--params", "shapes.json", "--mesh", "fsdp=2"],
+        *(
+            ["--model", "qwen3-0.6b", "--mesh", "fsdp=2", *option.split()]
+            for option in ("--planner best", "--strategy none", "--updates zero3", "--format pdf", "--capacity 1GiB")
+        ),
+    ],
+    ids=" ".join,
+)
+def test_usage_errors(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *line])
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "canzona-compile plan: error: " in err
+
+
+# -- diff ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files by name: a plan, the same laid out anew, by another planner, of other matrices, and as a run writes it."""
+    folder = tmp_path_factory.mktemp("plans")
+    uneven = {"a": [48, 48], "b": [48, 48], NASTY: [80, 48], "c": [80, 48], "d": [48, 48]}
+    fewer = {name: shape for name, shape in uneven.items() if name != "a"} | {"e": [48, 48]}
+    found = {}
+    for name, shapes, planner in (
+        ("one", uneven, "joint"),
+        ("static", uneven, "static"),
+        ("fewer", fewer, "joint"),
+    ):
+        made = canzona_compile.plan(shapes, mesh="fsdp=2", strategy="owner", planner=planner, alternatives=False)
+        (folder / name).write_text(made.to_json())
+        found[name] = str(folder / name)
+        (folder / "run").write_text(made.file.to_json())
+    (folder / "same").write_text(json.dumps(json.loads((folder / "one").read_text()), indent=2))
+    return found | {"same": str(folder / "same"), "run": str(folder / "run")}
+
+
+def test_equal_plans(plans: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", plans["one"], plans["same"]]) == 0
+    fingerprint = read_plan(plans["one"]).fingerprint
+    assert out_of(capsys).split() == ["the", "same", "plan,", fingerprint[:12]]
+
+
+def test_plans_of_two_planners(plans: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", plans["one"], plans["static"], "--json"]) == 1
+    found = json.loads(out_of(capsys))
+    one, static = read_plan(plans["one"]), read_plan(plans["static"])
+    assert not found["same"]
+    assert found["fingerprints"] == [one.fingerprint, static.fingerprint]
+    assert "tasks" in found["parts"]
+    assert "graphs" not in found["parts"]
+    pairs = zip(one.tasks, static.tasks, strict=True)
+    moved = {a.name: [list(a.owner or ()), list(b.owner or ())] for a, b in pairs if a.owner != b.owner}
+    assert moved
+    assert {name: fields["owner"] for name, fields in found["changed"].items() if "owner" in fields} == moved
+    assert found["figures"]["planner"] == ["joint", "static"]
+    assert main(["diff", plans["one"], plans["static"]]) == 1
+    out = out_of(capsys)
+    assert f"{one.fingerprint[:12]} and {static.fingerprint[:12]} differ in" in out
+    assert all(name in out for name in ["joint", "static", "imbalance", *moved])
+
+
+def test_plans_of_other_matrices(plans: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", plans["one"], plans["fewer"]]) == 1
+    out = out_of(capsys)
+    assert "1 only in the first: a" in out
+    assert "1 only in the second: e" in out
+
+
+def test_plans_that_decide_alike(plans: dict[str, str], write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    one = json.loads(Path(plans["one"]).read_text())
+    tasks = [task | {"reason": "by hand"} for task in one["tasks"]]
+    other = write(one | {"tasks": tasks, "fingerprint": "0" * 64}, "other.json")
+    assert main(["diff", plans["one"], other]) == 1
+    assert f"5 matrices decided alike for another reason: {NASTY} by joint, then by hand" in out_of(capsys)
+
+
+def test_a_plan_without_a_forecast_has_no_figures(plans: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", plans["fewer"], plans["run"], "--json"]) == 0
+    assert json.loads(out_of(capsys))["figures"] == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (None, "it cannot be read: No such file"),
+        ("{", "it is no JSON"),
+        ("[]", "it is no plan"),
+        ({"kind": "shapes"}, "it is no plan"),
+        ({"schema": 2}, "schema is 2, not 1"),
+        ({"groups": ...}, "the field 'groups' is missing"),
+        ({"tasks": [{}]}, "an entry is wrong: KeyError: 'name'"),
+        ({"tasks": 5}, "an entry is wrong: TypeError"),
+        ({"depth": "two"}, "an entry is wrong: ValueError"),
+        ({"forecast": {}}, "its forecast is wrong: KeyError: 'simulation'"),
+        ({"forecast": 5}, "its forecast is wrong: TypeError"),
+    ],
+    ids=str,
+)
+def test_what_is_no_plan(
+    changes: Any, says: str, plans: dict[str, str], write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = "no/such/plan.json"
+    if changes is not None:
+        plan = json.loads(Path(plans["one"]).read_text())
+        if isinstance(changes, dict):
+            changes = {k: v for k, v in (plan | changes).items() if v is not ...}
+        other = write(changes, "other.json")
+    said = refused(capsys, ["diff", plans["one"], other])
+    assert says in said
+    assert ("at:   the second plan" if "forecast" in says else f"at:   {other}") in said
+    assert "hint: " in said
