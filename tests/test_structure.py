@@ -1,12 +1,20 @@
-"""The structure of the code: imports run one way, files are short, names and packages are what is promised."""
+"""The structure of the code is what `docs/architecture.md` says: rooms, imports one way, names with one meaning.
+
+Each rule is a function of sources by module name that returns what breaks it. `test_a_planted_violation_is_found`
+plants a violation of each, so that no rule passes because it looks at nothing.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import canzona_compile
@@ -16,50 +24,7 @@ PACKAGE = "canzona_compile"
 FOLDERS = ("canzona_compile", "passes", "kernels", "tests", "examples", "benchmarks")
 MOST_LINES = 400
 
-# A module may import those before it. Whoever adds one decides where it stands.
-LAYERS = (
-    "tools",
-    "api",
-    "report",
-    "session",
-    "lowering",
-    "analysis",
-    "ir",
-    "kernels.dispatch kernels.tuning_cache kernels.tensor_args kernels.padding kernels.triangle kernels.descriptors",
-    "kernels.sym_gemm_pointer kernels.sym_gemm_tma kernels.sym_gemm",
-    "kernels kernels.gemm_axpby_pointer kernels.gemm_axpby_tma kernels.gemm_axpby kernels.tune",
-    "kernels.batched kernels.full_precision kernels.minimax kernels.inverse_root kernels.cholesky_qr",
-    "kernels.root_ops kernels.ops",
-    "errors ir.hardware ir.layout ir.step",
-    "ownership.jobs ownership.buffer ownership.greedy ownership.static ownership.alpha ownership.local_search",
-    "ownership.lpt ownership.permuted ownership.milp ownership.exact ownership",
-    "ir.bit_exactness analysis.flops analysis.roofline ir.program_ops ir.program lowering.stream_sync lowering.rank_view ir.printer ir.graph_checks ir.verifier lowering.batch_graph",
-    "lowering.builder analysis.spectral",
-    "codegen.arithmetic codegen.values codegen.rules codegen.expressions codegen.source codegen.tables codegen.launch",
-    "codegen lowering.elementwise_kernels",
-    "analysis.linear_algebra analysis.symmetry_proof analysis.norm_bounds analysis.newton_schulz analysis.gram_restarts ir.plan_file analysis.holistic_tasks",
-    "passes.assign_owners passes.batch passes.canonicalize passes.emit passes.follow_plan passes.fuse_collectives",
-    "passes.gram passes.micro_group passes.padding passes.place passes.roots passes.schedule passes.symmetry passes",
-    "ir.pipeline ir.observers",
-    "capture.leaves capture.variant_period capture.error_origin capture.dynamo capture.functional capture.twin",
-    "capture.external_counters capture.randomness capture.dynamo_oracle capture.eager_fallback capture.eager_parity",
-    "capture.sharding_rules capture.separability capture.batch_dim capture.templates capture",
-    "runtime.process_groups runtime.store_agreement runtime.buffers runtime.streams runtime.scalar_ops runtime.device_scalars",
-    "runtime.cuda_graph runtime.executor runtime",
-    "split session.fused_params options session.bind session.stagger session.plan session.state session.local_step session.variant_selection session.plan_execution runtime.rank_agreement",
-    "report.schema report.charts report.terminal report.build report.run_facts report.explain",
-    "session.checkpoint_probe session.session api.handle api.wrap api.wrap_cls",
-    "tools.simulation.figures tools.simulation.engine tools.simulation.traffic tools.simulation.rounds tools.simulation.simulate tools.simulation",
-    "tools.planning.gc_pause tools.planning.figures tools.planning.weights tools.planning.mesh tools.planning.offline tools.planning.request",
-    "tools.planning.gram tools.planning.mixed tools.planning.strategies tools.planning.forecast tools.planning.table tools.planning.markdown",
-    "tools.planning.trace tools.planning.page tools.planning.difference tools.planning.result tools.planning.plan tools.planning.command tools.planning",
-    "tools.calibration.clock tools.calibration.links tools.calibration.measure tools.calibration.bookkeeping tools.calibration.ranks",
-    "tools.calibration.calibrate tools.calibration.command tools.calibration",
-    "tools.verification.failure tools.verification.compare tools.verification.layouts tools.verification.user_model tools.verification.reference_log tools.verification.findings",
-    "tools.verification.workers tools.verification.processes tools.verification.table tools.verification.check tools.verification.command tools.verification",
-    "tools.tuning.command tools.tuning __main__",
-)
-ORDER = [name for layer in LAYERS for name in layer.split()]
+Sources = Mapping[str, str]  # by module name: kernels.ops, ir.step, errors; "" is the package itself
 
 PUBLIC = {
     "CanzonaError",
@@ -84,103 +49,197 @@ PUBLIC = {
 }
 
 
-def sources(*folders: str) -> list[Path]:
+@cache
+def rooms() -> tuple[str, ...]:
+    """The rooms in order, from the list in docs/architecture.md that readers see."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    block = re.search(r"<!-- rooms -->\n+((?: {4}.*\n)+)", text)
+    assert block is not None, "docs/architecture.md has no list of rooms"
+    return tuple(line.split()[0] for line in block.group(1).splitlines())
+
+
+def python_files(*folders: str) -> list[Path]:
     """Python files below folders of the repository, each once: not through the symlinks."""
-    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    return sorted(p for p in found if not any(parent.is_symlink() for parent in p.parents))
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return sorted(p for p in paths if not any(parent.is_symlink() for parent in p.parents))
 
 
 @cache
-def modules() -> dict[str, Path]:
-    """Every module of the package by the name that imports it."""
-    found = {}
-    for path in sources("canzona_compile", "passes", "kernels"):
+def module_paths() -> Mapping[str, Path]:
+    """Every module of the package by its name below `canzona_compile`."""
+    named = {}
+    for path in python_files("canzona_compile", "passes", "kernels"):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts if parts[0] == PACKAGE else (PACKAGE, *parts))
-        found[name.removesuffix(".__init__")] = path
-    return found
+        name = ".".join(parts[1:] if parts[0] == PACKAGE else parts)
+        named["" if name == "__init__" else name.removesuffix(".__init__")] = path
+    return named
 
 
 @cache
-def imported(path: Path) -> frozenset[str]:
-    """Names of all modules that a file imports, anywhere in it; `from a import b` is a.b where that is a module."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def our_sources() -> Sources:
+    return {name: path.read_text(encoding="utf-8") for name, path in module_paths().items()}
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+
+def imports(source: str, modules: Sources) -> set[str]:
+    """The full names that a source imports, anywhere in it; `from a import b` is a.b where that is a module of ours."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively"
-            base = node.module or ""
-            inner = {f"{base}.{alias.name}" for alias in node.names}
-            found.update(inner & modules().keys())
-            if inner - modules().keys():
-                found.add(base)
-    return frozenset(found)
+            assert node.level == 0, "a relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                names.add(full if full.removeprefix(f"{PACKAGE}.") in modules else str(node.module))
+    return names
 
 
-def ours(path: Path) -> set[str]:
-    return {name for name in imported(path) if name == PACKAGE or name.startswith(f"{PACKAGE}.")}
+def our_imports(source: str, modules: Sources) -> set[str]:
+    """The modules of ours that a source imports, below `canzona_compile`."""
+    return {n.removeprefix(PACKAGE).removeprefix(".") for n in imports(source, modules) if n.split(".")[0] == PACKAGE}
 
 
-# -- imports -----------------------------------------------------------------------------------
+def room_of(module: str) -> str:
+    return module.split(".")[0]
 
 
-def test_every_module_has_its_place() -> None:
-    placed = {f"{PACKAGE}.{name}" for name in ORDER}
-    assert len(placed) == len(ORDER)
-    assert placed | {PACKAGE} == modules().keys()
+def upward_imports(sources: Sources) -> list[str]:
+    """Imports of a room that comes after the importer's own in the list."""
+    order = {room: i for i, room in enumerate(rooms())}
+    return [
+        f"{name} imports {other}"
+        for name, source in sources.items()
+        if name
+        for other in sorted(our_imports(source, sources))
+        if order.get(room_of(other), len(order)) > order[room_of(name)]
+    ]
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_imports_run_one_way(name: str) -> None:
-    before = {f"{PACKAGE}.{other}" for other in ORDER[: ORDER.index(name)]}
-    assert ours(modules()[f"{PACKAGE}.{name}"]) - before == set()
+def import_circles(sources: Sources) -> list[str]:
+    """Modules of one room that import one another."""
+    graph = nx.DiGraph((name, other) for name, source in sources.items() for other in our_imports(source, sources))
+    return [" and ".join(sorted(circle)) for circle in nx.strongly_connected_components(graph) if len(circle) > 1]
 
 
-def test_passes_do_not_know_one_another() -> None:
-    for path in sources("passes"):
-        if path.name != "__init__.py":
-            assert not {name for name in ours(path) if name.startswith(f"{PACKAGE}.passes")}, path.name
+def homeless_modules(sources: Sources) -> list[str]:
+    """Modules in no room of the list."""
+    return [name for name in sources if name and room_of(name) not in rooms()]
 
 
-def test_passes_know_neither_tensors_at_work_nor_process_groups() -> None:
-    for path in sources("passes"):
-        names = imported(path)
-        assert not any(n.startswith(("torch.distributed", f"{PACKAGE}.runtime", f"{PACKAGE}.capture")) for n in names)
+def flat_modules(sources: Sources) -> list[str]:
+    """Modules beside the rooms that define nothing that users import."""
+    packages = {room_of(name) for name in sources if "." in name}
+    flat = {name for name in sources if name and "." not in name} - packages - {"__main__"}
+    return sorted(name for name in flat if not set(definitions(sources[name])) & PUBLIC)
 
 
-def test_kernels_import_nothing_of_ours_but_kernels() -> None:
-    assert sources("kernels")
-    for path in sources("kernels"):
-        assert {n for n in ours(path) if not n.startswith(f"{PACKAGE}.kernels")} == set(), path.name
+def definitions(source: str) -> dict[str, str]:
+    """Public classes and type aliases at the top level of a module, with their text."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = ast.unparse(node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z][a-z]\w*", target.id):
+                found[target.id] = ast.unparse(node.value)
+    return {name: text for name, text in found.items() if not name.startswith("_")}
+
+
+def names_with_two_meanings(sources: Sources) -> list[str]:
+    """Type names that two modules define differently."""
+    meanings: dict[str, dict[str, str]] = defaultdict(dict)
+    for module, source in sources.items():
+        for name, text in definitions(source).items():
+            meanings[name][module] = text
+    return [f"{name} in {', '.join(sorted(of))}" for name, of in meanings.items() if len(set(of.values())) > 1]
+
+
+def long_files(sources: Sources) -> list[str]:
+    return [name for name, source in sources.items() if source.count("\n") > MOST_LINES]
+
+
+def passes_that_import_passes(sources: Sources) -> list[str]:
+    """A pass is one decision: what two of them share lies in a room below."""
+    return [
+        name
+        for name, source in sources.items()
+        if name.startswith("passes.") and any(room_of(n) == "passes" for n in our_imports(source, sources))
+    ]
+
+
+def passes_at_work(sources: Sources) -> list[str]:
+    """Passes that know process groups: plans are made without any."""
+    return [
+        name
+        for name, source in sources.items()
+        if name.startswith("passes") and any(n.startswith("torch.distributed") for n in imports(source, sources))
+    ]
+
+
+RULES: dict[Callable[[Sources], list[str]], tuple[str, str]] = {  # with a violation: a module and its text
+    upward_imports: ("ir.planted", "from canzona_compile.passes import Place\n"),
+    import_circles: ("errors", "from canzona_compile.options import Options\n"),
+    homeless_modules: ("attic.planted", ""),
+    flat_modules: ("planted", "class Helper: ...\n"),
+    names_with_two_meanings: ("tools.planted", "class Step: ...\n"),
+    long_files: ("tools.planted", "x = 1\n" * (MOST_LINES + 1)),
+    passes_that_import_passes: ("passes.planted", "from canzona_compile.passes.place import Place\n"),
+    passes_at_work: ("passes.planted", "import torch.distributed as dist\n"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rules_are_kept(rule: Callable[[Sources], list[str]]) -> None:
+    assert rule(our_sources()) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_planted_violation_is_found(rule: Callable[[Sources], list[str]]) -> None:
+    module, text = RULES[rule]
+    assert rule({**our_sources(), module: text}) != []
+
+
+# -- the rest of the repository --------------------------------------------------------------------
+
+
+def test_every_room_of_the_list_is_there() -> None:
+    assert {room_of(name) for name in our_sources() if name} == set(rooms())
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_nobody_imports_passes_or_kernels_bare(folder: str) -> None:
     """A bare import would make a second copy of every class."""
-    for path in sources(folder):
-        bare = {name for name in imported(path) if name.split(".")[0] in ("passes", "kernels")}
-        assert bare == set(), path
+    for path in python_files(folder):
+        names = imports(path.read_text(encoding="utf-8"), our_sources())
+        assert not {name for name in names if name.split(".")[0] in ("passes", "kernels")}, path
 
 
 def test_the_package_does_not_import_the_rest_of_the_repository() -> None:
-    for path in modules().values():
-        assert not {n for n in imported(path) if n.split(".")[0] in ("tests", "examples", "benchmarks")}, path
+    for name, source in our_sources().items():
+        others = {n.split(".")[0] for n in imports(source, our_sources())}
+        assert not others & {"tests", "examples", "benchmarks"}, name
 
 
-# -- files, names and packages -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", ["tests", "examples", "benchmarks"])
 def test_no_file_is_long(folder: str) -> None:
-    lengths = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8").count("\n") for p in sources(folder)}
-    assert lengths
-    assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
+    sources = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in python_files(folder)}
+    assert sources
+    assert long_files(sources) == []
 
 
 def test_every_file_says_what_it_is() -> None:
-    silent = [p for p in sources(*FOLDERS) if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))]
-    assert silent == []
+    paths = python_files(*FOLDERS)
+    assert [p for p in paths if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))] == []
+
+
+def test_tests_lie_in_folders_like_the_rooms() -> None:
+    beside = {"harness", "end_to_end", "clients", "benchmarks"}
+    folders = {p.relative_to(ROOT / "tests").parts[0] for p in python_files("tests")} - {"conftest.py", Path(__file__).name}
+    assert folders <= set(rooms()) | beside
 
 
 def test_public_names() -> None:
@@ -191,12 +250,12 @@ def test_public_names() -> None:
 
 def test_every_package_is_installed() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    packages = {name for name, path in modules().items() if path.name == "__init__.py"}
+    packages = {f"{PACKAGE}.{n}".rstrip("."): p for n, p in module_paths().items() if p.name == "__init__.py"}
     linked = {f"{PACKAGE}.optimizers"}  # a folder of examples, for the planner
-    assert set(config["packages"]) == packages | linked
-    for name in packages:
+    assert set(config["packages"]) == packages.keys() | linked
+    for name, path in packages.items():
         folder = config["package-dir"].get(name, name.replace(".", "/"))
-        assert (ROOT / folder).resolve() == modules()[name].parent
+        assert (ROOT / folder).resolve() == path.parent
     assert (ROOT / PACKAGE / "py.typed").exists()
     assert "py.typed" in config["package-data"][PACKAGE]
 

@@ -1,0 +1,105 @@
+"""The host's work in a steady step, per matrix: this checkout beside another one, in turn.
+
+    git worktree add ../before v0.1.0
+    python benchmarks/host_time.py --against ../before
+
+Each checkout has a process of its own, one thread, one rank. Both wrap torch's Muon over the 448 matrices of
+Qwen3-32B's layers with every dim divided by 320, so that next to nothing is computed and the host's work is what is
+left. The processes take turns, one round of steps each; only one runs at a time. The figures are medians of CPU
+seconds over the rounds, and the ratio is the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+OURS = Path(__file__).resolve().parents[1]
+WARM_UP = 10  # steps, the first of which captures and plans
+STEPS = 20  # of a round
+
+
+def main() -> int:
+    """Measure both checkouts and print a line each, in microseconds per matrix, and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="another checkout of this repository")
+    parser.add_argument("--rounds", type=int, default=15, help="of each checkout (default: %(default)s)")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        return serve()
+    checkouts = [OURS, *([given.against.resolve()] if given.against else [])]
+    children = [started(checkout) for checkout in checkouts]
+    rounds = [[one_round(child) for child in children] for _ in range(given.rounds)]
+    for child in children:
+        stream(child.stdin).close()
+        child.wait()
+    for checkout, figures in zip(checkouts, zip(*rounds, strict=True), strict=True):
+        print(f"{statistics.median(figures) * 1e6:8.1f} us per matrix and step  {checkout.name}")
+    if given.against:
+        print(f"{statistics.median(ours / other for ours, other in rounds):8.3f} times {given.against}")
+    return 0
+
+
+def started(checkout: Path) -> subprocess.Popen[str]:
+    """A process that has imported and warmed up the canzona_compile of a checkout."""
+    if not (checkout / "canzona_compile").is_dir():
+        sys.exit(f"{checkout} is no checkout: it has no folder canzona_compile")
+    child = subprocess.Popen(
+        [sys.executable, str(Path(__file__).resolve()), "--serve"],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    home = stream(child.stdout).readline().strip()
+    if not home.startswith(str(checkout)):
+        sys.exit(f"the process of {checkout} imported {home or 'nothing'}")
+    return child
+
+
+def one_round(child: subprocess.Popen[str]) -> float:
+    """CPU seconds per matrix and step, of one round of a process."""
+    print("round", file=stream(child.stdin), flush=True)
+    return float(stream(child.stdout).readline())
+
+
+def stream(file: IO[str] | None) -> IO[str]:
+    """A pipe of a process that was started with one."""
+    assert file is not None
+    return file
+
+
+def serve() -> int:
+    """Be the process of a checkout: take a round of steps for each line of standard input, print its figure."""
+    sys.path.pop(0)  # this folder; what is imported below has to be the checkout's
+    import torch
+
+    import canzona_compile
+
+    torch.set_num_threads(1)
+    layer = ((32, 16), (16, 16), (16, 16), (16, 32), (80, 16), (80, 16), (16, 80))
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in layer * 64]
+    optimizer = canzona_compile.wrap(torch.optim.Muon(params, lr=1e-3))
+    for param in params:
+        param.grad = torch.randn_like(param)
+    for _ in range(WARM_UP):
+        optimizer.step()
+    print(Path(canzona_compile.__file__).parent, flush=True)
+    for _ in sys.stdin:
+        begin = time.process_time()
+        for _ in range(STEPS):
+            optimizer.step()
+        print((time.process_time() - begin) / STEPS / len(params), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
