@@ -1,8 +1,8 @@
 """Which kernel runs for which problem: a pure function of the problem, the architecture and measured verdicts.
 
 The rule is: never slower than the library. A Triton kernel is chosen where a published or own measurement says
-that it wins, everything else goes to the library. `kernels.tune` makes own measurements, `kernels.verdicts` keeps
-them, and they go before the table.
+that it wins, everything else goes to the library. `kernels.tune` makes own measurements, `kernels.tuning_cache`
+keeps them, and they go before the table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-Operation = Literal["sym_gemm", "gemm_axpby", "gemm_update"]
+Operation = Literal["sym_gemm", "gemm_axpby"]
 Kernel = Literal["library", "pointer", "tma"]
 
 
@@ -23,8 +23,7 @@ Kernel = Literal["library", "pointer", "tma"]
 class Problem:
     """What is to be computed, as far as the choice of a kernel depends on it.
 
-    For sym_gemm: `batch` products of m x k with k x m. For gemm_axpby, and for gemm_update, which is gemm_axpby with
-    an update of parameters at its end: `batch` products of m x m with m x k.
+    For sym_gemm: `batch` products of m x k with k x m. For gemm_axpby: `batch` products of m x m with m x k.
 
     alignment: 16 if base addresses are multiples of 16 bytes and k and all strides but the unit ones multiples of
         16 elements, so that pointer kernels copy asynchronously; 8 if all rows begin at multiples of 16 bytes, which
@@ -86,9 +85,6 @@ CANDIDATES: Mapping[tuple[Operation, int], tuple[Choice, ...]] = {
     ("gemm_axpby", 80): (Choice("pointer", SQUARE),),
     ("gemm_axpby", 90): (*(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP)), Choice("pointer", SQUARE)),
     ("gemm_axpby", 100): tuple(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP)),
-    ("gemm_update", 80): (Choice("pointer", SQUARE),),
-    ("gemm_update", 90): (Choice("pointer", SQUARE),),
-    ("gemm_update", 100): (Choice("pointer", SQUARE),),
 }
 
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}  # A100, H100 and H200 (SXM), B200

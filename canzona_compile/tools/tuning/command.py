@@ -65,7 +65,6 @@ def problems(shapes: list[tuple[int, int, int]]) -> list[tuple[Operation, tuple[
         found["sym_gemm", (batch, m, n)] = None
         found["sym_gemm", (batch, m, m)] = None
         found["gemm_axpby", (batch, m, n)] = None
-        found["gemm_update", (batch, m, n)] = None
     return list(found)
 
 
