@@ -53,10 +53,10 @@ LAYERS = (
     "tools.planning.gc_pause tools.planning.figures tools.planning.weights tools.planning.mesh tools.planning.offline tools.planning.request",
     "tools.planning.gram tools.planning.mixed tools.planning.strategies tools.planning.forecast tools.planning.table tools.planning.markdown",
     "tools.planning.trace tools.planning.page tools.planning.difference tools.planning.result tools.planning.plan tools.planning.command tools.planning",
-    "tools.calibration.clock tools.calibration.links tools.calibration.measure tools.calibration.bookkeeping tools.calibration.ranks",
+    "tools.processes tools.calibration.clock tools.calibration.links tools.calibration.measure tools.calibration.bookkeeping tools.calibration.ranks",
     "tools.calibration.calibrate tools.calibration.command tools.calibration",
     "tools.verification.failure tools.verification.compare tools.verification.layouts tools.verification.user_model tools.verification.reference_log tools.verification.findings",
-    "tools.verification.workers tools.verification.processes tools.verification.table tools.verification.check tools.verification.command tools.verification",
+    "tools.verification.workers tools.verification.table tools.verification.check tools.verification.command tools.verification",
     "tools.tuning.command tools.tuning __main__",
 )
 ORDER = [name for layer in LAYERS for name in layer.split()]

@@ -13,13 +13,12 @@ from typing import Any, get_args
 
 import torch
 from rich.console import RenderableType
-from torch._C._distributed_c10d import TCPStore
 
 from canzona_compile.options import NOT_YET_OPTIONS, Options
+from canzona_compile.tools.processes import Job, run
 from canzona_compile.tools.verification.failure import CannotVerify
 from canzona_compile.tools.verification.findings import Findings, merged
 from canzona_compile.tools.verification.layouts import Layout
-from canzona_compile.tools.verification.processes import Job, run
 from canzona_compile.tools.verification.table import table
 from canzona_compile.tools.verification.user_model import Build, name_of, packed
 from canzona_compile.tools.verification.workers import Order, Outcome, run_plain, run_wrapped
@@ -88,9 +87,7 @@ def verify(
     begin, source = time.monotonic(), packed(build)
     log.info("verify %s: %d ranks and the plain optimizer, %d steps", name_of(build), ranks, steps)
     with tempfile.TemporaryDirectory(prefix="canzona-journal-") as folder:
-        # Here, so that it outlives any rank.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        order = Order(source, steps, ranks, layout, seed, options, limit, folder, store.port)
+        order = Order(source, steps, ranks, layout, seed, options, limit, folder)
         jobs = [Job("plain", run_plain, (order,))]
         jobs += [Job(f"rank {rank}", run_wrapped, (rank, order)) for rank in range(ranks)]
         _, *outcomes = run(jobs, limit)

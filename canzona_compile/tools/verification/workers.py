@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from canzona_compile.api.wrap import explain, wrap
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.session.bind import check_gradient, named_params
+from canzona_compile.tools.processes import join_ranks
 from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
 from canzona_compile.tools.verification.findings import Leaf, Tally
@@ -41,7 +39,6 @@ class Order:
     options: Mapping[str, Any]
     limit: float
     folder: str
-    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple
 
 def run_wrapped(rank: int, order: Order) -> Outcome:
     """The same steps by the wrapped optimizer on this rank's part, compared after each of them."""
-    join(rank, order)
+    join_ranks(rank, order.ranks, order.folder, timedelta(seconds=order.limit))
     made, journal = built(order.build, order.seed), Journal(order.folder)
     kind = type(made.optimizer).__name__
     check_same_start(made.leaves(), read_together(journal, 0).leaves)
@@ -131,15 +128,6 @@ def run_wrapped(rank: int, order: Order) -> Outcome:
     dist.barrier()  # nobody leaves while others may need its connections
     dist.destroy_process_group()
     return outcome
-
-
-def join(rank: int, order: Order) -> None:
-    """Make this process one of the ranks."""
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not resolve
-    patience = timedelta(seconds=order.limit)
-    store = TCPStore("127.0.0.1", order.port, is_master=False, timeout=patience)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=order.ranks, timeout=patience)
 
 
 def read_together(journal: Journal, step: int) -> Page:
