@@ -76,9 +76,14 @@ def run(jobs: Sequence[Job], limit: float) -> list[Any]:
         args = (tuple(jobs), folder, deadline, level)
         context = start_processes(serve, args, nprocs=len(jobs), join=False, start_method=START_METHOD)
         assert context is not None
+        done = False
         try:
-            while not context.join(max(0.0, deadline + LAST_WORDS - time.monotonic()), GRACE):
-                if time.monotonic() >= deadline + LAST_WORDS:
+            while not done:
+                done = context.join(max(0.0, deadline + LAST_WORDS - time.monotonic()), GRACE)
+                for job, process, path in zip(jobs, context.processes, answers, strict=True):
+                    if process.exitcode == 0 and not path.exists():
+                        raise death(job, 0)
+                if not done and time.monotonic() >= deadline + LAST_WORDS:
                     raise late(jobs, answers, limit)
         except ProcessExitedException as ended:
             raise failure(jobs, answers, context, ended.error_index, deadline, limit) from None
@@ -86,8 +91,6 @@ def run(jobs: Sequence[Job], limit: float) -> list[Any]:
             for process in context.processes:
                 process.kill()
                 process.join()
-        if silent := [i for i, path in enumerate(answers) if not path.exists()]:
-            raise death(jobs[silent[0]], 0)
         return [pickle.loads(path.read_bytes()) for path in answers]
 
 

@@ -155,7 +155,7 @@ def spoiled(rank: int, *_: object) -> None:
 @pytest.mark.usefixtures("forked")
 def test_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(started, "cpu_rank", spoiled)
-    with pytest.raises(CanzonaError, match="a rank of the calibration failed: .*no memory on rank") as caught:
+    with pytest.raises(CanzonaError, match=r"a rank of the calibration failed: .*no memory on rank") as caught:
         calibrate(device="cpu", ranks=1, extent=TINY)
     assert caught.value.hint == "fewer --ranks need less memory and fewer ports"
 

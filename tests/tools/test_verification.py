@@ -23,7 +23,6 @@ import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
 from canzona_compile.tools import processes
-from canzona_compile.tools import processes
 from canzona_compile.tools.processes import Job, run
 from canzona_compile.tools.verification import Leaf
 from canzona_compile.tools.verification.check import OPTIONS

@@ -1,4 +1,4 @@
-"""What a step costs a rank's processor beside its program: it looks up gradients and state, and asks which code runs."""
+"""What a step costs a rank's processor beside its program: it looks up gradients and state, and chooses the code."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-STEPS = 4  # times as many as repetitions of other measurements: one takes milliseconds
+STEPS = 4  # steps per repetition of the other measurements: one takes milliseconds
 LIMIT = 3600.0  # seconds of a whole calibration on CPU, which takes minutes: only a hang takes so long
 TIMEOUT = timedelta(minutes=5)  # of a collective: that long ranks wait for the slowest to measure
 
@@ -36,6 +36,10 @@ class Measured:
     """What ranks found; None where it cannot be measured here.
 
     Attributes:
+        products, factorizations: by dtype, and by operator.
+        bandwidth: bytes per second of elementwise work.
+        transposed: bytes per second of copies to the other order, by size.
+        launch: seconds of an operator on next to no data.
         host: seconds of bookkeeping per matrix and step.
         node, network: links among ranks of a node, and between nodes.
     """
@@ -51,7 +55,7 @@ class Measured:
 
 
 def alone(clock: Clock, extent: Extent, dtypes: Sequence[torch.dtype]) -> Measured:
-    """All that concerns one rank."""
+    """Measure everything that a rank can measure by itself."""
     found = {}
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
@@ -68,7 +72,7 @@ def alone(clock: Clock, extent: Extent, dtypes: Sequence[torch.dtype]) -> Measur
 
 
 def merged(found: Sequence[Measured]) -> Measured:
-    """The medians of ranks that measured at the same time."""
+    """The medians over ranks that measured at the same time."""
 
     def points(curves: Sequence[Points]) -> Points:
         together = zip(*curves, strict=False)  # one may have stopped at a smaller size
@@ -99,7 +103,7 @@ def merged(found: Sequence[Measured]) -> Measured:
 def cpu(ranks: int, extent: Extent) -> Measured:
     """Start gloo ranks of one thread, which all measure at once.
 
-    Where there are more ranks than cores they take turns, as they would in a step, and lose what they had in the caches.
+    More ranks than cores take turns, as they would in a step, and lose what they had in the caches.
 
     Args:
         ranks: how many to start, 1 or more.
@@ -144,9 +148,12 @@ def cpu_rank(rank: int, ranks: int, extent: Extent, folder: str) -> Measured:
 
 
 def link_among(teams: Sequence[Sequence[int]], device: torch.device, repetitions: int) -> Link:
-    """The link within teams of two or more ranks each, all of which measure at once; every rank calls this.
+    """The link within this rank's team; all teams measure at once, and every rank calls this.
 
-    What the first rank of a team found holds for the team.
+    Args:
+        teams: two or more global ranks each. What the first rank of a team found holds for the team.
+        device: of this rank.
+        repetitions: of each measurement.
     """
     rank = dist.get_rank()
     groups = [(team, dist.new_group(list(team)), dist.new_group(list(team[:2]))) for team in teams]
@@ -168,10 +175,13 @@ def link_among(teams: Sequence[Sequence[int]], device: torch.device, repetitions
 
 
 def cuda(extent: Extent) -> tuple[int, Measured]:
-    """What this process measures on its own GPU, with the others that torchrun started if it did; this rank.
+    """Measure this process's GPU, and links together with the other processes that torchrun started, if it did.
 
-    Ranks of a node come one after the other, equally many on each, as torchrun starts them. Links are measured where
-    there is somebody to talk to: within the node, and from a node to the next.
+    Every node has equally many ranks, whose numbers follow one another, as torchrun starts them. Links are measured
+    within a node and between nodes, where there are other ranks.
+
+    Returns:
+        This process's rank, and what all ranks found.
     """
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
