@@ -64,9 +64,9 @@ class Products:
 def products(clock: Clock, dtype: torch.dtype, sizes: Sequence[int], cold: int) -> Products:
     """Time square products, and skinny ones of the same number of FLOPs, one by one and in stacks.
 
-    The products of a stack share one call; the rest of a stack's time is arithmetic. The call is timed in a row of small
-    products that find nothing in the caches, as those of a step do. On CUDA only single products are timed: a stack of
-    small ones would fill a device that one of them leaves idle.
+    The products of a stack share one call; the rest of the time of a stack is arithmetic. The call is timed in a row of
+    small products that find nothing in the caches, as those of a step do. On CUDA only single products are timed: a
+    stack of small ones would fill a device that one of them leaves idle.
 
     Args:
         clock: of the device.
@@ -223,7 +223,7 @@ def transposed(clock: Clock, sizes: Sequence[int]) -> Points:
 
 
 def elementwise(elements: int, count: int, device: torch.device) -> Iterator[tuple[Work, int]]:
-    """Elementwise work on `count` fragments that have `elements` elements together, and the bytes it reads and writes."""
+    """Elementwise work on `count` fragments of `elements` elements in all, and the bytes that it reads and writes."""
 
     def fragments(dtype: torch.dtype = torch.float32) -> list[Tensor]:
         return [torch.zeros(elements // count, device=device, dtype=dtype) for _ in range(count)]
