@@ -21,7 +21,7 @@ Kernel = Literal["library", "pointer", "tma"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is to be computed, as far as the choice of a kernel depends on it.
+    """A product, as far as the choice of a kernel depends on it.
 
     For sym_gemm: `batch` products of m x k with k x m. For gemm_axpby: `batch` products of m x m with m x k.
 
@@ -93,7 +93,13 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """From this size on, and from this many tiles of 128 x 128 in the whole batch on, this kernel wins."""
+    """A kernel that wins from a size on.
+
+    Attributes:
+        least_m: the smallest m.
+        least_tiles: the fewest tiles of 128 x 128 in the whole batch.
+        source: the figure that says so.
+    """
 
     op: Operation
     arch: int
@@ -173,7 +179,7 @@ _LISTENER: ContextVar[list[Launch] | None] = ContextVar("kernel_launches", defau
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Within the block, every operation of this package adds what it ran to the list; costs nothing outside."""
+    """Record within the block what every operation of this package runs; this costs nothing outside of the block."""
     launches: list[Launch] = []
     token = _LISTENER.set(launches)
     try:

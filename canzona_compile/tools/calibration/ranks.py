@@ -127,8 +127,9 @@ def cpu(ranks: int, extent: Extent) -> Measured:
 
 def cpu_rank(rank: int, ranks: int, extent: Extent, folder: str) -> Measured:
     """Measure in one of the processes; every rank returns the same."""
-    if rank:
-        logging.getLogger("canzona_compile").setLevel(logging.WARNING)  # one rank tells the progress of all
+    level = log.getEffectiveLevel()
+    logging.getLogger().setLevel(logging.WARNING)
+    log.setLevel(logging.WARNING if rank else level)  # one rank tells the progress of all
     join_ranks(rank, ranks, folder, TIMEOUT)
     clock, device = Clock(torch.device("cpu"), extent.repetitions), torch.device("cpu")
     dist.barrier()
