@@ -1,8 +1,8 @@
 """Which kernel runs for which problem: a pure function of the problem, the architecture and measured verdicts.
 
 The rule is: never slower than the library. A Triton kernel is chosen where a published or own measurement says
-that it wins, everything else goes to the library. `kernels.tune` makes own measurements, `kernels.verdicts` keeps
-them, and they go before the table.
+that it wins, everything else goes to the library. `kernels.tune` makes own measurements, `kernels.tuning_cache`
+keeps them, and they go before the table.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from typing import Literal
 
 import torch
 
-Operation = Literal["sym_gemm", "gemm_axpby", "gemm_update"]
+Operation = Literal["sym_gemm", "gemm_axpby"]
 Kernel = Literal["library", "pointer", "tma"]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is to be computed, as far as the choice of a kernel depends on it.
+    """A product, as far as the choice of a kernel depends on it.
 
-    For sym_gemm: `batch` products of m x k with k x m. For gemm_axpby, and for gemm_update, which is gemm_axpby with
-    an update of parameters at its end: `batch` products of m x m with m x k.
+    For sym_gemm: `batch` products of m x k with k x m. For gemm_axpby: `batch` products of m x m with m x k.
 
     alignment: 16 if base addresses are multiples of 16 bytes and k and all strides but the unit ones multiples of
         16 elements, so that pointer kernels copy asynchronously; 8 if all rows begin at multiples of 16 bytes, which
@@ -86,9 +85,6 @@ CANDIDATES: Mapping[tuple[Operation, int], tuple[Choice, ...]] = {
     ("gemm_axpby", 80): (Choice("pointer", SQUARE),),
     ("gemm_axpby", 90): (*(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP)), Choice("pointer", SQUARE)),
     ("gemm_axpby", 100): tuple(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP)),
-    ("gemm_update", 80): (Choice("pointer", SQUARE),),
-    ("gemm_update", 90): (Choice("pointer", SQUARE),),
-    ("gemm_update", 100): (Choice("pointer", SQUARE),),
 }
 
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}  # A100, H100 and H200 (SXM), B200
@@ -97,7 +93,13 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """From this size on, and from this many tiles of 128 x 128 in the whole batch on, this kernel wins."""
+    """A kernel that wins from a size on.
+
+    Attributes:
+        least_m: the smallest m.
+        least_tiles: the fewest tiles of 128 x 128 in the whole batch.
+        source: the figure that says so.
+    """
 
     op: Operation
     arch: int
@@ -177,7 +179,7 @@ _LISTENER: ContextVar[list[Launch] | None] = ContextVar("kernel_launches", defau
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Within the block, every operation of this package adds what it ran to the list; costs nothing outside."""
+    """Record within the block what every operation of this package runs; this costs nothing outside of the block."""
     launches: list[Launch] = []
     token = _LISTENER.set(launches)
     try:

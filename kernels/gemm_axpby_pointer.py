@@ -1,4 +1,4 @@
-"""gemm_axpby by pointers: alpha * X + beta * F @ X in one pass, with the last step's update of parameters."""
+"""gemm_axpby by pointers: alpha * X + beta * F @ X in one pass."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
@@ -14,16 +14,10 @@ def gemm_axpby_pointer(
     f,
     x,
     y,
-    p,
     alpha,
     beta,
-    lr,
-    decay,
-    scale,
     M,
     N,
-    p_rows,
-    p_columns,
     f_batch,
     f_row,
     f_col,
@@ -33,17 +27,13 @@ def gemm_axpby_pointer(
     y_batch,
     y_row,
     y_col,
-    p_batch,
-    p_row,
-    p_col,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
-    UPDATE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One program computes one tile of Y, and writes it, or what it makes of the parameter. F is M x M, X is M x N."""
+    """One program computes one tile of Y. F is M x M, X is M x N."""
     down = tl.cdiv(M, BLOCK_M)
     across = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -79,44 +69,33 @@ def gemm_axpby_pointer(
     own = x + batch * x_batch + wide_rows[:, None] * x_row + wide_cols[None, :] * x_col
     result = acc * scalar(beta) + scalar(alpha) * tl.load(own, mask=inside, other=0.0).to(tl.float32)
     value = result.to(y.dtype.element_ty)
-    if UPDATE:
-        # The parameter may be smaller than X, which is padded. Y is rounded first, as it would be in memory.
-        rate = scalar(lr)
-        at = p + batch * p_batch + wide_rows[:, None] * p_row + wide_cols[None, :] * p_col
-        held = (rows[:, None] < p_rows) & (cols[None, :] < p_columns)
-        old = tl.load(at, mask=held, other=0.0).to(tl.float32)
-        new = (1.0 - rate * scalar(decay)) * old - rate * scalar(scale) * value.to(tl.float32)
-        tl.store(at, new.to(p.dtype.element_ty), mask=held)
-    else:
-        tl.store(y + batch * y_batch + wide_rows[:, None] * y_row + wide_cols[None, :] * y_col, value, mask=inside)
+    tl.store(y + batch * y_batch + wide_rows[:, None] * y_row + wide_cols[None, :] * y_col, value, mask=inside)
 
 
-def launch(tile: Tile, f: Tensor, x: Tensor, y: Tensor | None, p: Tensor | None, scalars: tuple[object, ...]) -> None:
-    """Run it. f: [B, M, M]; x, y: [B, M, N]; p: [B, m, n] with m <= M, n <= N, in the place of y.
+def launch(tile: Tile, f: Tensor, x: Tensor, y: Tensor, scalars: tuple[object, object]) -> None:
+    """Compute y = alpha * x + beta * f @ x on the GPU.
 
-    scalars: alpha, beta, lr, weight decay and scale, floats or 0-d tensors.
+    Args:
+        tile: the kernel's configuration.
+        f: [B, M, M], any strides.
+        x, y: [B, M, N], any strides; y's dtype is the one that the sum is rounded to.
+        scalars: alpha and beta, floats or 0-d tensors.
     """
     batch, m, n = x.shape
-    result = x if y is None else y  # of the dtype to which Y is rounded
-    param = result if p is None else p
     gemm_axpby_pointer[(batch * -(-m // tile.m) * -(-n // tile.n),)](
         f,
         x,
-        result,
-        param,
+        y,
         *scalars,
         m,
         n,
-        *param.shape[1:],
         *f.stride(),
         *x.stride(),
-        *result.stride(),
-        *param.stride(),
+        *y.stride(),
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
         BAND=tile.band,
-        UPDATE=p is not None,
         UPCAST=INTERPRETED,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -1,7 +1,7 @@
-"""Which kernel is fastest here, measured: a candidate wins only if it is right, compared with float64, and faster.
+"""Measures which kernel is fastest here: a candidate wins only if it is right, compared with float64, and faster.
 
-Offline: measuring takes seconds, and a measurement in the midst of a step would measure that step. All candidates and
-the library take turns, so that clocks and temperature are the same for all.
+This runs offline: it takes seconds, and a measurement in the midst of a step would measure that step. All candidates
+and the library take turns, so that clocks and temperature are the same for all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.kernels.dispatch import Choice, Operation, Problem, recorded
-from canzona_compile.kernels.gemm_axpby import Update, gemm_axpby
+from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.gemm_axpby import reference as axpby_reference
 from canzona_compile.kernels.sym_gemm import reference as sym_reference
 from canzona_compile.kernels.sym_gemm import sym_gemm
@@ -31,8 +31,14 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to call an operation: where its result goes, what runs under a choice, and what it should give for a
-    part of the batch."""
+    """One way to call an operation.
+
+    Attributes:
+        name: the formula.
+        result: [batch, rows, columns], where each call writes.
+        run: calls the operation with a choice.
+        exact: the result for a part of the batch, in float64.
+    """
 
     name: str
     result: Tensor
@@ -42,11 +48,15 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What became of a candidate: the worst of its speeds and errors over all forms, or why it was refused.
+    """What became of a candidate: its worst speed and error over all forms, or why it was refused.
 
-    speedup: the library's time over its time; error: largest deviation of an element from float64, in parts of its
-    own size and of the mean size together. (The diagonal of A A^T is far larger than all else: in parts of the largest
-    value most of a wrong result is next to nothing.)
+    Attributes:
+        speedup: the library's time over this one's.
+        milliseconds: of a call.
+        error: the largest deviation of an element from float64, over the sum of its own size and the mean size. (Over
+            the largest value most of a wrong result would be next to nothing, as the diagonal of A A^T is far larger
+            than all else.)
+        refused: why; empty if it was not.
     """
 
     choice: Choice
@@ -82,8 +92,11 @@ def tune(
         dtype: of operands and result.
         device: where.
         candidates: Triton kernels; the library takes part anyway.
-        clock: milliseconds that a call takes, in the mean.
+        clock: returns the milliseconds that a call takes, in the mean.
         rounds: how often all take their turn.
+
+    Returns:
+        The winner, and what became of each candidate.
     """
     forms = _forms(op, shape, dtype, device)
     with recorded() as launches:
@@ -104,7 +117,7 @@ def tune(
 
 
 def winner(trials: Sequence[Trial]) -> Choice:
-    """The fastest of those that were not refused, if it beats the library, the first trial, by the margin."""
+    """The fastest candidate that was not refused, if it beats the library, which is the first trial, by the margin."""
     library, *others = trials
     best = max((t for t in others if not t.refused), key=lambda t: t.speedup, default=library)
     if best is library or best.speedup < MARGIN:
@@ -191,23 +204,12 @@ def _forms(op: Operation, shape: tuple[int, int, int], dtype: torch.dtype, devic
             ),
         ]
     factor, x = make(batch, m, m) / math.sqrt(m), make(batch, m, k)
-    if op == "gemm_axpby":
-        y = torch.empty_like(x)
-        return [
-            Form(
-                "aX + bFX",
-                y,
-                lambda z: gemm_axpby(factor, x, alpha=0.5, beta=0.75, out=y, choice=z),
-                lambda i: axpby_reference(factor[i].double(), x[i].double(), alpha=0.5, beta=0.75),
-            )
-        ]
-    # Each call changes the parameter. With all of it decayed, and with a rate of 1, it is -Y after each call.
-    param = torch.zeros_like(x)  # finite always, as 0 times it is added
+    y = torch.empty_like(x)
     return [
         Form(
-            "P <- P - Y",
-            param,
-            lambda z: gemm_axpby(factor, x, alpha=0.5, update=Update(param, lr=1.0, weight_decay=1.0), choice=z),
-            lambda i: -axpby_reference(factor[i].double(), x[i].double(), alpha=0.5),
+            "aX + bFX",
+            y,
+            lambda z: gemm_axpby(factor, x, alpha=0.5, beta=0.75, out=y, choice=z),
+            lambda i: axpby_reference(factor[i].double(), x[i].double(), alpha=0.5, beta=0.75),
         )
     ]

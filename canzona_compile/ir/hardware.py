@@ -1,7 +1,7 @@
 """What a machine does per second: data, read from a JSON file, with a source for every rate.
 
-Rates that no one measured on the machine at hand are *assumed*; `calibrate` replaces them by measured ones. A
-prediction names the rates that it stands on and which kind each is.
+A rate that no one measured on the machine at hand is *assumed*; `calibrate` replaces it by a measured one. A prediction
+names the rates that it stands on, and says of each whether it was measured or assumed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,16 @@ FOLDER = Path(__file__).parents[1] / "data" / "hardware"
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A rate by size: points (size, rate), sizes ascending; between them linear in the logarithm of the size."""
+    """A rate by size, linear in the logarithm of the size between its points and constant beyond them.
+
+    Attributes:
+        points: (size, rate), sizes ascending.
+    """
 
     points: tuple[tuple[float, float], ...]
 
     def at(self, size: float) -> float:
+        """The rate for a size."""
         sizes = [s for s, _ in self.points]
         i = bisect_left(sizes, size)
         if i == 0 or i == len(sizes):
@@ -42,6 +47,7 @@ class Curve:
 
     @property
     def best(self) -> float:
+        """The highest rate."""
         return max(rate for _, rate in self.points)
 
 
@@ -52,7 +58,7 @@ class Link:
     Attributes:
         bandwidth: bytes per second that a rank sends, while it receives as many.
         latency: seconds that an all-to-all takes however small it is.
-        per_peer: further seconds for each other rank in it.
+        per_peer: seconds that each other rank in it adds.
     """
 
     bandwidth: float
@@ -65,7 +71,7 @@ class Hardware:
     """A kind of machine.
 
     Attributes:
-        name: of a file in `data/hardware`, or what a file of the user's calls itself.
+        name: that of a file in `data/hardware`, or the one that a user's file gives itself.
         device, backend: what ranks compute with ("cuda", "cpu") and talk through ("nccl", "gloo").
         ranks_per_node: ranks that `node` links connect; between nodes there is `network`.
         processors: of a node, shared by its ranks: GPUs, or cores with one thread per rank.
@@ -78,9 +84,9 @@ class Hardware:
         memory: bytes that a rank has.
         launch: seconds that each operator costs beside its work: a kernel's launch, or the host's dispatch.
         product_calls: seconds that a call of a matrix product costs beside its arithmetic, by dtype; `launch` where
-            none is given. On CPU a library chooses its code then, in more time than small products take themselves.
-        host: seconds of a rank's processor for a step's bookkeeping, by matrix: looking gradients and state up,
-            asking which code runs. 0 where the host does that while a device computes.
+            none is given. On CPU a library then chooses its code, which takes longer than a small product itself.
+        host: seconds that a rank's processor spends per matrix on a step's bookkeeping: it looks up gradients and
+            state, and chooses the code. 0 where the host does that while a device computes.
         node, network: links within and between nodes.
         sources: of each rate, by the name of its field: a public figure, or how it was measured.
         measured: names of the fields that were measured on the machine itself; the others are assumed.
@@ -106,7 +112,7 @@ class Hardware:
     measured: tuple[str, ...] = ()
 
     def product_rate(self, dtype: str, size: float) -> float:
-        """FLOP/s of a product; dtypes that are not listed are as slow as the slowest that is."""
+        """FLOP/s of a product; a dtype that is not listed is as slow as the slowest one that is."""
         curves = dict(self.products)
         return curves[dtype].at(size) if dtype in curves else min(curve.at(size) for curve in curves.values())
 
@@ -115,6 +121,7 @@ class Hardware:
         return dict(self.product_calls).get(dtype, self.launch)
 
     def factorization_rate(self, operator: str, size: float) -> float:
+        """FLOP/s of a factorization; operators that are not listed have the rate of "other"."""
         curves = dict(self.factorizations)
         return (curves.get(operator) or curves["other"]).at(size)
 
@@ -124,15 +131,16 @@ class Hardware:
 
     @property
     def digest(self) -> str:
-        """Of all rates: ranks that plan together must have equal ones."""
+        """A short hash of all fields: ranks that plan together must have equal ones."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
     @property
     def assumed(self) -> tuple[str, ...]:
+        """Names of the rates that were not measured on the machine itself."""
         return tuple(name for name in RATES if name not in self.measured)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `to_json` says, as plain objects."""
+        """The fields as plain objects, of which `to_json` makes text."""
         return {
             "schema": SCHEMA,
             **asdict(self),
@@ -144,6 +152,7 @@ class Hardware:
         }
 
     def to_json(self) -> str:
+        """The text of a file that `named_hardware` reads."""
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
 
@@ -157,7 +166,10 @@ POSITIVE = ("ranks_per_node", "processors", "bandwidth", "memory")
 
 @cache
 def named_hardware(name: str) -> Hardware:
-    """A kind of machine by name, or from a JSON file by its path.
+    """Read a kind of machine that comes with the package, or one from a JSON file.
+
+    Args:
+        name: of the kind, as in "h100", or the path of a file.json.
 
     Raises:
         CanzonaError: there is no such name or file, or a field is missing, of the wrong type or absurd.
@@ -180,7 +192,15 @@ def named_hardware(name: str) -> Hardware:
 
 
 def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
-    """Hardware from plain objects, every field checked."""
+    """Check every field of a file and make hardware of it.
+
+    Args:
+        given: the file's JSON object.
+        at: what errors call the file.
+
+    Raises:
+        CanzonaError: a field is missing, unknown, of the wrong type or absurd.
+    """
     if given.get("schema") != SCHEMA:
         raise CanzonaError(f"schema is {given.get('schema')!r}, not {SCHEMA}", at=at, hint=ANEW)
     known = {f.name for f in fields(Hardware)}
@@ -200,8 +220,6 @@ def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
         if values[name] != int(values[name]) or values[name] > MOST_RANKS:
             raise CanzonaError(f"{name} is {given[name]!r}, no number of ranks", at=at, hint=f"1 to {MOST_RANKS}")
         values[name] = int(values[name])
-        if values[name] != given[name]:
-            raise CanzonaError(f"{name} is {given[name]!r}, no whole number", at=at, hint=SHOWN)
     for name in ("name", "device", "backend"):
         if not isinstance(given[name], str):
             raise CanzonaError(f"{name} is {given[name]!r}, no text", at=at, hint=SHOWN)
@@ -225,6 +243,7 @@ def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
 
 
 def number(value: Any, name: str, at: str, *, positive: bool) -> float:
+    """A finite number that is positive, or at least 0."""
     sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not sound or value < 0 or (positive and not value):
         wanted = "a positive number" if positive else "a number of at least 0"
@@ -233,18 +252,21 @@ def number(value: Any, name: str, at: str, *, positive: bool) -> float:
 
 
 def seconds_by_name(value: Any, name: str, at: str) -> tuple[tuple[str, float], ...]:
+    """The seconds in an object, by their names."""
     if not isinstance(value, Mapping):
         raise CanzonaError(f"{name} is no object with seconds per name", at=at, hint=SHOWN)
     return tuple((key, number(own, f"{name}.{key}", at, positive=False)) for key, own in value.items())
 
 
 def curves(value: Any, name: str, at: str) -> tuple[tuple[str, Curve], ...]:
+    """The curves in an object, by their names; at least one."""
     if not isinstance(value, Mapping) or not value:
         raise CanzonaError(f"{name} is no object with a rate per name", at=at, hint=SHOWN)
     return tuple((key, curve(points, f"{name}.{key}", at)) for key, points in value.items())
 
 
 def curve(value: Any, name: str, at: str) -> Curve:
+    """A curve from pairs of numbers; at least one pair."""
     pairs = value if isinstance(value, list | tuple) else []
     if not pairs or any(not isinstance(p, list | tuple) or len(p) != 2 for p in pairs):
         raise CanzonaError(f"{name} is no list of pairs [size, rate]", at=at, hint=SHOWN)
@@ -255,6 +277,7 @@ def curve(value: Any, name: str, at: str) -> Curve:
 
 
 def link(value: Any, name: str, at: str) -> Link:
+    """A link from an object with its fields."""
     if not isinstance(value, Mapping):
         raise CanzonaError(f"{name} is no object with bandwidth and latency", at=at, hint=SHOWN)
     if missing := [key for key in ("bandwidth", "latency") if key not in value]:

@@ -109,29 +109,17 @@ def tma_case(arch: int, choice: Choice, tile: Tile, turned: bool, kind: str = "b
     return Case("sym_gemm", arch, choice, "turned" if turned else "", sym_gemm_tma, types, constants, divisible)
 
 
-def axpby_case(arch: int, choice: Choice, tile: Tile, turned: bool, update: bool) -> Case:
-    """X row-major; turned: X and parameter column-major, with scalars in memory."""
-    number = "*fp32" if turned else "fp32"
-    types = {"f": "*bf16", "x": "*bf16", "y": "*bf16", "p": "*fp32" if update else "*bf16"}
-    types |= dict.fromkeys(("alpha", "beta", "lr", "decay", "scale"), number)
-    types |= dict.fromkeys(("M", "N", "p_rows", "p_columns"), "i32")
-    unit = dict.fromkeys((f"{x}_{'row' if turned else 'col'}" for x in "fxyp"), 1)
-    strides = [f"{x}_{dim}" for x in "fxyp" for dim in ("batch", "row", "col")]
+def axpby_case(arch: int, choice: Choice, tile: Tile, turned: bool) -> Case:
+    """X row-major; turned: X column-major, with scalars in memory."""
+    types = dict.fromkeys("fxy", "*bf16") | dict.fromkeys(("alpha", "beta"), "*fp32" if turned else "fp32")
+    types |= {"M": "i32", "N": "i32"}
+    unit = dict.fromkeys((f"{x}_{'row' if turned else 'col'}" for x in "fxy"), 1)
+    strides = [f"{x}_{dim}" for x in "fxy" for dim in ("batch", "row", "col")]
     types |= {s: "i64" if s.endswith("batch") else "i32" for s in strides if s not in unit}
-    constants = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "BAND": tile.band}
-    constants |= {"UPDATE": update, "UPCAST": False, **unit}
+    constants = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "BAND": tile.band, "UPCAST": False}
     divisible = frozenset(name for name, kind in types.items() if kind != "fp32")
     variant = "turned" if turned else ""
-    return Case(
-        "gemm_update" if update else "gemm_axpby",
-        arch,
-        choice,
-        variant,
-        gemm_axpby_pointer,
-        types,
-        constants,
-        divisible,
-    )
+    return Case("gemm_axpby", arch, choice, variant, gemm_axpby_pointer, types, constants | unit, divisible)
 
 
 def axpby_tma_case(arch: int, choice: Choice, tile: Tile, turned: bool) -> Case:
@@ -158,8 +146,8 @@ def cases(arch: int) -> Iterator[Case]:
             for turned in (False, True):
                 if op == "gemm_axpby" and choice.kernel == "tma":
                     yield axpby_tma_case(arch, choice, choice.tile, turned)
-                elif op != "sym_gemm":
-                    yield axpby_case(arch, choice, choice.tile, turned, op == "gemm_update")
+                elif op == "gemm_axpby":
+                    yield axpby_case(arch, choice, choice.tile, turned)
                 elif choice.kernel == "tma":
                     yield tma_case(arch, choice, choice.tile, turned)
                 else:

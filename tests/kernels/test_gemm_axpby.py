@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from canzona_compile.kernels.dispatch import Choice, Tile, recorded
-from canzona_compile.kernels.gemm_axpby import Update, gemm_axpby, reference
+from canzona_compile.kernels.gemm_axpby import gemm_axpby, reference
 from canzona_compile.kernels.padding import corner, pad_cast, padded_size
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from tests.kernels.kernel_cases import (
@@ -109,44 +109,6 @@ def test_whole_numbers_are_exact(choice: Choice) -> None:
     assert torch.equal(result.double(), exact(factor, x, 3.0, -1.0, False)[0])
 
 
-@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("device_scalars", [False, True], ids=["floats", "tensors"])
-@each_side
-@each_kernel
-def test_update_of_a_parameter_that_is_smaller_than_its_padded_matrix(
-    choice: Choice, right: bool, device_scalars: bool, param_dtype: torch.dtype
-) -> None:
-    """And of another dtype, and seen through a transpose: what is beyond it is neither read nor written."""
-    x = random(2, 32, 48, dtype=torch.float16)
-    factor = random(2, *((48, 48) if right else (32, 32)), dtype=torch.float16, seed=1)
-    held = Guarded.like((2, 45, 30), param_dtype)
-    param = held.inner.mT
-    param.copy_(random(2, 30, 45, dtype=param_dtype, seed=2))
-    before = param.double()
-    lr, decay, scale = (torch.tensor(s) if device_scalars else s for s in (0.5, 0.125, 3.0))
-    update = Update(param, lr, decay, scale)
-    result = gemm_axpby(factor, x, alpha=0.5, beta=0.25, right=right, update=update, choice=choice)
-    assert result is param
-    y, magnitude = (corner(t, 30, 45) for t in exact(factor, x, 0.5, 0.25, right))
-    # Y is rounded to 16 bits; the library also rounds the parameter between the decay and the step.
-    magnitude = 1.5 * magnitude * 2.0**-10 / 1e-6 + before.abs() * (
-        2.0**-8 / 1e-6 if param_dtype != torch.float32 else 1
-    )
-    close(result, (1 - 0.5 * 0.125) * before - 0.5 * 3.0 * y, magnitude)
-    assert held.untouched()
-
-
-def test_the_update_equals_torch_muons_last_lines() -> None:
-    """param.mul_(1 - lr * decay); param.add_(Y, alpha=-lr * scale), on float32 with whole numbers: the same bits."""
-    factor, x = integers(1, 16, 16, dtype=torch.float32), integers(1, 16, 24, dtype=torch.float32, seed=1)
-    param = integers(1, 16, 24, dtype=torch.float32, seed=2)
-    expected = param.clone().mul_(1 - 0.5 * 0.5).add_(x + factor @ x, alpha=-0.5 * 2.0)
-    for choice in KERNELS:
-        mine = param.clone()
-        gemm_axpby(factor, x, update=Update(mine, 0.5, 0.5, 2.0), choice=choice)
-        assert torch.equal(mine, expected), choice
-
-
 @each_dtype
 @each_side
 def test_the_reference(dtype: torch.dtype, right: bool) -> None:
@@ -156,19 +118,16 @@ def test_the_reference(dtype: torch.dtype, right: bool) -> None:
     out = torch.empty_like(x)
     assert reference(factor, x, alpha=0.5, beta=2.0, right=right, out=out) is out
     close(out, y, magnitude)
-    param = torch.ones(2, 8, 7)
-    reference(factor, x, alpha=0.5, beta=2.0, right=right, update=Update(param, 0.5, 0.25, 2.0))
-    assert torch.equal(param, 0.875 - out[:, :8].float())
 
 
 def test_what_ran_is_recorded() -> None:
-    x, param = torch.zeros(2, 16, 24), torch.zeros(2, 16, 24)
+    x = torch.zeros(2, 16, 24)
     with recorded() as launches:
         gemm_axpby(torch.zeros(2, 16, 16), x)
-        gemm_axpby(torch.zeros(2, 24, 24), x, right=True, update=Update(param, 0.1), choice=POINTER)
+        gemm_axpby(torch.zeros(2, 24, 24), x, right=True, choice=POINTER)
     assert [(r.problem.op, r.problem.m, r.problem.k, r.choice.kernel) for r in launches] == [
         ("gemm_axpby", 16, 24, "library"),
-        ("gemm_update", 24, 16, "pointer"),
+        ("gemm_axpby", 24, 16, "pointer"),
     ]
 
 
@@ -178,10 +137,6 @@ def test_what_cannot_be_is_refused() -> None:
         gemm_axpby(f, x, right=True)
     with pytest.raises(TypeError, match="one dtype"):
         gemm_axpby(f.half(), x)
-    with pytest.raises(ValueError, match="either returned or applied"):
-        gemm_axpby(f, x, out=torch.empty(2, 8, 6), update=Update(torch.zeros(2, 8, 6), 0.1))
-    with pytest.raises(ValueError, match="no corner"):
-        gemm_axpby(f, x, update=Update(torch.zeros(2, 9, 6), 0.1))
     with pytest.raises(ValueError, match="read while it is written"):
         gemm_axpby(f, x, out=x)
     with pytest.raises(ValueError, match="out is"):
@@ -191,8 +146,6 @@ def test_what_cannot_be_is_refused() -> None:
     wide = torch.zeros(2, 8, 8)
     with pytest.raises(ValueError, match="as x does"):
         gemm_axpby(f, wide, out=torch.zeros(2, 8, 8).mT, choice=TMA)
-    with pytest.raises(ValueError, match="pointer kernel only"):
-        gemm_axpby(f, wide, update=Update(torch.zeros(2, 8, 8), 0.1), choice=TMA)
 
 
 # -- padding --------------------------------------------------------------------------------------

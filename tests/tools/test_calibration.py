@@ -15,12 +15,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import named_hardware
-from canzona_compile.tools.calibration.calibrate import calibrate
+from canzona_compile.tools import processes
+from canzona_compile.tools.calibration import ranks as started
+from canzona_compile.tools.calibration.calibrate import EXTENTS, calibrate
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import Extent, dims_of, products, transposed
+from tests.harness import ranks
 
 TINY = Extent((16, 64, 256), (16, 32), (64, 256), 2**20, 3)
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks come from the tests' fork server, which has imported torch."""
+    ranks.server()
+    monkeypatch.setattr(processes, "START_METHOD", "forkserver")
 
 
 # -- the sums --------------------------------------------------------------------------------------
@@ -87,6 +97,7 @@ def test_what_comes_before_is_not_timed() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_measure_all_but_the_network(tmp_path: Path) -> None:
     found, shows = calibrate(device="cpu", ranks=2, extent=TINY)
     assert shows
@@ -107,6 +118,7 @@ def test_two_ranks_measure_all_but_the_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
 def test_one_rank_has_no_link_to_measure() -> None:
     found, _ = calibrate(device="cpu", ranks=1, extent=TINY)
     assert set(found.assumed) == {"node", "network"}
@@ -114,7 +126,11 @@ def test_one_rank_has_no_link_to_measure() -> None:
 
 
 @pytest.mark.ranks
-def test_plan_and_report_stand_on_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("forked")
+def test_plan_and_report_stand_on_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(EXTENTS, ("cpu", True), TINY)
     file = tmp_path / "mine.json"
     assert main(["calibrate", "--quiet", "--quick", "-o", str(file)]) == 0
     assert capsys.readouterr().out == ""
@@ -129,6 +145,19 @@ def shapes(folder: Path) -> Path:
     file = folder / "shapes.json"
     file.write_text(json.dumps({"one": [64, 64], "other": [128, 64]}))
     return file
+
+
+def spoiled(rank: int, *_: object) -> None:
+    raise RuntimeError(f"no memory on rank {rank}")
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started, "cpu_rank", spoiled)
+    with pytest.raises(CanzonaError, match=r"a rank of the calibration failed: .*no memory on rank") as caught:
+        calibrate(device="cpu", ranks=1, extent=TINY)
+    assert caught.value.hint == "fewer --ranks need less memory and fewer ports"
 
 
 # -- bad input -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import tomllib
@@ -21,15 +22,16 @@ from torch.optim import SGD, Adagrad
 import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
+from canzona_compile.tools import processes
+from canzona_compile.tools.processes import Job, run
 from canzona_compile.tools.verification import Leaf
 from canzona_compile.tools.verification.check import OPTIONS
 from canzona_compile.tools.verification.layouts import shard
-from canzona_compile.tools.verification.processes import Job, run
 from canzona_compile.tools.verification.user_model import built, names_of, packed, state_leaves
 from canzona_compile.tools.verification.workers import gradients
 from tests.harness import ranks
 from tests.tools import user_builds
-from tests.tools.user_builds import dies, muon, muon_with_loss, named_muon, net, pid, sleeps
+from tests.tools.user_builds import dies, leaves, muon, muon_with_loss, named_muon, net, pid, quits, raises, sleeps
 
 ROOT = Path(__file__).parents[2]
 BUILDS = "tests.tools.user_builds"
@@ -49,10 +51,18 @@ def before() -> Children:
     return set(multiprocessing.active_children())
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes come from the tests' fork server, which has imported torch. It has its own standard error."""
+    ranks.server()
+    monkeypatch.setattr(processes, "START_METHOD", "forkserver")
+
+
 # -- equal -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
 def test_equal_on_fragments_of_uneven_size(tmp_path: Path, before: Children, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
     found = canzona_compile.verify(muon, steps=3, options={"strategy": "owner"}, json=file)
@@ -88,6 +98,7 @@ def test_equal_on_the_command_line() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
 def test_a_plan_that_is_followed(tmp_path: Path) -> None:
     """And one for another model, which is not."""
     model, optimizer = named_muon()
@@ -108,7 +119,8 @@ def test_a_plan_that_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_planted_bug_is_found_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked")
+def test_a_planted_bug_is_found_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{BUILDS}:sabotaged", "--steps", "3", "--json", "--quiet"]) == 1
     found = json.loads(capsys.readouterr().out)
     different = [leaf for leaf in found["leaves"] if not leaf["equal"]]
@@ -175,6 +187,7 @@ def test_the_losses_gradients_are_checked() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("build", "says"),
     [
@@ -218,18 +231,38 @@ def test_the_console_script_exists() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    ("function", "limit", "says"),
-    [(dies, 100.0, "other was killed by SIGKILL"), (sleeps, 4.0, "no result within 4 seconds")],
+    ("function", "says"),
+    [
+        (dies, "other was killed by SIGKILL"),
+        (quits, "other ended by itself with exit code 0"),
+        (raises, "other raised KeyError: 'no such layer'"),
+        (leaves, "other raised SystemExit: 3"),
+    ],
 )
-def test_no_process_is_left_behind(function: Callable[[], None], limit: float, says: str, before: Children) -> None:
-    with pytest.raises(CanzonaError, match=says):
-        run([Job("one", sleeps, ()), Job("other", function, ())], limit)
+def test_a_process_that_fails_ends_the_others(function: Callable[[], Any], says: str, before: Children) -> None:
+    with pytest.raises(CanzonaError, match=says) as caught:
+        run([Job("one", sleeps, (os.devnull,)), Job("other", function, ())], 100.0)
+    assert set(multiprocessing.active_children()) == before
+    notes = "\n".join(getattr(caught.value, "__notes__", ()))
+    assert (f"in {function.__name__}" in notes and "in the process 'other'" in notes) == ("raised" in says)
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_processes_that_hang_say_where(tmp_path: Path, before: Children) -> None:
+    said = [tmp_path / "one", tmp_path / "other"]
+    with pytest.raises(CanzonaError, match="no result within 4 seconds") as caught:
+        run([Job("quick", pid, ()), *(Job(path.name, sleeps, (path,)) for path in said)], 4.0)
+    assert caught.value.at == "one, other"
+    assert all("in sleeps" in path.read_text() for path in said)
     assert set(multiprocessing.active_children()) == before
 
 
 @pytest.mark.ranks
 def test_results_come_in_order_and_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
+    """In processes that start as those of users do."""
     assert len(set(run([Job("one", pid, ()), Job("two", pid, ())], 100.0))) == 2
     out, err = capfd.readouterr()
     assert out == ""

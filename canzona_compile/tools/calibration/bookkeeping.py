@@ -1,4 +1,4 @@
-"""What a step costs a rank's processor beside its program: gradients and state looked up, code asked for."""
+"""What a step costs a rank's processor beside its program: it looks up gradients and state, and chooses the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canzona_compile.api.wrap import wrap
 from canzona_compile.tools.calibration.measure import clearing
 
 MATRICES = 64
-SIDE = 16  # of them: next to nothing to compute
+SIDE = 16  # rows and columns of each: there is next to nothing to compute
 
 
 class Stopwatch:
@@ -35,10 +35,12 @@ class Stopwatch:
 
 
 def bookkeeping(mesh: DeviceMesh, cold: int, repetitions: int) -> float:
-    """Seconds per matrix of a steady step that are not its program's.
+    """Measure the CPU seconds of a steady step that its program does not take, by matrix.
 
-    The matrices are sharded over `mesh` as `fully_shard` does; all of its ranks call this. Before each step `cold`
-    bytes of other data are gone through.
+    Args:
+        mesh: one dim; the matrices are sharded over it as `fully_shard` does, and all of its ranks call this.
+        cold: bytes of other data that the rank goes through before each step, to clear its caches.
+        repetitions: steps of which the median counts.
     """
 
     def zeros() -> torch.Tensor:

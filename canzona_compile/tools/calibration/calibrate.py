@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import Hardware, Link, hardware_from, named_hardware
+from canzona_compile.ir.hardware import Hardware, hardware_from, named_hardware
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import ALONE, Extent, Points
@@ -40,15 +41,15 @@ def calibrate(
 ) -> tuple[Hardware, bool]:
     """Measure this machine.
 
-    On CPU it starts gloo ranks of one thread by itself. On CUDA it is this process that measures, and, where torchrun
-    has started several, all of them together.
+    On CPU this starts gloo ranks of one thread. On CUDA this process measures, together with the others that torchrun
+    started, if it did.
 
     Args:
         device: "cpu" or "cuda"; None takes CUDA where there is one.
-        base: a kind of machine for the rates that cannot be measured here, by name or file.
-        ranks: that are started on CPU; with one, links stay those of `base`.
-        quick: fewer sizes and repetitions.
-        extent: what is measured, if neither of the usual ones.
+        base: a kind of machine, by name or file, whose rates stand where they cannot be measured here.
+        ranks: how many to start on CPU; with one, links stay those of `base`.
+        quick: measure fewer sizes with fewer repetitions.
+        extent: what to measure instead of the two usual extents.
 
     Returns:
         The hardware, and whether this process is the one to show it.
@@ -72,7 +73,7 @@ def calibrate(
 
 
 def default_base(device: str) -> str:
-    """The kind of machine that is most like this one."""
+    """The name of the known kind of machine that is most like this one."""
     if device == "cpu":
         return "cpu"
     name = torch.cuda.get_device_name().lower()
@@ -85,7 +86,7 @@ def processors() -> int:
 
 
 def on_cpu(found: Measured, base: Hardware, extent: Extent, ranks: int) -> dict[str, Any]:
-    """The JSON of a machine whose ranks are processes that share its cores."""
+    """The fields of a machine whose ranks are processes that share its cores."""
     cores = processors()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
     clock = Clock(torch.device("cpu"), extent.repetitions)
@@ -99,7 +100,7 @@ def on_cpu(found: Measured, base: Hardware, extent: Extent, ranks: int) -> dict[
     measured = {**values_of(found), "memory": memory, "host": found.host}
     measured["product_calls"] = {name: own.call for name, own in found.products.items()}
     if found.node is not None:
-        measured["node"] = plain(found.node)
+        measured["node"] = asdict(found.node)
         sources["node"] = (
             f"all-to-alls of {ranks} gloo ranks on {cores} cores, CPU time of a rank's process, median of "
             f"{extent.repetitions} or more, torch {torch.__version__}"
@@ -109,14 +110,14 @@ def on_cpu(found: Measured, base: Hardware, extent: Extent, ranks: int) -> dict[
 
 
 def on_cuda(found: Measured, base: Hardware, extent: Extent) -> dict[str, Any]:
-    """The JSON of nodes of GPUs."""
+    """The fields of a machine whose nodes have GPUs."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     how = f"{Clock(torch.device('cuda'), extent.repetitions).how}, torch {torch.__version__}"
     sources = {**rates_of(found, how), "memory": "the device's properties"}
     measured: dict[str, Any] = {**values_of(found), "memory": float(properties.total_memory)}
     for name, link in (("node", found.node), ("network", found.network)):
         if link is not None:
-            measured[name] = plain(link)
+            measured[name] = asdict(link)
             sources[name] = f"all-to-alls of nccl ranks, wall time, median of {extent.repetitions} or more"
     name = torch.cuda.get_device_name().lower().replace(" ", "-")
     gpus = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
@@ -125,7 +126,7 @@ def on_cuda(found: Measured, base: Hardware, extent: Extent) -> dict[str, Any]:
 
 
 def values_of(found: Measured) -> dict[str, Any]:
-    """What is measured on every device. Other factorizations are taken to be as slow as the slower one of these."""
+    """The rates that are measured on every device. "other" factorizations get the rates of the slower one of two."""
     curves = dict(found.factorizations)
     slowest: Points = tuple(
         (rates[0][0], min(rate for _, rate in rates)) for rates in zip(*(curves[n] for n in ALONE), strict=False)
@@ -140,7 +141,7 @@ def values_of(found: Measured) -> dict[str, Any]:
 
 
 def rates_of(found: Measured, how: str) -> dict[str, str]:
-    """Sources of what `values_of` gives."""
+    """The sources of the rates that `values_of` returns."""
     return {
         "products": f"square and skinny ones, in stacks; {how}",
         "factorizations": f"float32, one at a time or by their names in stacks, other: the slower of two; {how}",
@@ -150,14 +151,17 @@ def rates_of(found: Measured, how: str) -> dict[str, str]:
     }
 
 
-def plain(link: Link) -> dict[str, float]:
-    return {"bandwidth": link.bandwidth, "latency": link.latency, "per_peer": link.per_peer}
-
-
 def together(
     base: Hardware, shape: Mapping[str, Any], measured: Mapping[str, Any], sources: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The fields of `base`, over them what was found here; what is left of its sources says that it is assumed."""
+    """The fields of `base` with those that were found here in their places.
+
+    Args:
+        base: a known kind of machine. The sources of its rates that stay say that they are assumed.
+        shape: fields that are no rates.
+        measured: rates by the names of their fields; None where one could not be measured.
+        sources: of the measured rates.
+    """
     kept = {name: f"assumed, as {base.name}: {text}" for name, text in base.sources if name not in measured}
     return {
         **json.loads(base.to_json()),

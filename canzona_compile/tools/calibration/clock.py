@@ -1,4 +1,4 @@
-"""How long a piece of work takes: of a processor on CPU, of the current stream on CUDA."""
+"""How long a piece of work takes: of a processor on CPU, of the current stream's device on CUDA."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from timeit import Timer
 
 import torch
 
@@ -23,6 +24,10 @@ class Clock:
 
     On CPU it counts the time that the calling thread has a core: jobs beside it that take the core away do not count,
     what they do to caches and to memory does. On CUDA it counts from one event of the current stream to another.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        repetitions: samples of which `seconds` is the median.
     """
 
     device: torch.device
@@ -35,29 +40,29 @@ class Clock:
         return f"{kind}, median of {self.repetitions}"
 
     def seconds(self, work: Work, before: Work | None = None) -> float:
-        """The median time of one `work`; with `before`, that is done before each, untimed."""
+        """The median time of one `work`, in seconds.
+
+        Args:
+            work: what is timed; it has to leave things so that it can run again.
+            before: runs once before each sample and is not timed; `work` runs once per sample then, otherwise as often
+                as fits in `SHORTEST`.
+        """
         for _ in range(WARM_UP if self.device.type == "cuda" else 1):
             work()
         repeats = 1 if before else min(MOST_REPEATS, math.ceil(SHORTEST / max(self.sample(work, 1), 1e-9)))
-        samples = []
-        for _ in range(self.repetitions):
-            if before is not None:
-                before()
-            samples.append(self.sample(work, repeats))
-        return statistics.median(samples)
+        return statistics.median(self.sample(work, repeats, before) for _ in range(self.repetitions))
 
-    def sample(self, work: Work, repeats: int) -> float:
-        """The mean time of one `work` of so many in a row."""
-        if self.device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize(self.device)
-            begin.record()
-            for _ in range(repeats):
-                work()
-            end.record()
-            torch.cuda.synchronize(self.device)
-            return float(begin.elapsed_time(end)) / 1e3 / repeats
-        start = time.thread_time()
+    def sample(self, work: Work, repeats: int, before: Work | None = None) -> float:
+        """The mean time of one `work` of `repeats` in a row, in seconds, after an untimed `before`."""
+        if self.device.type != "cuda":
+            return Timer(work, before or "pass", timer=time.thread_time).timeit(repeats) / repeats
+        if before is not None:
+            before()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        begin.record()
         for _ in range(repeats):
             work()
-        return (time.thread_time() - start) / repeats
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return float(begin.elapsed_time(end)) / 1e3 / repeats

@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of `calibrate` to its parser."""
     add = parser.add_argument
     add("-o", "--output", metavar="FILE", help="write the JSON there instead of to standard output")
     add("--device", choices=("cpu", "cuda"), help="what to measure (default: CUDA where there is one)")
@@ -23,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(given: Namespace) -> int:
-    """Measure, and write what `plan --hardware` and `wrap(hardware=)` read."""
+    """Measure, and write the file that `plan --hardware` and `wrap(hardware=)` read; the exit code is 0."""
     if given.output and not Path(given.output).absolute().parent.is_dir():
         raise CanzonaError("there is no such folder", at=given.output, hint="make it first: measuring takes a while")
     hardware, shows = calibrate(device=given.device, base=given.base, ranks=given.ranks, quick=given.quick)

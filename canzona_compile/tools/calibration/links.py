@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from timeit import Timer
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import benchmark
 
 from canzona_compile.ir.hardware import Link
 
@@ -27,7 +29,7 @@ class Exchange:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, size: int, device: torch.device) -> Exchange:
-        """One in which every rank sends about `size` bytes, at least one to each peer."""
+        """An exchange in which every rank sends about `size` bytes, at least one to each peer."""
         ranks, own = dist.get_world_size(group), dist.get_rank(group)
         splits = [0 if rank == own else max(1, size // (ranks - 1)) for rank in range(ranks)]
         sent = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
@@ -41,26 +43,18 @@ class Exchange:
         work.wait()
 
     def seconds(self, repetitions: int) -> float:
-        """Median time until the data is there.
+        """The median time until the data is there, in seconds; all ranks of the group call this.
 
-        On CPU that is CPU time of this process, the thread that calls and those that move the bytes, since it is
-        processors that the exchange takes; on CUDA it is wall time.
+        On CPU that is CPU time of this process, of the thread that calls and of those that move the bytes, because the
+        exchange takes processors. On CUDA it is wall time, and the clock waits for the device.
         """
-        cuda = self.sent.is_cuda
-        clock = time.perf_counter if cuda else time.process_time
         self()
-        samples = []
-        for _ in range(repetitions):
-            start = clock()
-            self()
-            if cuda:
-                torch.cuda.synchronize(self.sent.device)
-            samples.append(clock() - start)
-        return statistics.median(samples)
+        clock = benchmark.timer if self.sent.is_cuda else time.process_time
+        return statistics.median(Timer(self, timer=clock).repeat(repetitions, 1))
 
 
 def smallest(group: dist.ProcessGroup, device: torch.device, repetitions: int) -> float:
-    """Seconds of an all-to-all with next to no data."""
+    """Seconds of an all-to-all in which every rank sends one byte to each peer."""
     return Exchange.of(group, 1, device).seconds(MANY * repetitions)
 
 
@@ -75,7 +69,14 @@ def bandwidth(group: dist.ProcessGroup, device: torch.device, repetitions: int) 
 
 
 def link_of(latency: float, pair: float, ranks: int, rate: float) -> Link:
-    """The link with these seconds of the smallest all-to-all, among `ranks` and between two of them."""
+    """The link that explains two measurements of the smallest all-to-all.
+
+    Args:
+        latency: seconds of it among all `ranks`.
+        pair: seconds of it between two of them.
+        ranks: 2 or more.
+        rate: bytes per second that a rank sends.
+    """
     if ranks == 2:
         return Link(rate, pair)
     per_peer = max(0.0, (latency - pair) / (ranks - 2))

@@ -35,10 +35,10 @@ class Extent:
     """How much is measured.
 
     Attributes:
-        products, factorizations, transposed: sizes.
-        cold: bytes that are gone through before a measurement, many times what a core's cache holds: between two
-            steps of an optimizer a model is at work, and nothing of the one is left in the caches for the other.
-        repetitions: of each measurement.
+        products, factorizations, transposed: sizes, ascending.
+        cold: bytes of other data that a rank goes through before a measurement, many times what a core's cache holds.
+            Between two steps of an optimizer a model is at work, and leaves nothing of the first in the caches.
+        repetitions: how often each measurement is made.
     """
 
     products: tuple[int, ...]
@@ -50,18 +50,29 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Matrix products of one dtype: seconds of a call beside its arithmetic, and FLOP/s of that by size."""
+    """Matrix products of one dtype.
+
+    Attributes:
+        call: seconds of a call beside its arithmetic.
+        points: FLOP/s of the arithmetic by size.
+    """
 
     call: float
     points: Points
 
 
 def products(clock: Clock, dtype: torch.dtype, sizes: Sequence[int], cold: int) -> Products:
-    """Times square products and skinny ones of the same number of FLOPs, one by one and in stacks.
+    """Time square products, and skinny ones of the same number of FLOPs, one by one and in stacks.
 
-    Of the time of a stack, what its products do not share is arithmetic. What they share is the call; that is timed in
-    a row of small ones that find nothing in the caches, as those of a step do. On CUDA a product by itself is all: a
-    stack of small ones would fill a device that one leaves idle.
+    The products of a stack share one call; the rest of the time of a stack is arithmetic. The call is timed in a row of
+    small products that find nothing in the caches, as those of a step do. On CUDA only single products are timed: a
+    stack of small ones would fill a device that one of them leaves idle.
+
+    Args:
+        clock: of the device.
+        dtype: of factors and products.
+        sizes: ascending geometric means of the dims m, k and n; the measurement stops after a size that takes too long.
+        cold: bytes to go through before the row of small products.
     """
     stacks: dict[int, list[Stack]] = {}
     for size in sizes:
@@ -97,7 +108,9 @@ class Stack:
     """Products of equal dims, whose second factors are transposed.
 
     Attributes:
-        single, whole: seconds of a call with the first of them, and with all.
+        left: [count, m, k].
+        right: [count, k, n], transposed in memory.
+        single, whole: seconds of a call with the first product, and with all of them.
     """
 
     left: Tensor
@@ -107,40 +120,49 @@ class Stack:
 
     @classmethod
     def of(cls, dims: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Stack:
+        """A stack of random products with these m, k and n; one product on CUDA."""
         m, k, n = dims
         count = 1 if device.type == "cuda" else max(1, min(BATCH, BATCH_ELEMENTS // max(m * k, k * n, m * n)))
         left = torch.randn(count, m, k, device=device, dtype=dtype)
         return cls(left, torch.randn(count, n, k, device=device, dtype=dtype).transpose(1, 2))
 
     def time(self, clock: Clock) -> None:
+        """Measure `single` and `whole`."""
         self.single = self.whole = clock.seconds(self.one)
         if len(self.left) > 1:
             self.whole = clock.seconds(lambda: aten.bmm.default(self.left, self.right))
 
     def one(self) -> Tensor:
+        """The first product."""
         return torch.mm(self.left[0], self.right[0])
 
     @property
     def slope(self) -> float:
-        """Seconds by which a product more makes a call longer."""
+        """Seconds by which one more product makes a call longer."""
         return max(0.0, self.whole - self.single) / max(1, len(self.left) - 1)
 
     def arithmetic(self, call: float) -> float:
-        """Seconds of a product beside its call, which takes so many."""
+        """Seconds of a product's arithmetic, where its call takes `call` seconds."""
         return max(self.whole - call, self.whole / 10) / len(self.left)
 
 
 def clearing(size: int, device: torch.device) -> Work:
-    """Something that fills caches with other things: so many bytes."""
+    """Work that fills the caches with `size` bytes of other data."""
     other = torch.zeros(size // 4, device=device)
     return lambda: other.add_(1.0)
 
 
 def factorization(clock: Clock, operator: str, sizes: Sequence[int]) -> Points:
-    """FLOP/s on symmetric float32 matrices, FLOPs as the cost model counts them.
+    """Time a factorization of symmetric float32 matrices.
 
-    Of "eigh" and "qr" one at a time; of "eigh_batched", "qr_batched", and what takes their places, "inverse_root" (of
-    order 4 with a floor) and "cholesky_qr", as one call for a stack.
+    Args:
+        clock: of the device.
+        operator: "eigh" and "qr" take one matrix at a time. "eigh_batched" and "qr_batched", and what replaces them,
+            "inverse_root" (of order 4 with a floor) and "cholesky_qr", take a stack in one call.
+        sizes: ascending; the measurement stops after a size that takes too long.
+
+    Returns:
+        FLOP/s by size, with FLOPs as the cost model counts them.
     """
     run, flops = FACTORIZATIONS[operator.removesuffix("_batched")]
     count = 1 if operator in ALONE else FACTORED
@@ -171,7 +193,7 @@ FACTORIZATIONS: Mapping[str, tuple[Callable[[Tensor], object], Callable[[int], f
 def bandwidth(clock: Clock, cold: int) -> float:
     """Bytes per second of elementwise work on lists of fragments that no cache holds.
 
-    The operators are those of prepare, apply and packing; results are new memory where they are so in a step.
+    The operators are those of prepare, apply and packing; a result is new memory where it is in a step.
     """
     moved = seconds = 0.0
     before = clearing(cold, clock.device)
@@ -183,10 +205,10 @@ def bandwidth(clock: Clock, cold: int) -> float:
 
 
 def transposed(clock: Clock, sizes: Sequence[int]) -> Points:
-    """Bytes per second that are read and written when pairs of matrices are copied to the other order.
+    """Bytes per second, read and written, of copies of pairs of bfloat16 matrices to the other order, by size.
 
-    A matrix is as large as a square one of `size`, with few rows whose number is a power of two, as in models: columns
-    then compete for the same places in a cache.
+    A matrix has as many elements as a square one of `size`. It has few rows, and their number is a power of two, as in
+    models: columns then compete for the same places in a cache.
     """
     points = []
     for size in sizes:
@@ -201,7 +223,7 @@ def transposed(clock: Clock, sizes: Sequence[int]) -> Points:
 
 
 def elementwise(elements: int, count: int, device: torch.device) -> Iterator[tuple[Work, int]]:
-    """Work on `count` fragments of together so many elements, and the bytes that it reads and writes."""
+    """Elementwise work on `count` fragments of `elements` elements in all, and the bytes that it reads and writes."""
 
     def fragments(dtype: torch.dtype = torch.float32) -> list[Tensor]:
         return [torch.zeros(elements // count, device=device, dtype=dtype) for _ in range(count)]
@@ -216,9 +238,10 @@ def elementwise(elements: int, count: int, device: torch.device) -> Iterator[tup
 
 
 def launch(clock: Clock, cold: int) -> float:
-    """Seconds of an operator on next to no data, as rank programs call them: on lists, each tensor once.
+    """Seconds of an operator on next to no data, called as rank programs do: on lists, for each tensor once.
 
-    On CPU nothing of it is in the caches before, and views and lists go the same way, one by one.
+    On CPU the caches are cleared before, and views and operators on lists are measured as well: they too go through a
+    list one by one.
     """
     many, others = ([torch.ones(4, 4, device=clock.device) for _ in range(LIST)] for _ in range(2))
     if clock.device.type == "cuda":

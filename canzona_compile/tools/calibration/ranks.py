@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
-import socket
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Link
@@ -24,12 +20,14 @@ from canzona_compile.tools.calibration import links, measure
 from canzona_compile.tools.calibration.bookkeeping import bookkeeping
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import Extent, Points, Products
+from canzona_compile.tools.processes import Job, join_ranks, run
 
 log = logging.getLogger(__name__)
 
 CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-STEPS = 4  # times as many as repetitions of other measurements: one takes milliseconds
+STEPS = 4  # steps per repetition of the other measurements: one takes milliseconds
+LIMIT = 3600.0  # seconds of a whole calibration on CPU, which takes minutes: only a hang takes so long
 TIMEOUT = timedelta(minutes=5)  # of a collective: that long ranks wait for the slowest to measure
 
 
@@ -38,6 +36,10 @@ class Measured:
     """What ranks found; None where it cannot be measured here.
 
     Attributes:
+        products, factorizations: by dtype, and by operator.
+        bandwidth: bytes per second of elementwise work.
+        transposed: bytes per second of copies to the other order, by size.
+        launch: seconds of an operator on next to no data.
         host: seconds of bookkeeping per matrix and step.
         node, network: links among ranks of a node, and between nodes.
     """
@@ -53,7 +55,7 @@ class Measured:
 
 
 def alone(clock: Clock, extent: Extent, dtypes: Sequence[torch.dtype]) -> Measured:
-    """All that concerns one rank."""
+    """Measure everything that a rank can measure by itself."""
     found = {}
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
@@ -70,7 +72,7 @@ def alone(clock: Clock, extent: Extent, dtypes: Sequence[torch.dtype]) -> Measur
 
 
 def merged(found: Sequence[Measured]) -> Measured:
-    """The medians of ranks that measured at the same time."""
+    """The medians over ranks that measured at the same time."""
 
     def points(curves: Sequence[Points]) -> Points:
         together = zip(*curves, strict=False)  # one may have stopped at a smaller size
@@ -101,34 +103,34 @@ def merged(found: Sequence[Measured]) -> Measured:
 def cpu(ranks: int, extent: Extent) -> Measured:
     """Start gloo ranks of one thread, which all measure at once.
 
-    More of them than cores take turns, as they would in a step, and lose what they had in the caches.
+    More ranks than cores take turns, as they would in a step, and lose what they had in the caches.
+
+    Args:
+        ranks: how many to start, 1 or more.
+        extent: what they measure.
+
+    Returns:
+        What they found; without a network, since all are on this machine, and without a link if there is one rank.
 
     Raises:
         CanzonaError: a rank failed.
     """
     with tempfile.TemporaryDirectory(prefix="canzona-calibrate-") as folder:
-        level = logging.getLogger("canzona_compile").getEffectiveLevel()
+        jobs = [Job(f"rank {rank}", cpu_rank, (rank, ranks, extent, folder)) for rank in range(ranks)]
         try:
-            spawn(cpu_rank, args=(ranks, extent, folder, level), nprocs=ranks)
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            text = str(error).strip().splitlines()
-            raise CanzonaError(
-                f"a rank of the calibration failed: {text[-1]}", hint="fewer --ranks need less memory and fewer ports"
-            ) from error
-        found: Measured = pickle.loads(Path(folder, "found").read_bytes())
-        return found
+            found: list[Measured] = run(jobs, LIMIT)
+        except CanzonaError as error:
+            hint = "fewer --ranks need less memory and fewer ports"
+            raise CanzonaError(f"a rank of the calibration failed: {error.problem}", hint=hint) from error
+    return found[0]
 
 
-def cpu_rank(rank: int, ranks: int, extent: Extent, folder: str, level: int) -> None:
-    """One process."""
-    os.dup2(2, 1)  # standard output is for data
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    log.setLevel(level if rank == 0 else logging.WARNING)
-    torch.set_num_threads(1)
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not resolve
-    meeting = Path(folder, "ranks").as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=TIMEOUT)
+def cpu_rank(rank: int, ranks: int, extent: Extent, folder: str) -> Measured:
+    """Measure in one of the processes; every rank returns the same."""
+    level = log.getEffectiveLevel()
+    logging.getLogger().setLevel(logging.WARNING)
+    log.setLevel(logging.WARNING if rank else level)  # one rank tells the progress of all
+    join_ranks(rank, ranks, folder, TIMEOUT)
     clock, device = Clock(torch.device("cpu"), extent.repetitions), torch.device("cpu")
     dist.barrier()
     everybody: list[Measured | None] = [None] * ranks
@@ -141,15 +143,18 @@ def cpu_rank(rank: int, ranks: int, extent: Extent, folder: str, level: int) -> 
     seconds = bookkeeping(init_device_mesh("cpu", (ranks,)), extent.cold, STEPS * extent.repetitions)
     host = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(host)
-    if rank == 0:
-        Path(folder, "found").write_bytes(pickle.dumps(replace(found, host=float(host) / ranks)))
+    dist.barrier()  # no rank leaves while others may need its connections
     dist.destroy_process_group()
+    return replace(found, host=float(host) / ranks)
 
 
 def link_among(teams: Sequence[Sequence[int]], device: torch.device, repetitions: int) -> Link:
-    """The link within teams of two or more ranks each, all of which measure at once; every rank calls this.
+    """The link within this rank's team; all teams measure at once, and every rank calls this.
 
-    What the first rank of a team found holds for the team.
+    Args:
+        teams: two or more global ranks each. What the first rank of a team found holds for the team.
+        device: of this rank.
+        repetitions: of each measurement.
     """
     rank = dist.get_rank()
     groups = [(team, dist.new_group(list(team)), dist.new_group(list(team[:2]))) for team in teams]
@@ -171,10 +176,13 @@ def link_among(teams: Sequence[Sequence[int]], device: torch.device, repetitions
 
 
 def cuda(extent: Extent) -> tuple[int, Measured]:
-    """What this process measures on its own GPU, with the others that torchrun started if it did; this rank.
+    """Measure this process's GPU, and links together with the other processes that torchrun started, if it did.
 
-    Ranks of a node come one after the other, equally many on each, as torchrun starts them. Links are measured where
-    there is somebody to talk to: within the node, and from a node to the next.
+    Every node has equally many ranks, whose numbers follow one another, as torchrun starts them. Links are measured
+    within a node and between nodes, where there are other ranks.
+
+    Returns:
+        This process's rank, and what all ranks found.
     """
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)

@@ -22,6 +22,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of `tune` to its parser."""
     add = parser.add_argument
     add("shapes", nargs="*", metavar="BxMxN", help=f"batches of matrices (default: {' '.join(SHAPES)})")
     add("--dtype", choices=DTYPES, help="what the products compute in (default: both, Gram iterations take float16)")
@@ -30,7 +31,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(given: Namespace) -> int:
-    """Measure all products of a Newton-Schulz step on these matrices, print and keep which kernel won."""
+    """Measure all products of a Newton-Schulz step on the given matrices, print which kernel won, and keep that.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        CanzonaError: a shape or the number of rounds is wrong, or there are no kernels for this device.
+    """
     shapes = [_parsed(text) for text in given.shapes or SHAPES]
     if given.rounds < 1:
         raise CanzonaError(f"--rounds has to be 1 or more, not {given.rounds}")
@@ -65,7 +73,6 @@ def problems(shapes: list[tuple[int, int, int]]) -> list[tuple[Operation, tuple[
         found["sym_gemm", (batch, m, n)] = None
         found["sym_gemm", (batch, m, m)] = None
         found["gemm_axpby", (batch, m, n)] = None
-        found["gemm_update", (batch, m, n)] = None
     return list(found)
 
 

@@ -13,13 +13,12 @@ from typing import Any, get_args
 
 import torch
 from rich.console import RenderableType
-from torch._C._distributed_c10d import TCPStore
 
 from canzona_compile.options import NOT_YET_OPTIONS, Options
+from canzona_compile.tools.processes import Job, run
 from canzona_compile.tools.verification.failure import CannotVerify
 from canzona_compile.tools.verification.findings import Findings, merged
 from canzona_compile.tools.verification.layouts import Layout
-from canzona_compile.tools.verification.processes import Job, run
 from canzona_compile.tools.verification.table import table
 from canzona_compile.tools.verification.user_model import Build, name_of, packed
 from canzona_compile.tools.verification.workers import Order, Outcome, run_plain, run_wrapped
@@ -27,8 +26,8 @@ from canzona_compile.tools.verification.workers import Order, Outcome, run_plain
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-# The layout says what replicates; the plain optimizer, to compare with, neither staggers nor takes parameters apart;
-# and there are no CUDA graphs on the CPU.
+# These cannot be given: the layout decides `replicate`; the plain optimizer neither staggers nor splits parameters, so
+# there would be nothing to compare with; and the CPU has no CUDA graphs.
 OPTIONS = sorted({field.name for field in fields(Options)} - {"replicate", "stagger", "split", "names", "cuda_graphs"})
 
 
@@ -37,6 +36,7 @@ class Verification(Findings):
     """The result of `verify`: ask for `.ok`, print it with rich, or hand on its `to_json()`."""
 
     def to_json(self) -> str:
+        """All fields and `ok` as a JSON object."""
         return dumps({"schema": SCHEMA, "ok": self.ok, **asdict(self)}, indent=1)
 
     def __rich__(self) -> RenderableType:
@@ -56,41 +56,40 @@ def verify(
 ) -> Verification:
     """Step the wrapped optimizer on gloo ranks and the plain one on one device, and compare every leaf.
 
-    Starts `ranks` + 1 processes of one thread. One runs the plain optimizer on whole tensors. The others shard the
-    parameters, wrap the optimizer, are given the plain run's gradients, and compare their part of each parameter
-    and of each leaf of `state_dict()` after every step.
+    This starts `ranks` + 1 processes of one thread. One runs the plain optimizer on whole tensors. The others shard the
+    parameters, wrap the optimizer, take the plain run's gradients, and compare their part of each parameter and of each
+    leaf of `state_dict()` after every step.
 
     Args:
-        build: returns (model, optimizer), or (model, optimizer, loss): plain, unsharded, not wrapped, parameters on
-            the CPU. It runs in every process, after `random`, torch and numpy were seeded, and has to make the same
-            values each time. `loss(model, step)` returns a tensor of one element, whose gradients are used;
-            without it gradients are random. A function has to be picklable, that is, defined at the top level of
-            a module; or "module:function", which is imported in the processes only.
-        steps: at least 2, because the first one of a wrapped optimizer is always eager.
-        ranks: gloo ranks on this machine.
-        layout: "fsdp" shards rows, uneven where they do not divide, "fsdp_columns" columns (rows of what has no
-            columns), "hsdp" rows in two replicas, "ddp" nothing: every rank has whole plain tensors.
-        seed: of `build` and of random gradients.
-        options: of `wrap`, without `replicate`, which follows from the layout, and without those that make it
-            another algorithm (`stagger`, `split`) or are for CUDA.
+        build: a function that returns (model, optimizer) or (model, optimizer, loss). The model is not sharded, the
+            optimizer is not wrapped, and parameters are on the CPU. `build` runs in every process, after `random`,
+            torch and numpy were seeded, and has to make the same values each time. `loss(model, step)` returns a
+            tensor of one element, whose gradients are used; without it gradients are random. A function has to be
+            picklable, that is, a module has to define it at its top level. A text "module:function" names one that
+            only the processes import.
+        steps: how many to compare; at least 2, because the first step of a wrapped optimizer is always eager.
+        ranks: how many gloo ranks to start on this machine.
+        layout: "fsdp" shards rows, unevenly where they do not divide; "fsdp_columns" shards columns, and the rows of
+            what has no columns; "hsdp" shards rows in two replicas; "ddp" gives every rank whole plain tensors.
+        seed: for `build` and for random gradients.
+        options: options of `wrap`. Not among them are `replicate`, which follows from the layout, options that make
+            another algorithm (`stagger`, `split`), and those for CUDA.
         json: a file to write the result to.
         limit: seconds until the processes are ended.
 
     Returns:
-        One row per leaf, and how each parameter was updated. Nothing is raised if leaves differ: look at `.ok`.
+        One row per leaf, and how each parameter was updated. Leaves that differ raise nothing: look at `.ok`.
 
     Raises:
         CanzonaError: there is nothing to compare: `build` failed or returned something else, `wrap` refuses the
-            optimizer, a process died, or time is over. All processes have ended then.
+            optimizer, a process died, or the limit is over. All processes have ended then.
     """
     options = dict(options or {})
     check_arguments(steps, ranks, layout, limit, options)
     begin, source = time.monotonic(), packed(build)
     log.info("verify %s: %d ranks and the plain optimizer, %d steps", name_of(build), ranks, steps)
     with tempfile.TemporaryDirectory(prefix="canzona-journal-") as folder:
-        # Here, so that it outlives any rank.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        order = Order(source, steps, ranks, layout, seed, options, limit, folder, store.port)
+        order = Order(source, steps, ranks, layout, seed, options, limit, folder)
         jobs = [Job("plain", run_plain, (order,))]
         jobs += [Job(f"rank {rank}", run_wrapped, (rank, order)) for rank in range(ranks)]
         _, *outcomes = run(jobs, limit)
@@ -117,7 +116,11 @@ def verify(
 
 
 def check_arguments(steps: int, ranks: int, layout: Layout, limit: float, options: dict[str, Any]) -> None:
-    """Refuse what would fail in every process alike."""
+    """Refuse arguments with which every process would fail alike.
+
+    Raises:
+        CanzonaError: an argument is out of its range, or an option does not exist here.
+    """
     if steps < 2:
         raise CannotVerify(f"steps={steps} checks nothing", hint="take 2 or more: the first step is eager")
     if ranks < 1:

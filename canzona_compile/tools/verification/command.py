@@ -15,6 +15,7 @@ from canzona_compile.tools.verification.layouts import Layout
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of `verify` to its parser."""
     add = parser.add_argument
     add("build", metavar="module:function", help="returns (model, optimizer) or (model, optimizer, loss), on the CPU")
     add("--steps", type=int, default=5, help="to compare (%(default)s)")
@@ -35,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(given: Namespace) -> int:
-    """Print the result; 0 if all is equal, 1 if not."""
+    """Verify, print the result, and return the exit code: 0 if all is equal, 1 if not."""
     options = {name: value for name in OPTIONS if (value := getattr(given, name)) is not None}
     found = verify(
         given.build,

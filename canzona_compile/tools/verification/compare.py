@@ -1,4 +1,8 @@
-"""How far two values are apart: in steps of their dtype, and relative to their size."""
+"""How far two values are apart: in units in the last place, and relative to their size.
+
+`torch.testing.assert_close` does not serve here: it takes 0.0 and -0.0 for equal, though their bits differ, and it does
+not count units in the last place.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ class Distance:
     """How far two values are apart at most.
 
     Attributes:
-        equal: the same bits, or NaNs in the same places; of what is no tensor: `==`.
-        ulps: largest distance in units in the last place, 0 only if `equal`. None: no number tells it (other
-            shapes, a NaN on one side).
-        relative: largest |a - b| / max(|a|, |b|), at most 2. None as for `ulps`, and beside an infinity.
+        equal: both have the same bits, or NaNs in the same places. What is no tensor is equal if `==` says so.
+        ulps: the largest distance in units in the last place, 0 only if `equal`. None if no number tells it, because
+            shapes or dtypes differ, or only one side is NaN.
+        relative: the largest |a - b| / max(|a|, |b|), at most 2. None as for `ulps`, and beside an infinity.
         remark: what the numbers do not say.
     """
 
@@ -29,7 +33,7 @@ class Distance:
     remark: str = ""
 
     def worst(self, other: Distance) -> Distance:
-        """The larger one, number by number."""
+        """The larger of two distances, number by number."""
         if self.equal or other.equal:
             return other if self.equal else self
         return Distance(
@@ -44,12 +48,12 @@ EQUAL = Distance(True, 0, 0.0)
 
 
 def unlike(remark: str) -> Distance:
-    """What has no distance in numbers."""
+    """The distance of values that differ in a way that no number tells."""
     return Distance(False, None, None, remark)
 
 
 def distance(found: object, expected: object) -> Distance:
-    """Compare two leaves: tensors by their bits, anything else by `==`."""
+    """Compare two leaves: tensors by their bits, everything else by `==`."""
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         return between(found, expected)
     if isinstance(found, Tensor) or isinstance(expected, Tensor) or not same(found, expected):
@@ -84,14 +88,14 @@ def between(found: Tensor, expected: Tensor) -> Distance:
 def ulps(left: Tensor, right: Tensor) -> Tensor:
     """How many representable numbers lie from each element of one tensor to that of the other.
 
-    The distance is 0 for equal bits and for two NaNs, and for nothing else: -0.0 and 0.0 are neighbours. So are
-    the largest finite number and infinity. For integers it is the difference.
+    The distance is 0 for equal bits and for two NaNs only: -0.0 and 0.0 are neighbours. The largest finite number and
+    infinity are neighbours too. For integers the distance is the difference.
 
     Args:
         left, right: of the same shape and real dtype.
 
     Returns:
-        int64, of their shape. 2^63 - 1 stands for a NaN on one side, and for all that is further apart.
+        int64, of their shape. 2^63 - 1 stands for a NaN on one side, and for every larger distance.
     """
     a, b = ordinals(left), ordinals(right)
     gap = torch.maximum(a, b) - torch.minimum(a, b)
@@ -124,7 +128,7 @@ def is_nan(values: Tensor) -> Tensor:
 
 
 def same(found: object, expected: object) -> bool:
-    """`==`, with NaN equal to itself. What cannot be compared is as equal as its text."""
+    """`==`, with NaN equal to itself. Values that `==` cannot compare are equal if their texts are."""
     try:
         return bool(found == expected) or bool(found != found and expected != expected)
     except Exception:

@@ -12,22 +12,26 @@ import torch
 
 import canzona_compile.errors as errors
 
-# The innermost frame that says something: not one of an import or of this folder, and rather not one of torch
-# or this package, because there is nothing to mend for the user.
+# Frames of imports and of this folder say nothing. Frames of torch and of this package are named only where there are
+# no others, because the user cannot mend anything there.
 SILENT = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<")
 NOT_THE_USERS = (str(Path(errors.__file__).parent), str(Path(torch.__file__).parent))
 
 
 class CannotVerify(errors.CanzonaError):
-    """`build` gave nothing that can be checked, or a process did not come to its end."""
+    """`build` gave nothing that can be checked, or its functions raised."""
 
 
 @contextlib.contextmanager
 def blamed(what: str, hint: str | None = None) -> Iterator[None]:
-    """Say of any exception inside that `what` raised it; errors that are ours already pass.
+    """Turn an exception inside into an error that says what raised it; errors of this package pass as they are.
+
+    Args:
+        what: what runs inside, as in "build()".
+        hint: what the user can do about it.
 
     Raises:
-        CannotVerify: with the user's own innermost line, and the traceback as a note.
+        CannotVerify: something inside raised. It names the user's own innermost line and has the traceback as a note.
     """
     try:
         yield

@@ -20,14 +20,14 @@ class Leaf:
     """A parameter, or a leaf of its state, over all steps and ranks.
 
     Attributes:
-        parameter: its name in the model. "(optimizer)": state that belongs to no parameter.
+        parameter: its name in the model; empty for state that belongs to no parameter.
         leaf: "parameter", or where it is in the state, as in "momentum_buffer" or "factors.0".
-        shape: on one device; empty for a number.
-        dtype: "float32", or the type of what is no tensor, as in "int".
-        equal: the same bits after every step on every rank.
-        max_ulps, max_relative: the largest distances, see `checking.compare.Distance`; None: no number tells it.
-        first_step: after which it differed first, from 1; None if it never did.
-        ranks: where it differed.
+        shape: that of the whole tensor; empty for a number.
+        dtype: as in "float32"; for what is no tensor its type, as in "int".
+        equal: whether it had the same bits after every step on every rank.
+        max_ulps, max_relative: the largest distances, see `compare.Distance`; None if no number tells it.
+        first_step: the step after which it differed first, counted from 1; None if it never did.
+        ranks: those on which it differed.
         remark: what the numbers do not say.
     """
 
@@ -43,7 +43,7 @@ class Leaf:
     remark: str = ""
 
     def seen(self, found: Distance, step: int | None, ranks: Iterable[int]) -> Leaf:
-        """With one more observation."""
+        """This leaf with one more observation."""
         if found.equal:
             return self
         worst = Distance(self.equal, self.max_ulps, self.max_relative, self.remark).worst(found)
@@ -66,13 +66,14 @@ class Findings:
     Attributes:
         build: "module:function".
         optimizer: its class.
-        options: given to `wrap`.
+        steps, ranks, layout, seed: the arguments of `verify`.
+        options: what `wrap` was given.
         torch: its version.
-        seconds: that it all took.
+        seconds: how long all of it took.
         compiled: parameters whose update ran as captured graphs, from the second step on.
-        interpreted: parameters whose owner ran the optimizer's own eager step -> why.
-        local: parameters whose ranks updated their fragments by themselves -> why.
-        idle: parameters that no step gave a gradient.
+        interpreted: parameters whose owner ran the optimizer's own eager step, and why.
+        local: parameters whose ranks updated their fragments by themselves, and why.
+        idle: parameters that never had a gradient.
         leaves: in the order of the optimizer's parameters.
     """
 
@@ -93,7 +94,7 @@ class Findings:
 
     @property
     def ok(self) -> bool:
-        """Is every bit of every leaf equal?"""
+        """Whether every bit of every leaf is equal."""
         return all(leaf.equal for leaf in self.leaves)
 
     @property
@@ -103,7 +104,7 @@ class Findings:
 
 
 class Tally:
-    """The leaves that a rank has seen."""
+    """The leaves that one rank has compared so far."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -119,10 +120,12 @@ class Tally:
 
     @property
     def rows(self) -> tuple[Leaf, ...]:
+        """One row per leaf, in the order in which they were seen."""
         return tuple(self._rows.values())
 
 
 def described(key: tuple[str, str], value: object) -> Leaf:
+    """A row for a leaf that has not been compared yet."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     return Leaf(*key, shape, dtype_name(value))
 
@@ -137,7 +140,7 @@ def apart(found: object, expected: object) -> Distance:
 
 
 def merged(ranks: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
-    """What all ranks saw, as one row per leaf."""
+    """One row per leaf from the rows of every rank."""
     rows: dict[tuple[str, str], Leaf] = {}
     for own in ranks:
         for row in own:

@@ -18,7 +18,12 @@ Layout = Literal["fsdp", "fsdp_columns", "hsdp", "ddp"]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A mesh for any number of ranks, and what its dims do to a parameter. No placements: plain copies."""
+    """How some ranks share a parameter.
+
+    Attributes:
+        mesh: the shape of the mesh for a number of ranks.
+        placements: by dim of the mesh; empty if every rank has a plain copy.
+    """
 
     mesh: Callable[[int], tuple[int, ...]]
     placements: tuple[Placement, ...]
@@ -33,13 +38,17 @@ SHARDINGS: dict[Layout, Sharding] = {
 
 
 def shard(optimizer: Optimizer, layout: Layout) -> dist.ProcessGroup | None:
-    """Put shards in the place of an optimizer's parameters, as `fully_shard` does to those of a model.
+    """Replace an optimizer's parameters by shards, as `fully_shard` does with those of a model.
 
-    Groups keep their order, options and names, and state that exists already follows its parameter. What has no
+    Groups keep their order, options and names, and state that exists already follows its parameter. A parameter without
     dims stays as it is: `fully_shard` takes it only as one of its `ignored_params`.
 
+    Args:
+        optimizer: plain, and the same on every rank.
+        layout: how the ranks of the default process group share each parameter.
+
     Returns:
-        What `wrap` needs to know as `replicate=`.
+        What `wrap` has to be given as `replicate=`.
     """
     sharding = SHARDINGS[layout]
     if not sharding.placements:
@@ -51,7 +60,7 @@ def shard(optimizer: Optimizer, layout: Layout) -> dist.ProcessGroup | None:
 
 
 def sharded(optimizer: Optimizer, param: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> nn.Parameter:
-    """The shard of one parameter; the optimizer's state knows it instead of the whole one."""
+    """The shard of one parameter, which takes the place of the whole one in the optimizer's state."""
     part = cut(param.detach(), mesh, tuple(fitting(p, param.ndim) for p in placements))
     made = nn.Parameter(part, requires_grad=param.requires_grad)
     if param in optimizer.state:
@@ -62,7 +71,7 @@ def sharded(optimizer: Optimizer, param: Tensor, mesh: DeviceMesh, placements: t
 
 
 def fitting(placement: Placement, ndim: int) -> Placement:
-    """Rows where there are no columns."""
+    """The placement itself, or that of rows where a parameter has no columns."""
     return Shard(0) if isinstance(placement, Shard) and placement.dim >= ndim else placement
 
 
@@ -72,12 +81,12 @@ def cut(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> D
 
 
 def like(whole: Tensor, param: Tensor) -> Tensor:
-    """A whole tensor laid out as a parameter is; memory of its own."""
+    """A copy of a whole tensor, laid out as a parameter is."""
     return cut(whole, param.device_mesh, param.placements) if isinstance(param, DTensor) else whole.clone()
 
 
 def fragments(found: object, whole: object) -> tuple[object, object]:
-    """What a rank holds, and the same part of the whole; both as they are where these are not alike."""
+    """The part that a rank holds, and the same part of the whole; both unchanged where the whole has no such part."""
     if not isinstance(found, DTensor):
         return found, whole
     summed = any(isinstance(p, Partial) for p in found.placements)

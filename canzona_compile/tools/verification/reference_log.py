@@ -1,4 +1,4 @@
-"""What the plain run did, step by step: files that it writes and the ranks read, deleted once all have."""
+"""What the plain run did, step by step: it writes files, which the ranks read and then delete."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ from torch import Tensor
 
 from canzona_compile.tools.verification.user_model import Leaves
 
-AHEAD = 2  # pages that wait to be read: more would only fill the disk
+AHEAD = 2  # pages that may wait to be read: more would only fill the disk
 PAUSE = 0.005  # seconds between two looks
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One step: the gradients that it was given, by parameter, and what there was after it."""
+    """One step.
+
+    Attributes:
+        grads: the gradient that each parameter was given.
+        leaves: parameters and state after the step.
+    """
 
     grads: tuple[Tensor | None, ...]
     leaves: Leaves
 
 
 class Journal:
-    """Pages 0, 1, ... in a folder. Page 0 is what `build` made.
+    """Pages 0, 1, ... in a folder. Page 0 holds what `build` made.
 
-    Nobody here looks after a writer or reader that died: who started them ends the others.
+    Writer and readers wait for one another without a limit: `tools.processes` ends them all if one dies.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
 
     def write(self, step: int, page: Page) -> None:
+        """Add a page, once the ranks have read all but the last few."""
         while self._page(step - AHEAD).exists():
             time.sleep(PAUSE)
         unfinished = self.folder / "unfinished"
@@ -41,14 +47,14 @@ class Journal:
         os.replace(unfinished, self._page(step))
 
     def read(self, step: int) -> Page:
-        """A page, once it is there. Tensors stay on disk until they are looked at."""
+        """Wait for a page and open it. Tensors stay on disk until somebody looks at them."""
         path = self._page(step)
         while not path.exists():
             time.sleep(PAUSE)
         return Page(*torch.load(path, mmap=True, weights_only=False))  # it is our own file
 
     def drop(self, step: int) -> None:
-        """Delete a page that everybody has opened."""
+        """Delete a page that every rank has opened."""
         self._page(step).unlink()
 
     def _page(self, step: int) -> Path:

@@ -14,7 +14,7 @@ from canzona_compile.errors import some
 from canzona_compile.report.charts import plural
 from canzona_compile.tools.verification.findings import Findings, Leaf
 
-MOST_ROWS = 40  # differing leaves are all shown, equal ones up to this
+MOST_ROWS = 40  # all leaves that differ are shown, and equal ones up to so many rows
 
 
 def table(findings: Findings) -> RenderableType:

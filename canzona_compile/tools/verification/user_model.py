@@ -1,4 +1,4 @@
-"""What the user's `build` returns, checked; and by which names its parameters go."""
+"""The user's `build`: it is loaded, called and checked, and its parameters get the names that the user knows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ RETURNS = "return (model, optimizer) or (model, optimizer, loss), plain and on t
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model under test. `names` are those of the optimizer's parameters, in its order."""
+    """A model under test.
+
+    Attributes:
+        loss: returns a tensor of one element; None if gradients are random.
+        names: those of the optimizer's parameters, in its order.
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -40,10 +45,11 @@ class Built:
 
     @property
     def params(self) -> list[Tensor]:
+        """The optimizer's parameters, in its order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def leaves(self) -> Leaves:
-        """Parameters and state as `state_dict` shows it; a collective once the optimizer is wrapped."""
+        """Parameters, and state as `state_dict` shows it. All ranks have to call this once the optimizer is wrapped."""
         state = self.optimizer.state_dict()["state"]
         found: Leaves = {}
         for i, (name, param) in enumerate(zip(self.names, self.params, strict=True)):
@@ -54,7 +60,7 @@ class Built:
 
 
 def state_leaves(state: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dicts, lists and tuples: `factors.0`."""
+    """The leaves of nested dicts, lists and tuples, with names such as "factors.0"."""
     for path, value in pytree.tree_flatten_with_path(state)[0]:
         yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), value
 
@@ -63,7 +69,11 @@ def state_leaves(state: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def packed(build: Build | str) -> str | bytes:
-    """What other processes can load `build` from."""
+    """What other processes can load `build` from: its text, or its pickle.
+
+    Raises:
+        CannotVerify: it is neither a function nor "module:function", or it cannot be pickled.
+    """
     if isinstance(build, str):
         module, _, attribute = build.partition(":")
         if not module or not attribute:
@@ -82,7 +92,7 @@ def packed(build: Build | str) -> str | bytes:
 
 
 def name_of(build: Build | str) -> str:
-    """module:function, as far as it is known."""
+    """The text module:function that names `build`."""
     if isinstance(build, str):
         return build
     return f"{build.__module__}:{getattr(build, '__qualname__', type(build).__qualname__)}"
@@ -92,10 +102,14 @@ def name_of(build: Build | str) -> str:
 
 
 def built(build: str | bytes, seed: int) -> Built:
-    """Seed, call `build` and look at what it returned.
+    """Seed, call `build` and check what it returned.
+
+    Args:
+        build: what `packed` returned.
+        seed: for `random`, torch and numpy.
 
     Raises:
-        CannotVerify: it cannot be loaded, raised, or returned something else than promised.
+        CannotVerify: `build` cannot be loaded, raised, or returned something else than it has to.
         UnsupportedOptimizer: the optimizer's step needs arguments.
     """
     function = loaded(build)
@@ -127,7 +141,7 @@ def built(build: str | bytes, seed: int) -> Built:
 
 
 def loaded(build: str | bytes) -> Build:
-    """The function itself."""
+    """The function that `packed` was given."""
     if isinstance(build, bytes):
         with blamed("loading build", "define it in a module that other processes can import, not in a notebook"):
             function: Build = pickle.loads(build)
@@ -145,12 +159,13 @@ def loaded(build: str | bytes) -> Build:
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
-    """The model's names; of parameters that the model does not have, the optimizer's."""
+    """The model's names of the parameters; the optimizer's where the model does not have a parameter."""
     names = {id(p): name for name, p in model.named_parameters()}
     return tuple(names.get(id(p), name) for name, _, p in named_params(optimizer))
 
 
 def check_params(found: Built) -> None:
+    """Refuse an optimizer without parameters, and parameters that are sharded or not on the CPU."""
     if not found.params:
         raise CannotVerify("the optimizer has no parameters", hint="give it those of the model")
     for name, param in zip(found.names, found.params, strict=True):

@@ -1,11 +1,9 @@
-"""What the processes of `verify` do: one runs the plain optimizer, the others the wrapped one beside it."""
+"""What the processes of `verify` do: one runs the plain optimizer, the others run the wrapped one beside it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from canzona_compile.api.wrap import explain, wrap
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.session.bind import check_gradient, named_params
+from canzona_compile.tools.processes import join_ranks
 from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
 from canzona_compile.tools.verification.findings import Leaf, Tally
@@ -31,7 +29,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What every process has to know. `folder` holds the journal, `port` is that of the ranks' store."""
+    """What every process has to know.
+
+    Attributes:
+        build: what `packed` returned.
+        steps, ranks, layout, seed, options, limit: the arguments of `verify`.
+        folder: where the ranks meet and the journal lies.
+    """
 
     build: str | bytes
     steps: int
@@ -41,12 +45,11 @@ class Order:
     options: Mapping[str, Any]
     limit: float
     folder: str
-    port: int
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rank saw. Roles are those of `Findings`."""
+    """What a rank saw; see `Findings` for the fields."""
 
     optimizer: str
     leaves: tuple[Leaf, ...]
@@ -60,7 +63,7 @@ class Outcome:
 
 
 def run_plain(order: Order) -> None:
-    """All steps of the plain optimizer on whole tensors; the journal says what happened."""
+    """Run all steps of the plain optimizer on whole tensors, and write them into the journal."""
     made, journal = built(order.build, order.seed), Journal(order.folder)
     with blamed("saving parameters and state", "verify compares what can be pickled"):
         journal.write(0, Page((), made.leaves()))
@@ -73,10 +76,20 @@ def run_plain(order: Order) -> None:
 
 
 def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple[Tensor | None, ...]:
-    """Give every parameter a gradient; copies of them, because a step may write into them.
+    """Give every parameter a gradient: that of the user's loss, or a random one.
 
-    Those of the user's loss, otherwise random ones that depend on the seed and the step alone. Where `missing` is
-    "zero", what has none gets zeros, of which the copies say nothing: there `wrap` has to do the same.
+    Args:
+        made: the model; gradients that it has are dropped.
+        seed, step: random gradients depend on them alone.
+        missing: the option `missing_grads` of `wrap`. With "zero", parameters without a gradient get zeros, which are
+            not returned: `wrap` has to make them itself.
+
+    Returns:
+        Copies of the gradients, by parameter, because a step may write into them. None where there is none.
+
+    Raises:
+        CannotVerify: the loss raised, or returned no tensor of one element with a gradient.
+        InvalidGradient: a gradient is not dense.
     """
     made.model.zero_grad()
     made.optimizer.zero_grad()
@@ -109,8 +122,8 @@ def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple
 
 
 def run_wrapped(rank: int, order: Order) -> Outcome:
-    """The same steps by the wrapped optimizer on this rank's part, compared after each of them."""
-    join(rank, order)
+    """Run the same steps by the wrapped optimizer on this rank's part, and compare after each of them."""
+    join_ranks(rank, order.ranks, order.folder, timedelta(seconds=order.limit))
     made, journal = built(order.build, order.seed), Journal(order.folder)
     kind = type(made.optimizer).__name__
     check_same_start(made.leaves(), read_together(journal, 0).leaves)
@@ -133,17 +146,8 @@ def run_wrapped(rank: int, order: Order) -> Outcome:
     return outcome
 
 
-def join(rank: int, order: Order) -> None:
-    """Make this process one of the ranks."""
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not resolve
-    patience = timedelta(seconds=order.limit)
-    store = TCPStore("127.0.0.1", order.port, is_master=False, timeout=patience)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=order.ranks, timeout=patience)
-
-
 def read_together(journal: Journal, step: int) -> Page:
-    """A page of the journal, deleted once every rank has opened it."""
+    """Read a page of the journal, which is deleted once every rank has opened it."""
     page = journal.read(step)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -152,7 +156,7 @@ def read_together(journal: Journal, step: int) -> Page:
 
 
 def check_same_start(found: Leaves, expected: Leaves) -> None:
-    """Refuse a `build` that makes another model every time: what follows would show nothing."""
+    """Refuse a `build` that makes another model every time: a comparison would show nothing."""
     for key in {**found, **expected}:
         name, leaf = key
         where = name if leaf == PARAMETER else f"{name} {leaf}"
@@ -167,7 +171,7 @@ def check_same_start(found: Leaves, expected: Leaves) -> None:
 
 
 def roles(made: Built, given: set[str]) -> dict[str, Any]:
-    """How each parameter was updated, as `Findings` has it; `given` are those that had a gradient."""
+    """How each parameter was updated, as fields of `Findings`; `given` names those that had a gradient."""
     optimizer: Any = made.optimizer
     rows = {own: row for own, row in zip(made.names, explain(optimizer).parameters, strict=True) if own in given}
     return {
@@ -180,7 +184,7 @@ def roles(made: Built, given: set[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def by_names_of_the_model(made: Built) -> Iterator[None]:
-    """Let errors say where they are by the names that the user knows."""
+    """Name parameters in errors as the user's model does."""
     try:
         yield
     except CanzonaError as error:
