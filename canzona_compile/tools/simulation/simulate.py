@@ -11,7 +11,7 @@ from canzona_compile.analysis.roofline import placed_time
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
-from canzona_compile.ir.step import Act, Event, Form, Phase, Step
+from canzona_compile.ir.step import Act, Buffer, BufferUse, Event, Form, Phase, Step
 from canzona_compile.tools.simulation.engine import Collective, Engine, Operation, Outcome, Part, Start, Wait, Work
 from canzona_compile.tools.simulation.figures import Memory, RankSummary, Simulation
 from canzona_compile.tools.simulation.traffic import Boxes, GroupTraffic, traffic
@@ -176,13 +176,12 @@ def teams(grid: Grid, phase: Phase) -> Iterator[list[tuple[int, int]]]:
             yield [(r, s) for s in range(grid.shards)]
 
 
-def buffer_bytes(own: GroupTraffic, use: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def buffer_bytes(own: GroupTraffic, buffer: Buffer) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """Bytes of one buffer of a micro-group, by (replica, shard)."""
-    if use == "gathered":
+    if buffer.use is BufferUse.GATHERED:
         return own.gathered
-    phase, end = use.rsplit(" ", 1)
-    ends = own.ends[Phase(phase)]
-    return ends.send_buffer if end == "send" else ends.receive_buffer
+    ends = own.ends[buffer.phase]
+    return ends.send_buffer if buffer.use is BufferUse.SEND else ends.receive_buffer
 
 
 def static_bytes(step: Step, groups: dict[int, GroupTraffic], ranks: int) -> list[int]:
@@ -191,7 +190,7 @@ def static_bytes(step: Step, groups: dict[int, GroupTraffic], ranks: int) -> lis
     for buffer in step.buffers:
         own = groups[buffer.group]
         where = np.array(own.grid.ranks)
-        slots[buffer.slot][where] = np.maximum(slots[buffer.slot][where], buffer_bytes(own, buffer.use))
+        slots[buffer.slot][where] = np.maximum(slots[buffer.slot][where], buffer_bytes(own, buffer))
     total = sum(slots.values(), np.zeros(ranks))
     return [int(n) for n in total]
 
@@ -205,7 +204,7 @@ def live_bytes(
         own = groups[buffer.group]
         if rank not in own.grid.members():
             continue
-        size = int(buffer_bytes(own, buffer.use)[own.grid.find(rank)])
+        size = int(buffer_bytes(own, buffer)[own.grid.find(rank)])
         first, last = (player.position[step.schedule[i], rank] for i in (buffer.first, buffer.last))
         changes[outcome.moments[rank][first][0]] += size
         changes[outcome.moments[rank][last][1]] -= size
