@@ -17,7 +17,6 @@ from canzona_compile.split import Split
 Strategy = Literal["auto", "owner", "replicated"]
 Numerics = Literal["exact", "fast"]
 MissingGrads = Literal["skip", "zero"]
-PLANNED_ONLY = ("gram", "batch-split")
 # Arguments of `wrap` that are no options yet: it makes others of them, or reads their files.
 NOT_YET_OPTIONS = ("split", "model", "hardware", "plan")
 
@@ -75,12 +74,6 @@ class Options:
         return " ".join([*(f"{name} {getattr(self, name)}" for name in names), *splits])
 
     def __post_init__(self) -> None:
-        if self.strategy in PLANNED_ONLY:
-            raise CanzonaError(
-                f"strategy={self.strategy!r} is planned and simulated, but not executed yet",
-                at="the option strategy",
-                hint="canzona_compile.plan shows what it would take; wrap executes 'auto', 'owner' and 'replicated'",
-            )
         for name, kind in (("strategy", Strategy), ("numerics", Numerics), ("missing_grads", MissingGrads)):
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:

@@ -26,6 +26,7 @@ from canzona_compile.ir.program import (
 from canzona_compile.ir.step import (
     Act,
     Batch,
+    BufferUse,
     Event,
     Form,
     Phase,
@@ -38,6 +39,7 @@ from canzona_compile.ir.step import (
 from canzona_compile.lowering.batch_graph import lift_apply, lift_prepare
 from canzona_compile.lowering.builder import ProgramBuilder
 from canzona_compile.lowering.elementwise_kernels import Kernels
+from canzona_compile.lowering.memory_plan import RankMemory
 from canzona_compile.lowering.rank_view import GroupView, Segment, runs
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, PACK
 
@@ -66,8 +68,7 @@ class Emit:
         writer = Writer(step, self.rank, self.generate)
         for event in step.schedule:
             writer.write(event)
-        slots = 1 + max((*(b.slot for b in step.buffers), *writer.sizes), default=-1)
-        program = writer.program(slots)
+        program = writer.program(writer.memory.slot_sizes())
         if writer.kernels is not None:
             program = replace(program, eager=writer.kernels.eager)
         return replace(step, form=Form.EMITTED, program=program)
@@ -84,7 +85,8 @@ class Writer(ProgramBuilder):
     def __init__(self, step: Step, rank: int, generate: bool = False) -> None:
         super().__init__()
         self.step = step
-        self.views = {g.index: GroupView(step, g, rank) for g in step.groups}
+        self.memory = RankMemory(step)
+        self.views = {g.index: GroupView(step, g, rank, self.memory) for g in step.groups}
         self.foreach = step.machine.device == "cpu"
         self.kernels = Kernels(self) if generate else None
 
@@ -181,9 +183,9 @@ class Writer(ProgramBuilder):
 
     def pack_prepared(self, g: GroupView, i: int, segment: Segment, wire: Wire) -> None:
         """Copy a wire of all tasks of a segment to every place from which it is sent."""
-        places = [g.places(Phase.GATHER, True, t.name, wire) for t in segment.tasks]
+        places = [g.places(Phase.GATHER, BufferUse.SEND, t.name, wire) for t in segment.tasks]
         for c in range(len(places[0])):
-            views = tuple(g.view(Phase.GATHER, True, p[c][0], wire.dtype, p[c][1].size) for p in places)
+            views = tuple(g.view(Phase.GATHER, BufferUse.SEND, p[c][0], wire.dtype, p[c][1].size) for p in places)
             self.call(
                 program_ops.copy,
                 self.bind(f"g{g.group.index}_s{i}_{wire.name}_send{c}", Views(views)),
@@ -196,14 +198,12 @@ class Writer(ProgramBuilder):
             self.launch(g, "forward")
         label = f"g{g.group.index}_{phase.value}"
         ends = []
-        for sent in (False, True):
-            total = sum(g.byte_counts(phase, sent))
-            view = g.view(phase, sent, 0, torch.uint8, (total,))
-            self.sizes[view.slot] = max(self.sizes.get(view.slot, 0), total)
-            ends.append(self.bind(f"{label}_{'sent' if sent else 'received'}", Whole(view)))
+        for use, name in ((BufferUse.RECEIVE, "received"), (BufferUse.SEND, "sent")):
+            whole = self.memory.exchange_buffer(g.group.index, phase, use, sum(g.byte_counts(phase, use)))
+            ends.append(self.bind(f"{label}_{name}", Whole(whole)))
         counts = [
-            self.bind(f"{label}_bytes_{'out' if sent else 'in'}", Bytes(g.byte_counts(phase, sent)))
-            for sent in (False, True)
+            self.bind(f"{label}_bytes_{name}", Bytes(g.byte_counts(phase, use)))
+            for use, name in ((BufferUse.RECEIVE, "in"), (BufferUse.SEND, "out"))
         ]
         ranks = tuple(g.grid.ranks[r][s] for r, s in g.peers(phase))
         group = self.bind(f"ranks_{'_'.join(map(str, ranks[:4]))}", Group(ranks))
@@ -231,9 +231,6 @@ class Writer(ProgramBuilder):
             for one, inputs in zip(own, ready, strict=True):
                 self.compute_batch(g, *one, inputs)
             self.launch(g, "pack")
-        if g.gathered:
-            slot = g.slot["gathered"]
-            self.sizes[slot] = max(self.sizes.get(slot, 0), g.gathered)
 
     def gathered(self, g: GroupView, b: int, batch: Batch, placed: Placed) -> dict[str, fx.Node]:
         """The whole wire values of a batch, by name."""
@@ -264,34 +261,27 @@ class Writer(ProgramBuilder):
                 self.pack_computed(g, phase, batch.tasks, wire, node, where, is_stacked(placed, batch, place))
 
     def unpack(self, g: GroupView, batch: Batch, wire: Wire, where: str) -> fx.Node:
-        """Assemble a batch's whole wire values [n, ...] from the receive buffer, in the next part of a slot."""
-        n, slot = len(batch.tasks), g.slot["gathered"]
-        offset = -(-g.gathered // 64) * 64
-        shape = (n, *wire.shape)
-        size = wire.itemsize * n
-        for d in wire.shape:
-            size *= d
-        g.gathered = offset + size
-        places = [g.places(Phase.GATHER, False, name, wire) for name in batch.tasks]
+        """Assemble a batch's whole wire values [n, ...] from the receive buffer."""
+        n = len(batch.tasks)
+        stack = self.memory.gathered(g.group.index, wire.dtype, (n, *wire.shape))
+        places = [g.places(Phase.GATHER, BufferUse.RECEIVE, name, wire) for name in batch.tasks]
         targets, sources = [], []
         if together := runs(places, wire.itemsize):
             for start, box, count in together:
-                targets.append(View(slot, offset, wire.dtype, shape, (slice(None), *box.slices())))
-                sources.append(g.view(Phase.GATHER, False, start, wire.dtype, (count, *box.size)))
+                targets.append(replace(stack, index=(slice(None), *box.slices())))
+                sources.append(g.view(Phase.GATHER, BufferUse.RECEIVE, start, wire.dtype, (count, *box.size)))
         else:
             for i, own in enumerate(places):
                 for start, box in own:
-                    targets.append(View(slot, offset, wire.dtype, shape, (slice(i, i + 1), *box.slices())))
-                    sources.append(g.view(Phase.GATHER, False, start, wire.dtype, (1, *box.size)))
+                    targets.append(replace(stack, index=(slice(i, i + 1), *box.slices())))
+                    sources.append(g.view(Phase.GATHER, BufferUse.RECEIVE, start, wire.dtype, (1, *box.size)))
         label = f"{where}_{wire.name}"
         with self.on(CALLER if self.stream == CALLER else PACK):
             whole = self.bind(f"{label}_whole", Views(tuple(targets)))
             self.copy(whole, self.bind(f"{label}_recv", Views(tuple(sources))), wire.dtype)
         if batch.stacked:
-            return self.bind(f"{label}_stack", Whole(View(slot, offset, wire.dtype, shape)))
-        each = size // n
-        matrices = tuple(View(slot, offset + i * each, wire.dtype, wire.shape) for i in range(n))
-        return self.bind(f"{label}_list", Views(matrices))
+            return self.bind(f"{label}_stack", Whole(stack))
+        return self.bind(f"{label}_list", Views(stack.rows()))
 
     def pack_computed(
         self,
@@ -304,18 +294,18 @@ class Writer(ProgramBuilder):
         stacked: bool,
     ) -> None:
         """Copy the parts of a computed value to the places from which they are sent."""
-        places = [g.places(phase, True, name, wire) for name in tasks]
+        places = [g.places(phase, BufferUse.SEND, name, wire) for name in tasks]
         views: list[View] = []
         index: list[tuple[Any, ...]] = []
         together = runs(places, wire.itemsize) if stacked else None
         if together:
             for start, box, count in together:
-                views.append(g.view(phase, True, start, wire.dtype, (count, *box.size)))
+                views.append(g.view(phase, BufferUse.SEND, start, wire.dtype, (count, *box.size)))
                 index.append((slice(None), *box.slices()))
         else:
             for i, own in enumerate(places):
                 for start, box in own:
-                    views.append(g.view(phase, True, start, wire.dtype, box.size))
+                    views.append(g.view(phase, BufferUse.SEND, start, wire.dtype, box.size))
                     index.append((i, *box.slices()))
         label = f"{where}_{wire.name}"
         found = self.call(program_ops.parts, node, self.bind(f"{label}_parts", Indices(tuple(index))))
@@ -326,12 +316,12 @@ class Writer(ProgramBuilder):
         for i, segment in enumerate(g.segments):
             sends = segment.near and not segment.empty and segment.tasks[0].owner is not None
             for wire in segment.placed.scatter if sends else ():
-                here = [g.places(Phase.SCATTER, False, t.name, wire)[0] for t in segment.tasks]
-                sources = tuple(g.view(Phase.SCATTER, False, o, wire.dtype, b.size) for o, b in here)
-                places = [g.places(Phase.EXCHANGE, True, t.name, wire) for t in segment.tasks]
+                here = [g.places(Phase.SCATTER, BufferUse.RECEIVE, t.name, wire)[0] for t in segment.tasks]
+                sources = tuple(g.view(Phase.SCATTER, BufferUse.RECEIVE, o, wire.dtype, b.size) for o, b in here)
+                places = [g.places(Phase.EXCHANGE, BufferUse.SEND, t.name, wire) for t in segment.tasks]
                 label = f"g{g.group.index}_s{i}_{wire.name}"
                 for c in range(len(places[0])):
-                    targets = tuple(g.view(Phase.EXCHANGE, True, p[c][0], wire.dtype, p[c][1].size) for p in places)
+                    targets = tuple(g.view(Phase.EXCHANGE, BufferUse.SEND, p[c][0], wire.dtype, p[c][1].size) for p in places)
                     sent = self.bind(f"{label}_forward{c}", Views(targets))
                     self.copy(sent, self.bind(f"{label}_scattered", Views(sources)), wire.dtype)
 
@@ -355,7 +345,7 @@ class Writer(ProgramBuilder):
             for j, wire in enumerate(placed.scatter):
                 if last is not None and segment.tasks[0].owner is not None:
                     here = [g.received(last, t, wire) for t in segment.tasks]
-                    views = tuple(g.view(last, False, o, wire.dtype, b.size) for o, b in here)
+                    views = tuple(g.view(last, BufferUse.RECEIVE, o, wire.dtype, b.size) for o, b in here)
                     wires[wire.name] = self.bind(f"{where}_{wire.name}_recv", Views(views))
                 else:
                     wires[wire.name] = self.own_part(g, segment, wire, j, where)

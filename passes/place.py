@@ -14,10 +14,9 @@ from torch import fx
 
 from canzona_compile.analysis.flops import flops_of, symbolic_flops
 from canzona_compile.ir.bit_exactness import placed_equally, pointwise
-from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.layout import LayoutKind, Shape
 from canzona_compile.ir.step import (
     Form,
-    LayoutKind,
     Leaf,
     Machine,
     Placed,

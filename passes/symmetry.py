@@ -32,7 +32,8 @@ from canzona_compile.analysis.linear_algebra import (
     written,
 )
 from canzona_compile.analysis.symmetry_proof import Known, symmetric_leaves, symmetric_values
-from canzona_compile.ir.step import Form, LayoutKind, Placed, Step, tensor_value
+from canzona_compile.ir.layout import LayoutKind
+from canzona_compile.ir.step import Form, Placed, Step, tensor_value
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.lowering.batch_graph import dead_code_free
 

@@ -13,9 +13,8 @@ from torch import fx
 
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.bit_exactness import pointwise
-from canzona_compile.ir.layout import Box, Layout, Shape
+from canzona_compile.ir.layout import Box, Layout, LayoutKind, Shape
 from canzona_compile.ir.step import (
-    LayoutKind,
     Placed,
     Role,
     Step,

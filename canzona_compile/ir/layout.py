@@ -128,6 +128,23 @@ class Layout:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class LayoutKind:
+    """What of a layout decides where a graph is cut."""
+
+    sharded: bool
+    replicated: bool
+    aligned: bool  # whole matrix and fragments are multiples of 64 elements
+
+    @classmethod
+    def of(cls, layout: Layout) -> LayoutKind:
+        sizes = [math.prod(layout.shape), *(box.numel for box in layout.boxes)]
+        return cls(layout.grid.shards > 1, layout.grid.replicas > 1, all(n % 64 == 0 for n in sizes))
+
+    def __str__(self) -> str:
+        return "+".join(n for n in ("sharded", "replicated", "aligned") if getattr(self, n)) or "whole"
+
+
 def local_layout(shape: Sequence[int], rank: int) -> Layout:
     """A tensor that one rank holds whole and shares with nobody."""
     return Layout(tuple(shape), Grid(((rank,),)), (Box.whole(shape),), "local")

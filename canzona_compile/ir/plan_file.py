@@ -25,7 +25,7 @@ class PlannedTask:
 
     Attributes:
         layout: placements, replicas and shards of the parameter it was made for.
-        strategy: "owner", "replicated" or "local"; others are planned and simulated, but not executed.
+        strategy: "owner", "replicated" or "local"; a run refuses what else a file of an earlier release may say.
         owner: (replica, shard) coordinate; None: every rank computes it.
     """
 
@@ -90,9 +90,9 @@ class PlanFile:
             )
         if found.strategy not in set(Strategy):
             raise CanzonaError(
-                f"the plan's strategy {found.strategy!r} is simulated, but not executed yet",
+                f"no run executes the plan's strategy {found.strategy!r}",
                 at=task.name,
-                hint="plan with strategy auto, owner or replicated, and exact numerics",
+                hint="make the plan anew with strategy auto, owner or replicated",
             )
         return found
 

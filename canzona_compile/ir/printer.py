@@ -319,7 +319,7 @@ def show_schedule(step: Step) -> Iterator[str]:
     yield ""
     yield "buffers {"
     for buffer in step.buffers:
-        yield (f"  slot {buffer.slot} : group {buffer.group} {buffer.use} from {buffer.first} to {buffer.last}")
+        yield (f"  slot {buffer.slot} : group {buffer.group} {buffer.title} from {buffer.first} to {buffer.last}")
     yield "}"
 
 

@@ -6,6 +6,7 @@ which tensors, views of buffers, numbers and process groups they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,6 +27,11 @@ class View:
     dtype: torch.dtype
     shape: Shape
     index: tuple[slice, ...] | None = None
+
+    def rows(self) -> tuple[View, ...]:
+        """The entries of a stack [n, ...] as n views."""
+        each = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return tuple(View(self.slot, self.offset + i * each, self.dtype, self.shape[1:]) for i in range(self.shape[0]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ operator's result (a fake tensor or a symbolic number), is the only meta entry t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -22,7 +21,7 @@ from torch import fx
 
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.ir.layout import Box, Grid, Layout, Shape
+from canzona_compile.ir.layout import Box, Grid, Layout, LayoutKind, Shape
 
 
 class Form(IntEnum):
@@ -109,23 +108,6 @@ class Wire:
 
     def box(self, parameter_box: Box) -> Box:
         return parameter_box.of(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutKind:
-    """What of a layout decides where a graph is cut."""
-
-    sharded: bool
-    replicated: bool
-    aligned: bool  # whole matrix and fragments are multiples of 64 elements
-
-    @classmethod
-    def of(cls, layout: Layout) -> LayoutKind:
-        sizes = [math.prod(layout.shape), *(box.numel for box in layout.boxes)]
-        return cls(layout.grid.shards > 1, layout.grid.replicas > 1, all(n % 64 == 0 for n in sizes))
-
-    def __str__(self) -> str:
-        return "+".join(n for n in ("sharded", "replicated", "aligned") if getattr(self, n)) or "whole"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -324,15 +306,33 @@ class Event:
     group: int
 
 
+class BufferUse(StrEnum):
+    SEND = "send"
+    RECEIVE = "recv"
+    GATHERED = "gathered"  # whole values, unpacked from what the gather received
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory that a micro-group needs between two events (positions in the schedule), in a slot."""
+    """Memory that one exchange of a micro-group needs between two events.
+
+    Attributes:
+        group: index of the micro-group.
+        first, last: positions in the schedule of the events between which it is in use, both included.
+        slot: index of the memory slot that holds it; -1 while none is assigned.
+    """
 
     group: int
-    use: str
+    phase: Phase
+    use: BufferUse
     first: int
     last: int
     slot: int
+
+    @property
+    def title(self) -> str:
+        """What it holds, as it is printed: "gather send", "gather recv", "gathered", ..."""
+        return str(self.use) if self.use is BufferUse.GATHERED else f"{self.phase} {self.use}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,14 +293,14 @@ def slots(step: Step) -> None:
     for buffer in step.buffers:
         if not 0 <= buffer.first <= buffer.last < len(step.schedule):
             raise InvalidStep(
-                f"buffer {buffer.use!r} lives from event {buffer.first} to {buffer.last}",
+                f"buffer {buffer.title!r} lives from event {buffer.first} to {buffer.last}",
                 at=f"group {buffer.group}",
             )
     order = sorted(step.buffers, key=lambda b: (b.slot, b.first))
     for a, b in pairwise(order):
         if a.slot == b.slot and b.first <= a.last:
             raise InvalidStep(
-                f"{a.use!r} of group {a.group} and {b.use!r} of group {b.group} overlap",
+                f"{a.title!r} of group {a.group} and {b.title!r} of group {b.group} overlap",
                 at=f"slot {a.slot}",
             )
 

@@ -18,7 +18,7 @@ from canzona_compile.lowering.stream_sync import CALLER, order_streams
 
 
 class ProgramBuilder:
-    """A graph under construction, its inputs, and the memory that they need: bytes by slot in `sizes`."""
+    """A graph under construction and its inputs."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -26,7 +26,6 @@ class ProgramBuilder:
         self.inputs: dict[str, Input] = {}
         self.placeholders: dict[Input, fx.Node] = {}
         self.last_input: fx.Node | None = None
-        self.sizes: dict[int, int] = {}
         self.collectives = 0
         self.stream = CALLER
         self.streams: dict[fx.Node, str] = {}  # on which each call runs
@@ -91,8 +90,12 @@ class ProgramBuilder:
     def items(self, node: fx.Node, count: int) -> list[fx.Node]:
         return [self.graph.call_function(operator.getitem, (node, i)) for i in range(count)]
 
-    def program(self, slots: int) -> Program:
-        """What was written, with the sizes of `slots` memory slots."""
+    def program(self, slots: tuple[int, ...]) -> Program:
+        """What was written.
+
+        Args:
+            slots: bytes of each memory slot that its views refer to.
+        """
         self.graph.output(())
         order_streams(
             self.graph, self.streams, self.inputs, lambda streams: self.bind("streams", streams), self.written
@@ -101,4 +104,4 @@ class ProgramBuilder:
         module.graph.lint()
         order = [n.name for n in module.graph.nodes if n.op == "placeholder"]
         inputs = {name: self.inputs[name] for name in order}
-        return Program(module, inputs, tuple(self.sizes.get(slot, 0) for slot in range(slots)), self.collectives)
+        return Program(module, inputs, slots, self.collectives)

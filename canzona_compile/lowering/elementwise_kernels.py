@@ -18,8 +18,8 @@ from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.codegen.source import PointwiseProgram
 from canzona_compile.codegen.values import Unsupported
 from canzona_compile.ir import program_ops
-from canzona_compile.ir.program import Input, View, Views
-from canzona_compile.ir.step import Act, Event, Phase, Placed, Role, Step, outputs, placeholders, tensor_value
+from canzona_compile.ir.program import Input, Views
+from canzona_compile.ir.step import BufferUse, Phase, Placed, Role, Step, outputs, placeholders, tensor_value
 from canzona_compile.lowering.batch_graph import ancestors, lift_apply
 from canzona_compile.lowering.rank_view import GroupView, Segment
 
@@ -32,7 +32,6 @@ class Program(Protocol):
     step: Step
     root: torch.nn.Module
     graph: fx.Graph
-    sizes: dict[int, int]
     written: dict[fx.Node, list[fx.Node]]
 
     def bind(self, label: str, value: Input) -> fx.Node: ...
@@ -114,8 +113,6 @@ class Kernels:
     def __init__(self, program: Program) -> None:
         self.program, self.step = program, program.step
         self.eager: dict[str, str] = {}
-        self.slots = prepared_slots(self.step)
-        self._filled: dict[int, int] = {}
         self._made: dict[str, Kernel | None] = {}
         self._numbered: dict[tuple[str, str], list[tuple[str, ...]]] = {}
         self._parts: list[tuple[PointwiseProgram, tuple[fx.Node, ...], fx.Node | tuple[()]]] = []
@@ -265,10 +262,10 @@ class Kernels:
     def _send_places(self, g: GroupView, segment: Segment, n: int, label: str) -> list[fx.Node]:
         """Lists of views: all places from which a wire of these tasks is sent."""
         wire = segment.placed.gather[n]
-        places = [g.places(Phase.GATHER, True, t.name, wire) for t in segment.tasks]
+        places = [g.places(Phase.GATHER, BufferUse.SEND, t.name, wire) for t in segment.tasks]
         found = []
         for c in range(len(places[0])):
-            views = tuple(g.view(Phase.GATHER, True, p[c][0], wire.dtype, p[c][1].size) for p in places)
+            views = tuple(g.view(Phase.GATHER, BufferUse.SEND, p[c][0], wire.dtype, p[c][1].size) for p in places)
             found.append(self.program.bind(f"{label}{c}", Views(views)))
         return found
 
@@ -276,29 +273,9 @@ class Kernels:
         """Memory of the program for a value that is used where it was made."""
         value = tensor_value(node)
         assert value is not None
-        slot, views = self.slots[g.group.index], []
-        for task in segment.tasks:
-            size = task.layout.boxes[g.at[1]].size
-            offset = -(-self._filled.get(g.group.index, 0) // 64) * 64
-            views.append(View(slot, offset, value.dtype, size))
-            offset += value.dtype.itemsize * task.layout.boxes[g.at[1]].numel
-            self._filled[g.group.index] = offset
-        self.program.sizes[slot] = max(self.program.sizes.get(slot, 0), self._filled[g.group.index])
-        return self.program.bind(label, Views(tuple(views)))
-
-
-def prepared_slots(step: Step) -> dict[int, int]:
-    """A memory slot per micro-group for what prepare leaves to compute and apply, shared where lives do not meet."""
-    first = 1 + max((b.slot for b in step.buffers), default=-1)
-    at = {event: i for i, event in enumerate(step.schedule)}
-    lives = sorted((at[Event(Act.PREPARE, g.index)], at[Event(Act.APPLY, g.index)], g.index) for g in step.groups)
-    busy_until: list[int] = []
-    found: dict[int, int] = {}
-    for start, end, group in lives:
-        slot = next((i for i, last in enumerate(busy_until) if last < start), len(busy_until))
-        busy_until[slot : slot + 1] = [end]
-        found[group] = first + slot
-    return found
+        sizes = [task.layout.boxes[g.at[1]].size for task in segment.tasks]
+        views = tuple(g.memory.prepared(g.group.index, value.dtype, size) for size in sizes)
+        return self.program.bind(label, Views(views))
 
 
 def numbers_of(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:

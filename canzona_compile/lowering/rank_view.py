@@ -1,4 +1,4 @@
-"""A micro-group as one rank sees it: its coordinate, its segments, and where pieces lie in buffers."""
+"""A micro-group as one rank sees it: its coordinate, its process groups, and the segments of its tasks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from torch import fx
 
 from canzona_compile.ir.layout import Box, Grid
 from canzona_compile.ir.program import View
-from canzona_compile.ir.step import Batch, Exchange, MicroGroup, Phase, Piece, Placed, Step, Task, Wire
+from canzona_compile.ir.step import Batch, BufferUse, Exchange, MicroGroup, Phase, Placed, Step, Task, Wire
+from canzona_compile.lowering.memory_plan import ExchangeBuffers, RankMemory
 
 Coordinate = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tasks of a group that share graphs and numbers, with fragments on this rank.
+    """Tasks of a micro-group that share graphs and numbers and have fragments on this rank.
 
-    `near`: their gather runs in this rank's replica. `empty`: their fragments have no elements here; they
-    are there for the counters, 0-d tensors of the state that every rank keeps.
+    Attributes:
+        group: position of their parameter group.
+        near: whether their gather runs in this rank's replica.
+        empty: whether their fragments have no elements here. Such tasks are there for the counters alone: 0-d
+            tensors of the state, which every rank keeps.
     """
 
     placed: Placed
@@ -36,22 +40,34 @@ class Segment:
 
 
 class GroupView:
-    """A micro-group as one rank sees it: its coordinate, its segments, and where pieces lie in buffers."""
+    """A micro-group as one rank sees it, and what its program has computed of it so far.
 
-    def __init__(self, step: Step, group: MicroGroup, rank: int) -> None:
-        self.step, self.group = step, group
+    Args:
+        step: SCHEDULED.
+        rank: global; a member of the grid of the micro-group's tasks.
+        memory: of the rank's program.
+
+    Attributes:
+        at: (replica, shard) coordinate of the rank.
+        wires: prepared wires and kept values, by index of their segment and name.
+        results: by task, its batch and what the batch computed.
+        work: of the collectives that were started, by phase.
+        commits: what the group's apply writes into resident state: target, value, and the dtypes of both.
+    """
+
+    def __init__(self, step: Step, group: MicroGroup, rank: int, memory: RankMemory) -> None:
+        self.step, self.group, self.memory = step, group, memory
         self.tasks = [step.task(name) for name in group.tasks]
         self.grid: Grid = self.tasks[0].layout.grid
         self.at: Coordinate = self.grid.find(rank)
-        self.slot = {b.use: b.slot for b in step.buffers if b.group == group.index}
-        self.wires: dict[tuple[int, str], fx.Node] = {}  # prepared wires and kept values, by segment
-        self.results: dict[str, tuple[Batch, tuple[fx.Node, ...]]] = {}  # computed values, by task
+        self.wires: dict[tuple[int, str], fx.Node] = {}
+        self.results: dict[str, tuple[Batch, tuple[fx.Node, ...]]] = {}
         self.work: dict[Phase, fx.Node] = {}
-        self.commits: list[tuple[fx.Node, fx.Node, torch.dtype, torch.dtype]] = []  # target, value, their dtypes
-        self.gathered = 0  # bytes of whole values that have been laid out
+        self.commits: list[tuple[fx.Node, fx.Node, torch.dtype, torch.dtype]] = []
 
     @cached_property
     def segments(self) -> list[Segment]:
+        """The tasks that have work on this rank's fragments, in the same order on all ranks."""
         found: dict[tuple[str, int, bool, bool], list[Task]] = {}
         for task in sorted(self.tasks, key=lambda t: t.index):
             near = task.owner is None or task.owner[0] == self.at[0]
@@ -72,46 +88,29 @@ class GroupView:
 
     @cached_property
     def exchanges(self) -> dict[Phase, Exchange]:
+        """The exchanges that the micro-group has, by phase."""
         return {e.phase: e for e in self.group.exchanges}
 
     @cached_property
-    def _blocks(self) -> dict[tuple[Phase, bool], list[tuple[int, tuple[Piece, ...], int]]]:
-        """By phase and direction (True: sent): start, pieces and size of every peer's block."""
-        found: dict[tuple[Phase, bool], list[tuple[int, tuple[Piece, ...], int]]] = {}
-        for phase, exchange in self.exchanges.items():
-            for sent in (True, False):
-                start, blocks = 0, []
-                for peer in self.peers(phase):
-                    pieces, size = exchange.block(self.at, peer) if sent else exchange.block(peer, self.at)
-                    blocks.append((start, pieces, size))
-                    start += size
-                found[phase, sent] = blocks
-        return found
+    def _buffers(self) -> dict[Phase, ExchangeBuffers]:
+        return {phase: ExchangeBuffers(e, self.at, self.peers(phase)) for phase, e in self.exchanges.items()}
 
-    def byte_counts(self, phase: Phase, sent: bool) -> tuple[int, ...]:
-        return tuple(size for _, _, size in self._blocks[phase, sent])
+    def byte_counts(self, phase: Phase, use: BufferUse) -> tuple[int, ...]:
+        """Bytes to (SEND) or from (RECEIVE) every peer of a phase, in the order of `peers`."""
+        return self._buffers[phase].byte_counts(use)
 
-    @cached_property
-    def _places(self) -> dict[tuple[Phase, bool], dict[tuple[str, str], list[tuple[int, Box]]]]:
-        places: dict[tuple[Phase, bool], dict[tuple[str, str], list[tuple[int, Box]]]] = {}
-        for key, blocks in self._blocks.items():
-            own = places.setdefault(key, {})
-            for start, pieces, _ in blocks:
-                for piece in pieces:
-                    own.setdefault((piece.task, piece.wire.name), []).append((start + piece.offset, piece.box))
-        return places
-
-    def places(self, phase: Phase, sent: bool, task: str, wire: Wire) -> list[tuple[int, Box]]:
+    def places(self, phase: Phase, use: BufferUse, task: str, wire: Wire) -> list[tuple[int, Box]]:
         """Byte offsets and boxes of a task's wire in the send or receive buffer of a phase."""
-        return self._places[phase, sent].get((task, wire.name), [])
+        return self._buffers[phase].places(use, task, wire.name)
 
     def received(self, phase: Phase, task: Task, wire: Wire) -> tuple[int, Box]:
-        """Where this rank's part of a wire arrives; anywhere if it has no elements."""
-        places = self.places(phase, False, task.name, wire)
+        """Byte offset and box of this rank's part of a wire; any offset if the part has no elements."""
+        places = self.places(phase, BufferUse.RECEIVE, task.name, wire)
         return places[0] if places else (0, wire.box(task.layout.boxes[self.at[1]]))
 
-    def view(self, phase: Phase, sent: bool, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
-        return View(self.slot[f"{phase.value} {'send' if sent else 'recv'}"], offset, dtype, shape)
+    def view(self, phase: Phase, use: BufferUse, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> View:
+        """A tensor of `shape` at a byte offset of the send or receive buffer of a phase."""
+        return self.memory.view(self.group.index, phase, use, offset, dtype, shape)
 
 
 def runs(places: Sequence[list[tuple[int, Box]]], itemsize: int) -> list[tuple[int, Box, int]] | None:

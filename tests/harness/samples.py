@@ -15,17 +15,17 @@ from torch import fx
 
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
-from canzona_compile.ir.layout import Box, Grid, Layout, Shape, local_layout
+from canzona_compile.ir.layout import Box, Grid, Layout, LayoutKind, Shape, local_layout
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import (
     Act,
     Batch,
     Buffer,
+    BufferUse,
     Event,
     Exchange,
     Form,
     Item,
-    LayoutKind,
     Leaf,
     Machine,
     MicroGroup,
@@ -256,9 +256,9 @@ def toy_buffers(schedule: tuple[Event, ...]) -> tuple[Buffer, ...]:
     if Act.START_GATHER not in at:
         return ()
     return (
-        Buffer(0, "gather send", at[Act.PREPARE], at[Act.WAIT_GATHER], 0),
-        Buffer(0, "gather recv", at[Act.START_GATHER], at[Act.COMPUTE], 1),
-        Buffer(0, "scatter send", at[Act.COMPUTE], at[Act.WAIT_SCATTER], 0),
+        Buffer(0, Phase.GATHER, BufferUse.SEND, at[Act.PREPARE], at[Act.WAIT_GATHER], 0),
+        Buffer(0, Phase.GATHER, BufferUse.RECEIVE, at[Act.START_GATHER], at[Act.COMPUTE], 1),
+        Buffer(0, Phase.SCATTER, BufferUse.SEND, at[Act.COMPUTE], at[Act.WAIT_SCATTER], 0),
     )
 
 

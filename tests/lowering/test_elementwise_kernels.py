@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Act, Event, Form
-from canzona_compile.lowering.elementwise_kernels import kernel_of, prepared_slots
+from canzona_compile.lowering.elementwise_kernels import kernel_of
+from canzona_compile.lowering.memory_plan import prepared_slots
 from canzona_compile.optimizers.normuon import NorMuon
 from canzona_compile.optimizers.shampoo import Shampoo
 from canzona_compile.optimizers.soap import SOAP

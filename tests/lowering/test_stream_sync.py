@@ -25,7 +25,7 @@ from canzona_compile.ir import program_ops
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
-from canzona_compile.ir.step import Act, Form, Machine, Step, Task, Template
+from canzona_compile.ir.step import Act, BufferUse, Form, Machine, Step, Task, Template
 from canzona_compile.lowering.stream_sync import COMPUTE, PACK
 from canzona_compile.options import Options
 from canzona_compile.session import plan
@@ -199,7 +199,7 @@ def test_the_program_shows_its_streams() -> None:
 def test_consecutive_groups_gather_into_different_memory() -> None:
     """Unpacking one group does not wait until the group before is computed."""
     step = emitted("muon", (1, 2), strategy="owner", micro_groups=4, matrices=8)
-    slots = {b.group: b.slot for b in step.buffers if b.use == "gathered"}
+    slots = {b.group: b.slot for b in step.buffers if b.use is BufferUse.GATHERED}
     order = [e.group for e in step.schedule if e.act is Act.COMPUTE]
     assert len(order) > 2
     assert all(slots[a] != slots[b] for a, b in pairwise(order))

@@ -26,10 +26,8 @@ from canzona_compile.passes import Canonicalize, Place
 from canzona_compile.passes.gram import rewritten, work
 from canzona_compile.passes.symmetry import rewritten as with_halves
 from canzona_compile.session.plan import lowering_passes
-from canzona_compile.tools.planning.gram import gram_of
 from examples.optimizers.shampoo import Shampoo
 from tests.harness.random_graphs import evaluate
-from tests.harness.samples import grid_of, muon_step, rows_layout
 from tests.harness.untimed import untimed
 from tests.passes.iterations import (
     CANS,
@@ -296,17 +294,6 @@ def test_iterations_that_leave_the_range() -> None:
 
 def cut_of(step: Any) -> Placed:
     return next(iter(run(step, [Canonicalize(), Place()])[0].placed))
-
-
-def test_the_planner_asks_for_iterations() -> None:
-    h100 = named_hardware("h100")
-    step = muon_step(grid_of(1, 2), (16, 64))
-    layout = rows_layout((64, 16), grid_of(1, 2))
-    assert gram_of(cut_of(step), step.tasks[0].layout, h100) is None  # cut along its short dim
-    tall = muon_step(grid_of(1, 2), (64, 16))
-    form = gram_of(cut_of(tall), layout, h100)
-    assert form is not None
-    assert form.owner_flops == round((8 * 5 / 2 - 6) * 16**3)
 
 
 def test_exact_numerics_has_no_such_pass() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from canzona_compile.ir.layout import Grid, Layout, Shape, local_layout
-from canzona_compile.ir.step import Form, LayoutKind, Leaf, Placed, Role, Step, Task, Template
+from canzona_compile.ir.layout import Grid, Layout, LayoutKind, Shape, local_layout
+from canzona_compile.ir.step import Form, Leaf, Placed, Role, Step, Task, Template
 from canzona_compile.ir.verifier import verify
 from canzona_compile.passes import Place
 from tests.harness.random_graphs import equal, evaluate, templates, values_for

@@ -17,10 +17,24 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_compile.analysis.flops import GroupLoad, Rates, flops_of, pipeline_seconds, rates_of
 from canzona_compile.ir.layout import Grid, Layout, Shape
-from canzona_compile.ir.step import Act, Buffer, Form, Machine, MicroGroup, Placed, Step, Strategy, Task, Wire
+from canzona_compile.ir.step import (
+    Act,
+    Buffer,
+    BufferUse,
+    Form,
+    Machine,
+    MicroGroup,
+    Phase,
+    Placed,
+    Step,
+    Strategy,
+    Task,
+    Wire,
+)
+from canzona_compile.lowering.memory_plan import assign_slots
 from canzona_compile.passes import AssignOwners, FormMicroGroups, Place
 from canzona_compile.passes.micro_group import COUNTS, TOLERANCE, gathered_bytes, live_bytes, load_of, makespan, pack
-from canzona_compile.passes.schedule import color, pipelined, stages
+from canzona_compile.passes.schedule import pipelined, stages
 from tests.harness.pairs import muon, parameters
 from tests.harness.samples import CPU, TOY_SHAPE, grid_of, muon_step, rows_layout, toy_placed, toy_step, toy_template
 from tests.harness.untimed import untimed
@@ -297,8 +311,10 @@ def test_the_pipeline_keeps_every_groups_order(count: int, depth: int) -> None:
 @untimed()
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 12)), max_size=14))
 def test_buffers_share_slots_as_well_as_can_be(spans: list[tuple[int, int]]) -> None:
-    wanted = [Buffer(i, "use", first, first + length, -1) for i, (first, length) in enumerate(spans)]
-    buffers = list(color(iter(wanted)))
+    wanted = [
+        Buffer(i, Phase.GATHER, BufferUse.SEND, first, first + length, -1) for i, (first, length) in enumerate(spans)
+    ]
+    buffers = list(assign_slots(wanted))
     assert sorted(replace(b, slot=-1).group for b in buffers) == list(range(len(spans)))
     for i, a in enumerate(buffers):
         for b in buffers[:i]:

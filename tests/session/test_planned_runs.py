@@ -173,7 +173,10 @@ def test_plans_that_do_not_fit_are_refused_by_all_ranks(tmp_path: Path) -> None:
             {**made, "tasks": [*made["tasks"], {**made["tasks"][0], "name": "another"}]},
             "another",
         ),
-        "Gram": ({**made, "tasks": [{**t, "strategy": "gram"} for t in made["tasks"]]}, "simulated, but not executed"),
+        "a strategy of an earlier release": (
+            {**made, "tasks": [{**t, "strategy": "gram"} for t in made["tasks"]]},
+            "no run executes the plan's strategy 'gram'",
+        ),
         "other groups": ({**made, "groups": [[n] for n in made["groups"][0]]}, "groups and schedule differ"),
     }
     for name, (plan, words) in cases.items():

@@ -14,11 +14,12 @@ class StrategyForecast:
     """What a template's matrices would take by one strategy, alone on their ranks.
 
     Attributes:
-        name: "owner", "replicated", "batch-split" or "gram".
-        seconds: predicted for all of them; infinite where it is impossible.
-        compute, gather, scatter: its parts, not overlapped.
-        runs: does the runtime execute it?
-        note: why it is impossible or not taken, or what it needs.
+        name: "owner" or "replicated".
+        seconds: predicted for all of them.
+        compute, gather, scatter: the parts of `seconds`, which do not overlap.
+        chosen: whether the plan takes it for at least one of the matrices.
+        runs: whether the runtime executes it, which is so for all strategies.
+        note: how the work is shared out.
     """
 
     name: str

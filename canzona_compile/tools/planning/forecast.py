@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -11,7 +11,6 @@ import sympy
 
 from canzona_compile.analysis.flops import dim_symbols, flops_of, readable, symbolic_bytes
 from canzona_compile.analysis.roofline import PlacedTime, placed_time
-from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
 from canzona_compile.ownership.exact import solve
@@ -27,8 +26,6 @@ from canzona_compile.tools.planning.figures import (
     TaskForecast,
     TemplateForecast,
 )
-from canzona_compile.tools.planning.gram import GRAM, ROUNDS, flops_by_rank
-from canzona_compile.tools.planning.mixed import Mixed
 from canzona_compile.tools.planning.request import Request, alone, played, simulated
 from canzona_compile.tools.planning.strategies import strategies
 from canzona_compile.tools.simulation.figures import Simulation
@@ -46,28 +43,30 @@ PARAMETER_BYTES = 2  # of an element when parameters are gathered for a forward 
 
 
 def forecast(
-    mixed: Mixed, digest: str, request: Request, others: Mapping[str, Callable[[], Step]], say: Callable[[str], None]
+    step: Step, digest: str, request: Request, others: Mapping[str, Callable[[], Step]], say: Callable[[str], None]
 ) -> Forecast:
-    """All figures of a plan.
+    """Work out all figures of a plan.
 
     Args:
-        mixed: all matrices of the model.
-        digest: its fingerprint.
-        others: alternatives by name, made when they are called.
-        say: told what is being done.
+        step: the SCHEDULED step of all matrices of the model.
+        digest: the fingerprint of its plan.
+        request: what the plan was asked for.
+        others: functions that make the SCHEDULED steps of the alternatives, by name.
+        say: called with words that tell what is being done.
+
+    Returns:
+        The figures: seconds are predicted, bytes and FLOPs are counted.
     """
-    hardware, options, step = request.hardware, request.options, mixed.step
+    hardware, options = request.hardware, request.options
     say("simulating the step")
-    shown = () if request.rank is None else (request.rank,)
-    simulation = simulated(step, request, shown, mixed.rounds, ROUNDS)
-    everything = [*step.tasks, *(g.task for g in mixed.gram)]
+    simulation = simulated(step, request, () if request.rank is None else (request.rank,))
     placed = {p.name: p for p in step.placed}
     group_of = {name: group.index for group in step.groups for name in group.tasks}
-    loads = with_gram(rank_loads(step, placed, group_of), mixed)
-    used = {t.placed for t in everything}
+    loads = rank_loads(step, placed, group_of)
+    used = {t.placed for t in step.tasks}
     times = {name: placed_time(p, hardware) for name, p in placed.items() if name in used}
     chosen = Alternative(
-        name=options.planner if any(t.owner is not None for t in everything) else "replicated",
+        name=options.planner if any(t.owner is not None for t in step.tasks) else "replicated",
         about="this plan",
         imbalance=imbalance(loads),
         seconds=simulation.seconds,
@@ -86,8 +85,8 @@ def forecast(
         fingerprint=digest,
         model=request.model.name,
         optimizer=step.optimizer,
-        matrices=len(everything),
-        elements=sum(math.prod(t.shape) for t in everything),
+        matrices=len(step.tasks),
+        elements=sum(math.prod(t.shape) for t in step.tasks),
         elementwise=request.elementwise,
         mesh=request.mesh.dims,
         hardware=hardware,
@@ -95,26 +94,16 @@ def forecast(
         imbalance=chosen.imbalance,
         depth=step.depth,
         collectives=sum(len(group.exchanges) for group in step.groups),
-        hidden=hidden_seconds(everything, request),
+        hidden=hidden_seconds(step.tasks, request),
         templates=tuple(
-            template_forecast(
-                p,
-                [t for t in everything if t.placed == p.name],
-                times[p.name],
-                mixed,
-                hardware,
-                request.updates == "zero1",
-            )
+            template_forecast(p, [t for t in step.tasks if t.placed == p.name], times[p.name], request)
             for p in step.placed
             if p.name in times
         ),
-        tasks=tuple(
-            task_forecast(t, placed[t.placed], group_of.get(t.name, len(step.groups)), t.name not in group_of)
-            for t in everything
-        ),
+        tasks=tuple(task_forecast(t, placed[t.placed], group_of[t.name]) for t in step.tasks),
         groups=group_forecasts(step, simulation, placed),
         loads=loads,
-        memory=memory_forecast(step, everything, request, simulation),
+        memory=memory_forecast(step, request, simulation),
         simulation=simulation,
         alternatives=tuple(alternatives),
         assumptions=(*assumptions(request, step), *bounds(step, request)),
@@ -150,31 +139,12 @@ def alternative(name: str, step: Step, request: Request) -> Alternative:
     )
 
 
-def with_gram(loads: Sequence[LoadReport], mixed: Mixed) -> tuple[LoadReport, ...]:
-    """The loads of owners and of Gram products together."""
-    if not mixed.gram:
-        return tuple(loads)
-    group = len(mixed.step.groups)
-    flops = flops_by_rank([(g.form, g.task.layout, g.rounds.owner_at) for g in mixed.gram])
-    owned = Counter(g.task.layout.grid.ranks[g.rounds.owner_at[0]][g.rounds.owner_at[1]] for g in mixed.gram)
-    known = {one.rank: one for one in loads}
-    found = []
-    for rank in sorted({*known, *flops}):
-        own = known.get(rank, LoadReport(rank, 0, 0, {}))
-        more = flops.get(rank, 0)
-        by_group = {**own.by_group, **({group: more} if more else {})}
-        found.append(LoadReport(rank, own.tasks + owned[rank], own.flops + more, by_group))
-    return tuple(found)
-
-
 def imbalance(loads: Sequence[LoadReport]) -> float:
     total = sum(one.flops for one in loads)
     return max(one.flops for one in loads) * len(loads) / total if total else 1.0
 
 
-def template_forecast(
-    placed: Placed, tasks: Sequence[Task], time: PlacedTime, mixed: Mixed, hardware: Hardware, zero1: bool
-) -> TemplateForecast:
+def template_forecast(placed: Placed, tasks: Sequence[Task], time: PlacedTime, request: Request) -> TemplateForecast:
     wire = wire_formula(placed)
     return TemplateForecast(
         name=placed.name,
@@ -186,9 +156,9 @@ def template_forecast(
         flops_value=placed.flops,
         memory_value=value_of(symbolic_bytes(placed.compute, placed.template), placed),
         wire_value=time.gathered + time.scattered,
-        seconds=time.compute.total(hardware),
+        seconds=time.compute.total(request.hardware),
         resident=placed.resident,
-        strategies=strategies(placed, time, tasks, {g.task.placed for g in mixed.gram}, hardware, zero1),
+        strategies=strategies(time, tasks, request.hardware, request.updates == "zero1"),
     )
 
 
@@ -205,14 +175,14 @@ def value_of(formula: sympy.Expr, placed: Placed) -> int:
     return flops_of(formula, placed.template.shape)
 
 
-def task_forecast(task: Task, placed: Placed, group: int, gram: bool) -> TaskForecast:
+def task_forecast(task: Task, placed: Placed, group: int) -> TaskForecast:
     grid = task.layout.grid
     return TaskForecast(
         name=task.name,
         shape=task.shape,
         template=task.placed,
         layout=f"{task.layout.placements} on {grid.replicas}x{grid.shards}",
-        strategy=GRAM if gram else str(task.strategy),
+        strategy=str(task.strategy),
         owner=None if task.owner is None else grid.ranks[task.owner[0]][task.owner[1]],
         group=group,
         flops=placed.flops,
@@ -245,9 +215,9 @@ def group_forecasts(step: Step, simulation: Simulation, placed: Mapping[str, Pla
     return tuple(found)
 
 
-def memory_forecast(step: Step, tasks: Sequence[Task], request: Request, simulation: Simulation) -> MemoryForecast:
+def memory_forecast(step: Step, request: Request, simulation: Simulation) -> MemoryForecast:
     one = played(step, lowering_passes(replace(request.options, micro_groups=1, capacity=1 << 62)))
-    state, everywhere = state_bytes(step, alone(tasks) if request.updates == "zero1" else tasks)
+    state, everywhere = state_bytes(step, alone(step.tasks) if request.updates == "zero1" else step.tasks)
     return MemoryForecast(
         buffers=max((r.peak for r in simulation.ranks), default=0),
         one_group=max((r.peak for r in simulated(one, request).ranks), default=0),

@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture, Kind
 from canzona_compile.capture.twin import plain_class
@@ -71,14 +69,12 @@ def captured_step(
     optimizer: Optimizer,
     machine: Machine,
     dtype: torch.dtype = torch.float32,
-    entries: bool = False,
 ) -> Step:
     """The step of all matrices of a model, laid out on a mesh, as binding makes it on real ranks.
 
     Args:
         optimizer: whose code is captured, with the hyperparameters of its first group.
         dtype: of parameters and gradients.
-        entries: of stacks whose entries are independent, make each a task of its own.
 
     Raises:
         CanzonaError: the mesh does not fit the model, or the optimizer cannot be distributed.
@@ -100,15 +96,8 @@ def captured_step(
         for part, layout in parts(weight, sharding):
             if layout.shape not in kinds:
                 kinds[layout.shape] = kind_of(layout.shape, weight.name)
-            if entries and (own := entry(layout)) and first_dim_is_batch(kinds[layout.shape].template):
-                if own.shape not in kinds:
-                    kinds[own.shape] = kind_of(own.shape, weight.name)
-                names = [f"{weight.name}{part}[{i}]" for i in range(layout.shape[0])]
-                layout = own
-            else:
-                names = [weight.name + part]
             template = kinds[layout.shape].template
-            tasks += [Task(n, len(tasks) + i, 0, template.name, layout) for i, n in enumerate(names)]
+            tasks.append(Task(weight.name + part, len(tasks), 0, template.name, layout))
     used = {task.layout.shape for task in tasks}
     templates = tuple(t for shape, kind in kinds.items() if shape in used for t in kind.templates.values())
     return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, templates, tuple(tasks))
@@ -118,15 +107,6 @@ def miniature(shape: Shape) -> Shape:
     """A small shape with dims in the same order of size."""
     sizes = sorted(set(shape))
     return tuple(SMALL * (1 + sizes.index(n)) for n in shape)
-
-
-def entry(layout: Layout) -> Layout | None:
-    """The layout of one entry of a stack, on the same ranks; None if it is none, or its entries are dealt out."""
-    shape = layout.shape
-    if len(shape) < 3 or any(box.numel and box.size[0] != shape[0] for box in layout.boxes):
-        return None
-    boxes = tuple(replace(box, size=(min(1, box.size[0]), *box.size[1:])) for box in layout.boxes)
-    return replace(layout, shape=(1, *shape[1:]), boxes=boxes)
 
 
 def parts(weight: Weight, sharding: Sharding) -> list[tuple[str, Layout]]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware, named_hardware
+from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Machine, Step
 from canzona_compile.ir.verifier import verify
 from canzona_compile.options import Numerics, Options, Strategy
@@ -20,14 +21,12 @@ from canzona_compile.session.plan import lowering_passes, planning_passes
 from canzona_compile.tools.planning.forecast import forecast
 from canzona_compile.tools.planning.gc_pause import paused
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
-from canzona_compile.tools.planning.mixed import Mixed, best_mix
 from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
 from canzona_compile.tools.planning.request import Request, played
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
 
 Updates = Literal["ddp", "zero1"]
-PlannedStrategy = Strategy | Literal["gram", "batch-split"]
 ALTERNATIVES = ("static", "alpha", "lpt", "joint", "permuted")
 Say = Callable[[str], None]
 
@@ -41,7 +40,7 @@ def plan(
     arguments: Mapping[str, Any] | None = None,
     hardware: str | Path | Hardware = "h100",
     split: str = "qkv,gate-up",
-    strategy: PlannedStrategy = "auto",
+    strategy: Strategy = "auto",
     planner: str = "joint",
     alpha: float = 1.0,
     capacity: int | None = None,
@@ -64,10 +63,7 @@ def plan(
         arguments: of the class, beside the parameters.
         hardware: a name (h100, h200, gb300, a100, cpu), or a file that `canzona-compile calibrate` wrote.
         split: which of a preset's fused weights are matrices of their own: "qkv", "gate-up", both, or "none".
-        strategy, planner, capacity, micro_groups, depth, numerics: as of `wrap`; the planner may also be "exact", and
-            the strategy one that a run refuses: "gram", every matrix that can be is Gram-distributed (with fast
-            numerics "auto" does so with those for which it is predicted to pay), or "batch-split", the independent
-            entries of stacks have owners of their own.
+        strategy, planner, capacity, micro_groups, depth, numerics: as of `wrap`; the planner may also be "exact".
         alpha: of the planner "alpha", from 0 (even communication) to 1 (even load).
         updates: who applies updates over `dp`: every replica ("ddp", what the runtime does), or the owner's replica
             alone, with parameters gathered under the next forward pass ("zero1", as frameworks with ZeRO-1 do).
@@ -89,9 +85,8 @@ def plan(
         raise CanzonaError(f"updates={updates!r} is none of {', '.join(map(repr, get_args(Updates)))}", at="plan")
     if rank is not None and not 0 <= rank < sizes.ranks:
         raise CanzonaError(f"rank {rank} is none of the {sizes.ranks} ranks of {sizes}", at="plan(..., rank=)")
-    executed: Strategy = "owner" if strategy == "gram" or strategy == "batch-split" else strategy
     options = Options(
-        strategy=executed,
+        strategy=strategy,
         numerics=numerics,
         capacity=Options().capacity if capacity is None else capacity,
         micro_groups=micro_groups,
@@ -100,7 +95,7 @@ def plan(
         alpha=alpha,
     )
     say("capturing the optimizer's step")
-    captured = captured_step(found, sizes, code, machine_of(rates, sizes), entries=strategy == "batch-split")
+    captured = captured_step(found, sizes, code, machine_of(rates, sizes))
     say(f"planning {len(captured.tasks)} matrices on {sizes.ranks} ranks")
     owned = played(captured, planning_passes(options))
     if capacity is not None:
@@ -112,12 +107,8 @@ def plan(
     others: dict[str, Callable[[], Step]] = {}
     if alternatives and any(t.layout.grid.size > 1 for t in owned.tasks):
         others = alternative_steps(captured, options)
-    mixed = Mixed(scheduled, split_stacks=strategy == "batch-split")
-    if strategy == "gram" or (strategy == "auto" and numerics == "fast"):
-        say("looking for matrices to distribute as Gram products")
-        mixed = best_mix(owned, scheduled, request, forced=strategy == "gram")
-    file = mixed.file()
-    return OfflinePlan(mixed.step, file, forecast(mixed, file.fingerprint, request, others, say))
+    file = PlanFile.of(scheduled)
+    return OfflinePlan(scheduled, file, forecast(scheduled, file.fingerprint, request, others, say))
 
 
 def model_of(given: str | nn.Module | Mapping[str, Any] | Model, split: str) -> Model:

@@ -14,7 +14,6 @@ from canzona_compile.session.plan import lowering_passes
 from canzona_compile.tools.planning.mesh import Mesh
 from canzona_compile.tools.planning.weights import Model
 from canzona_compile.tools.simulation.figures import Simulation
-from canzona_compile.tools.simulation.rounds import Rounds
 from canzona_compile.tools.simulation.simulate import simulate
 
 
@@ -38,13 +37,11 @@ def played(step: Step, passes: Sequence[Pass]) -> Step:
     return step
 
 
-def simulated(
-    step: Step, request: Request, shown: Sequence[int] = (), matrices: Sequence[Rounds] = (), rounds: int = 1
-) -> Simulation:
+def simulated(step: Step, request: Request, shown: Sequence[int] = ()) -> Simulation:
     """The step as `updates` says: all of it, or what a framework with ZeRO-1 leaves of it."""
     if request.updates == "zero1":
         step = zero1(step, request.options)
-    return simulate(step, request.hardware, shown=shown, matrices=matrices, rounds=rounds)
+    return simulate(step, request.hardware, shown=shown)
 
 
 def zero1(step: Step, options: Options) -> Step:

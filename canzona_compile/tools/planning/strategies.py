@@ -1,17 +1,20 @@
-"""What matrices alike would take by each strategy, in closed form: the numbers that decide."""
+"""What matrices of one template would take by each strategy, in closed form: the numbers that decide.
+
+The seconds of computing follow from the compute graph (`analysis.roofline`), those of an exchange from the bytes of its
+busiest rank. Nothing else is on the ranks, and nothing overlaps.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from canzona_compile.analysis.roofline import PlacedTime
 from canzona_compile.ir.hardware import Hardware, Link
-from canzona_compile.ir.layout import Grid, Layout
-from canzona_compile.ir.step import Placed, Strategy, Task
+from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.tools.planning.figures import StrategyForecast
-from canzona_compile.tools.planning.gram import BATCH_SPLIT, GRAM, ROUNDS, gram_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,38 +27,38 @@ class Setting:
     hardware: Hardware
 
     def transfer(self, busiest: float) -> float:
+        """Seconds of an exchange within a replica, of which the busiest rank moves so many bytes."""
         return busiest / self.link.bandwidth + self.link.latency + self.link.per_peer * (self.grid.shards - 1)
 
 
 def strategies(
-    placed: Placed, time: PlacedTime, tasks: Sequence[Task], by_gram: Collection[str], hardware: Hardware, zero1: bool
+    time: PlacedTime, tasks: Sequence[Task], hardware: Hardware, zero1: bool
 ) -> tuple[StrategyForecast, ...]:
-    """All strategies for `tasks`, which share a cut and a grid; `by_gram` are the cuts that take that one.
+    """Predict every strategy for tasks that share a cut and a grid.
 
     Args:
-        zero1: replicas do not exchange updates in the step.
+        time: of the cut, for one whole matrix.
+        tasks: one or more.
+        hardware: the rates.
+        zero1: whether replicas leave the exchange of updates to the next forward pass.
+
+    Returns:
+        A forecast for each strategy, in seconds for all of the tasks.
     """
     grid = tasks[0].layout.grid
     at = Setting(grid, len(tasks), hardware.link(grid.ranks[0]), hardware)
-    taken = {GRAM} if placed.name in by_gram else {str(t.strategy) for t in tasks}
-    layout = tasks[0].layout
-    found = [
-        owner(at, time, zero1),
-        replicated(at, time),
-        split_stack(at, placed, time),
-        gram(at, placed, layout, zero1),
-    ]
+    taken = {task.strategy for task in tasks}
     return tuple(
-        StrategyForecast(name, sum(parts), *parts, name in taken, name in set(Strategy), note)
-        for name, parts, note in found
+        StrategyForecast(str(strategy), sum(parts), *parts, strategy in taken, True, note)
+        for strategy, parts, note in (owner(at, time, zero1), replicated(at, time))
     )
 
 
-Parts = tuple[float, float, float]
-IMPOSSIBLE: Parts = (math.inf, 0.0, 0.0)
+Parts = tuple[float, float, float]  # seconds of compute, gather and scatter
 
 
-def owner(at: Setting, time: PlacedTime, zero1: bool) -> tuple[str, Parts, str]:
+def owner(at: Setting, time: PlacedTime, zero1: bool) -> tuple[Strategy, Parts, str]:
+    """Every matrix has one owner, and no rank owns more than its even share, rounded up."""
     most = math.ceil(at.tasks / at.grid.size)
     compute = most * time.compute.total(at.hardware)
     if at.grid.size == 1:
@@ -70,37 +73,8 @@ def owner(at: Setting, time: PlacedTime, zero1: bool) -> tuple[str, Parts, str]:
     return Strategy.OWNER, (compute, gather, scatter), f"{most} on the busiest of {at.grid.size} ranks"
 
 
-def replicated(at: Setting, time: PlacedTime) -> tuple[str, Parts, str]:
+def replicated(at: Setting, time: PlacedTime) -> tuple[Strategy, Parts, str]:
+    """Every rank gathers and computes every matrix."""
     compute = at.tasks * time.compute.total(at.hardware)
     gather = at.transfer(at.tasks * time.gathered) if at.grid.shards > 1 else 0.0
     return Strategy.REPLICATED, (compute, gather, 0.0), "every rank computes all"
-
-
-def split_stack(at: Setting, placed: Placed, time: PlacedTime) -> tuple[str, Parts, str]:
-    shape = placed.template.shape
-    if len(shape) < 3:
-        return BATCH_SPLIT, IMPOSSIBLE, "no stack"
-    entries = at.tasks * shape[0]
-    most = math.ceil(entries / at.grid.size)
-    share = most / shape[0]
-    gather = at.transfer(share * time.gathered) if at.grid.shards > 1 else 0.0
-    scatter = at.transfer(share * time.scattered) if at.grid.shards > 1 else 0.0
-    parts = (share * time.compute.total(at.hardware), gather, scatter)
-    return BATCH_SPLIT, parts, f"{most} entries on the busiest of {at.grid.size} ranks"
-
-
-def gram(at: Setting, placed: Placed, layout: Layout, zero1: bool) -> tuple[str, Parts, str]:
-    if at.grid.shards == 1:
-        return GRAM, IMPOSSIBLE, "not sharded"
-    if at.grid.replicas > 1 and not zero1:
-        return GRAM, IMPOSSIBLE, "replicas that all apply updates"
-    form = gram_of(placed, layout, at.hardware)
-    if form is None:
-        return GRAM, IMPOSSIBLE, "no iteration X <- p(X X^T) X, or cut along its short dim"
-    most = math.ceil(at.tasks / at.grid.size)
-    rows = at.tasks / at.grid.replicas
-    compute = ROUNDS * (2 * rows * form.fragment + most * form.owner)
-    # A rank sends a partial matrix for every task of its replica, and gets a factor for each.
-    sent = ROUNDS * at.transfer(rows * form.up)
-    back = ROUNDS * at.transfer(rows * form.down)
-    return GRAM, (compute, sent, back), f"{ROUNDS} rounds, float16; needs numerics fast"

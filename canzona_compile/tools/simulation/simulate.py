@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -11,10 +11,9 @@ from canzona_compile.analysis.roofline import placed_time
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
-from canzona_compile.ir.step import Act, Event, Form, Phase, Step
+from canzona_compile.ir.step import Act, Buffer, BufferUse, Event, Form, Phase, Step
 from canzona_compile.tools.simulation.engine import Collective, Engine, Operation, Outcome, Part, Start, Wait, Work
 from canzona_compile.tools.simulation.figures import Memory, RankSummary, Simulation
-from canzona_compile.tools.simulation.rounds import Rounds, RoundsPlayer
 from canzona_compile.tools.simulation.traffic import Boxes, GroupTraffic, traffic
 
 MOST_SHOWN = 16  # ranks of a large job whose spans are kept
@@ -29,8 +28,6 @@ def simulate(
     *,
     shown: Collection[int] = (),
     without: Collection[Phase] = (),
-    matrices: Sequence[Rounds] = (),
-    rounds: int = 1,
 ) -> Simulation:
     """Play a step's schedule.
 
@@ -38,7 +35,6 @@ def simulate(
         step: at least SCHEDULED.
         shown: ranks whose spans are wanted beside those that are chosen (all of up to 16; else busy and idle ones).
         without: exchanges that are taken to cost nothing here, because they overlap something after the step.
-        matrices: further ones, on one grid, that are worked on in rounds around the schedule.
     """
     if step.form < Form.SCHEDULED:
         raise InvalidStep(f"a step of form {step.form.name} has no schedule to play")
@@ -46,17 +42,10 @@ def simulate(
     times = {p.name: placed_time(p, hardware) for p in step.placed if p.name in used}
     boxes = Boxes()
     groups = {g.index: traffic(step, g, times, hardware, boxes) for g in step.groups}
-    grids = [t.grid for t in groups.values()] + [m.layout.grid for m in matrices[:1]]
-    ranks = 1 + max((r for grid in grids for row in grid.ranks for r in row), default=-1)
+    ranks = 1 + max((r for own in groups.values() for row in own.grid.ranks for r in row), default=-1)
     visible = frozenset(shown) & set(range(ranks)) | chosen(groups.values(), ranks)
     player = Player(step, hardware, groups, ranks, frozenset(without), visible)
-    extra: RoundsPlayer | None = None
-    if matrices:
-        extra = RoundsPlayer(matrices, rounds, hardware, len(step.groups), player.operations, player.collectives)
-        extra.begin()
     player.write()
-    if extra is not None:
-        extra.finish()
     engine = Engine(
         player.operations,
         player.collectives,
@@ -67,8 +56,6 @@ def simulate(
     )
     outcome = engine.run()
     peak = static_bytes(step, groups, ranks)
-    for rank, size in extra.bytes().items() if extra is not None else ():
-        peak[rank] += size
     memory = [m for rank in sorted(visible) for m in live_bytes(step, groups, player, outcome, rank)]
     summaries = tuple(
         RankSummary(
@@ -84,8 +71,6 @@ def simulate(
     )
     spans = tuple(sorted(outcome.spans, key=lambda s: (s.rank, s.start, s.stream)))
     sent = tuple((group, str(phase), total) for (group, phase), total in player.totals.items())
-    if extra is not None:
-        sent += tuple((len(step.groups), phase, total) for phase, total in extra.sent.items())
     return Simulation(outcome.seconds, summaries, tuple(sorted(visible)), spans, tuple(memory), sent)
 
 
@@ -191,13 +176,12 @@ def teams(grid: Grid, phase: Phase) -> Iterator[list[tuple[int, int]]]:
             yield [(r, s) for s in range(grid.shards)]
 
 
-def buffer_bytes(own: GroupTraffic, use: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def buffer_bytes(own: GroupTraffic, buffer: Buffer) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """Bytes of one buffer of a micro-group, by (replica, shard)."""
-    if use == "gathered":
+    if buffer.use is BufferUse.GATHERED:
         return own.gathered
-    phase, end = use.rsplit(" ", 1)
-    ends = own.ends[Phase(phase)]
-    return ends.send_buffer if end == "send" else ends.receive_buffer
+    ends = own.ends[buffer.phase]
+    return ends.send_buffer if buffer.use is BufferUse.SEND else ends.receive_buffer
 
 
 def static_bytes(step: Step, groups: dict[int, GroupTraffic], ranks: int) -> list[int]:
@@ -206,7 +190,7 @@ def static_bytes(step: Step, groups: dict[int, GroupTraffic], ranks: int) -> lis
     for buffer in step.buffers:
         own = groups[buffer.group]
         where = np.array(own.grid.ranks)
-        slots[buffer.slot][where] = np.maximum(slots[buffer.slot][where], buffer_bytes(own, buffer.use))
+        slots[buffer.slot][where] = np.maximum(slots[buffer.slot][where], buffer_bytes(own, buffer))
     total = sum(slots.values(), np.zeros(ranks))
     return [int(n) for n in total]
 
@@ -220,7 +204,7 @@ def live_bytes(
         own = groups[buffer.group]
         if rank not in own.grid.members():
             continue
-        size = int(buffer_bytes(own, buffer.use)[own.grid.find(rank)])
+        size = int(buffer_bytes(own, buffer)[own.grid.find(rank)])
         first, last = (player.position[step.schedule[i], rank] for i in (buffer.first, buffer.last))
         changes[outcome.moments[rank][first][0]] += size
         changes[outcome.moments[rank][last][1]] -= size
