@@ -33,7 +33,7 @@ LAYERS = (
     "errors ir.hardware ir.layout ir.step",
     "ownership.jobs ownership.buffer ownership.greedy ownership.static ownership.alpha ownership.local_search",
     "ownership.lpt ownership.permuted ownership.milp ownership.exact ownership",
-    "ir.bit_exactness analysis.flops analysis.roofline ir.program_ops ir.program lowering.stream_sync lowering.rank_view ir.printer ir.graph_checks ir.verifier lowering.batch_graph",
+    "ir.bit_exactness analysis.flops analysis.roofline analysis.step_time ir.program_ops ir.program lowering.stream_sync lowering.rank_view ir.printer ir.graph_checks ir.verifier lowering.batch_graph",
     "lowering.builder analysis.spectral",
     "codegen.arithmetic codegen.values codegen.rules codegen.expressions codegen.source codegen.tables codegen.launch",
     "codegen lowering.elementwise_kernels",
