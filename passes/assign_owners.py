@@ -1,4 +1,4 @@
-"""Pick the rank that computes each matrix."""
+"""Choose the rank that computes each matrix."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from canzona_compile.analysis.flops import GroupLoad, Rates, hardware_of, pipeline_seconds, rates_of
+from canzona_compile.analysis.flops import bytes_of_wires
 from canzona_compile.analysis.holistic_tasks import holistic_tasks
-from canzona_compile.analysis.roofline import graph_time
+from canzona_compile.analysis.step_time import GroupLoad, Rates, pipeline_seconds, rates_of, task_seconds
 from canzona_compile.ir.layout import Grid
-from canzona_compile.ir.step import Form, Machine, Placed, Step, Strategy, Task, Wire
+from canzona_compile.ir.step import Form, Placed, Step, Strategy, Task
 from canzona_compile.ownership.jobs import Job, Planner
 from canzona_compile.ownership.lpt import Joint
 
@@ -24,14 +24,18 @@ class AssignOwners:
     """Give every task one owner, as a planner says, or let every rank compute it.
 
     The cost of a task is the FLOPs of its compute graph on the whole matrix, cubic terms included. Planners depend
-    on costs, sizes and order alone, so that every rank finds the same plan without talking. Larger grids come first;
-    a smaller one inside of them, of experts for one, sees what its ranks have to do there. Of grids that overlap
-    otherwise a rank may know only one, so they do not see each other.
+    on costs, sizes and order alone, so that every rank finds the same plan without talking. The pass takes larger grids
+    first. A smaller grid inside of one, of experts for example, sees what its ranks have to do there. Of grids that
+    overlap otherwise a rank may know only one, so they do not see each other.
 
-    A task that has variants is owned, and weighed, by its heaviest one.
+    A task that has variants weighs as much as its heaviest variant, which also decides who owns it.
 
-    Elementwise tasks leave the step here: they need no owner and no communication, the optimizer's own
-    step updates their fragments.
+    Elementwise tasks leave the step here: they need no owner and no communication, because the optimizer's own step
+    updates their fragments.
+
+    Attributes:
+        strategy: "owner", "replicated" or "auto", which takes what is predicted to be faster.
+        planner: chooses the owners.
     """
 
     strategy: str = "auto"
@@ -87,17 +91,17 @@ class AssignOwners:
         ]
 
     def _everywhere(self, tasks: list[Task], grid: Grid, placed: dict[str, Placed], step: Step) -> dict[str, str]:
-        """The tasks of a grid that every rank should compute, and why.
+        """The names of the tasks that every rank of a grid should compute, each with the reason.
 
-        Tried are all sets of cuts that have the least to compute for what they would move; the shortest predicted
-        time wins, and owners among equals.
+        Cuts are ordered by FLOPs per byte that owners would move. The method predicts the time for each prefix of that
+        order computed everywhere and takes the shortest; among equals the one with more owners.
         """
         if self.strategy == "owner":
             return {}
         if self.strategy == "replicated":
             return {t.name: "asked for" for t in tasks}
         cuts = sorted({t.placed for t in tasks}, key=lambda name: (density(placed[name]), name))
-        compute = {name: compute_seconds(placed[name], step.machine, grid) for name in cuts}
+        compute = {name: task_seconds(placed[name], step.machine, grid.members()) for name in cuts}
         rates = rates_of(step.machine, grid.members())
         times = [self._seconds(tasks, set(cuts[:i]), grid, placed, compute, rates) for i in range(len(cuts) + 1)]
         best = min(range(len(times)), key=lambda i: (times[i], i))
@@ -113,11 +117,11 @@ class AssignOwners:
         compute: Mapping[str, float],
         rates: Rates,
     ) -> float:
-        """Predicted for a step in one micro-group, with perfectly balanced owners."""
+        """Seconds predicted for a step in one micro-group, with perfectly balanced owners."""
         sharded, share = grid.shards > 1, 1 / grid.size
         all_, owned = [placed[t.placed] for t in tasks], [placed[t.placed] for t in tasks if t.placed not in everywhere]
-        up, own_up = (sum(bytes_of(p.gather) for p in some) for some in (all_, owned))
-        down = sum(bytes_of(p.scatter) for p in owned)
+        up, own_up = (sum(bytes_of_wires(p.gather) for p in some) for some in (all_, owned))
+        down = sum(bytes_of_wires(p.scatter) for p in owned)
         work, own_work = sum(compute[p.name] for p in all_), [compute[p.name] for p in owned]
         busiest = work - sum(own_work) + max(sum(own_work) * share, max(own_work, default=0.0))
         load = GroupLoad(
@@ -129,19 +133,9 @@ class AssignOwners:
         return round(pipeline_seconds([load], rates, 1), 12)  # a tie is a tie, whatever the order of sums
 
 
-def compute_seconds(placed: Placed, machine: Machine, grid: Grid) -> float:
-    """Of a matrix by itself: arithmetic and launches, which are all there is to small ones."""
-    hardware, rates = hardware_of(machine), rates_of(machine, grid.members())
-    return placed.flops / rates.flops + graph_time(placed.compute, hardware).launches(hardware)
-
-
-def bytes_of(wires: Sequence[Wire]) -> int:
-    return sum(wire.itemsize * math.prod(wire.shape) for wire in wires)
-
-
 def density(placed: Placed) -> float:
-    """FLOPs per byte that owners would move."""
-    return placed.flops / max(1, bytes_of(placed.gather) + bytes_of(placed.scatter))
+    """FLOPs per byte that an owner would move."""
+    return placed.flops / max(1, bytes_of_wires(placed.gather) + bytes_of_wires(placed.scatter))
 
 
 def count(load: dict[Ranks, dict[int, float]], tasks: Sequence[Task], grid: Grid, placed: dict[str, Placed]) -> None:

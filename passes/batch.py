@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.analysis.flops import BY_PRODUCTS, addend, factors, flips, hardware_of, turned
+from canzona_compile.analysis.flops import BY_PRODUCTS, addend, factors, flips, turned
+from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.ir.bit_exactness import batches_equal, pointwise, position_free
 from canzona_compile.ir.step import Batch, Form, Machine, MicroGroup, Placed, Role, Step, tensor_value
 from canzona_compile.kernels.batched import gains

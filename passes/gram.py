@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import sympy
 import torch
 from torch import fx
 
-from canzona_compile.analysis.flops import TYPICAL, factors, flops_of, hardware_of, node_flops, symbolic_dims
+from canzona_compile.analysis.flops import flops_of, symbolic_flops
 from canzona_compile.analysis.gram_restarts import plan_restarts
 from canzona_compile.analysis.linear_algebra import any_strides, flipped
 from canzona_compile.analysis.newton_schulz import Chain, Polynomial, chains
 from canzona_compile.analysis.norm_bounds import Wide, made, norm_bound
+from canzona_compile.analysis.roofline import hardware_of, product_seconds
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Form, Placed, Step, Template, tensor_value
 from canzona_compile.lowering.batch_graph import dead_code_free
@@ -28,6 +27,9 @@ aten = torch.ops.aten
 @dataclass(frozen=True, slots=True)
 class GramIterations:
     """Rewrite X <- (a I + p(X X^T)) X, any number of times, to products of m x m matrices.
+
+    The pass comes before owners are chosen, and the cost of a cut becomes that of the rewritten graph: owners, groups
+    and reports weigh what will run.
 
     With R = X X^T a step is Q <- (a I + p(R)) Q and R <- (a I + p(R))^2 R, and at the end X <- Q X: two products with X
     [m, n] instead of two per step (Dao AI Lab, "Gram Newton-Schulz"). `canzona_compile.analysis.gram_restarts` says, from the
@@ -53,8 +55,8 @@ class GramIterations:
     """
 
     name: ClassVar[str] = "gram"
-    requires: ClassVar[Form] = Form.ROUTED
-    ensures: ClassVar[Form] = Form.ROUTED
+    requires: ClassVar[Form] = Form.PLACED
+    ensures: ClassVar[Form] = Form.PLACED
 
     def __call__(self, step: Step) -> Step:
         hardware = hardware_of(step.machine)
@@ -62,7 +64,13 @@ class GramIterations:
 
 
 def rewritten_cut(cut: Placed, hardware: Hardware) -> Placed:
-    return cut if cut.template.interpreted else replace(cut, compute=rewritten(cut.compute, cut.template, hardware))
+    if cut.template.interpreted:
+        return cut
+    compute = rewritten(cut.compute, cut.template, hardware)
+    if compute is cut.compute:
+        return cut
+    cost = symbolic_flops(compute, cut.template)
+    return replace(cut, compute=compute, cost=cost, flops=flops_of(cost, cut.template.shape))
 
 
 def rewritten(graph: fx.Graph, template: Template, hardware: Hardware) -> fx.Graph:
@@ -72,26 +80,11 @@ def rewritten(graph: fx.Graph, template: Template, hardware: Hardware) -> fx.Gra
         chain = next((c for c in chains(attempt) if c.start.name == start), None)
         if chain is None or not rewrite(attempt, chain):
             continue
-        if seconds(attempt, template, hardware) <= seconds(graph, template, hardware):
+        if product_seconds(attempt, template, hardware) <= product_seconds(graph, template, hardware):
             any_strides(attempt)
             attempt.lint()
             graph = attempt
     return graph
-
-
-def seconds(graph: fx.Graph, template: Template, hardware: Hardware) -> float:
-    """Of a graph's matrix products, at the rate of one size for all, so that FLOPs alone count within a dtype."""
-    return sum(flops / hardware.product_rate(dtype, TYPICAL) for dtype, flops in work(graph, template).items())
-
-
-def work(graph: fx.Graph, template: Template) -> dict[str, int]:
-    """FLOPs of a graph's matrix products by dtype."""
-    dims = symbolic_dims(graph, template)
-    found: dict[str, sympy.Expr] = defaultdict(lambda: sympy.Integer(0))
-    for node in dims:
-        if factors(node):
-            found[str(node.meta["val"].dtype).removeprefix("torch.")] += node_flops(node, dims)
-    return {dtype: flops_of(flops, template.shape) for dtype, flops in found.items()}
 
 
 def rewrite(graph: fx.Graph, chain: Chain) -> bool:

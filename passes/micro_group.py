@@ -1,4 +1,4 @@
-"""Which tasks travel together."""
+"""Decide which tasks travel together."""
 
 from __future__ import annotations
 
@@ -8,26 +8,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from canzona_compile.analysis.flops import GroupLoad, pipeline_seconds, rates_of
+from canzona_compile.analysis.step_time import (
+    Load,
+    busiest,
+    load_by_owner,
+    load_of,
+    pipeline_seconds,
+    rates_of,
+    weights,
+)
 from canzona_compile.ir.layout import Grid
-from canzona_compile.ir.step import Form, MicroGroup, Placed, Step, Task, Wire
+from canzona_compile.ir.step import Form, MicroGroup, Placed, Step, Task
 
-TOLERANCE = 0.01  # of predicted time, given up for memory
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+TOLERANCE = 0.01  # share of the predicted time that is given up for memory
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of groups that are tried
 
 
 @dataclass(frozen=True, slots=True)
 class FormMicroGroups:
     """Bin the tasks of each grid into micro-groups: sort by cost, greedy with rollback.
 
-    A group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner) exceed the
-    capacity; then the last task is rolled back into the next group. The bytes are the caller's capacity. The
-    makespan follows from a model of the pipeline: of several group counts those are left whose predicted time is the
-    shortest, or within 1% of it where communication overlaps computation; of these the one that holds the fewest
-    bytes at once is taken, and the smaller count on a tie. Where they share the cores, that is one group. An owner
-    gets a matrix larger than the capacity as its only one of a group.
+    A group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner) exceed a limit;
+    then the last task is rolled back into the next group. The caller's `capacity` limits the bytes. The limit of the
+    makespan follows from the number of groups: the pass tries several numbers and predicts the time of each
+    (`pipeline_seconds`). It keeps those of the shortest time, or within 1% of it where communication overlaps
+    computation. Of these it takes the one that holds the fewest bytes at once, and the smaller number on a tie. Where
+    communication and computation share the cores, that is one group. A matrix that alone exceeds the capacity is the
+    only one that its owner has in its group.
 
     The algorithm is Algorithm 2 of Canzona (arXiv 2602.06079), with owners fixed beforehand.
+
+    Attributes:
+        capacity: most bytes that a group gathers to one rank.
+        groups: how many groups a grid should have; None: as many as the prediction favours.
+        depth: how many groups are in flight at once.
     """
 
     capacity: int
@@ -68,50 +82,6 @@ class FormMicroGroups:
         return min(near, key=lambda plan: (live_bytes(plan, placed, self.depth), len(plan)))
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """What one task asks of the rank that computes it: FLOPs, and bytes to it and from it."""
-
-    flops: int
-    up: int
-    down: int
-
-
-def weights(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> dict[str, Weight]:
-    """By name of a cut."""
-    own = (placed[name] for name in {task.placed for task in tasks})
-    return {p.name: Weight(p.flops, gathered_bytes(p), size_of(p.scatter)) for p in own}
-
-
-class Load:
-    """What tasks ask of the ranks of their grid: by owner, and of every rank (None)."""
-
-    def __init__(self, known: Mapping[str, Weight]) -> None:
-        self.known = known
-        self.flops: dict[object, int] = {None: 0}
-        self.up: dict[object, int] = {None: 0}
-        self.down: dict[object, int] = {None: 0}
-
-    def add(self, task: Task) -> None:
-        weight, owner = self.known[task.placed], task.owner
-        self.flops[owner] = self.flops.get(owner, 0) + weight.flops
-        self.up[owner] = self.up.get(owner, 0) + weight.up
-        self.down[owner] = self.down.get(owner, 0) + weight.down
-
-    def with_(self, task: Task) -> tuple[int, int]:
-        """FLOPs and bytes gathered of the busiest rank that computes `task`, if it is added."""
-        weight, owner = self.known[task.placed], task.owner
-        if owner is None:
-            return most(self.flops) + weight.flops, most(self.up) + weight.up
-        flops, up = self.flops.get(owner, 0), self.up.get(owner, 0)
-        return flops + self.flops[None] + weight.flops, up + self.up[None] + weight.up
-
-
-def most(by_owner: Mapping[object, int]) -> int:
-    """Of the busiest rank."""
-    return max((n for owner, n in by_owner.items() if owner is not None), default=0) + by_owner[None]
-
-
 def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most_bytes: int) -> list[list[Task]]:
     """Consecutive groups, each the longest whose makespan and bytes are within the limits."""
     bins: list[list[Task]] = []
@@ -128,40 +98,12 @@ def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most
 
 
 def live_bytes(plan: Sequence[Sequence[Task]], placed: Mapping[str, Placed], depth: int) -> int:
-    """Most bytes that a rank holds for the groups in flight: received, assembled, and the same on the way back."""
+    """Most bytes that a rank holds for `depth` groups in flight: received, assembled, and the same on the way back."""
     loads = [load_by_owner(own, placed) for own in plan]
-    held = [2 * most(load.up) + 2 * most(load.down) for load in loads]
+    held = [2 * busiest(load.up) + 2 * busiest(load.down) for load in loads]
     return max(sum(held[i : i + depth]) for i in range(len(held)))
 
 
 def makespan(tasks: Sequence[Task], placed: dict[str, Placed]) -> int:
-    return most(load_by_owner(tasks, placed).flops)
-
-
-def load_by_owner(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> Load:
-    load = Load(weights(tasks, placed))
-    for task in tasks:
-        load.add(task)
-    return load
-
-
-def gathered_bytes(placed: Placed) -> int:
-    return size_of(placed.gather)
-
-
-def size_of(wires: Sequence[Wire]) -> int:
-    return sum(math.prod(w.shape) * w.itemsize for w in wires)
-
-
-def load_of(tasks: Sequence[Task], grid: Grid, placed: dict[str, Placed]) -> GroupLoad:
-    """Bytes per rank and FLOPs of the busiest owner of one group."""
-    load = load_by_owner(tasks, placed)
-    sharded, exchanged = grid.shards > 1, grid.replicas > 1
-    owned = len(load.flops) > 1
-    down = max((n for owner, n in load.down.items() if owner is not None), default=0)
-    return GroupLoad(
-        gather_bytes=most(load.up) * sharded,
-        compute_flops=float(most(load.flops)),
-        scatter_bytes=down * (sharded + exchanged / grid.shards),
-        collectives=sharded + owned * (sharded + exchanged),
-    )
+    """FLOPs of the busiest rank."""
+    return busiest(load_by_owner(tasks, placed).flops)

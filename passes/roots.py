@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.analysis.flops import hardware_of
-from canzona_compile.analysis.roofline import graph_time
+from canzona_compile.analysis.roofline import graph_time, hardware_of
 from canzona_compile.analysis.spectral import EIGH, VT, Spectrum, Term, V, meanings
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Form, Step, Template, tensor_value

@@ -1,20 +1,21 @@
-"""What a graph costs, as formulas in the matrix dims, and what a step takes, from stated rates."""
+"""How many FLOPs a graph takes and how many bytes it moves, as formulas in the dims of the matrix.
+
+These are counts of the graph that is given, without any rate: `analysis.roofline` and `analysis.step_time` make seconds
+of them. A product counts in full, 2mkn FLOPs, also where a kernel computes one half of a symmetric result.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 import sympy
 import torch
 from torch import fx
 
-from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import Machine, Template, tensor_value
+from canzona_compile.ir.step import Template, Wire, tensor_value
 from canzona_compile.kernels import cholesky_qr, inverse_root
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
@@ -25,20 +26,32 @@ NAMES = {1: ("n",), 2: ("m", "n"), 3: ("b", "m", "n"), 4: ("b", "m", "n", "k")}
 
 
 def dim_symbols(ndim: int) -> tuple[sympy.Symbol, ...]:
-    """Names for the dims of a parameter: m x n for a matrix, b x m x n for a stack."""
+    """Symbols for the dims of a parameter with `ndim` dims: m x n for a matrix, b x m x n for a stack."""
     names = NAMES.get(ndim, tuple(f"d{i}" for i in range(ndim)))
     return tuple(sympy.Symbol(name, positive=True, integer=True) for name in names)
 
 
 def symbolic_flops(graph: fx.Graph, template: Template) -> sympy.Expr:
-    """FLOPs of a graph node by node: 2mkn per product, one per element elsewhere."""
+    """FLOPs of a graph, added up node by node: 2mkn per product, one per element elsewhere.
+
+    Args:
+        graph: whose nodes have fake tensors in their `meta`.
+        template: of the matrix that the graph is for.
+
+    Returns:
+        A formula in the dims of the matrix (`dim_symbols`).
+    """
     dims = symbolic_dims(graph, template)
     counted = (n for n in graph.nodes if n.op == "call_function" and (n in dims or decomposition(n)))
     return sympy.expand(sum((node_flops(n, dims) for n in counted), sympy.Integer(0)))
 
 
 def symbolic_bytes(graph: fx.Graph, template: Template) -> sympy.Expr:
-    """Bytes that a graph reads and writes in memory, node by node, views aside and nothing fused."""
+    """Bytes that a graph reads and writes in memory, if nothing is fused; views move nothing.
+
+    Returns:
+        A formula in the dims of the matrix (`dim_symbols`).
+    """
     dims = symbolic_dims(graph, template)
     total: sympy.Expr = sympy.Integer(0)
     for node in dims:
@@ -192,87 +205,17 @@ def free_size(expression: sympy.Expr) -> int:
 
 
 def flops_of(cost: sympy.Expr, shape: Sequence[int]) -> int:
-    """A symbolic cost as a number for a shape; at least 1, so that every task counts."""
+    """The value of a formula for a matrix of `shape`, at least 1, so that every task counts."""
     return max(1, int(cost.subs(dict(zip(dim_symbols(len(shape)), shape, strict=True)))))
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What a machine does per second, in short. Only ratios between plans matter.
-
-    Attributes:
-        flops: of matrix products, per rank.
-        wire: bytes per second that a rank sends in an all-to-all.
-        latency: seconds that a collective costs however small it is.
-        overlap: whether communication runs beside computation (NCCL on its own stream) or takes the
-            same cores (gloo on a CPU).
-    """
-
-    flops: float
-    wire: float
-    latency: float
-    overlap: bool
-
-
-TYPICAL = 4096  # dim of the products that stand for all in `Rates`
-
-
-def hardware_of(machine: Machine) -> Hardware:
-    """Its rates; those assumed for its kind of device where none were given."""
-    return machine.rates or named_hardware("cpu" if machine.device == "cpu" else "h100")
-
-
-@cache
-def rates_of(machine: Machine, ranks: tuple[int, ...] = ()) -> Rates:
-    """The rates of a machine in short, with the slowest link among `ranks`."""
-    hardware = hardware_of(machine)
-    link = hardware.link(ranks or (0,))
-    flops = hardware.product_rate("bfloat16", TYPICAL) * machine.threads
-    return Rates(flops, link.bandwidth, link.latency, hardware.overlap)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLoad:
-    """A micro-group as the pipeline sees it."""
-
-    gather_bytes: float  # on the busiest rank
-    compute_flops: float  # of the busiest owner
-    scatter_bytes: float
-    collectives: int
-
-
-def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> float:
-    """Predicted time of a step: a link and a processor, groups in order, at most `depth` in flight.
-
-    Without overlap everything adds up; with it the link gathers ahead while the processor computes.
-    """
-    if not groups:
-        return 0.0
-    times: list[tuple[float, float, float]] = []
-    for g in groups:
-        halves = max(1, g.collectives)
-        up = g.gather_bytes / rates.wire + rates.latency * (halves - halves // 2) * (g.gather_bytes > 0)
-        down = g.scatter_bytes / rates.wire + rates.latency * max(1, halves // 2) * (g.scatter_bytes > 0)
-        times.append((up, g.compute_flops / rates.flops, down))
-    if not rates.overlap or depth == 1:
-        return sum(map(sum, times))
-    link = processor = 0.0
-    computed: list[float] = []
-    scattered = 0
-    for i, (up, work, _) in enumerate(times):
-        if i >= depth:  # its buffers are those of group i - depth, which must be scattered first
-            link = max(link, computed[scattered]) + times[scattered][2]
-            scattered += 1
-        link += up
-        processor = max(processor, link) + work
-        computed.append(processor)
-    for i in range(scattered, len(times)):
-        link = max(link, computed[i]) + times[i][2]
-    return link
+def bytes_of_wires(wires: Sequence[Wire]) -> int:
+    """Bytes of the whole values of one matrix that cross between its fragments and its owner."""
+    return sum(math.prod(wire.shape) * wire.itemsize for wire in wires)
 
 
 def readable(flops: float) -> str:
-    """1.23 GFLOP."""
+    """FLOPs for people, as in "1.23 GFLOP"."""
     units: list[tuple[float, str]] = [(1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
     for size, prefix in units:
         if flops >= size:
@@ -281,6 +224,6 @@ def readable(flops: float) -> str:
 
 
 def readable_bytes(count: float) -> str:
-    """1.5 MiB."""
+    """Bytes for people, as in "1.5 MiB"."""
     power = min(4, int(math.log(count, 1024))) if count >= 1 else 0
     return f"{count / 1024**power:.4g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"

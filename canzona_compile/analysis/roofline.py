@@ -1,31 +1,60 @@
-"""How long graphs and transfers take on a kind of machine: a sum over nodes, each bound by arithmetic or memory.
+"""How long does a graph take, alone on one rank? The FLOPs and bytes of its nodes, on the rates of a machine.
 
-Beside its work every operator costs a launch. On a CPU that is the way from Python to the kernel, which views take
-too; a product also has its library choose code. Work that many tasks share in one call is launched once.
+There are two models of time. This is the first one: seconds of work follow from its FLOPs and bytes in closed form.
+`analysis.step_time` adds them up to a step, as far as a decision needs. Every rank evaluates this model by itself and
+has to come to the same decision, so it is cheap and depends on the step and the rates alone. The second model is
+`tools.simulation`: it plays every rank of a finished plan, and decides nothing.
+
+A graph takes the sum of the seconds of its nodes. Arithmetic or memory bounds each node, whichever takes longer. Every
+operator also costs a launch: on a CPU that is the way from Python to the kernel, which views take too, and a product
+has its library choose code. Work that many tasks share in one call is launched once.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import fx
 
 from canzona_compile.analysis.flops import (
     BY_PRODUCTS,
     addend,
+    bytes_of_wires,
     decomposition,
     decomposition_flops,
     factors,
     flips,
+    flops_of,
+    node_flops,
+    symbolic_dims,
     turned,
 )
-from canzona_compile.ir.hardware import Hardware
-from canzona_compile.ir.step import Placed, outputs, tensor_value
+from canzona_compile.ir.hardware import Hardware, Link, named_hardware
+from canzona_compile.ir.step import Machine, Placed, Template, outputs, tensor_value
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
+
+TYPICAL = 4096  # dim of the products whose rate stands for all, where FLOPs alone are to count
+
+
+def hardware_of(machine: Machine) -> Hardware:
+    """The rates of a machine, or those assumed for its kind of device where none were given."""
+    return machine.rates or named_hardware("cpu" if machine.device == "cpu" else "h100")
+
+
+def exchange_seconds(link: Link, busiest: float, members: int) -> float:
+    """Seconds of an exchange among some ranks.
+
+    Args:
+        link: the slowest one that the exchange needs.
+        busiest: bytes that the busiest rank sends or receives.
+        members: ranks that take part.
+    """
+    return busiest / link.bandwidth + link.latency + link.per_peer * (members - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +63,10 @@ class Work:
 
     Attributes:
         seconds: of arithmetic, at the machine's rate for this operator and size.
-        bytes: read and written in memory while that goes on.
-        calls: operators that are launched; 0 for views on a GPU and arithmetic on numbers.
-        added: seconds of a pass of its own: the addend of a product is copied to where the result will be.
-        turned: further seconds of that in a stack, where a transposed addend is not copied tile by tile.
+        bytes: that the node reads and writes in memory meanwhile.
+        calls: operators that are launched; 0 for views on a GPU and for arithmetic on numbers.
+        added: seconds of copying the addend of a product to where the result will be, a pass of its own.
+        turned: further seconds of that copy in a stack, where a transposed addend is not copied tile by tile.
         product: dtype of a matrix product, whose call is not in `calls`; empty for others.
     """
 
@@ -49,18 +78,19 @@ class Work:
     product: str = ""
 
     def lasts(self, hardware: Hardware) -> float:
+        """Seconds of the node without launches."""
         return max(self.seconds, self.bytes / hardware.bandwidth) + self.added
 
 
 @dataclass(frozen=True, slots=True)
 class GraphTime:
-    """A graph for one whole matrix.
+    """What a graph takes for one whole matrix.
 
     Attributes:
-        seconds: beside launches.
-        calls: operators that are launched, without matrix products.
-        products: calls of matrix products by dtype.
-        turned: further seconds where tasks are stacked: passes over transposed matrices.
+        seconds: without launches.
+        calls: operators that are launched, matrix products aside.
+        products: how many matrix products are called, by dtype.
+        turned: further seconds where tasks are stacked, of passes over transposed matrices.
     """
 
     seconds: float
@@ -69,10 +99,11 @@ class GraphTime:
     turned: float = 0.0
 
     def product_calls(self, hardware: Hardware) -> float:
+        """Seconds of launching the matrix products."""
         return sum(count * hardware.product_call(dtype) for dtype, count in self.products)
 
     def launches(self, hardware: Hardware) -> float:
-        """Seconds of launches when every operator runs by itself."""
+        """Seconds of all launches if every operator runs by itself."""
         return self.calls * hardware.launch + self.product_calls(hardware)
 
     def total(self, hardware: Hardware) -> float:
@@ -81,7 +112,7 @@ class GraphTime:
 
 
 def graph_time(graph: fx.Graph, hardware: Hardware) -> GraphTime:
-    """The time of a graph, node after node, nothing fused."""
+    """What a graph takes for one whole matrix, its nodes one after the other and nothing fused."""
     done = list(works(graph, hardware))
     products = Counter(work.product for work in done if work.product)
     return GraphTime(
@@ -92,7 +123,24 @@ def graph_time(graph: fx.Graph, hardware: Hardware) -> GraphTime:
     )
 
 
+def product_flops(graph: fx.Graph, template: Template) -> dict[str, int]:
+    """FLOPs of a graph's matrix products, by dtype."""
+    dims = symbolic_dims(graph, template)
+    found: dict[str, sympy.Expr] = defaultdict(lambda: sympy.Integer(0))
+    for node in dims:
+        if factors(node):
+            found[dtype_name(node.meta["val"])] += node_flops(node, dims)
+    return {dtype: flops_of(flops, template.shape) for dtype, flops in found.items()}
+
+
+def product_seconds(graph: fx.Graph, template: Template, hardware: Hardware) -> float:
+    """Seconds of a graph's matrix products, all at the rate of one size, so that within a dtype FLOPs alone count."""
+    flops = product_flops(graph, template)
+    return sum(count / hardware.product_rate(dtype, TYPICAL) for dtype, count in flops.items())
+
+
 def works(graph: fx.Graph, hardware: Hardware) -> Iterator[Work]:
+    """What the nodes of a graph do, in order."""
     for node in graph.nodes:
         value = tensor_value(node)
         if node.op == "call_function" and decomposition(node):
@@ -102,7 +150,7 @@ def works(graph: fx.Graph, hardware: Hardware) -> Iterator[Work]:
 
 
 def decomposition_work(node: fx.Node, hardware: Hardware) -> Work:
-    """A decomposition, whatever it returns; ours by products at the rate of products until theirs was measured."""
+    """What a decomposition does. One of ours works by products and runs at their rate until its own was measured."""
     name, operand = decomposition(node), tensor_value(node.all_input_nodes[0])
     assert operand is not None
     flops, size = float(decomposition_flops(node, operand.shape)), operand.shape[-1]
@@ -150,7 +198,7 @@ def product_of(node: fx.Node, pair: tuple[fx.Node, fx.Node], value: torch.Tensor
 
 
 def transposed(node: fx.Node) -> bool:
-    """Does a matrix lie column by column?"""
+    """Whether a matrix lies in memory column by column."""
     value = tensor_value(node)
     return value is not None and value.ndim >= 2 and value.stride(-1) != 1 and value.stride(-2) == 1
 
@@ -170,14 +218,14 @@ def dtype_name(value: torch.Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTime:
-    """The three graphs of a cut, for one whole matrix.
+    """What the three graphs of a cut take for one whole matrix.
 
     Attributes:
-        gathered, scattered: bytes of what crosses.
-        packed: bytes of what is copied to be sent by a copy of its own. A cast at the end of prepare is not: it
-            writes where the message is.
-        kept: bytes that apply copies, because prepare has made them: new state.
-        turned: seconds that packing what is scattered takes longer because it is transposed.
+        gathered, scattered: bytes that cross to and from the owner.
+        packed: bytes of `gathered` that a copy of its own packs. A cast at the end of prepare needs none: it writes
+            where the message is.
+        kept: bytes of new state that prepare has made and apply copies.
+        turned: further seconds of packing what is scattered where it is transposed.
     """
 
     prepare: GraphTime
@@ -191,11 +239,11 @@ class PlacedTime:
 
 
 def placed_time(placed: Placed, hardware: Hardware) -> PlacedTime:
+    """What the graphs of a cut take on some hardware, and the bytes that they exchange."""
     prepare, compute, apply = (graph_time(g, hardware) for g in (placed.prepare, placed.compute, placed.apply))
     sizes = [math.prod(w.shape) * w.itemsize for w in placed.gather]
     sent = outputs(placed.prepare)[: len(sizes)]
     packed = sum(size for size, node in zip(sizes, sent, strict=True) if not casts(node))
-    down = sum(math.prod(w.shape) * w.itemsize for w in placed.scatter)
     made = (tensor_value(n) for n in outputs(placed.apply) if isinstance(n, fx.Node) and n.op == "placeholder")
     kept = sum(size_of(value) for value in made if value is not None)
     turned = 0.0
@@ -204,10 +252,10 @@ def placed_time(placed: Placed, hardware: Hardware) -> PlacedTime:
             value = tensor_value(node)
             assert value is not None
             turned += 2 * size_of(value) * max(0.0, 1 / turning(value, hardware) - 1 / hardware.bandwidth)
-    return PlacedTime(prepare, compute, apply, sum(sizes), down, packed, kept, turned)
+    return PlacedTime(prepare, compute, apply, sum(sizes), bytes_of_wires(placed.scatter), packed, kept, turned)
 
 
 def casts(node: object) -> bool:
-    """Is it a cast to another dtype and nothing else?"""
+    """Whether a node is a cast to another dtype and nothing else."""
     cast = torch.ops.aten._to_copy.default
     return isinstance(node, fx.Node) and node.target is cast and set(node.kwargs) == {"dtype"}

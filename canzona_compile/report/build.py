@@ -1,7 +1,7 @@
 """What a plan amounts to, in figures: for people (rich prints it) and for machines (`to_json`).
 
-Everything here is computed from a step, nothing is measured; seconds follow from the assumed rates
-of `canzona_compile.analysis.flops`.
+All figures are computed from a step, none is measured. FLOPs are those of the graphs that run, halves of symmetric
+products and padding aside; seconds follow from rates, by `canzona_compile.analysis.step_time`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 
-from canzona_compile.analysis.flops import GroupLoad, rates_of
+from canzona_compile.analysis.step_time import load_of, timeline
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.layout import Box, Grid, Shape
 from canzona_compile.ir.step import (
@@ -32,7 +32,6 @@ from canzona_compile.ir.step import (
     Strategy,
     Task,
 )
-from canzona_compile.passes.micro_group import load_of
 from canzona_compile.report.charts import plural
 from canzona_compile.report.schema import (
     Facts,
@@ -61,7 +60,7 @@ class Report(Figures, JupyterMixin):
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `to_json` says, as plain lists, dicts, strings and numbers."""
+        """The content of `to_json` as plain lists, dicts, strings and numbers."""
         found: dict[str, Any] = json.loads(self.to_json())
         return found
 
@@ -84,7 +83,15 @@ class Report(Figures, JupyterMixin):
 
 
 def make_report(step: Step, facts: Facts) -> Report:
-    """The figures of a step that is at least SCHEDULED."""
+    """Work out the figures of a step.
+
+    Args:
+        step: at least SCHEDULED.
+        facts: what the step does not know of itself.
+
+    Raises:
+        InvalidStep: the step has no schedule.
+    """
     if step.form < Form.SCHEDULED:
         raise InvalidStep(f"a step of form {step.form.name} has no schedule to report")
     placed = {p.name: p for p in step.placed}
@@ -96,7 +103,7 @@ def make_report(step: Step, facts: Facts) -> Report:
     sent = sum(g.gather_bytes + g.scatter_bytes + g.exchange_bytes for g in groups)
     taken = {t.placed for t in step.tasks}
     work = [load.flops for load in loads]
-    moments = timeline(step, placed)
+    schedule = moments(step)
     return Report(
         world_size=facts.world_size,
         optimizer=step.optimizer,
@@ -111,7 +118,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         collectives_per_step=sum(g.collectives for g in groups),
         wire_bytes_per_element=sent / elements if elements else 0.0,
         imbalance=max(work) * len(work) / sum(work) if sum(work) else 1.0,
-        predicted_seconds=max((m.end for m in moments), default=0.0),
+        predicted_seconds=max((m.end for m in schedule), default=0.0),
         templates=tuple(report_template(p, step.tasks) for p in step.placed if p.name in taken),
         micro_groups=groups,
         tasks=tuple(report_task(t, placed[t.placed], group_of[t.name]) for t in step.tasks),
@@ -119,7 +126,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         local=facts.local,
         fallbacks=dict(facts.interpreted),
         suggestions=facts.suggestions,
-        schedule=moments,
+        schedule=schedule,
         profile=facts.profile,
     )
 
@@ -192,7 +199,8 @@ def report_task(task: Task, placed: Placed, group: int) -> TaskReport:
 
 
 def report_group(step: Step, group: MicroGroup, placed: Mapping[str, Placed]) -> GroupReport:
-    grid = grid_of(step, group)
+    tasks = [step.task(name) for name in group.tasks]
+    grid = tasks[0].layout.grid
     sent = {e.phase: wire_bytes(e, grid) for e in group.exchanges}
     return GroupReport(
         index=group.index,
@@ -201,21 +209,13 @@ def report_group(step: Step, group: MicroGroup, placed: Mapping[str, Placed]) ->
         gather_bytes=sent.get(Phase.GATHER, 0),
         scatter_bytes=sent.get(Phase.SCATTER, 0),
         exchange_bytes=sent.get(Phase.EXCHANGE, 0),
-        makespan_flops=round(load_of_group(step, group, placed).compute_flops),
+        makespan_flops=round(load_of(tasks, grid, placed).compute_flops),
         collectives=len(group.exchanges) + (Event(Act.MEET, group.index) in step.schedule),
     )
 
 
-def grid_of(step: Step, group: MicroGroup) -> Grid:
-    return step.task(group.tasks[0]).layout.grid
-
-
-def load_of_group(step: Step, group: MicroGroup, placed: Mapping[str, Placed]) -> GroupLoad:
-    return load_of([step.task(name) for name in group.tasks], grid_of(step, group), dict(placed))
-
-
 def wire_bytes(exchange: Exchange, grid: Grid) -> int:
-    """Bytes that leave a rank in an exchange, summed over all ranks.
+    """Bytes that leave a rank for another in an exchange, summed over all ranks.
 
     The sum of `Exchange.block` over all pairs of different ranks, without looking at each pair:
     most blocks are empty, and the others are found from the owners.
@@ -245,7 +245,7 @@ def fragment_sizes(shape: Shape, boxes: tuple[Box, ...]) -> tuple[int, ...]:
 
 
 def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, int]) -> tuple[LoadReport, ...]:
-    """Every rank of every grid of two or more ranks."""
+    """The loads of all ranks of grids of two or more ranks, by rank."""
     flops: dict[int, dict[int, int]] = {}
     tasks: dict[int, int] = defaultdict(int)
     grids = {id(t.layout.grid): t.layout.grid for t in step.tasks}
@@ -274,43 +274,9 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
     )
 
 
-TRANSFERS = {Act.START_GATHER: Act.WAIT_GATHER, Act.START_SCATTER: Act.WAIT_SCATTER}
-TRANSFERS |= {Act.START_EXCHANGE: Act.WAIT_EXCHANGE}
-
-
-def timeline(step: Step, placed: Mapping[str, Placed]) -> tuple[Moment, ...]:
-    """Play the schedule on one processor and one link, each busy with the busiest rank's share.
-
-    Transfers run in the order in which they start. Where communication takes the cores that compute
-    (gloo), the processor stands still meanwhile.
-    """
-    overlap = rates_of(step.machine).overlap
-    last: dict[tuple[int, Act], float] = {}
-    for group in step.groups:
-        load, grid = load_of_group(step, group, placed), grid_of(step, group)
-        rates = rates_of(step.machine, grid.members())
-        # GroupLoad adds the scatter's and the exchange's bytes; the latter are 1/shards as many.
-        parts = {
-            Act.START_SCATTER: grid.shards * (grid.shards > 1),
-            Act.START_EXCHANGE: grid.replicas > 1,
-        }
-        sent = {Act.START_GATHER: load.gather_bytes} | {
-            act: load.scatter_bytes * part / max(1, sum(parts.values())) for act, part in parts.items()
-        }
-        last |= {(group.index, act): size / rates.wire + rates.latency for act, size in sent.items()}
-        last[group.index, Act.COMPUTE] = load.compute_flops / rates.flops
-    processor = link = 0.0
-    arrival: dict[tuple[int, Act], float] = {}
-    moments: list[Moment] = []
-    for event in step.schedule:
-        lasts = last.get((event.group, event.act), 0.0)
-        if event.act in TRANSFERS:
-            begin = max(processor, link)
-            link = arrival[event.group, TRANSFERS[event.act]] = begin + lasts
-            processor = processor if overlap else link
-            moments.append(Moment(str(event.act), event.group, "link", begin, link))
-        else:
-            begin = processor
-            processor = max(processor + lasts, arrival.get((event.group, event.act), 0.0))
-            moments.append(Moment(str(event.act), event.group, "compute", begin, processor))
-    return tuple(moments)
+def moments(step: Step) -> tuple[Moment, ...]:
+    """The predicted timeline of a step."""
+    return tuple(
+        Moment(str(one.event.act), one.event.group, "link" if one.on_link else "compute", one.start, one.end)
+        for one in timeline(step)
+    )

@@ -14,7 +14,8 @@ from itertools import groupby
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_compile.analysis.flops import rates_of, readable
+from canzona_compile.analysis.flops import readable
+from canzona_compile.analysis.step_time import rates_of
 from canzona_compile.report.schema import Figures, LoadReport, Moment
 
 MOST_BARS = 32  # ranks with a bar of their own; more make a histogram

@@ -44,8 +44,9 @@ def planning_passes(options: Options) -> list[Pass]:
     owners: Pass = AssignOwners(options.strategy, planner_named(options.planner, alpha=options.alpha))
     if options.plan is not None:
         owners = FollowOwners(options.plan)
-    rewrites: list[Pass] = [] if exact else [Roots()]
-    return [Canonicalize(), *rewrites, Place(exact=exact), owners]
+    if exact:
+        return [Canonicalize(), Place(exact=True), owners]
+    return [Canonicalize(), Roots(), Place(exact=False), GramIterations(), owners]
 
 
 def lowering_passes(options: Options, symmetric: frozenset[tuple[str, str]] = frozenset()) -> list[Pass]:
@@ -59,7 +60,7 @@ def lowering_passes(options: Options, symmetric: frozenset[tuple[str, str]] = fr
     depth = options.depth
     if options.plan is not None:
         groups, depth = FollowGroups(options.plan), options.plan.depth
-    products: list[Pass] = [*([] if exact else [GramIterations()]), Symmetry(symmetric), Padding()]
+    products: list[Pass] = [Symmetry(symmetric), Padding()]
     return [groups, FuseCollectives(), *products, Batching(exact=exact), Schedule(depth=depth)]
 
 

@@ -13,7 +13,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from canzona_compile.analysis.flops import rates_of
+from canzona_compile.analysis.step_time import rates_of
 from canzona_compile.capture.variant_period import Course
 from canzona_compile.ir.step import Step, Task
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,22 +13,25 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import canzona_compile
+from canzona_compile.analysis.flops import flops_of, symbolic_flops
 from canzona_compile.analysis.gram_restarts import plan_restarts
 from canzona_compile.analysis.newton_schulz import Polynomial, chains
 from canzona_compile.analysis.norm_bounds import norm_bound
+from canzona_compile.analysis.roofline import product_flops
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.hardware import named_hardware
-from canzona_compile.ir.pipeline import run
-from canzona_compile.ir.step import Placed
+from canzona_compile.ir.pipeline import History, run
+from canzona_compile.ir.step import Machine
 from canzona_compile.kernels.ops import SYM_GEMM
-from canzona_compile.options import Options
-from canzona_compile.passes import Canonicalize, Place
-from canzona_compile.passes.gram import rewritten, work
+from canzona_compile.options import Numerics, Options
+from canzona_compile.passes.gram import rewritten
 from canzona_compile.passes.symmetry import rewritten as with_halves
-from canzona_compile.session.plan import lowering_passes
+from canzona_compile.report.build import Facts, make_report
+from canzona_compile.session.plan import lowering_passes, planning_passes
 from examples.optimizers.shampoo import Shampoo
 from tests.harness.random_graphs import evaluate
+from tests.harness.samples import grid_of, muon_step
 from tests.harness.untimed import untimed
 from tests.passes.iterations import (
     CANS,
@@ -103,8 +107,8 @@ def test_work_is_what_the_formula_says() -> None:
     m, r = 8, 4
     graph = Iteration(m, r * m, torch.bfloat16).iterated(JORDAN)
     new = rewrite(graph)
-    assert work(graph, template_of(graph)) == {"bfloat16": (20 * r + 10) * m**3}
-    assert work(new, template_of(new)) == {"float16": (8 * r + 28) * m**3}
+    assert product_flops(graph, template_of(graph)) == {"bfloat16": (20 * r + 10) * m**3}
+    assert product_flops(new, template_of(new)) == {"float16": (8 * r + 28) * m**3}
     assert products(new).count((m, r * m)) == 2
     halved = with_halves(new)
     assert sum(n.target is SYM_GEMM for n in halved.nodes) == 16
@@ -292,14 +296,50 @@ def test_iterations_that_leave_the_range() -> None:
 # -- in plans and in runs ------------------------------------------------------------------------------
 
 
-def cut_of(step: Any) -> Placed:
-    return next(iter(run(step, [Canonicalize(), Place()])[0].placed))
+GRID = grid_of(1, 2)
+
+
+def scheduled(numerics: Numerics, *shapes: tuple[int, int]) -> History:
+    options = Options(numerics=numerics, strategy="owner", micro_groups=1)
+    step = replace(muon_step(GRID, *shapes), machine=Machine("cuda", "nccl", 1))
+    return run(step, [*planning_passes(options), *lowering_passes(options)])[1]
 
 
 def test_exact_numerics_has_no_such_pass() -> None:
-    names = {numerics: [p.name for p in lowering_passes(Options(numerics=numerics))] for numerics in ("exact", "fast")}
-    assert "gram" not in names["exact"]
-    assert names["fast"].index("gram") < names["fast"].index("symmetry") < names["fast"].index("batch")
+    for numerics in ("exact", "fast"):
+        options = Options(numerics=numerics)
+        assert "gram" not in [p.name for p in lowering_passes(options)]
+        names = [p.name for p in planning_passes(options)]
+        assert ("gram" in names) == (numerics == "fast")
+        if numerics == "fast":
+            assert names.index("place") < names.index("gram") < names.index("assign-owners")
+
+
+def test_costs_are_those_of_the_graphs_that_run() -> None:
+    """Of wide and tall matrices those of the iteration on Gram matrices; with exact numerics of the captured one."""
+    wide, tall, square = (16, 256), (256, 16), (32, 32)
+    exact, fast = (scheduled(n, wide, tall, square).step_at("scheduled") for n in ("exact", "fast"))
+    less = {cut.template.shape: cut.flops / old.flops for cut, old in zip(fast.placed, exact.placed, strict=True)}
+    assert less[wide] == less[tall] < 0.6
+    assert less[square] == 1
+    owned = scheduled("fast", wide, tall, square).step_at("assign-owners")
+    for cut, old in zip(fast.placed, owned.placed, strict=True):
+        assert cut.cost == old.cost == symbolic_flops(old.compute, old.template)
+        assert cut.flops == flops_of(cut.cost, cut.template.shape)
+
+
+def test_owners_share_the_work_that_runs() -> None:
+    """A wide matrix is more work than a square one where its graph is not rewritten, and less where it is."""
+    shapes = (16, 256), (16, 256), (16, 256), (32, 32), (32, 32)
+    owned = {n: scheduled(n, *shapes).step_at("scheduled") for n in ("exact", "fast")}
+    by_owner = {n: [{t.shape for t in step.tasks if t.owner == (0, s)} for s in range(2)] for n, step in owned.items()}
+    assert {(16, 256), (32, 32)} in by_owner["exact"]
+    assert {(16, 256)} in by_owner["fast"]
+    assert {(32, 32)} in by_owner["fast"]
+    report = make_report(owned["fast"], Facts(numerics="fast"))
+    assert report.imbalance < 1.05
+    assert sum(load.flops for load in report.loads) == sum(task.flops for task in report.tasks)
+    assert {t.formula for t in report.templates} == {str(cut.cost) for cut in owned["fast"].placed}
 
 
 def test_statistics_are_no_iteration() -> None:

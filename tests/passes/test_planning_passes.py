@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from canzona_compile.analysis.flops import GroupLoad, Rates, flops_of, pipeline_seconds, rates_of
+from canzona_compile.analysis.flops import bytes_of_wires, flops_of
+from canzona_compile.analysis.step_time import GroupLoad, Rates, load_of, pipeline_seconds, rates_of
 from canzona_compile.ir.layout import Grid, Layout, Shape
 from canzona_compile.ir.step import (
     Act,
@@ -33,7 +34,7 @@ from canzona_compile.ir.step import (
 )
 from canzona_compile.lowering.memory_plan import assign_slots
 from canzona_compile.passes import AssignOwners, FormMicroGroups, Place
-from canzona_compile.passes.micro_group import COUNTS, TOLERANCE, gathered_bytes, live_bytes, load_of, makespan, pack
+from canzona_compile.passes.micro_group import COUNTS, TOLERANCE, live_bytes, makespan, pack
 from canzona_compile.passes.schedule import pipelined, stages
 from tests.harness.pairs import muon, parameters
 from tests.harness.samples import CPU, TOY_SHAPE, grid_of, muon_step, rows_layout, toy_placed, toy_step, toy_template
@@ -165,7 +166,7 @@ def test_packing_is_greedy_within_both_limits(
         return makespan(tasks, placed) <= flops and all(most <= capacity for most in sizes(tasks, placed).values())
 
     for own in bins:
-        huge = [t for t in own if gathered_bytes(placed[t.placed]) > capacity]
+        huge = [t for t in own if bytes_of_wires(placed[t.placed].gather) > capacity]
         assert fits([t for t in own if t not in huge]) if len(huge) < len(own) else huge
         for task in huge:  # alone on its owner
             assert [t for t in own if t.owner == task.owner] == [task]
@@ -176,7 +177,7 @@ def test_packing_is_greedy_within_both_limits(
 def sizes(tasks: Sequence[Task], placed: dict[str, Placed]) -> dict[object, int]:
     found: dict[object, int] = defaultdict(int)
     for task in tasks:
-        found[task.owner] += gathered_bytes(placed[task.placed])
+        found[task.owner] += bytes_of_wires(placed[task.placed].gather)
     return found
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from canzona_compile.analysis.flops import GroupLoad, pipeline_seconds, rates_of
+from canzona_compile.analysis.step_time import GroupLoad, load_of, pipeline_seconds, rates_of
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.layout import Grid, Shape
 from canzona_compile.ir.step import Exchange, Form, Machine, MicroGroup, Step
@@ -24,7 +24,6 @@ from canzona_compile.passes import (
     Place,
     Schedule,
 )
-from canzona_compile.passes.micro_group import load_of
 from canzona_compile.report.build import Facts, LocalTask, Report, headline, make_report
 from tests.conftest import Golden
 from tests.harness.samples import grid_of, muon_step, toy_step

@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args
 from torch import nn
 from torch.optim import Optimizer
 
+from canzona_compile.analysis.flops import bytes_of_wires
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Machine, Step
 from canzona_compile.ir.verifier import verify
 from canzona_compile.options import Numerics, Options, Strategy
-from canzona_compile.passes.micro_group import gathered_bytes
 from canzona_compile.session.plan import lowering_passes, planning_passes
 from canzona_compile.tools.planning.forecast import forecast
 from canzona_compile.tools.planning.gc_pause import paused
@@ -144,12 +144,12 @@ def check_capacity(owned: Step, capacity: int) -> None:
     """Raise CanzonaError for the first matrix that alone exceeds the capacity."""
     placed = {p.name: p for p in owned.placed}
     for task in owned.tasks:
-        needed = gathered_bytes(placed[task.placed])
+        needed = bytes_of_wires(placed[task.placed].gather)
         if needed > capacity:
             raise CanzonaError(
                 f"capacity {capacity} is below the {needed} bytes that its owner gathers",
                 at=task.name,
-                hint=f"at least {max(gathered_bytes(p) for p in owned.placed)} holds the largest matrix",
+                hint=f"at least {max(bytes_of_wires(p.gather) for p in owned.placed)} holds the largest matrix",
             )
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from canzona_compile.analysis.roofline import PlacedTime
+from canzona_compile.analysis.roofline import PlacedTime, exchange_seconds
 from canzona_compile.ir.hardware import Hardware, Link
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Strategy, Task
@@ -28,7 +28,7 @@ class Setting:
 
     def transfer(self, busiest: float) -> float:
         """Seconds of an exchange within a replica, of which the busiest rank moves so many bytes."""
-        return busiest / self.link.bandwidth + self.link.latency + self.link.per_peer * (self.grid.shards - 1)
+        return exchange_seconds(self.link, busiest, self.grid.shards)
 
 
 def strategies(

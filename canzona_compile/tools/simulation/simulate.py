@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from canzona_compile.analysis.roofline import placed_time
+from canzona_compile.analysis.roofline import exchange_seconds, placed_time
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
@@ -162,8 +162,7 @@ class Player:
             self.operations[rank].append(Wait(len(self.collectives) - 1))
 
     def latency(self, ranks: tuple[int, ...]) -> float:
-        link = self.hardware.link(ranks)
-        return link.latency + link.per_peer * (len(ranks) - 1)
+        return exchange_seconds(self.hardware.link(ranks), 0.0, len(ranks))
 
 
 def teams(grid: Grid, phase: Phase) -> Iterator[list[tuple[int, int]]]:

@@ -1,0 +1,254 @@
+"""How long does a step take on its busiest rank? Work and bytes on one processor and one link.
+
+This completes the first of the two models of time (see `analysis.roofline`). The passes decide by it: which tasks every
+rank computes, how many micro-groups there are. The report shows it as the timeline of a step. Only the busiest rank
+counts, an owner of a group computes its FLOPs at one rate, and elementwise work takes no time. What single ranks do,
+and how they wait for one another, is the question of the second model, `tools.simulation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from canzona_compile.analysis.flops import bytes_of_wires
+from canzona_compile.analysis.roofline import TYPICAL, graph_time, hardware_of
+from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.step import Act, Event, Machine, Placed, Step, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine does per second, in short. Only ratios between plans matter.
+
+    Attributes:
+        flops: FLOPs per second of matrix products, per rank.
+        wire: bytes per second that a rank sends in an all-to-all.
+        latency: seconds that a collective costs however small it is.
+        overlap: whether communication runs beside computation (NCCL on its own stream) or takes the
+            same cores (gloo on a CPU).
+    """
+
+    flops: float
+    wire: float
+    latency: float
+    overlap: bool
+
+
+@cache
+def rates_of(machine: Machine, ranks: tuple[int, ...] = ()) -> Rates:
+    """The rates of a machine in short, with the slowest link among `ranks`."""
+    hardware = hardware_of(machine)
+    link = hardware.link(ranks or (0,))
+    flops = hardware.product_rate("bfloat16", TYPICAL) * machine.threads
+    return Rates(flops, link.bandwidth, link.latency, hardware.overlap)
+
+
+def task_seconds(placed: Placed, machine: Machine, ranks: tuple[int, ...]) -> float:
+    """Seconds that one matrix takes by itself: arithmetic, and launches, which are all there is to small ones."""
+    hardware, rates = hardware_of(machine), rates_of(machine, ranks)
+    return placed.flops / rates.flops + graph_time(placed.compute, hardware).launches(hardware)
+
+
+# -- what a micro-group asks of its ranks ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What one task asks of the rank that computes it: FLOPs, and bytes to it and from it."""
+
+    flops: int
+    up: int
+    down: int
+
+
+def weights(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> dict[str, Weight]:
+    """The weights of tasks, by name of a cut."""
+    cuts = (placed[name] for name in {task.placed for task in tasks})
+    return {p.name: Weight(p.flops, bytes_of_wires(p.gather), bytes_of_wires(p.scatter)) for p in cuts}
+
+
+class Load:
+    """What tasks ask of the ranks of their grid, added up.
+
+    Attributes:
+        flops, up, down: FLOPs, bytes gathered and bytes scattered, by owner; under None those of every rank.
+    """
+
+    def __init__(self, known: Mapping[str, Weight]) -> None:
+        self.known = known
+        self.flops: dict[object, int] = {None: 0}
+        self.up: dict[object, int] = {None: 0}
+        self.down: dict[object, int] = {None: 0}
+
+    def add(self, task: Task) -> None:
+        weight, owner = self.known[task.placed], task.owner
+        self.flops[owner] = self.flops.get(owner, 0) + weight.flops
+        self.up[owner] = self.up.get(owner, 0) + weight.up
+        self.down[owner] = self.down.get(owner, 0) + weight.down
+
+    def with_(self, task: Task) -> tuple[int, int]:
+        """FLOPs and bytes gathered of the busiest rank that computes `task`, if `task` is added."""
+        weight, owner = self.known[task.placed], task.owner
+        if owner is None:
+            return busiest(self.flops) + weight.flops, busiest(self.up) + weight.up
+        flops, up = self.flops.get(owner, 0), self.up.get(owner, 0)
+        return flops + self.flops[None] + weight.flops, up + self.up[None] + weight.up
+
+
+def busiest(by_owner: Mapping[object, int]) -> int:
+    """The share of the busiest rank: the most of any owner, and what every rank does."""
+    return max((n for owner, n in by_owner.items() if owner is not None), default=0) + by_owner[None]
+
+
+def load_by_owner(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> Load:
+    """The load of tasks of one grid."""
+    load = Load(weights(tasks, placed))
+    for task in tasks:
+        load.add(task)
+    return load
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """A micro-group as the pipeline sees it.
+
+    Attributes:
+        gather_bytes: bytes that the busiest rank gathers.
+        compute_flops: FLOPs of the busiest owner.
+        scatter_bytes: bytes that the busiest rank scatters, and exchanges between replicas.
+        collectives: that a rank takes part in.
+    """
+
+    gather_bytes: float
+    compute_flops: float
+    scatter_bytes: float
+    collectives: int
+
+
+def load_of(tasks: Sequence[Task], grid: Grid, placed: Mapping[str, Placed]) -> GroupLoad:
+    """The load of one micro-group, whose tasks share `grid`."""
+    load = load_by_owner(tasks, placed)
+    sharded, exchanged = grid.shards > 1, grid.replicas > 1
+    owned = len(load.flops) > 1
+    down = max((n for owner, n in load.down.items() if owner is not None), default=0)
+    return GroupLoad(
+        gather_bytes=busiest(load.up) * sharded,
+        compute_flops=float(busiest(load.flops)),
+        scatter_bytes=down * (sharded + exchanged / grid.shards),
+        collectives=sharded + owned * (sharded + exchanged),
+    )
+
+
+# -- one processor and one link ----------------------------------------------------------------
+
+
+class BusiestRank:
+    """One processor and one link. Each does one thing at a time, in the order in which it is asked to.
+
+    Attributes:
+        processor, link: seconds from the begin of the step until which each of them is busy.
+    """
+
+    def __init__(self) -> None:
+        self.processor = self.link = 0.0
+
+    def compute(self, seconds: float, since: float = 0.0) -> float:
+        """Keep the processor busy for so long, not before `since`; return when that is done."""
+        self.processor = max(self.processor, since) + seconds
+        return self.processor
+
+    def transfer(self, seconds: float, since: float = 0.0) -> float:
+        """Keep the link busy for so long, not before `since`; return when that is done."""
+        self.link = max(self.link, since) + seconds
+        return self.link
+
+
+def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> float:
+    """Predict the time of a step that is not scheduled yet.
+
+    With overlap the link gathers ahead while the processor computes; without it everything adds up.
+
+    Args:
+        groups: the loads of its micro-groups, in order.
+        rates: of the machine.
+        depth: how many micro-groups are in flight at once, at most.
+
+    Returns:
+        Seconds.
+    """
+    times: list[tuple[float, float, float]] = []
+    for g in groups:
+        halves = max(1, g.collectives)
+        up = g.gather_bytes / rates.wire + rates.latency * (halves - halves // 2) * (g.gather_bytes > 0)
+        down = g.scatter_bytes / rates.wire + rates.latency * max(1, halves // 2) * (g.scatter_bytes > 0)
+        times.append((up, g.compute_flops / rates.flops, down))
+    if not rates.overlap or depth == 1:
+        return float(sum(map(sum, times)))
+    rank = BusiestRank()
+    computed: list[float] = []
+    for i, (up, work, _) in enumerate(times):
+        if i >= depth:  # its buffers are those of group i - depth, which must be scattered first
+            rank.transfer(times[i - depth][2], since=computed[i - depth])
+        computed.append(rank.compute(work, since=rank.transfer(up)))
+    for i in range(max(0, len(times) - depth), len(times)):
+        rank.transfer(times[i][2], since=computed[i])
+    return rank.link
+
+
+TRANSFERS = {
+    Act.START_GATHER: Act.WAIT_GATHER,
+    Act.START_SCATTER: Act.WAIT_SCATTER,
+    Act.START_EXCHANGE: Act.WAIT_EXCHANGE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimedEvent:
+    """An event of a schedule, with its begin and end in seconds from the begin of the step."""
+
+    event: Event
+    start: float
+    end: float
+
+    @property
+    def on_link(self) -> bool:
+        """Whether the link is busy with it, rather than the processor."""
+        return self.event.act in TRANSFERS
+
+
+def timeline(step: Step) -> tuple[TimedEvent, ...]:
+    """Predict when the events of a SCHEDULED step begin and end on its busiest rank.
+
+    Transfers run in the order in which they start. Where communication takes the cores that compute (gloo), the
+    processor stands still meanwhile.
+    """
+    overlap = rates_of(step.machine).overlap
+    lasts: dict[tuple[int, Act], float] = {}
+    placed = {p.name: p for p in step.placed}
+    for group in step.groups:
+        tasks = [step.task(name) for name in group.tasks]
+        grid = tasks[0].layout.grid
+        load, rates = load_of(tasks, grid, placed), rates_of(step.machine, grid.members())
+        # GroupLoad adds the scatter's and the exchange's bytes; the latter are 1/shards as many.
+        parts = {Act.START_SCATTER: grid.shards * (grid.shards > 1), Act.START_EXCHANGE: int(grid.replicas > 1)}
+        sent = {Act.START_GATHER: load.gather_bytes} | {
+            act: load.scatter_bytes * part / max(1, sum(parts.values())) for act, part in parts.items()
+        }
+        lasts |= {(group.index, act): size / rates.wire + rates.latency for act, size in sent.items()}
+        lasts[group.index, Act.COMPUTE] = load.compute_flops / rates.flops
+    rank = BusiestRank()
+    arrival: dict[tuple[int, Act], float] = {}
+    timed: list[TimedEvent] = []
+    for event in step.schedule:
+        seconds = lasts.get((event.group, event.act), 0.0)
+        if event.act in TRANSFERS:
+            start = max(rank.processor, rank.link)
+            end = arrival[event.group, TRANSFERS[event.act]] = rank.transfer(seconds, since=start)
+            rank.processor = rank.processor if overlap else end
+        else:
+            start = rank.processor
+            end = rank.compute(seconds, since=arrival.get((event.group, event.act), 0.0))
+        timed.append(TimedEvent(event, start, end))
+    return tuple(timed)
