@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from canzona_compile.analysis.flops import BY_PRODUCTS, addend, factors, flips, hardware_of, turned
-from canzona_compile.ir.bit_exactness import batches_equal, pointwise, position_free
-from canzona_compile.ir.step import Batch, Form, Machine, MicroGroup, Placed, Role, Step, tensor_value
+from canzona_compile.ir.bit_exactness import batches_equal, position_free
+from canzona_compile.ir.fx_utils import pointwise, tensor_value
+from canzona_compile.ir.step import Batch, Form, Machine, MicroGroup, Placed, Role, Step
 from canzona_compile.kernels.batched import gains
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.lowering.batch_graph import factorization, lift_stacked, product, starts_stack

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.ir.step import Form, Role, Step, Template, placeholders
+from canzona_compile.ir.fx_utils import drop_dead_code, placeholders
+from canzona_compile.ir.step import Form, Role, Step, Template
 
 aten = torch.ops.aten
 
@@ -47,9 +48,7 @@ def canonical(template: Template) -> Template:
         elif node.target is aten.permute.default and source.target is aten.permute.default:
             undo(node, source)
     share_equal_nodes(graph)
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
+    drop_dead_code(graph)
     used = [leaf for leaf, node in zip(template.inputs, placeholders(graph), strict=True) if keep(leaf, node)]
     for leaf, node in zip(template.inputs, placeholders(graph), strict=True):
         if leaf not in used:

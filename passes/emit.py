@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from canzona_compile.ir import program_ops
+from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.program import (
     Bytes,
     Fragments,
@@ -33,7 +34,6 @@ from canzona_compile.ir.step import (
     Role,
     Step,
     Wire,
-    outputs,
 )
 from canzona_compile.lowering.batch_graph import lift_apply, lift_prepare
 from canzona_compile.lowering.builder import ProgramBuilder

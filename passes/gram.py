@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import sympy
 import torch
@@ -17,10 +17,10 @@ from canzona_compile.analysis.flops import TYPICAL, factors, flops_of, hardware_
 from canzona_compile.analysis.gram_restarts import plan_restarts
 from canzona_compile.analysis.linear_algebra import any_strides, flipped
 from canzona_compile.analysis.newton_schulz import Chain, Polynomial, chains
-from canzona_compile.analysis.norm_bounds import Wide, made, norm_bound
+from canzona_compile.analysis.norm_bounds import Wide, norm_bound
+from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.ir.step import Form, Placed, Step, Template, tensor_value
-from canzona_compile.lowering.batch_graph import dead_code_free
+from canzona_compile.ir.step import Form, Placed, Step, Template
 
 aten = torch.ops.aten
 
@@ -113,7 +113,7 @@ def rewrite(graph: fx.Graph, chain: Chain) -> bool:
             x = writer.segment(x, polynomials[first:last])
         x = cast(graph, x, value.dtype)
     chain.end.replace_all_uses_with(x)
-    dead_code_free(graph)
+    drop_dead_code(graph)
     return True
 
 
@@ -124,10 +124,9 @@ def trimmed(polynomial: Polynomial) -> Polynomial:
 
 
 def cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    value = node.meta["val"]
-    if value.dtype == dtype:
+    if node.meta["val"].dtype == dtype:
         return node
-    return made(graph, aten._to_copy.default, (node,), {"dtype": dtype}, value.to(dtype))
+    return insert_call(graph, aten._to_copy.default, (node,), {"dtype": dtype})
 
 
 class Writer:
@@ -169,23 +168,20 @@ class Writer:
         return (x, q) if self.flipped else (q, x)
 
     def product(self, left: fx.Node, right: fx.Node) -> fx.Node:
-        a, b = left.meta["val"], right.meta["val"]
-        target = aten.mm.default if a.ndim == 2 else aten.bmm.default
-        return made(self.graph, target, (left, right), {}, a.new_empty((*a.shape[:-1], b.shape[-1])))
+        target = aten.mm.default if left.meta["val"].ndim == 2 else aten.bmm.default
+        return insert_call(self.graph, target, (left, right))
 
     def sum(self, added: fx.Node, left: fx.Node, right: fx.Node, beta: float, alpha: float) -> fx.Node:
         """beta added + alpha left right."""
-        value = added.meta["val"]
-        target = aten.addmm.default if value.ndim == 2 else aten.baddbmm.default
+        target = aten.addmm.default if added.meta["val"].ndim == 2 else aten.baddbmm.default
         numbers = {name: n for name, n in (("beta", beta), ("alpha", alpha)) if n != 1.0}
-        return made(self.graph, target, (added, left, right), numbers, value.new_empty(value.shape))
+        return insert_call(self.graph, target, (added, left, right), numbers)
 
     def shifted(self, z: fx.Node, scale: float, shift: float) -> fx.Node:
         """scale Z + shift I."""
-        value = z.meta["val"]
         if scale != 1.0:
-            z = made(self.graph, aten.mul.Tensor, (z, scale), {}, value)
-        main: Any = (0, -2, -1)
-        diagonal = made(self.graph, aten.diagonal.default, (z, *main), {}, value.diagonal(*main))
-        moved = made(self.graph, aten.add.Tensor, (diagonal, shift), {}, value.new_empty(value.shape[:-1]))
-        return made(self.graph, aten.diagonal_scatter.default, (z, moved, *main), {}, value)
+            z = insert_call(self.graph, aten.mul.Tensor, (z, scale))
+        main = (0, -2, -1)
+        diagonal = insert_call(self.graph, aten.diagonal.default, (z, *main))
+        moved = insert_call(self.graph, aten.add.Tensor, (diagonal, shift))
+        return insert_call(self.graph, aten.diagonal_scatter.default, (z, moved, *main))

@@ -12,10 +12,10 @@ from torch import fx
 
 from canzona_compile.analysis.flops import addend, factors
 from canzona_compile.analysis.linear_algebra import flipped, shifted, source, swaps, terms
-from canzona_compile.ir.step import Form, Placed, Step, tensor_value
+from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
+from canzona_compile.ir.step import Form, Placed, Step
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.kernels.padding import padded_size
-from canzona_compile.lowering.batch_graph import dead_code_free
 
 aten = torch.ops.aten
 
@@ -166,7 +166,7 @@ class Padder:
                 kept = self.made[node]
             for user in outside:
                 user.replace_input_with(node, kept)
-        dead_code_free(self.graph)
+        drop_dead_code(self.graph)
 
     def rewritten(self, node: fx.Node) -> fx.Node:
         """The same operator on padded operands."""
@@ -178,10 +178,8 @@ class Padder:
         return self.put(node, {n: self.operand(n) for n in node.all_input_nodes})
 
     def put(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        new = self.graph.node_copy(node, lambda n: operands.get(n, n))
-        value = node.meta["val"]
-        new.meta["val"] = value.new_empty([wanted(size) for size in value.shape])
-        return new
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: operands.get(n, n))
+        return insert_call(self.graph, node.target, args, kwargs, name=node.name)
 
     def operand(self, node: fx.Node) -> fx.Node:
         """A matrix with its padding; one that comes from outside gets it where it is cast."""
@@ -189,22 +187,20 @@ class Padder:
             return self.made[node]
         if not odd(node):
             return node
-        value, inside = node.meta["val"], source(node)
+        inside = source(node)
         if swaps(node) and inside is not None:
             return flipped(self.graph, self.operand(inside))
         only = node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
         cast = only and all(user in self.inside for user in node.users)
-        new = self.graph.call_function(PAD_CAST, (node.args[0] if cast else node,), {"dtype": value.dtype})
-        new.meta["val"] = value.new_empty([wanted(size) for size in value.shape])
-        self.made[node] = new
-        return new
+        args, kwargs = (node.args[0] if cast else node,), {"dtype": node.meta["val"].dtype}
+        self.made[node] = insert_call(self.graph, PAD_CAST, args, kwargs, name="pad_cast_default")
+        return self.made[node]
 
     def cropped(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
         """What is not padding. Dims are counted from the end, so that it is the same in a stack."""
         for dim in (1, 0):
             if node.meta["val"].shape[dim] != value.shape[dim]:
                 with self.graph.inserting_after(node):
-                    new = self.graph.call_function(aten.slice.Tensor, (node, dim - 2, 0, value.shape[dim]))
-                new.meta["val"] = node.meta["val"].narrow(dim, 0, value.shape[dim])
-                node = new
+                    args = (node, dim - 2, 0, value.shape[dim])
+                    node = insert_call(self.graph, aten.slice.Tensor, args, name="slice_tensor")
         return node

@@ -13,7 +13,17 @@ import networkx as nx
 from torch import fx
 
 from canzona_compile.analysis.flops import flops_of, symbolic_flops
-from canzona_compile.ir.bit_exactness import placed_equally, pointwise
+from canzona_compile.ir.bit_exactness import placed_equally
+from canzona_compile.ir.fx_utils import (
+    ancestors,
+    descendants,
+    from_numbers,
+    outputs,
+    placeholders,
+    pointwise,
+    subgraph,
+    tensor_value,
+)
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import (
     Form,
@@ -25,11 +35,7 @@ from canzona_compile.ir.step import (
     Step,
     Template,
     Wire,
-    outputs,
-    placeholders,
-    tensor_value,
 )
-from canzona_compile.lowering.batch_graph import ancestors
 
 # Work and state that every replica repeats, as a fraction of the same bytes on a wire: memory is about
 # this much faster. It decides where a transfer is free (DDP: the momentum goes to the owner) and never
@@ -105,17 +111,6 @@ def everywhere(family: Sequence[Template]) -> set[fx.Node]:
         barred |= dependent
 
 
-def from_numbers(graph: fx.Graph, barred: set[str]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        value = tensor_value(node)
-        small = node.op != "output" and (value is None or value.ndim == 0)
-        inputs_free = node.target not in barred if node.op == "placeholder" else found.issuperset(node.all_input_nodes)
-        if small and inputs_free:
-            found.add(node)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Of a family: nodes on fragments, nodes that are everywhere, and leaves that live beside the parameter."""
@@ -164,7 +159,7 @@ class Cutter:
         owner: set[fx.Node] = {n for n in self.nodes if not self.may_be_fragment(n)}
         while True:
             fragment = self._minimum_cut(owner)
-            downstream = after({n for n in self.nodes if n not in fragment})
+            downstream = descendants({n for n in self.nodes if n not in fragment})
             returning = {
                 n for n in fragment if n in downstream and any(u in self.nodes and u not in fragment for u in n.users)
             }
@@ -230,25 +225,13 @@ def bytes_of(node: fx.Node) -> float:
     return math.inf if value is None else float(value.numel() * value.element_size())
 
 
-def after(nodes: set[fx.Node]) -> set[fx.Node]:
-    """Everything that depends on `nodes`."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        for user in todo.pop().users:
-            if user not in found:
-                found.add(user)
-                todo.append(user)
-    return found
-
-
 def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
     """Three graphs from one, given the cut of its family."""
     graph = template.graph
     fragment, free = cut.fragment & set(graph.nodes), cut.everywhere
     leaf = dict(zip(placeholders(graph), template.inputs, strict=True))
     owner = [n for n in graph.nodes if n.op != "output" and n not in free and n not in fragment]
-    late = after(set(owner))
+    late = descendants(set(owner))
     crossing_up = [n for n in fragment if any(u in owner for u in n.users)]
     new = dict(zip(template.writes, outputs(graph), strict=True))
 
@@ -296,30 +279,3 @@ def wire(node: fx.Node) -> Wire:
     value = tensor_value(node)
     assert value is not None
     return Wire(node.name, tuple(value.shape), value.dtype)
-
-
-def subgraph(graph: fx.Graph, inputs: list[fx.Node], results: list[Any]) -> fx.Graph:
-    """The part of `graph` that computes `results`, with `inputs` as placeholders beside the leaves it reads."""
-    part = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        env[node] = part.placeholder(node.name)
-        env[node].meta = dict(node.meta)
-    stop = set(inputs)
-    wanted: set[fx.Node] = set()
-    todo = [n for n in results if isinstance(n, fx.Node) and n not in stop]
-    while todo:
-        node = todo.pop()
-        if node not in wanted:
-            wanted.add(node)
-            todo += [n for n in node.all_input_nodes if n not in stop]
-    for node in graph.nodes:
-        if node in wanted:
-            if node.op == "placeholder":
-                env[node] = part.placeholder(str(node.target))
-                env[node].meta = dict(node.meta)
-            else:
-                env[node] = part.node_copy(node, lambda n: env[n])
-    part.output(tuple(env[n] if isinstance(n, fx.Node) else n for n in results))
-    part.lint()
-    return part

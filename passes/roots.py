@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, ClassVar
@@ -15,8 +15,9 @@ from torch import fx
 from canzona_compile.analysis.flops import hardware_of
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.analysis.spectral import EIGH, VT, Spectrum, Term, V, meanings
+from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, record_again, tensor_value
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.ir.step import Form, Step, Template, tensor_value
+from canzona_compile.ir.step import Form, Step, Template
 from canzona_compile.kernels.inverse_root import LARGEST_P
 from canzona_compile.kernels.root_ops import CHOLESKY_QR, INVERSE_ROOT
 
@@ -75,9 +76,7 @@ def rewritten(template: Template, hardware: Hardware) -> Template:
         rate, rewrite = ("inverse_root", roots_of) if node.target is EIGH else ("cholesky_qr", products_of)
         if rate not in dict(hardware.factorizations) or not rewrite(node):
             continue
-        for left in reversed(list(changed.nodes)):
-            if left.op == "call_function" and not left.users:
-                changed.erase_node(left)
+        drop_dead_code(changed)
         if graph_time(changed, hardware).total(hardware) < graph_time(graph, hardware).total(hardware):
             graph = changed
     if graph is template.graph:
@@ -104,7 +103,7 @@ def roots_of(eigh: fx.Node) -> bool:
         return False
     for node, (p, spectrum) in found.items():
         with eigh.graph.inserting_before(node):
-            made = inverse_root(eigh.graph, matrix, p, spectrum, tensor_value(node))
+            made = inverse_root(eigh.graph, matrix, p, spectrum)
         for user in [user for user in node.users if user not in inside]:
             user.replace_input_with(node, made)
     return True
@@ -124,17 +123,14 @@ def root_in(word: Any) -> tuple[int, Spectrum] | None:
     return (p, spectrum) if exact and positive else None
 
 
-def inverse_root(graph: fx.Graph, matrix: Any, p: int, spectrum: Spectrum, value: torch.Tensor | None) -> fx.Node:
-    assert value is not None
+def inverse_root(graph: fx.Graph, matrix: Any, p: int, spectrum: Spectrum) -> fx.Node:
     ridge = folded(graph, operator.add, spectrum.ridge, 0.0)
     floor = None if spectrum.floor is None else folded(graph, operator.add, spectrum.floor, 0.0)
-    made = graph.call_function(INVERSE_ROOT, (matrix, p, ridge, floor))
-    made.meta["val"] = value.new_empty(value.shape)
+    made = insert_call(graph, INVERSE_ROOT, (matrix, p, ridge, floor), name="inverse_root_default")
     if not spectrum.scale:
         return made
-    scaled = graph.call_function(aten.mul.Tensor, (made, folded(graph, operator.mul, spectrum.scale, 1.0)))
-    scaled.meta["val"] = made.meta["val"]
-    return scaled
+    scale = folded(graph, operator.mul, spectrum.scale, 1.0)
+    return insert_call(graph, aten.mul.Tensor, (made, scale), name="mul_tensor")
 
 
 def folded(graph: fx.Graph, combine: Callable[[Any, Any], Any], terms: Sequence[Term], start: float) -> Term:
@@ -144,7 +140,7 @@ def folded(graph: fx.Graph, combine: Callable[[Any, Any], Any], terms: Sequence[
     if nodes and made == start:
         made = nodes.pop(0)
     for node in nodes:
-        made = graph.call_function(combine, (made, node))
+        made = insert_call(graph, combine, (made, node))
     return made
 
 
@@ -162,18 +158,11 @@ def products_of(qr: fx.Node) -> bool:
     if not (tall and reduced and is_product(qr.args[0])):
         return False
     with qr.graph.inserting_before(qr):
-        made = qr.graph.call_function(CHOLESKY_QR, (qr.args[0],))
-    made.meta["val"] = tuple(own.new_empty(own.shape) for own in values(qr))
+        made = insert_call(qr.graph, CHOLESKY_QR, (qr.args[0],), name="cholesky_qr_default")
     qr.replace_all_uses_with(made)
-    for node in made.users:
-        if node.target is operator.getitem:
-            node.meta["val"] = made.meta["val"][node.args[1]]
+    for factor in made.users:  # the factors lie in memory otherwise than those of the library
+        record_again(factor)
     return True
-
-
-def values(node: fx.Node) -> Iterable[torch.Tensor]:
-    found: tuple[torch.Tensor, ...] = node.meta["val"]
-    return found
 
 
 def is_product(node: Any) -> bool:

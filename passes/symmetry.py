@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from canzona_compile.analysis.linear_algebra import (
     Factor,
@@ -32,9 +33,9 @@ from canzona_compile.analysis.linear_algebra import (
     written,
 )
 from canzona_compile.analysis.symmetry_proof import Known, symmetric_leaves, symmetric_values
-from canzona_compile.ir.step import Form, LayoutKind, Placed, Step, tensor_value
+from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
+from canzona_compile.ir.step import Form, LayoutKind, Placed, Step
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
-from canzona_compile.lowering.batch_graph import dead_code_free
 
 aten = torch.ops.aten
 
@@ -94,7 +95,7 @@ def rewritten(graph: fx.Graph, leaves: Collection[str] = ()) -> fx.Graph:
         inside = source(node)
         if swaps(node) and inside in known:
             node.replace_all_uses_with(inside)
-    Rewriter(dead_code_free(graph), known).run()
+    Rewriter(drop_dead_code(graph), known).run()
     any_strides(graph)
     graph.lint()
     return graph
@@ -133,13 +134,13 @@ class Rewriter:
         for node, call in self.calls.items():
             if not self.grows(node):
                 self.write(node, call)
-        dead_code_free(self.graph)
+        drop_dead_code(self.graph)
         for node in list(self.graph.nodes):
             if node.users and node not in self.known:
                 self.split(node)
                 if node.users:
                     self.update(node)
-        dead_code_free(self.graph)
+        drop_dead_code(self.graph)
 
     # -- symmetric products ----------------------------------------------------------------------
 
@@ -237,10 +238,8 @@ class Rewriter:
             kwargs |= {"trans": True} if call.trans else {}
             self.put(node, SYM_GEMM, args, kwargs)
 
-    def put(self, node: fx.Node, target: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        name = str(target).split(".")[1]
-        new = self.graph.create_node("call_function", target, args, dict(kwargs), name)  # type: ignore[arg-type]
-        new.meta["val"] = node.meta["val"]
+    def put(self, node: fx.Node, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        new = insert_call(self.graph, target, args, kwargs)
         node.replace_all_uses_with(new)
         self.renew(node, new)
 
@@ -266,8 +265,7 @@ class Rewriter:
         with self.graph.inserting_before(node):
             alpha = {} if product.alpha == 1.0 else {"alpha": written(product.alpha, self.graph)}
             trans = {"trans": True} if flip else {}
-            half = self.graph.create_node("call_function", SYM_GEMM, (left,), {**alpha, **trans}, "sym_gemm")
-            half.meta["val"] = node.meta["val"]
+            half = insert_call(self.graph, SYM_GEMM, (left,), {**alpha, **trans})
             beta = {} if product.beta == 1.0 else {"alpha": written(product.beta, self.graph)}
             self.put(node, aten.add.Tensor, (half, product.added), beta)
 

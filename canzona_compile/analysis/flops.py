@@ -12,9 +12,10 @@ import sympy
 import torch
 from torch import fx
 
+from canzona_compile.ir.fx_utils import tensor_value
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import Machine, Template, tensor_value
+from canzona_compile.ir.step import Machine, Template
 from canzona_compile.kernels import cholesky_qr, inverse_root
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 

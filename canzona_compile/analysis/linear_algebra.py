@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from canzona_compile.analysis.flops import LIBRARY_PRODUCTS, addend, factors
-from canzona_compile.ir.step import tensor_value
+from canzona_compile.ir.fx_utils import insert_call, tensor_value
 
 aten = torch.ops.aten
 
@@ -64,9 +64,7 @@ def written(factor: Factor, graph: fx.Graph) -> float | fx.Node:
     if not isinstance(factor, Arithmetic):
         return factor
     left, right = written(factor.left, graph), written(factor.right, graph)
-    node = graph.call_function(getattr(operator, factor.op), (left, right))
-    node.meta["val"] = 0.0  # FX's record of a number; its value is not asked for
-    return node
+    return insert_call(graph, getattr(operator, factor.op), (left, right))
 
 
 def number(value: Any) -> Factor | None:
@@ -125,19 +123,21 @@ def root(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def any_strides(graph: fx.Graph) -> None:
-    """Have views take operands of any strides, which a rewrite may have changed: a copy is made where none will do."""
+    """Let views take operands of any strides, in place: a rewrite may have changed the strides of their operands."""
     for node in graph.nodes:
-        if node.target is aten.view.default and node.args[0].op != "placeholder":
-            node.target = aten.reshape.default
+        if node.args and isinstance(node.args[0], fx.Node):
+            node.target = for_any_strides(node.target, node.args[0])
+
+
+def for_any_strides(target: Any, operand: fx.Node) -> Any:
+    """`reshape`, which copies where no view will do, in place of `view`. The strides of placeholders do not change."""
+    return aten.reshape.default if target is aten.view.default and operand.op != "placeholder" else target
 
 
 def flipped(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """The transpose of a node, where the graph inserts."""
     ndim = len(shape_of(node))
-    order = [*range(ndim - 2), ndim - 1, ndim - 2]
-    new = graph.create_node("call_function", aten.permute.default, (node, order), {}, "permute")
-    new.meta["val"] = node.meta["val"].permute(order)
-    return new
+    return insert_call(graph, aten.permute.default, (node, [*range(ndim - 2), ndim - 1, ndim - 2]))
 
 
 @dataclass(frozen=True, slots=True)

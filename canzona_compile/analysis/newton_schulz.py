@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from torch import fx
 
-from canzona_compile.analysis.linear_algebra import copies, identity, product_of, root, shape_of, shifted, swaps, terms
+from canzona_compile.analysis.linear_algebra import copies, identity, product_of, root, shifted, swaps, terms
 from canzona_compile.analysis.linear_algebra import source as source_of
-from canzona_compile.ir.step import tensor_value
+from canzona_compile.ir.fx_utils import ancestors
 
 Polynomial: TypeAlias = tuple[float, ...]  # coefficients, that of the identity first
 
@@ -94,13 +94,7 @@ def linked(step: Iterate, after: Mapping[fx.Node, Iterate]) -> bool:
 
 def only_inside(node: fx.Node, step: Iterate) -> bool:
     """Is a value needed for nothing but the next iterate?"""
-    needed, todo = set[fx.Node](), [step.after]
-    while todo:
-        current = todo.pop()
-        if current is not node and current not in needed:
-            needed.add(current)
-            todo += current.all_input_nodes
-    return all(user in needed for user in node.users)
+    return ancestors([step.after], stop={node}).issuperset(node.users)
 
 
 def gram_bases(graph: fx.Graph) -> dict[fx.Node, bool]:
@@ -205,11 +199,3 @@ def added(a: Form, b: Form) -> Form | None:
     if (a.square, a.flipped) != (b.square, b.flipped):
         return None
     return Form(tuple(x + y for x, y in zip_longest(a.polynomial, b.polynomial, fillvalue=0.0)), a.square, a.flipped)
-
-
-def short_and_long(chain: Chain) -> tuple[int, int]:
-    """Dims of the wide matrix Y [m, n] of a chain."""
-    value = tensor_value(chain.start)
-    assert value is not None
-    shape = shape_of(chain.start)
-    return (shape[-1], shape[-2]) if chain.flipped else (shape[-2], shape[-1])

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.analysis.linear_algebra import copies, number, root, shape_of, source, swaps
-from canzona_compile.ir.step import tensor_value
+from canzona_compile.analysis.linear_algebra import copies, for_any_strides, number, root, shape_of, source, swaps
+from canzona_compile.ir.fx_utils import insert_call, tensor_value
 
 aten = torch.ops.aten
 
@@ -158,12 +158,6 @@ class Wide:
         if node.target in self.OPERATORS:
             args = fx.map_arg(node.args, self.of)
             kwargs = {name: v for name, v in fx.map_arg(node.kwargs, self.of).items() if name != "dtype"}
-            return made(self.graph, node.target, args, kwargs, value.to(torch.float32))
-        return made(self.graph, aten._to_copy.default, (node,), {"dtype": torch.float32}, value.to(torch.float32))
-
-
-def made(graph: fx.Graph, target: Any, args: Any, kwargs: Any, value: torch.Tensor) -> fx.Node:
-    """A new node with its value, where the graph inserts."""
-    node = graph.create_node("call_function", target, args, kwargs, target.overloadpacket.__name__)
-    node.meta["val"] = value
-    return node
+            target = for_any_strides(node.target, args[0])  # what is not cast to 16 bits may have other strides
+            return insert_call(self.graph, target, args, kwargs, name=node.target.overloadpacket.__name__)
+        return insert_call(self.graph, aten._to_copy.default, (node,), {"dtype": torch.float32})

@@ -23,8 +23,9 @@ from canzona_compile.analysis.flops import (
     flips,
     turned,
 )
+from canzona_compile.ir.fx_utils import outputs, tensor_value
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.ir.step import Placed, outputs, tensor_value
+from canzona_compile.ir.step import Placed
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.ir.step import tensor_value
+from canzona_compile.ir.fx_utils import tensor_value
 
 aten = torch.ops.aten
 EIGH = aten._linalg_eigh.default

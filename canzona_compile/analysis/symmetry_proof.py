@@ -28,8 +28,8 @@ from canzona_compile.analysis.linear_algebra import (
     terms,
 )
 from canzona_compile.analysis.linear_algebra import source as source_of
-from canzona_compile.ir.bit_exactness import pointwise
-from canzona_compile.ir.step import Placed, outputs, tensor_value
+from canzona_compile.ir.fx_utils import outputs, pointwise, tensor_value
+from canzona_compile.ir.step import Placed
 
 aten = torch.ops.aten
 

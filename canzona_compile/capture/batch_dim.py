@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.ir.bit_exactness import pointwise
-from canzona_compile.ir.step import Template, outputs, placeholders, tensor_value
+from canzona_compile.ir.fx_utils import outputs, placeholders, pointwise, tensor_value
+from canzona_compile.ir.step import Template
 
 aten = torch.ops.aten
 

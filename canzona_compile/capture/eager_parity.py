@@ -19,9 +19,8 @@ from canzona_compile.capture.external_counters import give_counts
 from canzona_compile.capture.leaves import read, state_leaves, write
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.twin import make_twin, step_plainly
-from canzona_compile.ir.bit_exactness import pointwise
-from canzona_compile.ir.step import Role, Template, tensor_value
-from canzona_compile.passes.place import from_numbers
+from canzona_compile.ir.fx_utils import from_numbers, pointwise, tensor_value
+from canzona_compile.ir.step import Role, Template
 
 SAMPLES = 3
 LARGEST = 2**24  # elements; the branch that this looks for does not depend on the size

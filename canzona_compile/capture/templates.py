@@ -21,9 +21,10 @@ from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.separability import check_separable, coupled
 from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.capture.variant_period import Course, course_of
+from canzona_compile.ir.fx_utils import outputs, placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.printer import dtype_name
-from canzona_compile.ir.step import Leaf, Role, Template, outputs, placeholders, tensor_value
+from canzona_compile.ir.step import Leaf, Role, Template
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from torch import fx
 
 from canzona_compile.codegen.rules import RULES
 from canzona_compile.codegen.values import Builder, Line, Load, Number, Spread, Unsupported, check, converted
+from canzona_compile.ir.fx_utils import ancestors, outputs, tensor_value
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import outputs, tensor_value
-from canzona_compile.lowering.batch_graph import ancestors
 
 
 @dataclass(frozen=True, slots=True)

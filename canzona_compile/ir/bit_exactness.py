@@ -14,25 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.ir.fx_utils import tensor_value
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import Machine, tensor_value
+from canzona_compile.ir.step import Machine
 
 aten = torch.ops.aten
-
-# Casts and copies change no layout and work element by element, but carry no pointwise tag.
-COPIES = frozenset(
-    {
-        aten._to_copy.default,
-        aten.clone.default,
-        aten.copy.default,
-        aten.detach.default,
-        aten.alias.default,
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-        aten.empty_like.default,
-    }
-)
 
 # On CPU these give an element the same bits wherever it stands, in every floating dtype. `add`, `sub`
 # and `rsub` with a factor alpha do so only in 32 and 64 bits and only where both operands have the
@@ -47,15 +33,6 @@ POSITION_FREE_ON_CPU = frozenset(
     packet for name in POSITION_FREE_NAMES.split() if (packet := getattr(aten, name, None)) is not None
 )
 ALIGNMENT = 64  # elements; a multiple of every CPU vector loop's step, so that no scalar tail is left
-
-
-def pointwise(node: fx.Node) -> bool:
-    """Is element i of the result a function of elements i of the operands alone?"""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    # prims.fma is pointwise but untagged; torch registers it only once a compiler has been imported.
-    return target in COPIES or torch.Tag.pointwise in target.tags or target.name() == "prims::fma"
 
 
 def position_free(node: fx.Node, machine: Machine) -> bool:

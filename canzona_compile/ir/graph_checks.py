@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.bit_exactness import pointwise
+from canzona_compile.ir.fx_utils import from_numbers, outputs, placeholders, pointwise, tensor_value
 from canzona_compile.ir.layout import Box, Layout, Shape
 from canzona_compile.ir.step import (
     LayoutKind,
@@ -21,9 +21,6 @@ from canzona_compile.ir.step import (
     Step,
     Template,
     Wire,
-    outputs,
-    placeholders,
-    tensor_value,
 )
 
 # -- CAPTURED ----------------------------------------------------------------------------------
@@ -193,13 +190,9 @@ def placed_graphs(cut: Placed) -> None:
 
 def elementwise(graph: fx.Graph, where: str) -> None:
     """Every node is pointwise, or arithmetic of numbers and of 0-d tensors that every rank has."""
-    free: set[fx.Node] = set()
+    free = from_numbers(graph)
     for node in graph.nodes:
-        value = tensor_value(node)
-        small = value is None or value.ndim == 0
-        if small and node.op != "output" and free.issuperset(node.all_input_nodes):
-            free.add(node)
-        elif node.op == "call_function" and not pointwise(node):
+        if node.op == "call_function" and node not in free and not pointwise(node):
             raise InvalidStep(f"{node.target} is not pointwise, in {where}", at=f"%{node.name}")
 
 

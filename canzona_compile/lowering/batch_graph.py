@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from canzona_compile.ir import program_ops
-from canzona_compile.ir.bit_exactness import foreach_equal, pointwise
-from canzona_compile.ir.step import Stacked, outputs, tensor_value
+from canzona_compile.ir.bit_exactness import foreach_equal
+from canzona_compile.ir.fx_utils import drop_dead_code, outputs, pointwise, tensor_value
+from canzona_compile.ir.step import Stacked
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 aten = torch.ops.aten
@@ -185,7 +186,7 @@ def lift_prepare(graph: fx.Graph, single: Iterable[str], *, foreach: bool, casti
             node = node.args[0]
         results.append(lifter.listed(node))
     lifter.graph.output(tuple(results))
-    return dead_code_free(lifter.graph)
+    return drop_dead_code(lifter.graph)
 
 
 def lift_stacked(
@@ -252,25 +253,6 @@ def overwriting_chain(node: Any, leaf: fx.Node | None, results: list[Any]) -> se
     return chain
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all that they are made of."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
-
-
-def dead_code_free(graph: fx.Graph) -> fx.Graph:
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
-    return graph
-
-
 def placeholders_first(graph: fx.Graph) -> fx.Graph:
     """Placeholders that were found late, moved to the front, as FX wants them."""
     first = next(iter(graph.nodes))
@@ -279,15 +261,3 @@ def placeholders_first(graph: fx.Graph) -> fx.Graph:
             first.prepend(node)
             first = node
     return graph
-
-
-def graph_module(graph: fx.Graph, name: str) -> fx.GraphModule:
-    """A copy of a graph as a module, to print or to call."""
-    return fx.GraphModule(torch.nn.Module(), fx_copy(graph), class_name=name)
-
-
-def fx_copy(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    returned = copied.graph_copy(graph, {})
-    copied.output(returned)
-    return copied
