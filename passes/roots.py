@@ -1,4 +1,4 @@
-"""Inverse roots by eigenvalues, and QR of products, become operators made of matrix products."""
+"""Replace inverse roots by eigenvalues, and QR of products, by operators that are made of matrix products."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ QR = aten.linalg_qr.default
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Rewrite decompositions where matrix products do the same in less time; for numerics="fast".
+    """Rewrite decompositions that matrix products do in less time; for numerics="fast".
 
-    1. V diag(c max(l + ridge, floor)^(-1/p)) V^T, with l and V the eigenvalues and eigenvectors of A and p a power of
-       two, is c `canzona::inverse_root`(A, p, ridge, floor), however the graph spells it (`canzona_compile.analysis.spectral`).
-       If anything else uses l or V, the eigendecomposition has to be made anyway, and all stays.
-    2. QR of a product, whose columns may have been reordered, is `canzona::cholesky_qr`. The signs of Q's columns
-       change, which no QR decomposition prescribes.
+    1. V diag(c max(l + ridge, floor)^(-1/p)) V^T becomes c `canzona::inverse_root`(A, p, ridge, floor). Here l and V
+       are the eigenvalues and eigenvectors of A, and p is a power of two. `canzona_compile.analysis.spectral`
+       recognises it in any spelling. If anything else reads l or V, the graph needs the eigendecomposition anyway and
+       stays as it is.
+    2. QR of a product, possibly with its columns reordered, becomes `canzona::cholesky_qr`. The signs of Q's columns
+       change; no QR decomposition prescribes them.
 
-    Each is tried by itself, where the machine's rates say how fast it is (`inverse_root`, `cholesky_qr`), and kept if
-    the graph's predicted time gets less (by `eigh` and `qr`, or `eigh_batched` and its like for tasks that share an
-    owner). No known kind of machine has these rates: they are measured before anything is chosen. On CPU nothing is
-    rewritten: see `benchmarks/factorizations.py`.
+    The pass tries each rewrite by itself if the machine's rates say how fast it is (`inverse_root`, `cholesky_qr`). It
+    keeps the rewrite if the predicted time of the graph decreases (by the rates `eigh` and `qr`, or `eigh_batched` and
+    `qr_batched` for tasks that share an owner). No known kind of machine has these rates: measure them first. On CPU
+    the pass changes nothing: see `benchmarks/factorizations.py`.
     """
 
     name: ClassVar[str] = "roots"
@@ -59,7 +60,7 @@ class Roots:
 
 
 def in_batches(hardware: Hardware) -> Hardware:
-    """Rates of stacks in the place of those of single matrices, where they were measured and are better."""
+    """Rates in which those of stacks replace those of single matrices, if they were measured and are better."""
     curves = dict(hardware.factorizations)
     best = {
         name: max(curve, curves.get(f"{name}_batched", curve), key=lambda c: c.best) for name, curve in curves.items()
@@ -68,7 +69,7 @@ def in_batches(hardware: Hardware) -> Hardware:
 
 
 def rewritten(template: Template, hardware: Hardware) -> Template:
-    """The template with every rewrite that pays."""
+    """The template with every rewrite that saves time; the template itself if none does."""
     graph = template.graph
     for name in [n.name for n in graph.nodes if n.target in (EIGH, QR)]:
         changed = copy.deepcopy(graph)
@@ -89,7 +90,14 @@ def rewritten(template: Template, hardware: Hardware) -> Template:
 
 
 def roots_of(eigh: fx.Node) -> bool:
-    """Replace what is made of an eigendecomposition by inverse roots; False, and no change, if not all of it is."""
+    """Replace everything that is made of an eigendecomposition by inverse roots, in place.
+
+    Args:
+        eigh: a call of `_linalg_eigh` on float32 [..., n, n].
+
+    Returns:
+        False, and the graph is as before, if the graph reads anything of it that is no inverse root.
+    """
     matrix = eigh.args[0]
     value = tensor_value(matrix) if isinstance(matrix, fx.Node) else None
     lower = eigh.args[1:2] in ((), ("L",)) and not eigh.kwargs
@@ -110,7 +118,7 @@ def roots_of(eigh: fx.Node) -> bool:
 
 
 def root_in(word: Any) -> tuple[int, Spectrum] | None:
-    """p and the spectrum of V diag(...)^(-1/p) V^T."""
+    """Read V diag(...)^(-1/p) V^T: p and the spectrum. None for all other words."""
     if not isinstance(word, tuple) or len(word) != 3 or (word[0], word[2]) != (V, VT):
         return None
     spectrum = word[1]
@@ -124,6 +132,7 @@ def root_in(word: Any) -> tuple[int, Spectrum] | None:
 
 
 def inverse_root(graph: fx.Graph, matrix: Any, p: int, spectrum: Spectrum) -> fx.Node:
+    """Insert the p-th inverse root [..., n, n] of a matrix with this spectrum."""
     ridge = folded(graph, operator.add, spectrum.ridge, 0.0)
     floor = None if spectrum.floor is None else folded(graph, operator.add, spectrum.floor, 0.0)
     made = insert_call(graph, INVERSE_ROOT, (matrix, p, ridge, floor), name="inverse_root_default")
@@ -134,7 +143,7 @@ def inverse_root(graph: fx.Graph, matrix: Any, p: int, spectrum: Spectrum) -> fx
 
 
 def folded(graph: fx.Graph, combine: Callable[[Any, Any], Any], terms: Sequence[Term], start: float) -> Term:
-    """The sum or product of numbers and nodes: a number if all are, else a node."""
+    """The sum or product of numbers and of nodes that hold numbers: a number if all are numbers, else a node."""
     made: Term = reduce(combine, (t for t in terms if not isinstance(t, fx.Node)), start)
     nodes = [t for t in terms if isinstance(t, fx.Node)]
     if nodes and made == start:
@@ -151,7 +160,14 @@ PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 
 
 def products_of(qr: fx.Node) -> bool:
-    """Replace a QR decomposition of a product; False, and no change, if it is of something else."""
+    """Replace a QR decomposition of a product, in place.
+
+    Args:
+        qr: a call of `linalg_qr` on float32 [..., m, n].
+
+    Returns:
+        False, and the graph is as before, if it decomposes something else or m < n.
+    """
     value = tensor_value(qr.all_input_nodes[0])
     reduced = qr.args[1:2] in ((), ("reduced",)) and not qr.kwargs
     tall = value is not None and value.dtype == torch.float32 and value.shape[-2] >= value.shape[-1]
@@ -166,7 +182,7 @@ def products_of(qr: fx.Node) -> bool:
 
 
 def is_product(node: Any) -> bool:
-    """Is it a matrix product, up to the order of rows and columns?"""
+    """Is an operand a matrix product, up to the order of rows and columns?"""
     while isinstance(node, fx.Node) and node.target in REORDERING:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target in PRODUCTS

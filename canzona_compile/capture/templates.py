@@ -266,6 +266,7 @@ def template_of(variant: Variant, name: str, spec: ParameterSpec) -> Template:
         if leaf.role in (Role.SCALAR,) and not used:
             continue
         env[node] = graph.placeholder(leaf.name)
+        # A hyperparameter is a number from here on; its record is of the 0-d tensor that stood for it in tracing.
         env[node].meta = dict(node.meta) if leaf.dtype is not None else {}
         inputs.append(leaf)
     for node in variant.graph.nodes:
