@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from canzona_compile.analysis.flops import bytes_of_wires
-from canzona_compile.analysis.holistic_tasks import holistic_tasks
 from canzona_compile.analysis.step_time import GroupLoad, Rates, pipeline_seconds, rates_of, task_seconds
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Form, Placed, Step, Strategy, Task
@@ -47,7 +46,7 @@ class AssignOwners:
 
     def __call__(self, step: Step) -> Step:
         placed = {p.name: p for p in step.placed}
-        tasks = holistic_tasks(step)
+        tasks = step.holistic_tasks()
         grids: dict[Grid, list[Task]] = defaultdict(list)
         for task in tasks:
             grids[task.layout.grid].append(task)

@@ -1,4 +1,4 @@
-"""Tasks alike of one owner become one computation."""
+"""Compute equal tasks of one owner together."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import fx
 
 from canzona_compile.analysis.flops import BY_PRODUCTS, addend, factors, flips, turned
 from canzona_compile.analysis.roofline import hardware_of
-from canzona_compile.ir.bit_exactness import batches_equal, pointwise, position_free
-from canzona_compile.ir.step import Batch, Form, Machine, MicroGroup, Placed, Role, Step, tensor_value
+from canzona_compile.ir.bit_exactness import batches_equal, position_free
+from canzona_compile.ir.fx_utils import pointwise, tensor_value
+from canzona_compile.ir.step import Batch, Form, Machine, MicroGroup, Placed, Role, Step
 from canzona_compile.kernels.batched import gains
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.lowering.batch_graph import factorization, lift_stacked, product, starts_stack
 
 aten = torch.ops.aten
 
-# Where else dims stand among the arguments.
+# Operators with dims among their arguments, and where these are.
 DIMS: dict[Any, slice] = {
     aten.diagonal.default: slice(2, 4),
     aten.diagonal_scatter.default: slice(3, 5),
@@ -29,13 +30,18 @@ DIMS: dict[Any, slice] = {
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """Group the tasks of a micro-group by owner, graph and hyperparameters, and stack them where equal.
+    """Group the tasks of a micro-group by owner, graph and hyperparameters, and stack them where that keeps bits.
 
-    Under exact numerics only matrix products run on stacks [n, ...], and elementwise work and transposes around
-    them: the library's where the batched form is known to give the same bits (see `canzona_compile.ir.bit_exactness`), and
-    our own; all else (norms, decompositions) loops over the tasks. Without a product to batch nothing is stacked.
-    Under fast numerics decompositions on CUDA are stacked where that gains: by measured rates (`eigh` and
-    `eigh_batched`), else by torch's version (`canzona_compile.kernels.batched`).
+    Under exact numerics only matrix products run on stacks [n, ...], together with the elementwise work and the
+    transposes around them. These are products of the library if the batched form is known to give the same bits (see
+    `canzona_compile.ir.bit_exactness`), and our own. Everything else (norms, decompositions) loops over the tasks.
+    Without a product to batch nothing is stacked.
+
+    Under fast numerics decompositions on CUDA are stacked as well if that gains. Measured rates (`eigh` and
+    `eigh_batched`) decide, or torch's version if there are none (`canzona_compile.kernels.batched`).
+
+    Attributes:
+        exact: exact numerics.
     """
 
     exact: bool = True
@@ -86,7 +92,7 @@ class Batching:
 
 
 def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:
-    """Is a decomposition faster in one call for all tasks? On CPU that is a loop in any case."""
+    """Is a decomposition faster in one call for all tasks? On CPU one call is a loop as well."""
     operand = tensor_value(node.all_input_nodes[0])
     if machine.device == "cpu" or operand is None:
         return False
@@ -100,7 +106,7 @@ def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:
 
 
 def negative_dims(node: fx.Node) -> bool:
-    """Are dims counted from the end, so that they are the same in a stack?"""
+    """Do the dims of a call count from the end, so that they mean the same for a stack?"""
     dims = node.args[DIMS[node.target]]
     return bool(dims) and set(dims) <= {-2, -1}
 
@@ -111,6 +117,7 @@ def numbers(placed: Placed) -> list[str]:
 
 
 def batches(step: Step, group: MicroGroup, placed: dict[str, Placed]) -> tuple[Batch, ...]:
+    """The batches of a micro-group: tasks of one owner, one cut and one parameter group."""
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for task in sorted(map(step.task, group.tasks), key=lambda t: t.index):
         alike[task.owner is not None, task.owner or (), task.placed, task.group].append(task.name)

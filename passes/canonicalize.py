@@ -1,4 +1,4 @@
-"""One spelling per idiom, so that later passes have few cases to know."""
+"""Give every idiom one spelling, so that later passes have few cases to handle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.ir.step import Form, Role, Step, Template, placeholders
+from canzona_compile.ir.fx_utils import drop_dead_code, placeholders
+from canzona_compile.ir.step import Form, Leaf, Role, Step, Template
 
 aten = torch.ops.aten
 
@@ -18,10 +19,10 @@ aten = torch.ops.aten
 class Canonicalize:
     """Simplify every template's graph without changing a bit.
 
-    1. `.item()` of a hyperparameter that is a Python number is that number.
+    1. `.item()` of a hyperparameter that is a Python number becomes that number.
     2. Views that undo each other (a transpose of a transpose), detach and alias disappear.
-    3. A square is a product, which has the same bits in every fragment.
-    4. Equal computations are done once; what nothing uses is dropped.
+    3. A square becomes a product, which has the same bits in every fragment.
+    4. Of equal calls one remains. Calls and hyperparameters that nothing reads disappear.
     """
 
     name: ClassVar[str] = "canonicalize"
@@ -33,6 +34,7 @@ class Canonicalize:
 
 
 def canonical(template: Template) -> Template:
+    """The simplified template; the given one stays as it is."""
     graph = copy.deepcopy(template.graph)
     numbers = {leaf.name for leaf in template.inputs if leaf.role is Role.SCALAR and leaf.dtype is None}
     for node in list(graph.nodes):
@@ -47,9 +49,7 @@ def canonical(template: Template) -> Template:
         elif node.target is aten.permute.default and source.target is aten.permute.default:
             undo(node, source)
     share_equal_nodes(graph)
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
+    drop_dead_code(graph)
     used = [leaf for leaf, node in zip(template.inputs, placeholders(graph), strict=True) if keep(leaf, node)]
     for leaf, node in zip(template.inputs, placeholders(graph), strict=True):
         if leaf not in used:
@@ -58,7 +58,8 @@ def canonical(template: Template) -> Template:
     return replace(template, graph=graph, inputs=tuple(used))
 
 
-def keep(leaf: Any, node: fx.Node) -> bool:
+def keep(leaf: Leaf, node: fx.Node) -> bool:
+    """Does a leaf stay an input? Hyperparameters that nothing reads do not."""
     return bool(node.users) or leaf.role is not Role.SCALAR
 
 
@@ -74,7 +75,7 @@ def undo(node: fx.Node, source: fx.Node) -> None:
 
 
 def share_equal_nodes(graph: fx.Graph) -> None:
-    """Common subexpressions: captured graphs are functional, so equal calls give equal values."""
+    """Eliminate common subexpressions, in place: captured graphs are functional, so equal calls give equal values."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not repeatable(node.target):
@@ -86,7 +87,7 @@ def share_equal_nodes(graph: fx.Graph) -> None:
 
 
 def repeatable(target: Any) -> bool:
-    """Does an equal call give an equal value? Number arithmetic and all operators but random ones."""
+    """Does an equal call give an equal value? True for arithmetic on numbers and all operators but random ones."""
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded not in target.tags
     return getattr(target, "__module__", "") == "_operator"

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from canzona_compile.ir import program_ops
+from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.program import (
     Bytes,
     Fragments,
@@ -34,7 +35,6 @@ from canzona_compile.ir.step import (
     Role,
     Step,
     Wire,
-    outputs,
 )
 from canzona_compile.lowering.batch_graph import lift_apply, lift_prepare
 from canzona_compile.lowering.builder import ProgramBuilder
@@ -321,7 +321,9 @@ class Writer(ProgramBuilder):
                 places = [g.places(Phase.EXCHANGE, BufferUse.SEND, t.name, wire) for t in segment.tasks]
                 label = f"g{g.group.index}_s{i}_{wire.name}"
                 for c in range(len(places[0])):
-                    targets = tuple(g.view(Phase.EXCHANGE, BufferUse.SEND, p[c][0], wire.dtype, p[c][1].size) for p in places)
+                    targets = tuple(
+                        g.view(Phase.EXCHANGE, BufferUse.SEND, p[c][0], wire.dtype, p[c][1].size) for p in places
+                    )
                     sent = self.bind(f"{label}_forward{c}", Views(targets))
                     self.copy(sent, self.bind(f"{label}_scattered", Views(sources)), wire.dtype)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from canzona_compile.analysis.holistic_tasks import holistic_tasks
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Form, MicroGroup, Step, Strategy
@@ -27,7 +26,7 @@ class FollowOwners:
 
     def __call__(self, step: Step) -> Step:
         tasks = []
-        for task in holistic_tasks(step):
+        for task in step.holistic_tasks():
             planned = self.plan.task(task)
             tasks.append(replace(task, owner=planned.owner, strategy=Strategy(planned.strategy), reason=planned.reason))
         self.plan.check_complete(task.name for task in tasks)

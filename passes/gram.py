@@ -1,4 +1,4 @@
-"""Iterations on wide matrices become iterations on their small Gram matrices."""
+"""Turn iterations on wide matrices into iterations on their small Gram matrices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -15,43 +15,44 @@ from canzona_compile.analysis.flops import flops_of, symbolic_flops
 from canzona_compile.analysis.gram_restarts import plan_restarts
 from canzona_compile.analysis.linear_algebra import any_strides, flipped
 from canzona_compile.analysis.newton_schulz import Chain, Polynomial, chains
-from canzona_compile.analysis.norm_bounds import Wide, made, norm_bound
+from canzona_compile.analysis.norm_bounds import Wide, norm_bound
 from canzona_compile.analysis.roofline import hardware_of, product_seconds
+from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.ir.step import Form, Placed, Step, Template, tensor_value
-from canzona_compile.lowering.batch_graph import dead_code_free
+from canzona_compile.ir.step import Form, Placed, Step, Template
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class GramIterations:
-    """Rewrite X <- (a I + p(X X^T)) X, any number of times, to products of m x m matrices.
+    """Rewrite chains of X <- (a I + p(X X^T)) X, X [m, n], to products of m x m matrices.
 
     The pass comes before owners are chosen, and the cost of a cut becomes that of the rewritten graph: owners, groups
     and reports weigh what will run.
 
-    With R = X X^T a step is Q <- (a I + p(R)) Q and R <- (a I + p(R))^2 R, and at the end X <- Q X: two products with X
-    [m, n] instead of two per step (Dao AI Lab, "Gram Newton-Schulz"). `canzona_compile.analysis.gram_restarts` says, from the
-    coefficients, after which steps X <- Q X has to be formed and begun anew: after step 2 for five steps of the usual
-    quintics. a Q and a R are added in the epilogue of a product; a I + p(R) is never formed but where Q is that.
+    With R = X X^T a step is Q <- (a I + p(R)) Q and R <- (a I + p(R))^2 R, and at the end X <- Q X. That takes two
+    products with X instead of two per step (Dao AI Lab, "Gram Newton-Schulz"). From the coefficients,
+    `canzona_compile.analysis.gram_restarts` finds the steps after which X <- Q X is formed and a new R begins: step 2
+    for five steps of the usual quintics. Products add a Q and a R in their epilogue. Only the first Q is formed as
+    a I + p(R).
 
-    A chain is rewritten only if
+    The pass rewrites a chain only if
 
-    * its coefficients are numbers in the graph, and no other value depends on what is between its steps,
+    * its coefficients are numbers in the graph, and nothing else reads what is between its steps,
     * the graph itself bounds the norm of X at the start (it divides by a norm), so that nothing can overflow,
-    * that is less work by the formulas of `canzona_compile.analysis.flops`: for quintics, from n = 1.5 m on,
-    * and takes less time by the machine's rates, if the dtype changes: float16 is slow on CPUs.
+    * the rewrite is less work by the formulas of `canzona_compile.analysis.flops`: for quintics, from n = 1.5 m on,
+    * and, if the dtype changes, takes less time by the machine's rates: float16 is slow on CPUs.
 
-    16-bit matrices are normalised in float32 and iterated in float16, whose roundoff is an eighth of bfloat16's; others
-    keep their dtype. Results have the dtype that they had.
+    It normalises 16-bit matrices in float32 and iterates them in float16, whose roundoff is an eighth of bfloat16's.
+    Other matrices keep their dtype. Results have the dtype that they had.
 
-    Errors, measured against float64 on 64 x 192 matrices with singular values 1 to 1e-10 and 1 to 1e-3 in logarithmic
-    steps, 10 equal ones, and 2 beside a tail of 1e-3 (`tests/passes/test_gram_errors.py`): relative to the exact result in the
-    Frobenius norm at most 0.1 for five steps of Jordan's, You's, Polar Express and CANS coefficients, where
-    Newton-Schulz in bfloat16, which this replaces, is 0.06 to 0.58 off, and no singular value is more than 0.06
-    larger than the exact largest one. That was measured on CPU, with the library's products and with the references of
-    `sym_gemm`, so the rewrite is done on CPU as well. On CUDA it is yet to be measured.
+    `tests/passes/test_gram_errors.py` measures errors against float64, on 64 x 192 matrices with singular values from 1
+    to 1e-10 and from 1 to 1e-3 in logarithmic steps, with 10 equal ones, and with 2 beside a tail of 1e-3. Five steps
+    of Jordan's, You's, Polar Express and CANS coefficients are at most 0.1 off, relative to the exact result in the
+    Frobenius norm, and no singular value is more than 0.06 larger than the exact largest one. Newton-Schulz in
+    bfloat16, which this replaces, is 0.06 to 0.58 off. The tests run on CPU, with the library's products and with the
+    references of `sym_gemm`, so the pass rewrites on CPU as well. Errors on CUDA are not measured yet.
     """
 
     name: ClassVar[str] = "gram"
@@ -64,6 +65,7 @@ class GramIterations:
 
 
 def rewritten_cut(cut: Placed, hardware: Hardware) -> Placed:
+    """A cut with a rewritten compute graph, and the FLOPs of that; the optimizer's own eager step stays as it is."""
     if cut.template.interpreted:
         return cut
     compute = rewritten(cut.compute, cut.template, hardware)
@@ -74,7 +76,7 @@ def rewritten_cut(cut: Placed, hardware: Hardware) -> Placed:
 
 
 def rewritten(graph: fx.Graph, template: Template, hardware: Hardware) -> fx.Graph:
-    """A graph with every chain as Gram iterations for which that is possible and takes less time."""
+    """A graph in which every chain is a Gram iteration if it can be one and that takes less time."""
     for start in [chain.start.name for chain in chains(graph)]:
         attempt = copy.deepcopy(graph)
         chain = next((c for c in chains(attempt) if c.start.name == start), None)
@@ -88,7 +90,11 @@ def rewritten(graph: fx.Graph, template: Template, hardware: Hardware) -> fx.Gra
 
 
 def rewrite(graph: fx.Graph, chain: Chain) -> bool:
-    """Rewrite one chain, in place; False where no norm is bounded or no restarts help, and nothing is changed."""
+    """Rewrite one chain in place.
+
+    Returns:
+        False, and the graph is as before, if nothing bounds the norm at the start or no restarts keep rounding small.
+    """
     value, bound = tensor_value(chain.start), norm_bound(chain.start)
     if value is None or bound is None:
         return False
@@ -101,36 +107,41 @@ def rewrite(graph: fx.Graph, chain: Chain) -> bool:
         return False
     with graph.inserting_before(chain.end):
         x = cast(graph, Wide(graph).of(chain.start), dtype) if narrow else chain.start
-        writer = Writer(graph, chain.flipped)
+        writer = GramWriter(graph, chain.flipped)
         for first, last in pairwise((0, *restarts, len(polynomials))):
             x = writer.segment(x, polynomials[first:last])
         x = cast(graph, x, value.dtype)
     chain.end.replace_all_uses_with(x)
-    dead_code_free(graph)
+    drop_dead_code(graph)
     return True
 
 
 def trimmed(polynomial: Polynomial) -> Polynomial:
-    """Without zeros at the end."""
+    """A polynomial without zeros at its end."""
     degree = max(i for i, c in enumerate(polynomial) if c)
     return polynomial[: degree + 1]
 
 
 def cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    value = node.meta["val"]
-    if value.dtype == dtype:
+    """The node in `dtype`, by a cast where it has another one."""
+    if node.meta["val"].dtype == dtype:
         return node
-    return made(graph, aten._to_copy.default, (node,), {"dtype": dtype}, value.to(dtype))
+    return insert_call(graph, aten._to_copy.default, (node,), {"dtype": dtype})
 
 
-class Writer:
-    """Writes products where a graph inserts. `flipped`: the wide matrix lies transposed, [n, m]."""
+class GramWriter:
+    """Writes an iteration on a Gram matrix where a graph inserts.
+
+    Args:
+        graph: gets the new nodes.
+        flipped: the wide matrix lies transposed, [n, m].
+    """
 
     def __init__(self, graph: fx.Graph, flipped: bool) -> None:
         self.graph, self.flipped = graph, flipped
 
     def segment(self, x: fx.Node, polynomials: Sequence[Polynomial]) -> fx.Node:
-        """Two steps or more on one Gram matrix."""
+        """Two or more steps on one Gram matrix: from X to Q X, both [..., m, n], or [..., n, m] if flipped."""
         r = self.gram(x)
         q: fx.Node | None = None
         for i, polynomial in enumerate(polynomials):
@@ -144,7 +155,7 @@ class Writer:
         return self.product(*self.applied(q, x))
 
     def without_constant(self, r: fx.Node, polynomial: Polynomial) -> tuple[float, fx.Node]:
-        """p(R) - p(0) as a number times a matrix, by Horner's rule."""
+        """p(R) - p(0) by Horner's rule, as a number times a matrix."""
         *lower, highest = polynomial[1:]
         if not lower:
             return highest, r
@@ -154,6 +165,7 @@ class Writer:
         return 1.0, z
 
     def gram(self, x: fx.Node) -> fx.Node:
+        """X X^T, [..., m, m]."""
         turned = flipped(self.graph, x)
         return self.product(turned, x) if self.flipped else self.product(x, turned)
 
@@ -162,23 +174,21 @@ class Writer:
         return (x, q) if self.flipped else (q, x)
 
     def product(self, left: fx.Node, right: fx.Node) -> fx.Node:
-        a, b = left.meta["val"], right.meta["val"]
-        target = aten.mm.default if a.ndim == 2 else aten.bmm.default
-        return made(self.graph, target, (left, right), {}, a.new_empty((*a.shape[:-1], b.shape[-1])))
+        """left @ right."""
+        target = aten.mm.default if left.meta["val"].ndim == 2 else aten.bmm.default
+        return insert_call(self.graph, target, (left, right))
 
     def sum(self, added: fx.Node, left: fx.Node, right: fx.Node, beta: float, alpha: float) -> fx.Node:
-        """beta added + alpha left right."""
-        value = added.meta["val"]
-        target = aten.addmm.default if value.ndim == 2 else aten.baddbmm.default
+        """beta * added + alpha * left @ right."""
+        target = aten.addmm.default if added.meta["val"].ndim == 2 else aten.baddbmm.default
         numbers = {name: n for name, n in (("beta", beta), ("alpha", alpha)) if n != 1.0}
-        return made(self.graph, target, (added, left, right), numbers, value.new_empty(value.shape))
+        return insert_call(self.graph, target, (added, left, right), numbers)
 
     def shifted(self, z: fx.Node, scale: float, shift: float) -> fx.Node:
-        """scale Z + shift I."""
-        value = z.meta["val"]
+        """scale * Z + shift * I."""
         if scale != 1.0:
-            z = made(self.graph, aten.mul.Tensor, (z, scale), {}, value)
-        main: Any = (0, -2, -1)
-        diagonal = made(self.graph, aten.diagonal.default, (z, *main), {}, value.diagonal(*main))
-        moved = made(self.graph, aten.add.Tensor, (diagonal, shift), {}, value.new_empty(value.shape[:-1]))
-        return made(self.graph, aten.diagonal_scatter.default, (z, moved, *main), {}, value)
+            z = insert_call(self.graph, aten.mul.Tensor, (z, scale))
+        main = (0, -2, -1)
+        diagonal = insert_call(self.graph, aten.diagonal.default, (z, *main))
+        moved = insert_call(self.graph, aten.add.Tensor, (diagonal, shift))
+        return insert_call(self.graph, aten.diagonal_scatter.default, (z, moved, *main))

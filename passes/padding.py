@@ -1,4 +1,4 @@
-"""16-bit matrices of odd sizes are padded with zeros once, so that the rows of all their products are aligned."""
+"""Pad 16-bit matrices of odd sizes with zeros once, so that the rows of all their products are aligned."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import fx
 
 from canzona_compile.analysis.flops import addend, factors
 from canzona_compile.analysis.linear_algebra import flipped, shifted, source, swaps, terms
-from canzona_compile.ir.step import Form, Placed, Step, tensor_value
+from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
+from canzona_compile.ir.step import Form, Placed, Step
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.kernels.padding import padded_size
-from canzona_compile.lowering.batch_graph import dead_code_free
 
 aten = torch.ops.aten
 
-# By which keyword, and by which number without it, a product and what is added to it are multiplied.
+# The factors of a product and of its addend: the keyword, and the number if it is not given.
 PRODUCTS: Mapping[Any, tuple[tuple[str, float], tuple[str, float]]] = {
     aten.mm.default: (("alpha", 1.0), ("beta", 0.0)),
     aten.addmm.default: (("alpha", 1.0), ("beta", 1.0)),
@@ -30,12 +30,13 @@ PRODUCTS: Mapping[Any, tuple[tuple[str, float], tuple[str, float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """On CUDA, pad to multiples of 16 what products in 16 bits read, where the cast is, and crop what leaves them.
+    """On CUDA, pad the 16-bit matrices that products read to multiples of 16, and crop the results.
 
-    Kernels copy asynchronously only rows that begin at multiples of 16 bytes. Products, sums and transposes of padded
-    matrices are padded matrices: zeros beside, and in the corner a multiple of the identity, if multiples of the
-    identity were added. That multiple is followed here, as a number; where it cannot be, or could overflow, nothing
-    is padded. Sizes that would grow by more than a sixteenth stay as they are, and with them their products.
+    Kernels copy rows asynchronously only if these begin at multiples of 16 bytes. Padding happens together with the
+    cast to 16 bits. Products, sums and transposes of padded matrices are padded matrices: they have zeros beside the
+    matrix, and a multiple of the identity in the corner if multiples of the identity were added. The pass follows that
+    multiple as a number. Where it is not known or could overflow, the pass does not pad. Matrices with a size that
+    would grow by more than a sixteenth stay as they are, and their products too.
     """
 
     name: ClassVar[str] = "padding"
@@ -49,11 +50,12 @@ class Padding:
 
 
 def padded_cut(cut: Placed) -> Placed:
+    """A cut with a padded compute graph; the optimizer's own eager step stays as it is."""
     return cut if cut.template.interpreted else replace(cut, compute=padded(cut.compute))
 
 
 def padded(graph: fx.Graph) -> fx.Graph:
-    """A graph whose products in 16 bits have aligned rows, where that is possible."""
+    """A graph whose 16-bit products have aligned rows where that is possible; the graph itself if none gains."""
     if not any(odd(node) for node in padded_values(graph)):
         return graph
     graph = copy.deepcopy(graph)
@@ -63,7 +65,7 @@ def padded(graph: fx.Graph) -> fx.Graph:
 
 
 def wanted(size: int) -> int:
-    """The size that a dim is padded to."""
+    """The size to which a dim of `size` is padded, in elements."""
     more = padded_size(size)
     return more if 16 * (more - size) <= size else size
 
@@ -75,12 +77,16 @@ def odd(node: fx.Node) -> bool:
 
 
 def even(value: torch.Tensor) -> bool:
-    """Is a matrix one of those that can have aligned rows in 16 bits?"""
+    """Is it a 16-bit matrix that has aligned rows once it is padded?"""
     return value.ndim == 2 and value.dtype.itemsize == 2 and all(wanted(size) % 16 == 0 for size in value.shape)
 
 
 def padded_values(graph: fx.Graph) -> dict[fx.Node, float]:
-    """Products, and what lies between them, that can be computed padded: the multiple of I in their corners."""
+    """Find the products, and the values between them, that can be computed padded.
+
+    Returns:
+        For each of them, in order, the multiple of I in its corner.
+    """
     found: dict[fx.Node, float] = {}
     for node in graph.nodes:
         value = tensor_value(node) if node.op == "call_function" else None
@@ -97,13 +103,13 @@ def padded_values(graph: fx.Graph) -> dict[fx.Node, float]:
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """Who reads a matrix; of its diagonal, whoever puts it back."""
+    """Who reads a matrix, directly or by putting its shifted diagonal back."""
     shifts = [s for d in node.users for a in d.users for s in a.users if (t := shifted(s)) and t.node is node]
     return [*node.users, *shifts]
 
 
 def corner_of(node: fx.Node, known: Mapping[fx.Node, float]) -> float | None:
-    """The multiple of I in the corner of a node's padded value, from those of its operands; None: not to be told."""
+    """The multiple of I in the corner of a node's padded value, given those of its operands; None if not known."""
     if node.target in PRODUCTS:
         return corner_of_product(node, known)
     if shift := shifted(node):
@@ -125,6 +131,7 @@ def corner_of(node: fx.Node, known: Mapping[fx.Node, float]) -> float | None:
 
 
 def corner_of_product(node: fx.Node, known: Mapping[fx.Node, float]) -> float | None:
+    """The same for products; None as well if an operand cannot be padded."""
     pair, added = factors(node), addend(node)
     assert pair is not None
     operands = [*pair, *([added] if added is not None else [])]
@@ -138,7 +145,7 @@ def corner_of_product(node: fx.Node, known: Mapping[fx.Node, float]) -> float | 
 
 
 def multiple(factor: Any, corner: float, shift: Any = 0.0) -> float | None:
-    """factor * corner + shift; None where a number that matters is not known."""
+    """factor * corner + shift; None if a number that matters is not known."""
     if not isinstance(shift, int | float):
         return None
     if corner == 0.0:
@@ -166,10 +173,10 @@ class Padder:
                 kept = self.made[node]
             for user in outside:
                 user.replace_input_with(node, kept)
-        dead_code_free(self.graph)
+        drop_dead_code(self.graph)
 
     def rewritten(self, node: fx.Node) -> fx.Node:
-        """The same operator on padded operands."""
+        """Insert the same operator on padded operands."""
         if shift := shifted(node):
             spread: Any = node.args[1]
             diagonal = self.put(spread.args[0], {shift.node: self.operand(shift.node)})
@@ -178,33 +185,33 @@ class Padder:
         return self.put(node, {n: self.operand(n) for n in node.all_input_nodes})
 
     def put(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        new = self.graph.node_copy(node, lambda n: operands.get(n, n))
-        value = node.meta["val"]
-        new.meta["val"] = value.new_empty([wanted(size) for size in value.shape])
-        return new
+        """Insert the call of a node with other operands."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: operands.get(n, n))
+        return insert_call(self.graph, node.target, args, kwargs, name=node.name)
 
     def operand(self, node: fx.Node) -> fx.Node:
-        """A matrix with its padding; one that comes from outside gets it where it is cast."""
+        """The padded matrix for a node. One from outside is padded here, together with its cast if it has one."""
         if node in self.made:
             return self.made[node]
         if not odd(node):
             return node
-        value, inside = node.meta["val"], source(node)
+        inside = source(node)
         if swaps(node) and inside is not None:
             return flipped(self.graph, self.operand(inside))
         only = node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
         cast = only and all(user in self.inside for user in node.users)
-        new = self.graph.call_function(PAD_CAST, (node.args[0] if cast else node,), {"dtype": value.dtype})
-        new.meta["val"] = value.new_empty([wanted(size) for size in value.shape])
-        self.made[node] = new
-        return new
+        args, kwargs = (node.args[0] if cast else node,), {"dtype": node.meta["val"].dtype}
+        self.made[node] = insert_call(self.graph, PAD_CAST, args, kwargs, name="pad_cast_default")
+        return self.made[node]
 
     def cropped(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
-        """What is not padding. Dims are counted from the end, so that it is the same in a stack."""
+        """Cut the padding off: the part of `node` that has the shape of `value`.
+
+        Dims count from the end, so that the calls mean the same for a stack.
+        """
         for dim in (1, 0):
             if node.meta["val"].shape[dim] != value.shape[dim]:
                 with self.graph.inserting_after(node):
-                    new = self.graph.call_function(aten.slice.Tensor, (node, dim - 2, 0, value.shape[dim]))
-                new.meta["val"] = node.meta["val"].narrow(dim, 0, value.shape[dim])
-                node = new
+                    args = (node, dim - 2, 0, value.shape[dim])
+                    node = insert_call(self.graph, aten.slice.Tensor, args, name="slice_tensor")
         return node

@@ -1,4 +1,4 @@
-"""Cut every template in what runs on fragments and what runs on the owner, moving the fewest bytes."""
+"""Cut every template into what runs on fragments and what runs on the owner, so that the fewest bytes move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ import networkx as nx
 from torch import fx
 
 from canzona_compile.analysis.flops import flops_of, symbolic_flops
-from canzona_compile.ir.bit_exactness import placed_equally, pointwise
+from canzona_compile.ir.bit_exactness import placed_equally
+from canzona_compile.ir.fx_utils import (
+    ancestors,
+    descendants,
+    from_numbers,
+    outputs,
+    placeholders,
+    pointwise,
+    subgraph,
+    tensor_value,
+)
 from canzona_compile.ir.layout import LayoutKind, Shape
 from canzona_compile.ir.step import (
     Form,
@@ -24,15 +34,11 @@ from canzona_compile.ir.step import (
     Step,
     Template,
     Wire,
-    outputs,
-    placeholders,
-    tensor_value,
 )
-from canzona_compile.lowering.batch_graph import ancestors
 
-# Work and state that every replica repeats, as a fraction of the same bytes on a wire: memory is about
-# this much faster. It decides where a transfer is free (DDP: the momentum goes to the owner) and never
-# where one costs (HSDP: the momentum stays with its fragments).
+# The cost of work and state that every replica repeats, as a fraction of the same bytes on a wire: memory is
+# about this much faster. It decides where a transfer is free (DDP: the momentum goes to the owner), and is too
+# small to decide where a transfer costs (HSDP: the momentum stays with its fragments).
 REDUNDANT = 1 / 16
 
 
@@ -42,14 +48,18 @@ class Place:
 
     A value that crosses costs its bytes once per direction, however many users it has. Parameter,
     gradient and new parameter are FRAGMENT. A node may be FRAGMENT only if it is pointwise on values
-    of the parameter's shape; under exact numerics also only if its bits do not depend on where in the
-    tensor an element stands. A state leaf and its new value share a label. Numbers and 0-d tensors
-    made of numbers are everywhere and never cross.
+    of the parameter's shape. Under exact numerics its bits must not depend on where in the tensor an
+    element stands either. A state leaf and its new value share a label. Numbers and 0-d tensors
+    made of numbers are on every rank and never cross.
 
-    Variants of one step (a family of templates) are cut together: their graphs share the state leaves, and
-    state that no known variant touches lives on the owner.
+    Variants of one step (a family of templates) are cut together, because their graphs share the state leaves.
+    State that no known variant reads or writes lives on the owner.
 
-    On dims that replicate, gathering is free and FRAGMENT work and state are repeated: unary costs.
+    On mesh dims that replicate, gathering is free, and every replica repeats the FRAGMENT work and state. Nodes
+    have a cost of their own there.
+
+    Attributes:
+        exact: exact numerics.
     """
 
     exact: bool = True
@@ -85,9 +95,9 @@ def unique_name(template: Template, kind: LayoutKind, placed: dict[tuple[str, La
 
 
 def everywhere(family: Sequence[Template]) -> set[fx.Node]:
-    """Nodes that every rank can compute for itself: numbers, and 0-d tensors made of such nodes alone.
+    """The nodes that every rank can compute for itself: numbers, and 0-d tensors made of such nodes alone.
 
-    A 0-d state leaf is one only if its new value is, in every variant; a running norm of the matrix is not.
+    A 0-d state leaf is among them only if its new value is, in every variant. A running norm of the matrix is not.
     """
     barred: set[str] = set()
     while True:
@@ -104,20 +114,15 @@ def everywhere(family: Sequence[Template]) -> set[fx.Node]:
         barred |= dependent
 
 
-def from_numbers(graph: fx.Graph, barred: set[str]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        value = tensor_value(node)
-        small = node.op != "output" and (value is None or value.ndim == 0)
-        inputs_free = node.target not in barred if node.op == "placeholder" else found.issuperset(node.all_input_nodes)
-        if small and inputs_free:
-            found.add(node)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of a family: nodes on fragments, nodes that are everywhere, and leaves that live beside the parameter."""
+    """Where the nodes of a family of templates run.
+
+    Attributes:
+        fragment: nodes that run on fragments.
+        everywhere: nodes that every rank computes for itself.
+        near: names of the leaves that live beside the parameter.
+    """
 
     fragment: set[fx.Node]
     everywhere: set[fx.Node]
@@ -140,12 +145,14 @@ class Cutter:
             self.new += zip(template.writes, outputs(template.graph), strict=True)
 
     def cut(self) -> Cut:
+        """The cheapest cut."""
         fragment = self.fragment_nodes()
         near = fragment | self.everywhere
         state = {leaf.name for node, leaf in self.leaf.items() if leaf.role is Role.STATE and node in near}
         return Cut(fragment, self.everywhere, state | {name for name, value in self.new if value in near})
 
     def may_be_fragment(self, node: fx.Node) -> bool:
+        """Can a node run on fragments?"""
         value = tensor_value(node)
         if value is None or tuple(value.shape) != self.shape:
             return False
@@ -163,7 +170,7 @@ class Cutter:
         owner: set[fx.Node] = {n for n in self.nodes if not self.may_be_fragment(n)}
         while True:
             fragment = self._minimum_cut(owner)
-            downstream = after({n for n in self.nodes if n not in fragment})
+            downstream = descendants({n for n in self.nodes if n not in fragment})
             returning = {
                 n for n in fragment if n in downstream and any(u in self.nodes and u not in fragment for u in n.users)
             }
@@ -198,7 +205,7 @@ class Cutter:
         return {n for n in self.nodes if n in fragment}
 
     def _pinned(self) -> Iterable[fx.Node]:
-        """Parameter, gradient and new parameter; a new parameter that the owner made is scattered as it is."""
+        """Parameter, gradient and new parameter. A new parameter that only the owner can make is scattered instead."""
         for node, leaf in self.leaf.items():
             if leaf.role in (Role.PARAM, Role.GRAD) and node in self.nodes:
                 yield node
@@ -207,7 +214,7 @@ class Cutter:
                 yield new
 
     def _same_home(self) -> Iterable[tuple[fx.Node, fx.Node]]:
-        """Pairs of values of one state leaf: old and new, and of one variant and another."""
+        """Pairs of values of one state leaf: the old and the new one, and those of different variants."""
         values: dict[str, list[fx.Node]] = defaultdict(list)
         for node, leaf in self.leaf.items():
             if leaf.role is Role.STATE:
@@ -225,29 +232,18 @@ def broadcasts(shape: Shape, to: Shape) -> bool:
 
 
 def bytes_of(node: fx.Node) -> float:
+    """Bytes of a node's value, infinite if it is no tensor."""
     value = tensor_value(node)
     return math.inf if value is None else float(value.numel() * value.element_size())
 
 
-def after(nodes: set[fx.Node]) -> set[fx.Node]:
-    """Everything that depends on `nodes`."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        for user in todo.pop().users:
-            if user not in found:
-                found.add(user)
-                todo.append(user)
-    return found
-
-
 def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
-    """Three graphs from one, given the cut of its family."""
+    """Split the graph of a template into prepare, compute and apply, given the cut of its family."""
     graph = template.graph
     fragment, free = cut.fragment & set(graph.nodes), cut.everywhere
     leaf = dict(zip(placeholders(graph), template.inputs, strict=True))
     owner = [n for n in graph.nodes if n.op != "output" and n not in free and n not in fragment]
-    late = after(set(owner))
+    late = descendants(set(owner))
     crossing_up = [n for n in fragment if any(u in owner for u in n.users)]
     new = dict(zip(template.writes, outputs(graph), strict=True))
 
@@ -292,33 +288,7 @@ def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
 
 
 def wire(node: fx.Node) -> Wire:
+    """The wire on which the value of a node crosses."""
     value = tensor_value(node)
     assert value is not None
     return Wire(node.name, tuple(value.shape), value.dtype)
-
-
-def subgraph(graph: fx.Graph, inputs: list[fx.Node], results: list[Any]) -> fx.Graph:
-    """The part of `graph` that computes `results`, with `inputs` as placeholders beside the leaves it reads."""
-    part = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        env[node] = part.placeholder(node.name)
-        env[node].meta = dict(node.meta)
-    stop = set(inputs)
-    wanted: set[fx.Node] = set()
-    todo = [n for n in results if isinstance(n, fx.Node) and n not in stop]
-    while todo:
-        node = todo.pop()
-        if node not in wanted:
-            wanted.add(node)
-            todo += [n for n in node.all_input_nodes if n not in stop]
-    for node in graph.nodes:
-        if node in wanted:
-            if node.op == "placeholder":
-                env[node] = part.placeholder(str(node.target))
-                env[node].meta = dict(node.meta)
-            else:
-                env[node] = part.node_copy(node, lambda n: env[n])
-    part.output(tuple(env[n] if isinstance(n, fx.Node) else n for n in results))
-    part.lint()
-    return part

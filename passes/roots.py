@@ -1,10 +1,10 @@
-"""Inverse roots by eigenvalues, and QR of products, become operators made of matrix products."""
+"""Replace inverse roots by eigenvalues, and QR of products, by operators that are made of matrix products."""
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, ClassVar
@@ -14,8 +14,9 @@ from torch import fx
 
 from canzona_compile.analysis.roofline import graph_time, hardware_of
 from canzona_compile.analysis.spectral import EIGH, VT, Spectrum, Term, V, meanings
+from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, record_again, tensor_value
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.ir.step import Form, Step, Template, tensor_value
+from canzona_compile.ir.step import Form, Step, Template
 from canzona_compile.kernels.inverse_root import LARGEST_P
 from canzona_compile.kernels.root_ops import CHOLESKY_QR, INVERSE_ROOT
 
@@ -25,18 +26,19 @@ QR = aten.linalg_qr.default
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Rewrite decompositions where matrix products do the same in less time; for numerics="fast".
+    """Rewrite decompositions that matrix products do in less time; for numerics="fast".
 
-    1. V diag(c max(l + ridge, floor)^(-1/p)) V^T, with l and V the eigenvalues and eigenvectors of A and p a power of
-       two, is c `canzona::inverse_root`(A, p, ridge, floor), however the graph spells it (`canzona_compile.analysis.spectral`).
-       If anything else uses l or V, the eigendecomposition has to be made anyway, and all stays.
-    2. QR of a product, whose columns may have been reordered, is `canzona::cholesky_qr`. The signs of Q's columns
-       change, which no QR decomposition prescribes.
+    1. V diag(c max(l + ridge, floor)^(-1/p)) V^T becomes c `canzona::inverse_root`(A, p, ridge, floor). Here l and V
+       are the eigenvalues and eigenvectors of A, and p is a power of two. `canzona_compile.analysis.spectral`
+       recognises it in any spelling. If anything else reads l or V, the graph needs the eigendecomposition anyway and
+       stays as it is.
+    2. QR of a product, possibly with its columns reordered, becomes `canzona::cholesky_qr`. The signs of Q's columns
+       change; no QR decomposition prescribes them.
 
-    Each is tried by itself, where the machine's rates say how fast it is (`inverse_root`, `cholesky_qr`), and kept if
-    the graph's predicted time gets less (by `eigh` and `qr`, or `eigh_batched` and its like for tasks that share an
-    owner). No known kind of machine has these rates: they are measured before anything is chosen. On CPU nothing is
-    rewritten: see `benchmarks/factorizations.py`.
+    The pass tries each rewrite by itself if the machine's rates say how fast it is (`inverse_root`, `cholesky_qr`). It
+    keeps the rewrite if the predicted time of the graph decreases (by the rates `eigh` and `qr`, or `eigh_batched` and
+    `qr_batched` for tasks that share an owner). No known kind of machine has these rates: measure them first. On CPU
+    the pass changes nothing: see `benchmarks/factorizations.py`.
     """
 
     name: ClassVar[str] = "roots"
@@ -57,7 +59,7 @@ class Roots:
 
 
 def in_batches(hardware: Hardware) -> Hardware:
-    """Rates of stacks in the place of those of single matrices, where they were measured and are better."""
+    """Rates in which those of stacks replace those of single matrices, if they were measured and are better."""
     curves = dict(hardware.factorizations)
     best = {
         name: max(curve, curves.get(f"{name}_batched", curve), key=lambda c: c.best) for name, curve in curves.items()
@@ -66,7 +68,7 @@ def in_batches(hardware: Hardware) -> Hardware:
 
 
 def rewritten(template: Template, hardware: Hardware) -> Template:
-    """The template with every rewrite that pays."""
+    """The template with every rewrite that saves time; the template itself if none does."""
     graph = template.graph
     for name in [n.name for n in graph.nodes if n.target in (EIGH, QR)]:
         changed = copy.deepcopy(graph)
@@ -74,9 +76,7 @@ def rewritten(template: Template, hardware: Hardware) -> Template:
         rate, rewrite = ("inverse_root", roots_of) if node.target is EIGH else ("cholesky_qr", products_of)
         if rate not in dict(hardware.factorizations) or not rewrite(node):
             continue
-        for left in reversed(list(changed.nodes)):
-            if left.op == "call_function" and not left.users:
-                changed.erase_node(left)
+        drop_dead_code(changed)
         if graph_time(changed, hardware).total(hardware) < graph_time(graph, hardware).total(hardware):
             graph = changed
     if graph is template.graph:
@@ -89,7 +89,14 @@ def rewritten(template: Template, hardware: Hardware) -> Template:
 
 
 def roots_of(eigh: fx.Node) -> bool:
-    """Replace what is made of an eigendecomposition by inverse roots; False, and no change, if not all of it is."""
+    """Replace everything that is made of an eigendecomposition by inverse roots, in place.
+
+    Args:
+        eigh: a call of `_linalg_eigh` on float32 [..., n, n].
+
+    Returns:
+        False, and the graph is as before, if the graph reads anything of it that is no inverse root.
+    """
     matrix = eigh.args[0]
     value = tensor_value(matrix) if isinstance(matrix, fx.Node) else None
     lower = eigh.args[1:2] in ((), ("L",)) and not eigh.kwargs
@@ -103,14 +110,14 @@ def roots_of(eigh: fx.Node) -> bool:
         return False
     for node, (p, spectrum) in found.items():
         with eigh.graph.inserting_before(node):
-            made = inverse_root(eigh.graph, matrix, p, spectrum, tensor_value(node))
+            made = inverse_root(eigh.graph, matrix, p, spectrum)
         for user in [user for user in node.users if user not in inside]:
             user.replace_input_with(node, made)
     return True
 
 
 def root_in(word: Any) -> tuple[int, Spectrum] | None:
-    """p and the spectrum of V diag(...)^(-1/p) V^T."""
+    """Read V diag(...)^(-1/p) V^T: p and the spectrum. None for all other words."""
     if not isinstance(word, tuple) or len(word) != 3 or (word[0], word[2]) != (V, VT):
         return None
     spectrum = word[1]
@@ -123,27 +130,25 @@ def root_in(word: Any) -> tuple[int, Spectrum] | None:
     return (p, spectrum) if exact and positive else None
 
 
-def inverse_root(graph: fx.Graph, matrix: Any, p: int, spectrum: Spectrum, value: torch.Tensor | None) -> fx.Node:
-    assert value is not None
+def inverse_root(graph: fx.Graph, matrix: Any, p: int, spectrum: Spectrum) -> fx.Node:
+    """Insert the p-th inverse root [..., n, n] of a matrix with this spectrum."""
     ridge = folded(graph, operator.add, spectrum.ridge, 0.0)
     floor = None if spectrum.floor is None else folded(graph, operator.add, spectrum.floor, 0.0)
-    made = graph.call_function(INVERSE_ROOT, (matrix, p, ridge, floor))
-    made.meta["val"] = value.new_empty(value.shape)
+    made = insert_call(graph, INVERSE_ROOT, (matrix, p, ridge, floor), name="inverse_root_default")
     if not spectrum.scale:
         return made
-    scaled = graph.call_function(aten.mul.Tensor, (made, folded(graph, operator.mul, spectrum.scale, 1.0)))
-    scaled.meta["val"] = made.meta["val"]
-    return scaled
+    scale = folded(graph, operator.mul, spectrum.scale, 1.0)
+    return insert_call(graph, aten.mul.Tensor, (made, scale), name="mul_tensor")
 
 
 def folded(graph: fx.Graph, combine: Callable[[Any, Any], Any], terms: Sequence[Term], start: float) -> Term:
-    """The sum or product of numbers and nodes: a number if all are, else a node."""
+    """The sum or product of numbers and of nodes that hold numbers: a number if all are numbers, else a node."""
     made: Term = reduce(combine, (t for t in terms if not isinstance(t, fx.Node)), start)
     nodes = [t for t in terms if isinstance(t, fx.Node)]
     if nodes and made == start:
         made = nodes.pop(0)
     for node in nodes:
-        made = graph.call_function(combine, (made, node))
+        made = insert_call(graph, combine, (made, node))
     return made
 
 
@@ -154,29 +159,29 @@ PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 
 
 def products_of(qr: fx.Node) -> bool:
-    """Replace a QR decomposition of a product; False, and no change, if it is of something else."""
+    """Replace a QR decomposition of a product, in place.
+
+    Args:
+        qr: a call of `linalg_qr` on float32 [..., m, n].
+
+    Returns:
+        False, and the graph is as before, if it decomposes something else or m < n.
+    """
     value = tensor_value(qr.all_input_nodes[0])
     reduced = qr.args[1:2] in ((), ("reduced",)) and not qr.kwargs
     tall = value is not None and value.dtype == torch.float32 and value.shape[-2] >= value.shape[-1]
     if not (tall and reduced and is_product(qr.args[0])):
         return False
     with qr.graph.inserting_before(qr):
-        made = qr.graph.call_function(CHOLESKY_QR, (qr.args[0],))
-    made.meta["val"] = tuple(own.new_empty(own.shape) for own in values(qr))
+        made = insert_call(qr.graph, CHOLESKY_QR, (qr.args[0],), name="cholesky_qr_default")
     qr.replace_all_uses_with(made)
-    for node in made.users:
-        if node.target is operator.getitem:
-            node.meta["val"] = made.meta["val"][node.args[1]]
+    for factor in made.users:  # the factors lie in memory otherwise than those of the library
+        record_again(factor)
     return True
 
 
-def values(node: fx.Node) -> Iterable[torch.Tensor]:
-    found: tuple[torch.Tensor, ...] = node.meta["val"]
-    return found
-
-
 def is_product(node: Any) -> bool:
-    """Is it a matrix product, up to the order of rows and columns?"""
+    """Is an operand a matrix product, up to the order of rows and columns?"""
     while isinstance(node, fx.Node) and node.target in REORDERING:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target in PRODUCTS

@@ -1,4 +1,4 @@
-"""Products that are proved symmetric are computed by half: `canzona::sym_gemm` in their place."""
+"""Compute one triangle of products that are proved symmetric, by `canzona::sym_gemm`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from canzona_compile.analysis.linear_algebra import (
     Factor,
@@ -32,10 +33,10 @@ from canzona_compile.analysis.linear_algebra import (
     written,
 )
 from canzona_compile.analysis.symmetry_proof import Known, symmetric_leaves, symmetric_values
+from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
 from canzona_compile.ir.layout import LayoutKind
-from canzona_compile.ir.step import Form, Placed, Step, tensor_value
+from canzona_compile.ir.step import Form, Placed, Step
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
-from canzona_compile.lowering.batch_graph import dead_code_free
 
 aten = torch.ops.aten
 
@@ -44,18 +45,18 @@ MODEST = 2.0**10  # numbers, and inverses of such, that may be multiplied after 
 
 @dataclass(frozen=True, slots=True)
 class Symmetry:
-    """Rewrite what `canzona_compile.analysis.symmetry_proof` proves, in the compute graphs of steps on CUDA.
+    """Rewrite the products that `canzona_compile.analysis.symmetry_proof` proves symmetric, in steps on CUDA.
 
-    A product, the numbers it is multiplied by, a symmetric matrix added to it and multiples of the identity become one
-    call of `canzona::sym_gemm`; transposes of symmetric values disappear; X + F X becomes `canzona::gemm_axpby`.
-    Rounding differs from that of the library as one library's from another's. On CPU nothing changes: there the
-    references are no faster, and exact numerics keeps bits.
+    One call of `canzona::sym_gemm` computes a product, multiplies it by numbers, and adds a symmetric matrix and a
+    multiple of the identity. Transposes of symmetric values disappear. X + F X becomes `canzona::gemm_axpby`. Rounding
+    differs from that of the library as one library's differs from another's. On CPU nothing changes: the references
+    are no faster there, and exact numerics keeps bits.
 
-    Costs stay those of the original graph, so that owners do.
+    Costs stay those of the original graph, so owners stay as well.
 
     Attributes:
-        checked: (family of templates, leaf) of the owners' state whose values at present are symmetric, as whoever
-            holds them has seen; claims about others are not made.
+        checked: leaves of the owners' state, as (family of templates, leaf), whose present values are symmetric, as the
+            ranks that hold them have checked. The pass takes no other leaf for symmetric at the start.
     """
 
     checked: frozenset[tuple[str, str]] = frozenset()
@@ -84,18 +85,19 @@ class Symmetry:
 
 
 def family_of(cut: Placed) -> str:
+    """The name that all variants of a cut's step share."""
     return cut.template.family or cut.template.name
 
 
 def rewritten(graph: fx.Graph, leaves: Collection[str] = ()) -> fx.Graph:
-    """A graph whose symmetric products are `sym_gemm`, if the placeholders `leaves` are symmetric."""
+    """A copy of a graph whose symmetric products are `sym_gemm`, given that the placeholders `leaves` are symmetric."""
     graph = copy.deepcopy(graph)
     known = symmetric_values(graph, leaves)
     for node in known:
         inside = source(node)
         if swaps(node) and inside in known:
             node.replace_all_uses_with(inside)
-    Rewriter(dead_code_free(graph), known).run()
+    Rewriter(drop_dead_code(graph), known).run()
     any_strides(graph)
     graph.lint()
     return graph
@@ -103,25 +105,29 @@ def rewritten(graph: fx.Graph, leaves: Collection[str] = ()) -> fx.Graph:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call of `sym_gemm` computes: alpha a b^T + beta c + diag I, or, `trans`, alpha a^T b + ..."""
+    """One call of `sym_gemm`: alpha a b^T + beta c + diag I or, if `trans`, alpha a^T b + beta c + diag I.
+
+    No b means a itself. `flip_b`: b is the transpose of what the call needs.
+    """
 
     a: fx.Node
     b: fx.Node | None
     trans: bool
-    flip_b: bool  # b has yet to be transposed
+    flip_b: bool
     alpha: Factor
     c: fx.Node | None = None
     beta: Factor = 0.0
     diag: Factor = 0.0
 
     def times(self, factor: Factor) -> Call:
+        """The call whose result is `factor` times that of this one."""
         numbers = (times(factor, n) for n in (self.alpha, self.beta, self.diag))
         alpha, beta, diag = numbers
         return replace(self, alpha=alpha, beta=beta, diag=diag)
 
 
 class Rewriter:
-    """Collects a call per symmetric product, grows it along what follows, and writes those that are left."""
+    """Finds a call for every symmetric product, lets it take in what follows, and writes the calls that remain."""
 
     def __init__(self, graph: fx.Graph, known: Known) -> None:
         self.graph, self.known = graph, known
@@ -134,17 +140,18 @@ class Rewriter:
         for node, call in self.calls.items():
             if not self.grows(node):
                 self.write(node, call)
-        dead_code_free(self.graph)
+        drop_dead_code(self.graph)
         for node in list(self.graph.nodes):
             if node.users and node not in self.known:
                 self.split(node)
                 if node.users:
                     self.update(node)
-        dead_code_free(self.graph)
+        drop_dead_code(self.graph)
 
     # -- symmetric products ----------------------------------------------------------------------
 
     def call_of(self, node: fx.Node) -> Call | None:
+        """The call that computes a symmetric value; None if the value is no product and takes in none."""
         if product := product_of(node):
             return self.with_addend(self.bare(product), product)
         if (shift := shifted(node)) and self.only_use(shift.node, node):
@@ -153,7 +160,7 @@ class Rewriter:
         return self.sum_of(node)
 
     def bare(self, product: Product) -> Call:
-        """The product alone: by the views' sources, so that no transpose is left."""
+        """The call for a product without its addend. Its operands are what transposes are made of, not transposes."""
         (left, right), (first, second) = product.pair, map(root, product.pair)
         if first[0] is second[0] and first[1] != second[1]:
             return Call(first[0], None, first[1], False, product.alpha)
@@ -166,16 +173,17 @@ class Rewriter:
         return Call(left, b, False, not turned, product.alpha)
 
     def scaled(self, node: fx.Node) -> Term:
-        """Without numbers that it was multiplied by, but for those that are part of a call."""
+        """A node without the numbers that it was multiplied by; the result of a call keeps them."""
         return Term(1.0, node) if node in self.calls else scaled(node)
 
     def operand(self, node: fx.Node) -> Term:
-        """Without numbers, but for those that may be there to keep the product in range."""
+        """A factor without the numbers that it was multiplied by, unless these may keep the product in range."""
         term = self.scaled(node)
         modest = isinstance(term.factor, float) and 1.0 / MODEST <= abs(term.factor) <= MODEST
         return term if modest else Term(1.0, node)
 
     def symmetric(self, node: fx.Node) -> bool:
+        """Is a node, or the transpose of it, proved symmetric?"""
         return root(node)[0] in self.known
 
     def with_addend(self, call: Call, product: Product) -> Call:
@@ -185,7 +193,7 @@ class Rewriter:
         return replace(call, c=added.node, beta=times(product.beta, added.factor))
 
     def sum_of(self, node: fx.Node) -> Call | None:
-        """A sum with a product in it that nothing else uses, of which at most one more matrix is left."""
+        """The call for a sum of a product that nothing else reads with at most one more matrix."""
         own = terms(node)
         grown = [t for t in own if self.only_use(t.node, node)]
         for term in sorted(grown, key=lambda t: self.calls[t.node].c is not None):
@@ -206,11 +214,11 @@ class Rewriter:
         return None
 
     def only_use(self, inner: fx.Node, outer: fx.Node) -> bool:
-        """Is there a call for a node that would not be needed beside that for another?"""
+        """Is there a call for `inner`, and does nothing but `outer` read its result?"""
         return inner in self.calls and self.users(inner) == {outer}
 
     def users(self, node: fx.Node) -> set[fx.Node]:
-        """A diagonal that is read only to be shifted belongs to what it is shifted in."""
+        """Who reads a node. A diagonal that is only read to be shifted counts as the shifted matrix."""
         found = set()
         for user in node.users:
             shift = [s for add in user.users for s in add.users if (t := shifted(s)) and t.node is node]
@@ -218,16 +226,18 @@ class Rewriter:
         return found
 
     def grows(self, node: fx.Node) -> bool:
+        """Does another call take in the call for `node`?"""
         return any(user in self.calls and self.inside(node, user) for user in self.users(node))
 
     def inside(self, node: fx.Node, user: fx.Node) -> bool:
-        """Is the call for `node` part of that for its user, and not an operand of it?"""
+        """Does the call for `user` take in that for `node`, instead of reading its result?"""
         if not self.only_use(node, user) or product_of(user) is not None:
             return False
         call = self.calls[user]
         return node not in (call.a, call.b, call.c)
 
     def write(self, node: fx.Node, call: Call) -> None:
+        """Put a call in the place of a node."""
         with self.graph.inserting_before(node):
             b = call.b
             if b is not None and call.flip_b:
@@ -238,15 +248,14 @@ class Rewriter:
             kwargs |= {"trans": True} if call.trans else {}
             self.put(node, SYM_GEMM, args, kwargs)
 
-    def put(self, node: fx.Node, target: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        name = str(target).split(".")[1]
-        new = self.graph.create_node("call_function", target, args, dict(kwargs), name)  # type: ignore[arg-type]
-        new.meta["val"] = node.meta["val"]
+    def put(self, node: fx.Node, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Insert an operator's call where the graph inserts, for all users of `node`."""
+        new = insert_call(self.graph, target, args, kwargs)
         node.replace_all_uses_with(new)
         self.renew(node, new)
 
     def renew(self, node: fx.Node, new: fx.Node) -> None:
-        """Calls that are yet to be written take the new node for the old one."""
+        """Let the calls that are not written yet, and the proofs, name the new node instead of the old one."""
         for key, call in self.calls.items():
             a, b, c = (new if n is node else n for n in (call.a, call.b, call.c))
             assert a is not None
@@ -257,7 +266,7 @@ class Rewriter:
     # -- products that are not symmetric as a whole ------------------------------------------------
 
     def split(self, node: fx.Node) -> None:
-        """A symmetric product added to what is not symmetric: two nodes, where that costs no rounding to 16 bits."""
+        """Split a symmetric product from an addend that is not symmetric, unless that rounds to 16 bits once more."""
         product, value = product_of(node), tensor_value(node)
         if product is None or product.added is None or value is None or value.dtype.itemsize < 4:
             return
@@ -267,13 +276,12 @@ class Rewriter:
         with self.graph.inserting_before(node):
             alpha = {} if product.alpha == 1.0 else {"alpha": written(product.alpha, self.graph)}
             trans = {"trans": True} if flip else {}
-            half = self.graph.create_node("call_function", SYM_GEMM, (left,), {**alpha, **trans}, "sym_gemm")
-            half.meta["val"] = node.meta["val"]
+            half = insert_call(self.graph, SYM_GEMM, (left,), {**alpha, **trans})
             beta = {} if product.beta == 1.0 else {"alpha": written(product.beta, self.graph)}
             self.put(node, aten.add.Tensor, (half, product.added), beta)
 
     def update(self, node: fx.Node) -> None:
-        """alpha X + beta F X, or X F, in one call."""
+        """Write alpha X + beta F X, or alpha X + beta X F, as one call."""
         product = product_of(node)
         if product is None or product.added is None:
             product = self.sum_with_product(node)
@@ -291,7 +299,7 @@ class Rewriter:
             self.put(node, GEMM_AXPBY, (factor, product.added), kwargs)
 
     def sum_with_product(self, node: fx.Node) -> Product | None:
-        """factor X + factor (F X), or the like, as one."""
+        """Read a sum of a product and a matrix, each times a number, as a product with an addend."""
         own = terms(node)
         for term in own if len(own) == 2 else ():
             product = product_of(term.node)

@@ -238,7 +238,10 @@ def test_every_file_says_what_it_is() -> None:
 
 def test_tests_lie_in_folders_like_the_rooms() -> None:
     beside = {"harness", "end_to_end", "clients", "benchmarks"}
-    folders = {p.relative_to(ROOT / "tests").parts[0] for p in python_files("tests")} - {"conftest.py", Path(__file__).name}
+    folders = {p.relative_to(ROOT / "tests").parts[0] for p in python_files("tests")} - {
+        "conftest.py",
+        Path(__file__).name,
+    }
     assert folders <= set(rooms()) | beside
 
 

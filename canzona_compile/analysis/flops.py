@@ -14,8 +14,9 @@ import sympy
 import torch
 from torch import fx
 
+from canzona_compile.ir.fx_utils import tensor_value
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import Template, Wire, tensor_value
+from canzona_compile.ir.step import Template, Wire
 from canzona_compile.kernels import cholesky_qr, inverse_root
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 

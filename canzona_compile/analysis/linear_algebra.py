@@ -1,4 +1,8 @@
-"""Graphs read as matrix algebra: transposes, products and sums with numbers as factors, however they are spelt."""
+"""Read graphs as matrix algebra: transposes, products, and sums with numbers as factors.
+
+The same algebra has many spellings in ATen. The functions here give one answer for all of them. Matrices are the last
+two dims of floating-point tensors [..., m, n]; the dims before them are batch dims.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ import torch
 from torch import fx
 
 from canzona_compile.analysis.flops import LIBRARY_PRODUCTS, addend, factors
-from canzona_compile.ir.step import tensor_value
+from canzona_compile.ir.fx_utils import insert_call, tensor_value
 
 aten = torch.ops.aten
 
-Factor: TypeAlias = "float | fx.Node | Arithmetic"  # a number: known, an input of the graph, or made of such
+Factor: TypeAlias = "float | fx.Node | Arithmetic"  # a number: a constant, a node, or arithmetic of these
 
 COPIES = frozenset(
     {
@@ -32,7 +36,7 @@ COPIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What a graph has yet to compute: `op` ("add", "sub" or "mul") of two numbers."""
+    """`op` ("add", "sub" or "mul") of two numbers, which the graph does not compute yet."""
 
     op: str
     left: Factor
@@ -40,18 +44,21 @@ class Arithmetic:
 
 
 def plus(a: Factor, b: Factor) -> Factor:
+    """a + b."""
     if isinstance(a, float) and isinstance(b, float):
         return a + b
     return b if a == 0.0 else a if b == 0.0 else Arithmetic("add", a, b)
 
 
 def minus(a: Factor, b: Factor) -> Factor:
+    """a - b."""
     if isinstance(a, float) and isinstance(b, float):
         return a - b
     return a if b == 0.0 else Arithmetic("sub", a, b)
 
 
 def times(a: Factor, b: Factor) -> Factor:
+    """a * b."""
     if isinstance(a, float) and isinstance(b, float):
         return a * b
     if a == 0.0 or b == 0.0:
@@ -60,17 +67,23 @@ def times(a: Factor, b: Factor) -> Factor:
 
 
 def written(factor: Factor, graph: fx.Graph) -> float | fx.Node:
-    """A number as an operand: arithmetic becomes nodes where the graph inserts."""
+    """Write a number as an operand.
+
+    Args:
+        factor: the number.
+        graph: gets a node for each piece of arithmetic, where it inserts.
+
+    Returns:
+        The constant or the node that holds the number.
+    """
     if not isinstance(factor, Arithmetic):
         return factor
     left, right = written(factor.left, graph), written(factor.right, graph)
-    node = graph.call_function(getattr(operator, factor.op), (left, right))
-    node.meta["val"] = 0.0  # FX's record of a number; its value is not asked for
-    return node
+    return insert_call(graph, getattr(operator, factor.op), (left, right))
 
 
 def number(value: Any) -> Factor | None:
-    """An operand as a number, None if it is none (a 0-d tensor is a tensor)."""
+    """Read an operand as a number. None if it is not one: booleans and 0-d tensors are none."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -82,18 +95,19 @@ def number(value: Any) -> Factor | None:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a node's tensor, () for numbers and structure."""
     value = tensor_value(node)
     return () if value is None else tuple(value.shape)
 
 
 def source(node: fx.Node) -> fx.Node | None:
-    """The first operand, if it is a tensor."""
+    """The first operand of a node if it is a tensor, else None."""
     first = node.args[0] if node.args else None
     return first if isinstance(first, fx.Node) and tensor_value(first) is not None else None
 
 
 def swaps(node: fx.Node) -> bool:
-    """Is it the transpose, in the last two dims, of its operand?"""
+    """Does a node transpose the last two dims of its operand, and nothing else?"""
     ndim = len(shape_of(node))
     args: Any = node.args
     if node.target is aten.permute.default:
@@ -105,7 +119,7 @@ def swaps(node: fx.Node) -> bool:
 
 
 def copies(node: fx.Node) -> bool:
-    """Is it its operand, with all elements in their places and of the same dtype?"""
+    """Does a node return its operand with the same shape, dtype and elements?"""
     inside = source(node)
     if node.target not in COPIES or inside is None:
         return False
@@ -114,7 +128,7 @@ def copies(node: fx.Node) -> bool:
 
 
 def root(node: fx.Node) -> tuple[fx.Node, bool]:
-    """What a node is a view of, and whether transposed."""
+    """The node that a node is a copy or transpose of in the end, and whether it is the transpose."""
     turned = False
     while swaps(node) or copies(node):
         turned ^= swaps(node)
@@ -125,24 +139,33 @@ def root(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def any_strides(graph: fx.Graph) -> None:
-    """Have views take operands of any strides, which a rewrite may have changed: a copy is made where none will do."""
+    """Let views take operands of any strides, in place: a rewrite may have changed the strides of their operands."""
     for node in graph.nodes:
-        if node.target is aten.view.default and node.args[0].op != "placeholder":
-            node.target = aten.reshape.default
+        if node.args and isinstance(node.args[0], fx.Node):
+            node.target = for_any_strides(node.target, node.args[0])
+
+
+def for_any_strides(target: Any, operand: fx.Node) -> Any:
+    """`reshape`, which copies where no view will do, in place of `view`. The strides of placeholders do not change."""
+    return aten.reshape.default if target is aten.view.default and operand.op != "placeholder" else target
 
 
 def flipped(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The transpose of a node, where the graph inserts."""
+    """Insert the transpose of a matrix [..., m, n], as a view [..., n, m]."""
     ndim = len(shape_of(node))
-    order = [*range(ndim - 2), ndim - 1, ndim - 2]
-    new = graph.create_node("call_function", aten.permute.default, (node, order), {}, "permute")
-    new.meta["val"] = node.meta["val"].permute(order)
-    return new
+    return insert_call(graph, aten.permute.default, (node, [*range(ndim - 2), ndim - 1, ndim - 2]))
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """alpha left @ right + beta added, over the last two dims; all of one dtype, `added` as large as the result."""
+    """alpha * left @ right + beta * added, in the last two dims. All have one dtype.
+
+    Attributes:
+        left, right: [..., m, k] and [..., k, n].
+        alpha: the factor of the product.
+        added: [..., m, n], None where nothing is added.
+        beta: its factor.
+    """
 
     left: fx.Node
     right: fx.Node
@@ -156,7 +179,7 @@ class Product:
 
 
 def product_of(node: fx.Node) -> Product | None:
-    """A library product as algebra; None for all else, and where an addend is broadcast."""
+    """Read a call of mm, bmm, addmm or baddbmm. None for all other nodes, and for an addend that is broadcast."""
     value, pair = tensor_value(node), factors(node)
     if pair is None or node.target not in LIBRARY_PRODUCTS or value is None or not value.dtype.is_floating_point:
         return None
@@ -180,9 +203,10 @@ class Term:
 
 
 def terms(node: fx.Node) -> tuple[Term, ...]:
-    """A node as a sum of its own operands with numbers as factors, one or two; empty if it is none.
+    """Read a node as a sum of one or two of its operands, each times a number.
 
-    All operands have the shape and dtype of the result.
+    Returns:
+        The terms, whose nodes have the shape and dtype of the result; empty if the node is no such sum.
     """
     args: Any = node.args
     found: Sequence[tuple[Any, Any]] = ()
@@ -211,7 +235,7 @@ def terms(node: fx.Node) -> tuple[Term, ...]:
 
 
 def alike(operand: Any, node: fx.Node) -> bool:
-    """Has an operand the shape and the floating dtype of the result?"""
+    """Has an operand the shape and dtype of the result, a floating dtype?"""
     value = tensor_value(node)
     own = tensor_value(operand) if isinstance(operand, fx.Node) else None
     return (
@@ -223,7 +247,7 @@ def alike(operand: Any, node: fx.Node) -> bool:
 
 
 def scaled(node: fx.Node) -> Term:
-    """A matrix without the numbers that it was multiplied by."""
+    """Take off the numbers by which a matrix was multiplied: its factor, and the matrix without it."""
     own = terms(node)
     if len(own) != 1:
         return Term(1.0, node)
@@ -232,13 +256,17 @@ def scaled(node: fx.Node) -> Term:
 
 
 def identity(node: fx.Node) -> bool:
-    """Is it the identity matrix?"""
+    """Is a node the identity matrix [n, n]?"""
     shape = shape_of(node)
     return node.target in (aten.eye.default, aten.eye.m) and len(shape) == 2 and shape[0] == shape[1]
 
 
 def shifted(node: fx.Node) -> Term | None:
-    """matrix + factor I, spelt as a change of the diagonal: the matrix with that factor."""
+    """Read matrix + factor * I that is written as a change of the main diagonal.
+
+    Returns:
+        The matrix with the factor of I, None if the node is something else.
+    """
     if node.target is not aten.diagonal_scatter.default or not main_diagonal(node.args[2:], shape_of(node)):
         return None
     matrix, diagonal = node.args[0], node.args[1]
@@ -254,7 +282,7 @@ def shifted(node: fx.Node) -> Term | None:
 
 
 def main_diagonal(args: Sequence[Any], shape: Sequence[int]) -> bool:
-    """Do offset and dims of a diagonal, where given, mean the main one of the last two dims?"""
+    """Do the arguments offset, dim1 and dim2, or the first of them, mean the main diagonal of the last two dims?"""
     defaults: list[Any] = [0, 0, 1]
     offset, *dims = [*args, *defaults[len(args) :]]
     ndim = len(shape)

@@ -1,8 +1,8 @@
-"""Iterations X <- p(X X^T) X in a graph, recognised by algebra: Newton-Schulz and its kin, whatever spells them.
+"""Find iterations X <- p(X X^T) X in a graph: Newton-Schulz and its kin, recognised by algebra and not by spelling.
 
-From a matrix X whose Gram matrix G = X X^T is formed, values are followed that are polynomials of G, or such times X,
-through products, sums and transposes. If all that leaves them is one p(G) X, that is the next iterate. Of tall matrices
-the transposes are meant: G = X^T X.
+The search begins at a matrix X whose Gram matrix G = X X^T the graph forms. It follows the values that are p(G) or
+p(G) X, p a polynomial, through products, sums and transposes. If the rest of the graph reads only one of them, and that
+one is a p(G) X, then it is the next iterate. For tall matrices G is X^T X, and everything is transposed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import TypeAlias
 
 from torch import fx
 
-from canzona_compile.analysis.linear_algebra import copies, identity, product_of, root, shape_of, shifted, swaps, terms
+from canzona_compile.analysis.linear_algebra import copies, identity, product_of, root, shifted, swaps, terms
 from canzona_compile.analysis.linear_algebra import source as source_of
-from canzona_compile.ir.step import tensor_value
+from canzona_compile.ir.fx_utils import ancestors
 
 Polynomial: TypeAlias = tuple[float, ...]  # coefficients, that of the identity first
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A value as p(G), or as p(G) Y, or, `flipped`, as its transpose Y^T p(G)."""
+    """A value as p(G), as p(G) Y or, if `flipped`, as the transpose Y^T p(G)."""
 
     polynomial: Polynomial
     square: bool  # p(G) alone
@@ -31,22 +31,28 @@ class Form:
 
     @property
     def degree(self) -> int:
+        """Of the polynomial."""
         return max((i for i, c in enumerate(self.polynomial) if c), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Iterate:
-    """One step from `before` to `after`: Y = p(G) Y of the wide matrix, which in the graph may lie transposed."""
+    """One step from `before` to `after`: Y <- p(G) Y, Y the wide matrix [..., m, n].
+
+    Attributes:
+        flipped: both nodes are the transpose [..., n, m] of the wide matrix.
+        polynomial: p.
+    """
 
     before: fx.Node
     after: fx.Node
-    flipped: bool  # do both lie transposed?
+    flipped: bool
     polynomial: Polynomial
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Iterates of which each begins where the one before ends, and nothing else uses those between."""
+    """Iterates that follow one another. Nothing but the next iterate reads what is between two of them."""
 
     steps: tuple[Iterate, ...]
 
@@ -68,7 +74,7 @@ class Chain:
 
 
 def chains(graph: fx.Graph) -> tuple[Chain, ...]:
-    """All iterations of a graph, the longest ones that there are."""
+    """Find all iterations of a graph, each as long as possible."""
     bases = gram_bases(graph)
     after: dict[fx.Node, Iterate] = {}
     for base, flipped in bases.items():
@@ -87,24 +93,18 @@ def chains(graph: fx.Graph) -> tuple[Chain, ...]:
 
 
 def linked(step: Iterate, after: Mapping[fx.Node, Iterate]) -> bool:
-    """Does another iterate begin with what this one leaves, and only that use it?"""
+    """Does another iterate begin with the result of this one, and does nothing else read that result?"""
     following = after.get(step.after)
     return following is not None and following.flipped == step.flipped and only_inside(step.after, following)
 
 
 def only_inside(node: fx.Node, step: Iterate) -> bool:
-    """Is a value needed for nothing but the next iterate?"""
-    needed, todo = set[fx.Node](), [step.after]
-    while todo:
-        current = todo.pop()
-        if current is not node and current not in needed:
-            needed.add(current)
-            todo += current.all_input_nodes
-    return all(user in needed for user in node.users)
+    """Do all readers of a value belong to one iterate?"""
+    return ancestors([step.after], stop={node}).issuperset(node.users)
 
 
 def gram_bases(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Matrices whose product with their own transpose is formed; True: of the transpose with the matrix, X^T X."""
+    """The matrices X of which the graph forms X X^T (False) or X^T X (True)."""
     found: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if product := product_of(node):
@@ -115,7 +115,7 @@ def gram_bases(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 
 def iterate(graph: fx.Graph, base: fx.Node, flipped: bool, bases: Mapping[fx.Node, bool]) -> Iterate | None:
-    """The step that begins with `base`."""
+    """The iterate that begins with `base`; None if more than one value leaves it, or one that is no p(G) Y."""
     forms = {base: Form((1.0,), False, flipped)}
     ends: set[fx.Node] = set()
     for node in graph.nodes:
@@ -140,7 +140,7 @@ def iterate(graph: fx.Graph, base: fx.Node, flipped: bool, bases: Mapping[fx.Nod
 
 
 def form_of(node: fx.Node, forms: Mapping[fx.Node, Form]) -> Form | None:
-    """A value by the forms of its operands."""
+    """The form of a node, given those of the nodes before it; None if it has none."""
     if identity(node):
         return Form((1.0,), True)
     if not any(n in forms for n in node.all_input_nodes):
@@ -177,6 +177,7 @@ def form_of(node: fx.Node, forms: Mapping[fx.Node, Form]) -> Form | None:
 
 
 def multiplied(left: Form, right: Form) -> Form | None:
+    """The form of left @ right."""
     p = convolved(left.polynomial, right.polynomial)
     if left.square and right.square:
         return Form(p, True)
@@ -190,6 +191,7 @@ def multiplied(left: Form, right: Form) -> Form | None:
 
 
 def convolved(p: Polynomial, q: Polynomial) -> Polynomial:
+    """The product of two polynomials."""
     result = [0.0] * (len(p) + len(q) - 1)
     for i, a in enumerate(p):
         for j, b in enumerate(q):
@@ -202,14 +204,7 @@ def weighted(factor: float, form: Form) -> Form:
 
 
 def added(a: Form, b: Form) -> Form | None:
+    """The form of a + b; None if they are of different kinds."""
     if (a.square, a.flipped) != (b.square, b.flipped):
         return None
     return Form(tuple(x + y for x, y in zip_longest(a.polynomial, b.polynomial, fillvalue=0.0)), a.square, a.flipped)
-
-
-def short_and_long(chain: Chain) -> tuple[int, int]:
-    """Dims of the wide matrix Y [m, n] of a chain."""
-    value = tensor_value(chain.start)
-    assert value is not None
-    shape = shape_of(chain.start)
-    return (shape[-1], shape[-2]) if chain.flipped else (shape[-2], shape[-1])

@@ -1,4 +1,4 @@
-"""Bounds on matrices that follow from how a graph normalises them, and the same normalisation in 32 bits."""
+"""Bound the norms of matrices by how the graph normalises them, and write the same normalisation in 32 bits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.analysis.linear_algebra import copies, number, root, shape_of, source, swaps
-from canzona_compile.ir.step import tensor_value
+from canzona_compile.analysis.linear_algebra import copies, for_any_strides, number, root, shape_of, source, swaps
+from canzona_compile.ir.fx_utils import insert_call, tensor_value
 
 aten = torch.ops.aten
 
@@ -17,9 +17,13 @@ SAME_ELEMENTS = (aten.view.default, aten.expand.default, aten.unsqueeze.default,
 
 
 def norm_bound(node: fx.Node) -> float | None:
-    """The most that the Frobenius norm of a matrix, or of each in a stack, can be; None where nothing bounds it.
+    """An upper bound of the Frobenius norm of a matrix, or of every matrix in a stack [..., m, n].
 
-    Rounding is left out: where a normalisation is to be relied on in 16 bits, it should be done in 32, see `Wide`.
+    The bound holds in exact arithmetic. Rounding in 16 bits may exceed it: write the normalisation in 32 bits there, by
+    `Wide`.
+
+    Returns:
+        The bound; None if nothing in the graph bounds the norm.
     """
     args: Any = node.args
     if swaps(node) or copies(node) or node.target in (aten._to_copy.default, aten.neg.default):
@@ -43,7 +47,7 @@ def norm_bound(node: fx.Node) -> float | None:
 
 
 def least_inverse(node: fx.Node, matrix: fx.Node) -> float:
-    """f where 1 / node >= f |matrix|."""
+    """A number f with 1 / node >= f |matrix| in the Frobenius norm; 0.0 if none is known."""
     inside = source(node)
     if inside is None:
         return 0.0
@@ -55,7 +59,7 @@ def least_inverse(node: fx.Node, matrix: fx.Node) -> float:
 
 
 def least_over_norm(node: fx.Node, matrix: fx.Node, power: int) -> float:
-    """f where node >= f |matrix|^power in every case; 0.0 if there is none to be seen."""
+    """A number f with node >= f |matrix|^power in the Frobenius norm; 0.0 if none is known."""
     args: Any = node.args
     inside = source(node)
     if inside is None:
@@ -95,12 +99,12 @@ def least_over_norm(node: fx.Node, matrix: fx.Node, power: int) -> float:
 
 
 def beside(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Does one number per matrix stand beside the same matrices as before, in another shape?"""
+    """Do numbers, one per matrix, belong to the same matrices after a change of shape from `old` to `new`?"""
     return math.prod(old) == 1 or (old[-2:] == (1, 1) and new[:-2] == old[:-2] and len(new) == len(old))
 
 
 def reduces(args: Any, shape: tuple[int, ...]) -> bool:
-    """Does a reduction go over both of the last two dims? `args` are dims and keepdim."""
+    """Does a reduction go over both of the last two dims of `shape`? `args` are its dims and keepdim."""
     dims = args[0] if args else None
     ndim = len(shape)
     if not dims:
@@ -110,11 +114,12 @@ def reduces(args: Any, shape: tuple[int, ...]) -> bool:
 
 
 def same_elements(a: fx.Node, b: fx.Node) -> bool:
+    """Are two nodes the same matrix but for transposes and casts?"""
     return origin(a) is origin(b)
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """What a node is, but for transposes and casts."""
+    """The node that a node is a transpose, copy or cast of in the end."""
     while True:
         node = root(node)[0]
         inside = source(node)
@@ -124,7 +129,7 @@ def origin(node: fx.Node) -> fx.Node:
 
 
 class Wide:
-    """Writes what a 16-bit matrix is made from once more, in float32, where the graph inserts."""
+    """Computes a 16-bit matrix a second time in float32. New nodes come where the graph inserts."""
 
     OPERATORS = frozenset(
         {
@@ -140,7 +145,7 @@ class Wide:
         self.made: dict[fx.Node, fx.Node] = {}
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The node, or its like in float32."""
+        """The same value in float32; the node itself if its dtype is none of 16 bits."""
         value = tensor_value(node)
         if value is None or value.dtype.itemsize > 2 or not value.dtype.is_floating_point:
             return node
@@ -158,12 +163,6 @@ class Wide:
         if node.target in self.OPERATORS:
             args = fx.map_arg(node.args, self.of)
             kwargs = {name: v for name, v in fx.map_arg(node.kwargs, self.of).items() if name != "dtype"}
-            return made(self.graph, node.target, args, kwargs, value.to(torch.float32))
-        return made(self.graph, aten._to_copy.default, (node,), {"dtype": torch.float32}, value.to(torch.float32))
-
-
-def made(graph: fx.Graph, target: Any, args: Any, kwargs: Any, value: torch.Tensor) -> fx.Node:
-    """A new node with its value, where the graph inserts."""
-    node = graph.create_node("call_function", target, args, kwargs, target.overloadpacket.__name__)
-    node.meta["val"] = value
-    return node
+            target = for_any_strides(node.target, args[0])  # what is not cast to 16 bits may have other strides
+            return insert_call(self.graph, target, args, kwargs, name=node.target.overloadpacket.__name__)
+        return insert_call(self.graph, aten._to_copy.default, (node,), {"dtype": torch.float32})

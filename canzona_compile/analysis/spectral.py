@@ -1,4 +1,4 @@
-"""What nodes of a graph are in terms of an eigendecomposition: functions of eigenvalues, and words of V and V^T."""
+"""Describe nodes in terms of an eigendecomposition: as functions of eigenvalues, and as products of V and V^T."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.ir.step import tensor_value
+from canzona_compile.ir.fx_utils import tensor_value
 
 aten = torch.ops.aten
 EIGH = aten._linalg_eigh.default
@@ -38,7 +38,7 @@ class Spectrum:
         return replace(self, floor=(term,))
 
     def to_the(self, power: float) -> Spectrum | None:
-        """Not of an even power: (l^2)^(1/2) is |l|, and l may be negative."""
+        """The power of a power, but not where the first one is even: (l^2)^(1/2) is |l|, and l may be negative."""
         even = self.power % 2.0 == 0.0 and power % 1.0 != 0.0
         return None if self.scale or even else replace(self, power=self.power * power)
 
@@ -65,7 +65,7 @@ Meaning = Vector | Word
 
 
 def reduced(word: Word) -> Word | None:
-    """The word with V V^T and V^T V left out and neighbouring diagonals multiplied; None where they do not."""
+    """Leave out V V^T and V^T V and multiply neighbouring diagonals. None if two diagonals have no common form."""
     done: list[Any] = []
     for factor in word:
         last = done[-1] if done else None
@@ -82,13 +82,21 @@ def reduced(word: Word) -> Word | None:
 
 
 def transposed(meaning: Meaning) -> Meaning:
+    """The transpose of a row, a column or a word."""
     if isinstance(meaning, Vector):
         return replace(meaning, lies={"row": "column", "column": "row"}[meaning.lies])
     return tuple({V: VT, VT: V}.get(f, f) if isinstance(f, str) else f for f in reversed(meaning))
 
 
 def meanings(eigh: fx.Node) -> dict[fx.Node, Meaning]:
-    """The nodes that are functions of the eigenvalues or words of the eigenvectors of `eigh`, and nothing else."""
+    """Find the nodes that are made of an eigendecomposition alone.
+
+    Args:
+        eigh: a call of `_linalg_eigh` on [..., n, n].
+
+    Returns:
+        For every function of the eigenvalues, and every product of eigenvectors and such functions, what it is.
+    """
     known: dict[fx.Node, Meaning] = {}
     for node in eigh.graph.nodes:
         if node.op != "call_function":
@@ -109,7 +117,7 @@ Rule = Callable[[fx.Node, Known], Meaning | None]
 
 
 def number(value: Any) -> Term | None:
-    """A number or what stands for one; None for tensors and all else."""
+    """Read an operand as a number or a node that holds one. None for tensors and all else."""
     if isinstance(value, fx.Node):
         return value if tensor_value(value) is None else None
     return float(value) if isinstance(value, int | float) else None
@@ -121,7 +129,7 @@ def vector(node: fx.Node, known: Known) -> Vector | None:
 
 
 def on_spectrum(act: Callable[[Spectrum, Any], Spectrum | None], given: Callable[[fx.Node], Any]) -> Rule:
-    """A rule for operators on a vector and a number; `given` finds the number, None where there is none."""
+    """A rule for operators on a vector and a number. `given` finds the number of a node, None if it has none."""
 
     def rule(node: fx.Node, known: Known) -> Meaning | None:
         own, term = vector(node, known), given(node)
@@ -136,7 +144,7 @@ def to_the(power: float) -> Rule:
 
 
 def second(node: fx.Node) -> Term | None:
-    """The other operand of a sum or product without a factor alpha."""
+    """The second operand of a sum that has no factor alpha."""
     return number(node.args[1]) if len(node.args) == 2 and not node.kwargs else None
 
 
@@ -157,7 +165,7 @@ def exponent(node: fx.Node) -> float | None:
 
 
 def multiplied(node: fx.Node, known: Known, sign: float = 1.0) -> Meaning | None:
-    """Products (or quotients, sign -1) of vectors with numbers and vectors, and of words with rows and columns."""
+    """Products (sign 1) or quotients (-1) of vectors with numbers and vectors, and of words with rows and columns."""
     left, right = node.args[0], node.args[1]
     if isinstance(right, fx.Node) and right in known:
         if isinstance(left, fx.Node) and left in known:
@@ -197,7 +205,7 @@ def together(left: Meaning, right: Meaning, node: fx.Node, sign: float) -> Meani
 
 
 def turned(node: fx.Node, known: Known) -> Meaning | None:
-    """A permutation that exchanges the last two dims of a word, a row or a column."""
+    """A permutation of dims that changes nothing, or transposes a word, a row or a column."""
     own, value = known[node.all_input_nodes[0]], tensor_value(node)
     assert value is not None
     ndim = value.ndim
@@ -218,7 +226,7 @@ def turned(node: fx.Node, known: Known) -> Meaning | None:
 
 
 def reshaped(node: fx.Node, known: Known) -> Meaning | None:
-    """A vector as a row or a column; anything as what it is."""
+    """A view of a vector as a row or a column, or a view that changes no shape."""
     own, value = known[node.all_input_nodes[0]], tensor_value(node)
     before = tensor_value(node.all_input_nodes[0])
     assert value is not None and before is not None

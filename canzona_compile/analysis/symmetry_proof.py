@@ -1,11 +1,11 @@
-"""Which matrices of a graph are symmetric, proved from the graph alone.
+"""Prove from a graph alone which of its matrices are symmetric.
 
-Symmetric are products X X^T, and what keeps symmetry: sums, scalings, elementwise functions, casts, transposes,
-products of matrices that commute, congruences P S P^T and V diag(w) V^T. Matrices commute if they are polynomials of
-one symmetric matrix, their *generator*; the identity and its multiples commute with all.
+A product X X^T is symmetric. Sums, scalings, elementwise functions, casts and transposes of symmetric matrices are
+symmetric, and so are products of symmetric matrices that commute, P S P^T and V diag(w) V^T. Two matrices commute if
+they are polynomials of one symmetric matrix, their *generator*. Multiples of the identity commute with every matrix.
 
-A leaf of the state is symmetric if its value before the first step is, and every variant of the step keeps it so. The
-second is proved here by induction over all variants, the first is for whoever has the values.
+A leaf of the state is symmetric if its value before the first step is symmetric and every variant of the step keeps it
+so. This file proves the second condition, by induction over all variants. Who has the values checks the first one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from canzona_compile.analysis.linear_algebra import (
     terms,
 )
 from canzona_compile.analysis.linear_algebra import source as source_of
-from canzona_compile.ir.bit_exactness import pointwise
-from canzona_compile.ir.step import Placed, outputs, tensor_value
+from canzona_compile.ir.fx_utils import outputs, pointwise, tensor_value
+from canzona_compile.ir.step import Placed
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ UNRELATED = (aten.empty_like.default,)
 
 @dataclass(frozen=True, slots=True)
 class Symmetric:
-    """A matrix is symmetric, and a polynomial of `generator`; None: a multiple of the identity."""
+    """A matrix is symmetric and a polynomial of `generator`, or, if that is None, a multiple of the identity."""
 
     generator: fx.Node | None
 
@@ -48,7 +48,7 @@ Known = dict[fx.Node, Symmetric]
 
 
 def symmetric_values(graph: fx.Graph, leaves: Collection[str] = ()) -> Known:
-    """All values that are symmetric, if the placeholders `leaves` are."""
+    """Find the matrices [..., n, n] of a graph that are symmetric if the placeholders `leaves` are."""
     known: Known = {}
     for node in graph.nodes:
         shape = shape_of(node)
@@ -65,7 +65,12 @@ def symmetric_values(graph: fx.Graph, leaves: Collection[str] = ()) -> Known:
 
 
 def symmetric_leaves(variants: Sequence[Placed], candidates: Collection[str]) -> frozenset[str]:
-    """Those leaves of the owner's state, among `candidates`, that all variants of a step keep symmetric."""
+    """Find the leaves of the owner's state that every variant of a step keeps symmetric.
+
+    Args:
+        variants: all variants of one step, cut for one kind of layout.
+        candidates: leaves that are symmetric before the step.
+    """
     names = set(candidates)
     while True:
         lost = {name for cut in variants for name in names if not keeps(cut, name, names)}
@@ -75,6 +80,7 @@ def symmetric_leaves(variants: Sequence[Placed], candidates: Collection[str]) ->
 
 
 def keeps(cut: Placed, name: str, names: Collection[str]) -> bool:
+    """Does a variant keep the leaf `name` symmetric if all leaves `names` are symmetric before?"""
     if name in cut.fragment_writes:
         return False
     if name not in cut.owner_writes:
@@ -84,7 +90,7 @@ def keeps(cut: Placed, name: str, names: Collection[str]) -> bool:
 
 
 def proof(node: fx.Node, known: Known) -> Symmetric | None:
-    """Why a node is symmetric, given what is known of those before it; None if there is no rule."""
+    """The proof that a node is symmetric, given the proofs for the nodes before it; None if no rule applies."""
     if swaps(node) or copies(node):
         inside = source_of(node)
         return known.get(inside) if inside is not None else None
@@ -103,7 +109,10 @@ def proof(node: fx.Node, known: Known) -> Symmetric | None:
 
 
 def together(node: fx.Node, proofs: Sequence[Symmetric | None]) -> Symmetric | None:
-    """What a sum or product of commuting matrices is; a sum of others is its own generator."""
+    """The proof for a node that is made of symmetric matrices by sums and products of commuting ones.
+
+    If the matrices have several generators, the node is a generator of its own. None if a proof is missing.
+    """
     if None in proofs:
         return None
     generators = {p.generator for p in proofs if p is not None} - {None}
@@ -111,13 +120,14 @@ def together(node: fx.Node, proofs: Sequence[Symmetric | None]) -> Symmetric | N
 
 
 def commute(a: Symmetric | None, b: Symmetric | None) -> bool:
+    """Are both matrices symmetric, and do they commute?"""
     if a is None or b is None:
         return False
     return a.generator is None or b.generator is None or a.generator is b.generator
 
 
 def product_proof(node: fx.Node, product: Product, known: Known) -> Symmetric | None:
-    """left @ right alone."""
+    """The proof for left @ right, without the addend."""
     (left, left_flipped), (right, right_flipped) = map(root, product.pair)
     a, b = known.get(left), known.get(right)
     if commute(a, b):
@@ -127,7 +137,7 @@ def product_proof(node: fx.Node, product: Product, known: Known) -> Symmetric | 
 
 
 def congruent(product: Product, known: Known) -> bool:
-    """Is it (P S) P^T or P (S P^T), S symmetric or a scaling of columns?"""
+    """Is a product (P S) P^T or P (S P^T), with S symmetric or diagonal?"""
     for inner, outer in (product.pair, product.pair[::-1]):
         inside = product_of(inner)
         if inside is not None and inside.added is None:
@@ -146,7 +156,7 @@ def transposed(p: fx.Node, q: fx.Node, known: Mapping[fx.Node, Symmetric]) -> bo
 
 
 def columns_scaled(node: fx.Node, by_column: bool) -> list[fx.Node]:
-    """V where a node is V diag(w), or, by row, diag(w) V, spelt as a product that is broadcast."""
+    """The matrices V for which an elementwise product is V diag(w), or diag(w) V if not `by_column`."""
     if node.target is not aten.mul.Tensor:
         return []
     broadcast = -2 if by_column else -1  # along this dim all factors are equal
@@ -160,7 +170,7 @@ def columns_scaled(node: fx.Node, by_column: bool) -> list[fx.Node]:
 
 
 def elementwise(node: fx.Node, known: Known) -> Symmetric | None:
-    """A function of elements, of symmetric matrices and of tensors that are one number per matrix."""
+    """The proof for an elementwise function of symmetric matrices and of tensors with one number per matrix."""
     random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     if not pointwise(node) or random or node.target in UNRELATED:
         return None
@@ -176,6 +186,6 @@ def elementwise(node: fx.Node, known: Known) -> Symmetric | None:
 
 
 def single(node: fx.Node) -> bool:
-    """Is it one number for all elements of a matrix?"""
+    """Has a tensor one number for all elements of a matrix?"""
     shape = (1, 1, *shape_of(node))
     return shape[-1] == shape[-2] == 1

@@ -9,11 +9,11 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.fx_utils import graph_module
 from canzona_compile.ir.pipeline import History
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
-from canzona_compile.lowering.batch_graph import graph_module
 from canzona_compile.options import Options
 from canzona_compile.report.build import Report
 from canzona_compile.report.explain import Explanation

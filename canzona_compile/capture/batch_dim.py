@@ -1,7 +1,7 @@
-"""Is the first dim of a stack a batch dim: entry e of the result a function of entries e alone?
+"""Prove that the first dim of a stack is a batch dim: entry e of the result depends on entries e alone.
 
-Then experts that lie on different ranks are different matrices and nothing needs to move. The proof
-follows the dim through the graph with a few rules; what has no rule ends it with a no.
+Then experts on different ranks are different matrices, and nothing needs to move. The proof follows the
+dim through the graph by a few rules. An operator without a rule ends the proof without success.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.ir.bit_exactness import pointwise
-from canzona_compile.ir.step import Template, outputs, placeholders, tensor_value
+from canzona_compile.ir.fx_utils import outputs, placeholders, pointwise, tensor_value
+from canzona_compile.ir.step import Template
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def first_dim_is_batch(template: Template) -> bool:
     """Does every written leaf keep the entries of dim 0 of its inputs apart?"""
     if template.interpreted:
         return False
-    batch: dict[fx.Node, int | None] = {}  # which dim of a value is the batch; None: it has none
+    batch: dict[fx.Node, int | None] = {}  # the batch dim of every value, None if it has none
     for node, leaf in zip(placeholders(template.graph), template.inputs, strict=True):
         batch[node] = 0 if leaf.shape and leaf.shape[0] == template.shape[0] else None
         if leaf.shape and batch[node] is None:
@@ -45,7 +45,7 @@ def first_dim_is_batch(template: Template) -> bool:
 
 
 def follow(node: fx.Node, batch: dict[fx.Node, int | None]) -> int | None:
-    """The batch dim of a node's result, None if it mixes entries or has no rule."""
+    """The batch dim of a node's result; None if the node mixes entries or has no rule."""
     value = tensor_value(node)
     if value is None:
         return None

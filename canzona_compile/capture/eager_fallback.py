@@ -61,7 +61,7 @@ class EagerStep:
 
 def _getitem(graph: fx.Graph, node: fx.Node, index: int, example: Tensor) -> fx.Node:
     item = graph.call_function(operator.getitem, (node, index))
-    item.meta["val"] = example
+    item.meta["val"] = example  # by hand: the eager step cannot run on fake tensors
     return item
 
 

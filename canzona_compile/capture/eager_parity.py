@@ -1,7 +1,7 @@
-"""Does a captured graph give the bits of the eager step? Code may ask whether it is being compiled.
+"""Compare the bits of a captured graph with those of the eager step. Code may ask whether it is being compiled.
 
-torch's own optimizers do: under Dynamo, bias corrections become tensors and additions become fused
-multiply-adds. Such a graph is right, but not equal, and exact numerics then run the eager step instead.
+torch's own optimizers ask: under Dynamo, bias corrections become tensors and additions become fused
+multiply-adds. Such a graph is right but gives other bits, so exact numerics run the eager step instead.
 """
 
 from __future__ import annotations
@@ -19,30 +19,28 @@ from canzona_compile.capture.external_counters import give_counts
 from canzona_compile.capture.leaves import read, state_leaves, write
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.twin import make_twin, step_plainly
-from canzona_compile.ir.bit_exactness import pointwise
-from canzona_compile.ir.step import Role, Template, tensor_value
-from canzona_compile.passes.place import from_numbers
+from canzona_compile.ir.fx_utils import from_numbers, graph_module, pointwise, tensor_value
+from canzona_compile.ir.step import Role, Template
 
 SAMPLES = 3
-LARGEST = 2**24  # elements; the branch that this looks for does not depend on the size
+LARGEST = 2**24  # elements; whether code asks does not depend on the size
 
 
 def holistic(template: Template) -> bool:
-    """Is there more in the graph than elementwise work?"""
-    numbers = from_numbers(template.graph, set())
+    """Does a graph do more than elementwise work?"""
+    numbers = from_numbers(template.graph)
     work = [n for n in template.graph.nodes if n.op == "call_function" and n not in numbers]
     calls = [n for n in work if tensor_value(n) is not None]
     return not all(pointwise(n) for n in calls)
 
 
 def same_bits(optimizer: Optimizer, template: Template, oracle: Oracle, moment: Moment) -> bool:
-    """Run a step of a random matrix both ways and compare every written leaf.
+    """Run a step of a random matrix both ways and compare every leaf that it writes.
 
-    It is the step that follows the first one if `counters` are the Python leaves of its state; they lead
-    the code to the template's variant.
+    It is the step after the first one. The counters of `moment` lead the code to the template's variant.
 
-    Every rank does the same on the same numbers, so all come to the same verdict. Tensors above
-    `LARGEST` elements are not tried.
+    Every rank does the same on the same numbers, so all ranks come to the same result. Tensors of more than
+    `LARGEST` elements are not compared and count as equal.
     """
     if math.prod(moment.spec.shape) > LARGEST:
         return True
@@ -51,6 +49,7 @@ def same_bits(optimizer: Optimizer, template: Template, oracle: Oracle, moment: 
 
 
 def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, moment: Moment, seed: int) -> bool:
+    """The comparison for one random matrix."""
     group, spec, counters, elsewhere = moment
     generator = torch.Generator().manual_seed(seed)
 
@@ -79,14 +78,14 @@ def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, mom
         for leaf in template.inputs
     ]
     with torch.no_grad():
-        found = fx.Interpreter(fx.GraphModule(torch.nn.Module(), template.graph)).run(*map(as_input, arguments))
+        found = fx.Interpreter(graph_module(template.graph, "Captured")).run(*map(as_input, arguments))
     step_plainly(twin)
     expected = {**dict(state_leaves(twin.state[param])), "param": param.detach()}
     return all(torch.equal(value, expected[name]) for name, value in zip(template.writes, found, strict=True))
 
 
 def alike(state: dict[str, Any], oracle: Oracle, generator: torch.Generator) -> dict[str, Any]:
-    """A state with the leaves of the oracle's: those of `state` where they fit, else random ones."""
+    """A state with the leaves of the oracle's state: the leaves of `state` if they fit, else random ones."""
     made: dict[str, Any] = copy.deepcopy(oracle.structure)  # with its empty containers
     for name, path in oracle.paths.items():
         like, value = oracle.first_state[0][name], read(state, path)
@@ -99,5 +98,5 @@ def alike(state: dict[str, Any], oracle: Oracle, generator: torch.Generator) -> 
 
 
 def as_input(value: Any) -> Any:
-    """A number as the 0-d tensor that `.item()` in the captured graph expects."""
+    """A number as the 0-d float64 tensor that `.item()` in the captured graph expects."""
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value

@@ -1,8 +1,8 @@
-"""Dynamo's graph to a functional ATen graph whose scalars are still symbolic.
+"""Turn Dynamo's graph into a functional ATen graph whose scalars are still symbolic.
 
-AOTAutograd is avoided on purpose: its tensorify pass turns `add(x, u, alpha=-lr)` back into a graph
-with lr as a constant, so that a schedule would recompile every step. `make_fx` of a functionalized
-run keeps `.item()` and the scalar arithmetic after it.
+AOTAutograd would not do: its tensorify pass turns `add(x, u, alpha=-lr)` back into a graph with lr as a
+constant, so that a schedule would recompile every step. `make_fx` of a functionalized run keeps `.item()`
+and the scalar arithmetic after it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
+from canzona_compile.ir.fx_utils import ancestors
+
 
 def functional(
     gm: fx.GraphModule,
@@ -25,19 +27,20 @@ def functional(
     values: Mapping[int, float],
     bake: Iterable[int] = (),
 ) -> tuple[fx.Graph, dict[int, float]]:
-    """A functional form of Dynamo's `gm`.
+    """Trace a functional form of Dynamo's `gm`.
 
     Args:
+        gm: Dynamo's graph.
         static: tensors that the graph reads as attributes, by attribute name.
         inputs: one per placeholder: a tensor to imitate, or a number.
-        values: what the scalar placeholders (0-d float64 tensors), by position, hold now.
-        bake: scalars known to have to be constants, from a graph alike.
+        values: the present values of the scalar placeholders (0-d float64 tensors), by position.
+        bake: positions of scalars that had to be constants in a similar graph.
 
     Returns:
         A graph over placeholders [*static, *inputs], whose output is a flat tuple: Dynamo's outputs
-        first, then the final value of every placeholder (itself where it was not written). And the
-        scalars that had to become constants, because an operator's shape rule asks for their value
-        (torch.addmm does for beta): positions and the values that were baked in.
+        first, then the final value of every placeholder (itself if the graph does not write it). And the
+        scalars that had to become constants because an operator's shape rule asks for their value
+        (torch.addmm does for beta): the baked values by position.
     """
     baked = {i: values[i] for i in bake if i in values}
     while True:
@@ -66,15 +69,9 @@ def _trace(
     position = {n: i for i, n in enumerate(n for n in gm.graph.nodes if n.op == "placeholder")}
 
     def scalars_behind(node: fx.Node) -> set[int]:
-        """Scalar placeholders from which `node` takes its non-tensor operands."""
-        found: set[int] = set()
-        todo = [n for n in node.all_input_nodes if not isinstance(n.meta.get("example_value"), Tensor)]
-        while todo:
-            n = todo.pop()
-            if n in position:
-                found.add(position[n])
-            todo += n.all_input_nodes
-        return found
+        """The scalar placeholders, by position, that the non-tensor operands of `node` depend on."""
+        numbers = [n for n in node.all_input_nodes if not isinstance(n.meta.get("example_value"), Tensor)]
+        return {position[n] for n in ancestors(numbers) if n in position}
 
     def run(attributes: list[Tensor], arguments: list[Any]) -> tuple[Any, ...]:
         attributes = list(attributes)

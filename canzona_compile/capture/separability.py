@@ -16,7 +16,7 @@ from canzona_compile.capture.external_counters import Counts, step_alone
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.twin import make_twin, plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.ir.step import outputs, placeholders
+from canzona_compile.ir.fx_utils import outputs, placeholders
 
 
 def check_separable(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, name: str) -> Counts:

@@ -21,9 +21,10 @@ from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.separability import check_separable, coupled
 from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.capture.variant_period import Course, course_of
+from canzona_compile.ir.fx_utils import outputs, placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.printer import dtype_name
-from canzona_compile.ir.step import Leaf, Role, Template, outputs, placeholders, tensor_value
+from canzona_compile.ir.step import Leaf, Role, Template
 
 log = logging.getLogger(__name__)
 
@@ -265,6 +266,7 @@ def template_of(variant: Variant, name: str, spec: ParameterSpec) -> Template:
         if leaf.role in (Role.SCALAR,) and not used:
             continue
         env[node] = graph.placeholder(leaf.name)
+        # A hyperparameter is a number from here on; its record is of the 0-d tensor that stood for it in tracing.
         env[node].meta = dict(node.meta) if leaf.dtype is not None else {}
         inputs.append(leaf)
     for node in variant.graph.nodes:

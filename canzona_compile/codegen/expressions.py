@@ -1,4 +1,4 @@
-"""Pointwise FX graphs as lines of Triton, operator by operator with the dtypes that ATen gave them."""
+"""Write pointwise FX graphs as lines of Triton, operator by operator, with the dtypes that ATen gave them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from torch import fx
 
 from canzona_compile.codegen.rules import RULES
 from canzona_compile.codegen.values import Builder, Line, Load, Number, Spread, Unsupported, check, converted
+from canzona_compile.ir.fx_utils import ancestors, outputs, tensor_value
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import outputs, tensor_value
-from canzona_compile.lowering.batch_graph import ancestors
 
 
 @dataclass(frozen=True, slots=True)
 class Expressions:
-    """A pointwise graph.
+    """A pointwise graph as Triton.
 
     Attributes:
-        loads: tensors read, by the graph's names for them.
-        numbers: numbers read.
+        loads: the tensors that it reads, with the graph's names for them.
+        numbers: the numbers that it reads.
         lines: one per operator, in order.
-        results: the wanted results: the value's name, and the dtype that it is rounded to.
+        results: for every result, the name of the value and the dtype to which it is rounded.
     """
 
     loads: tuple[Load, ...]
@@ -33,10 +32,10 @@ class Expressions:
 
 
 def copying(source: torch.dtype, target: torch.dtype) -> Expressions:
-    """Copy and cast.
+    """A copy of a tensor that casts it from `source` to `target`.
 
     Raises:
-        Unsupported: for complex numbers and the like.
+        Unsupported: Triton has no such dtype (complex numbers, for one).
     """
     for dtype in (source, target):
         check(dtype)
@@ -47,10 +46,15 @@ def copying(source: torch.dtype, target: torch.dtype) -> Expressions:
 
 
 def expressions(graph: fx.Graph, wanted: Sequence[int], shape: Shape) -> Expressions:
-    """The results number `wanted` of a graph whose values have `shape` or broadcast to it.
+    """Write some results of a pointwise graph.
+
+    Args:
+        graph: its values have `shape` or broadcast to it.
+        wanted: positions of the results.
+        shape: of the whole matrix.
 
     Raises:
-        Unsupported: if a node is not pointwise, or has no Triton spelling with ATen's bits.
+        Unsupported: a node is not pointwise, or no Triton line gives the bits that ATen gives.
     """
     found = outputs(graph)
     builder = Builder(shape)
@@ -76,7 +80,7 @@ def expressions(graph: fx.Graph, wanted: Sequence[int], shape: Shape) -> Express
 
 
 def add(builder: Builder, node: fx.Node) -> None:
-    """Write the line of a node; numbers are computed on the host."""
+    """Write the line of a node. The host computes numbers, so these have none."""
     value = tensor_value(node)
     if value is None:
         return

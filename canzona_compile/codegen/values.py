@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.ir.fx_utils import tensor_value
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import tensor_value
 
 # In memory, and in arithmetic.
 STORED = {

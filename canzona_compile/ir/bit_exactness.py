@@ -1,7 +1,7 @@
-"""What keeps every bit: measured facts about ATen kernels that passes rely on under exact numerics.
+"""Measured facts about ATen kernels that passes rely on under exact numerics, where every bit must stay.
 
-Two questions. May an elementwise operator run on a fragment instead of the whole tensor? CPU kernels
-treat the last elements of a run (fewer than a vector) with scalar code, and for some operators and
+The facts answer two questions. May an elementwise operator run on a fragment instead of the whole tensor?
+CPU kernels compute the last elements of a run (fewer than a vector) by scalar code. For some operators and
 dtypes that code rounds differently, so the bits of an element depend on its position. And may n equal
 matrix products run as one batched product? `tests/ir/test_bit_exactness.py` measures every line of the
 tables below against torch on the machine that runs it.
@@ -14,30 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.ir.fx_utils import tensor_value
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import Machine, tensor_value
+from canzona_compile.ir.step import Machine
 
 aten = torch.ops.aten
 
-# Casts and copies change no layout and work element by element, but carry no pointwise tag.
-COPIES = frozenset(
-    {
-        aten._to_copy.default,
-        aten.clone.default,
-        aten.copy.default,
-        aten.detach.default,
-        aten.alias.default,
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-        aten.empty_like.default,
-    }
-)
-
 # On CPU these give an element the same bits wherever it stands, in every floating dtype. `add`, `sub`
-# and `rsub` with a factor alpha do so only in 32 and 64 bits and only where both operands have the
-# shape of the result; `maximum`, `minimum` and `clamp` may take either of 0.0 and -0.0. Left out after
-# measurement: rsqrt in 16 bits, pow and sigmoid in 32 and 64 bits; left out unmeasured: everything else.
+# and `rsub` with a factor alpha do so only in 32 and 64 bits, and only if both operands have the shape of
+# the result. `maximum`, `minimum` and `clamp` may return either of 0.0 and -0.0. Measurements rule out
+# rsqrt in 16 bits, and pow and sigmoid in 32 and 64 bits. All other operators are not measured.
 POSITION_FREE_NAMES = """
     add sub rsub mul div lerp addcmul addcdiv sqrt square neg abs sign reciprocal maximum minimum
     clamp clamp_min clamp_max where eq ne lt le gt ge copy _to_copy clone detach alias zeros_like
@@ -46,16 +32,7 @@ POSITION_FREE_NAMES = """
 POSITION_FREE_ON_CPU = frozenset(
     packet for name in POSITION_FREE_NAMES.split() if (packet := getattr(aten, name, None)) is not None
 )
-ALIGNMENT = 64  # elements; a multiple of every CPU vector loop's step, so that no scalar tail is left
-
-
-def pointwise(node: fx.Node) -> bool:
-    """Is element i of the result a function of elements i of the operands alone?"""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    # prims.fma is pointwise but untagged; torch registers it only once a compiler has been imported.
-    return target in COPIES or torch.Tag.pointwise in target.tags or target.name() == "prims::fma"
+ALIGNMENT = 64  # elements: a multiple of the step of every CPU vector loop, so that no scalar tail is left
 
 
 def position_free(node: fx.Node, machine: Machine) -> bool:
@@ -74,7 +51,7 @@ def position_free(node: fx.Node, machine: Machine) -> bool:
 
 
 def scaled(node: fx.Node) -> bool:
-    """Has an addition or subtraction a factor alpha, so that it multiplies and adds?"""
+    """Has an addition or subtraction a factor alpha other than 1, so that it multiplies and adds?"""
     alpha = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
     return bool(alpha != 1)
 
@@ -82,9 +59,9 @@ def scaled(node: fx.Node) -> bool:
 def placed_equally(node: fx.Node, machine: Machine, aligned: bool) -> bool:
     """Does a pointwise node give a fragment the bits that it gives the whole tensor?
 
-    Where the position of an element matters, it still does if neither the whole tensor nor a fragment
-    leaves a scalar tail (`aligned`) and every operand is contiguous: strided operands are scalar code,
-    and broadcast ones make every row a run of its own, with its own tail.
+    Even if the position of an element matters, it does so if neither the whole tensor nor a fragment leaves
+    a scalar tail (`aligned`) and every operand is contiguous. Strided operands run as scalar code, and
+    broadcast ones make every row a run of its own, with its own tail.
     """
     if position_free(node, machine):
         return True
@@ -97,7 +74,7 @@ def placed_equally(node: fx.Node, machine: Machine, aligned: bool) -> bool:
 def foreach_equal(node: fx.Node, in_place: bool) -> bool:
     """Is torch's foreach function on CPU the operator in a loop, bit for bit?
 
-    `_foreach_mul_` by a number is not in 16 bits (it rounds the number first).
+    `_foreach_mul_` by a number in 16 bits is not: it rounds the number first.
     """
     value = tensor_value(node)
     by_number = not isinstance(node.args[1], fx.Node) if len(node.args) > 1 else False
@@ -109,9 +86,15 @@ def foreach_equal(node: fx.Node, in_place: bool) -> bool:
 def batches_equal(op: Any, dims: Shape, dtype: torch.dtype, machine: Machine) -> bool:
     """Is a batch of products [m, k] @ [k, n] bit-equal to the products one by one?
 
-    On CPU with one thread in bfloat16, if m, k and n are multiples of 16: 0 of 2500 random shapes
-    differed. With odd dims 3 of 750 did, in float32 about 1 in 60; on CUDA the libraries choose
+    It is on CPU with one thread in bfloat16 if m, k and n are multiples of 16: 0 of 2500 random shapes
+    differed. With odd dims 3 of 750 shapes differed, in float32 about 1 in 60. On CUDA the libraries choose
     other kernels for batches.
+
+    Args:
+        op: the operator for one product.
+        dims: (m, k, n).
+        dtype: of the operands.
+        machine: where the products run.
     """
     return (
         op in (aten.mm.default, aten.addmm.default)

@@ -1,4 +1,7 @@
-"""What CAPTURED and PLACED promise of templates, layouts and cuts. `verify` is the entrance."""
+"""Check what CAPTURED and PLACED promise of templates, layouts and cuts; `canzona_compile.ir.verifier` calls this.
+
+Every function raises InvalidStep if a promise is broken.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from torch import fx
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.bit_exactness import pointwise
+from canzona_compile.ir.fx_utils import from_numbers, outputs, placeholders, pointwise, tensor_value
 from canzona_compile.ir.layout import Box, Layout, LayoutKind, Shape
 from canzona_compile.ir.step import (
     Placed,
@@ -20,15 +23,13 @@ from canzona_compile.ir.step import (
     Step,
     Template,
     Wire,
-    outputs,
-    placeholders,
-    tensor_value,
 )
 
 # -- CAPTURED ----------------------------------------------------------------------------------
 
 
 def captured(step: Step) -> None:
+    """Templates are sound, names are unique, and every task has a template and a layout of the same shape."""
     unique((t.name for t in step.templates), "templates")
     unique((t.name for t in step.tasks), "tasks")
     for template in step.templates:
@@ -55,6 +56,7 @@ def captured(step: Step) -> None:
 
 
 def captured_template(template: Template) -> None:
+    """The graph reads the template's leaves, in order, and returns a value for each leaf that it writes."""
     sound(template.graph, f"template {template.name}")
     unique((leaf.name for leaf in template.inputs), f"leaves of template {template.name}")
     unique(template.writes, f"writes of template {template.name}")
@@ -91,11 +93,13 @@ def sound(graph: fx.Graph, where: str) -> None:
 
 
 def returns(graph: fx.Graph, count: int, where: str) -> None:
+    """The graph returns so many values."""
     if len(outputs(graph)) != count:
         raise InvalidStep(f"it returns {len(outputs(graph))} values, not {count}", at=where)
 
 
 def unique(names: Iterable[str], what: str) -> None:
+    """No two of them share a name."""
     for name, count in Counter(names).items():
         if count > 1:
             raise InvalidStep(f"{count} {what} share a name", at=name)
@@ -110,7 +114,7 @@ def tiled(layout: Layout, where: str) -> None:
         if not inside:
             raise InvalidStep(f"box {box} is not inside of {list(layout.shape)}", at=where)
     boxes = [box for box in layout.boxes if box.numel]
-    # All boundaries cut the matrix in cells; a cell in two boxes is an overlap.
+    # The edges of all boxes cut the matrix into cells. A cell in two boxes is an overlap.
     cuts = [
         sorted({edge for b in boxes for edge in (b.start[d], b.start[d] + b.size[d])}) for d in range(len(layout.shape))
     ]
@@ -131,6 +135,7 @@ def tiled(layout: Layout, where: str) -> None:
 
 
 def placed(step: Step) -> None:
+    """Cuts are sound, and every task has one of its own template and kind of layout."""
     unique((p.name for p in step.placed), "cuts")
     for cut in step.placed:
         placed_graphs(cut)
@@ -148,6 +153,7 @@ def placed(step: Step) -> None:
 
 
 def placed_graphs(cut: Placed) -> None:
+    """The three graphs of a cut read and return what `Placed` says, each only what lies where it runs."""
     leaves = {leaf.name: leaf for leaf in cut.template.inputs}
     state = {n for n in cut.template.writes if n not in leaves} | {leaf.name for leaf in cut.template.state}
     state |= {leaf.name for leaf in cut.template.inputs if leaf.role is Role.STATE}
@@ -192,17 +198,14 @@ def placed_graphs(cut: Placed) -> None:
 
 def elementwise(graph: fx.Graph, where: str) -> None:
     """Every node is pointwise, or arithmetic of numbers and of 0-d tensors that every rank has."""
-    free: set[fx.Node] = set()
+    free = from_numbers(graph)
     for node in graph.nodes:
-        value = tensor_value(node)
-        small = value is None or value.ndim == 0
-        if small and node.op != "output" and free.issuperset(node.all_input_nodes):
-            free.add(node)
-        elif node.op == "call_function" and not pointwise(node):
+        if node.op == "call_function" and node not in free and not pointwise(node):
             raise InvalidStep(f"{node.target} is not pointwise, in {where}", at=f"%{node.name}")
 
 
 def typed(graph: fx.Graph, wires: Sequence[Wire], where: str) -> None:
+    """The first results of a graph have the shapes and dtypes of the wires."""
     for wire, node in zip(wires, outputs(graph), strict=False):
         value = tensor_value(node) if isinstance(node, fx.Node) else None
         if value is not None and (tuple(value.shape), value.dtype) != (wire.shape, wire.dtype):

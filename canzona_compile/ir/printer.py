@@ -8,7 +8,6 @@ once per template and per cut, tasks on a line each; a step of hundreds of tasks
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.ir.fx_utils import outputs, placeholders
 from canzona_compile.ir.layout import Grid, Layout, Shape
 from canzona_compile.ir.step import (
     Exchange,
@@ -30,8 +30,6 @@ from canzona_compile.ir.step import (
     Step,
     Task,
     Template,
-    outputs,
-    placeholders,
 )
 
 MATRIX_RANKS = 8  # largest grid whose blocks are printed one by one
@@ -61,22 +59,11 @@ def show(step: Step) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def fingerprint(step: Step) -> str:
-    """A hash of the text: equal on ranks that hold the same plan."""
-    return hashlib.sha256(show(step).encode()).hexdigest()
-
-
 def differences(a: str, b: str) -> str:
     """A unified diff of two texts, empty where they are equal."""
     before, after = a.splitlines(), b.splitlines()
     found = difflib.unified_diff(before, after, "before", "after", n=2, lineterm="")
     return "".join(f"{line}\n" for line in found)
-
-
-def show_graph(graph: fx.Graph) -> str:
-    """Print one graph, a node per line."""
-    inputs = ", ".join(f"%{node.name}" for node in placeholders(graph))
-    return "\n".join([f"({inputs}) {{", *indented(show_nodes(graph)), "}"])
 
 
 def show_nodes(graph: fx.Graph, writes: Sequence[str] | None = None) -> Iterator[str]:

@@ -11,7 +11,7 @@ operator's result (a fake tensor or a symbolic number), is the only meta entry t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -380,21 +380,18 @@ class Step:
             found.setdefault((p.template.family or p.name, p.kind), []).append(p)
         return {p: tuple(found[p.template.family or p.name, p.kind]) for p in self.placed}
 
+    def holistic_tasks(self) -> list[Task]:
+        """The tasks that need whole matrices, each with its heaviest variant; from PLACED on."""
+
+        def weight(cut: Placed) -> tuple[bool, int]:
+            return not cut.elementwise, cut.flops
+
+        heaviest = {own.name: max(cuts, key=weight) for own, cuts in self.variants().items()}
+        return [
+            replace(task, placed=cut.name, template=cut.template.name)
+            for task in self.tasks
+            if not (cut := heaviest[task.placed]).elementwise
+        ]
+
     def template_of(self, task: Task) -> Template:
         return next(t for t in self.templates if t.name == task.template)
-
-
-def tensor_value(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor that a node stands for, None for numbers and structure."""
-    value = node.meta.get("val")
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def outputs(graph: fx.Graph) -> tuple[Any, ...]:
-    """What a graph returns, as a tuple of nodes and constants."""
-    returned = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
-    return tuple(returned) if isinstance(returned, list | tuple) else (returned,)
-
-
-def placeholders(graph: fx.Graph) -> tuple[fx.Node, ...]:
-    return tuple(n for n in graph.nodes if n.op == "placeholder")

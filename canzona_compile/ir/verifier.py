@@ -13,6 +13,7 @@ from functools import cache
 from itertools import pairwise
 
 from canzona_compile.errors import InvalidStep
+from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.graph_checks import captured, placed, returns, sound
 from canzona_compile.ir.layout import Box, Grid
 from canzona_compile.ir.step import (
@@ -28,7 +29,6 @@ from canzona_compile.ir.step import (
     Strategy,
     Task,
     Wire,
-    outputs,
 )
 
 Place = tuple[int, int]

@@ -1,4 +1,4 @@
-"""Graphs for one task to graphs for many: every tensor becomes a list, or a stack where that is equal."""
+"""Turn graphs for one task into graphs for n: every tensor [...] becomes a list of n, or a stack [n, ...]."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from canzona_compile.ir import program_ops
-from canzona_compile.ir.bit_exactness import foreach_equal, pointwise
-from canzona_compile.ir.step import Stacked, outputs, tensor_value
+from canzona_compile.ir.bit_exactness import foreach_equal
+from canzona_compile.ir.fx_utils import drop_dead_code, outputs, pointwise, tensor_value
+from canzona_compile.ir.step import Stacked
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 aten = torch.ops.aten
@@ -30,12 +31,12 @@ FOREACH: Mapping[Any, str] = {
 
 
 class Lifter:
-    """Builds the lifted graph node by node.
+    """Builds the lifted graph node by node. The new nodes stand for lists or stacks and have no record of a value.
 
     Args:
-        stacked: names of placeholders that arrive as one tensor [n, ...]; the other tensors come as lists.
-        single: names of placeholders that are the same for all tasks (numbers).
-        stackable: which nodes may run on stacks.
+        stacked: names of placeholders that arrive as one tensor [n, ...]. Other tensors arrive as lists of n.
+        single: names of placeholders that all tasks share (numbers).
+        stackable: says which nodes may run on stacks.
         foreach: use torch's foreach functions where they exist.
         in_place: nodes that may overwrite their first operand.
     """
@@ -80,6 +81,7 @@ class Lifter:
             self.lists[node] = self._listed_call(node)
 
     def listed(self, node: fx.Node) -> fx.Node:
+        """The value of a node as a list, or as it is if all tasks share it."""
         if node in self.singles:
             return self.singles[node]
         if node not in self.lists:
@@ -87,6 +89,7 @@ class Lifter:
         return self.lists[node]
 
     def stack(self, node: fx.Node) -> fx.Node:
+        """The value of a node as one tensor [n, ...]."""
         if node not in self.stacks:
             self.stacks[node] = self.graph.call_function(program_ops.stack, (self.lists[node],))
         return self.stacks[node]
@@ -112,7 +115,7 @@ class Lifter:
         return self.graph.call_function(program_ops.each, (target, *args), kwargs)
 
     def _uniform(self, node: fx.Node) -> bool:
-        """Foreach takes a list first and lists of tensors or one number after it."""
+        """Does a foreach function take these operands? The first must be a list, the others lists or one number."""
         tensors = [n for n in node.all_input_nodes if tensor_value(n) is not None]
         return all(n in self.lists or n in self.stacks for n in tensors) and node.args[0] in tensors
 
@@ -145,16 +148,17 @@ STACKED_PRODUCTS: Mapping[Any, Any] = {
 }
 
 
-# Operators that take [..., m, n], so that stacks are nothing new to them; by the name without `_` and `linalg_`.
+# Operators that take [..., m, n] and thus stacks, by their name without `_` and `linalg_`.
 STACKED_AS_THEY_ARE = frozenset({"eigh", "qr", "cholesky_ex", "solve_triangular", "inverse_root", "cholesky_qr"})
 
 
 def product(node: fx.Node) -> bool:
+    """Is a node a matrix product that has a form for stacks?"""
     return node.target in STACKED_PRODUCTS
 
 
 def factorization(node: fx.Node) -> str:
-    """The name of an operator that does as much for a stack of matrices in one call; empty for others."""
+    """The name of a decomposition or solver that takes a stack of matrices in one call; empty for other nodes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
@@ -162,7 +166,7 @@ def factorization(node: fx.Node) -> str:
 
 
 def starts_stack(node: fx.Node) -> bool:
-    """Is stacking its operands worth the copies?"""
+    """Is it worth the copies to stack the operands of a node?"""
     return product(node) or bool(factorization(node))
 
 
@@ -175,8 +179,15 @@ def in_place_variant(target: Any) -> Any:
 
 
 def lift_prepare(graph: fx.Graph, single: Iterable[str], *, foreach: bool, casting: int) -> fx.Graph:
-    """A prepare graph over lists. The first `casting` results are only copied into buffers, which casts:
-    a dtype cast at their end is left to that copy."""
+    """Lift a prepare graph to lists.
+
+    Args:
+        graph: for one task.
+        single: names of placeholders that all tasks share.
+        foreach: use torch's foreach functions where they exist.
+        casting: so many of the first results are only copied into buffers. That copy casts, so a cast at their end is
+            left out.
+    """
     lifter = Lifter((), single, lambda _: False, foreach)
     lifter.lift(graph)
     results = []
@@ -185,7 +196,7 @@ def lift_prepare(graph: fx.Graph, single: Iterable[str], *, foreach: bool, casti
             node = node.args[0]
         results.append(lifter.listed(node))
     lifter.graph.output(tuple(results))
-    return dead_code_free(lifter.graph)
+    return drop_dead_code(lifter.graph)
 
 
 def lift_stacked(
@@ -196,7 +207,15 @@ def lift_stacked(
     *,
     foreach: bool,
 ) -> Stacked:
-    """A compute graph over stacks where `stackable` allows it and over lists elsewhere."""
+    """Lift a compute graph to stacks where `stackable` allows it, and to lists elsewhere.
+
+    Args:
+        graph: for one task.
+        stacked: names of placeholders that arrive as one tensor [n, ...].
+        single: names of placeholders that all tasks share.
+        stackable: says which nodes may run on stacks.
+        foreach: use torch's foreach functions where they exist.
+    """
     names = tuple(stacked)
     lifter = Lifter(names, single, stackable, foreach)
     lifter.lift(graph)
@@ -207,7 +226,14 @@ def lift_stacked(
 
 
 def lift_apply(graph: fx.Graph, writes: Iterable[str], single: Iterable[str], *, foreach: bool) -> fx.Graph:
-    """An apply graph over lists that writes its results into the leaves `writes` instead of returning them."""
+    """Lift an apply graph to lists. It writes its results into the leaves `writes` instead of returning them.
+
+    Args:
+        graph: for one task, one result for each name in `writes`.
+        writes: names of the leaves.
+        single: names of placeholders that all tasks share.
+        foreach: use torch's foreach functions where they exist.
+    """
     pairs = list(zip(writes, outputs(graph), strict=True))
     leaf = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
     in_place: set[fx.Node] = set()
@@ -225,7 +251,7 @@ def lift_apply(graph: fx.Graph, writes: Iterable[str], single: Iterable[str], *,
 
 
 def overwriting_chain(node: Any, leaf: fx.Node | None, results: list[Any]) -> set[fx.Node]:
-    """The nodes leaf -> ... -> node if each may overwrite its first operand, else nothing."""
+    """The nodes on the way from a leaf to `node` if each may overwrite its first operand, else none."""
     chain: set[fx.Node] = set()
     current = node
     while current is not leaf:
@@ -252,42 +278,11 @@ def overwriting_chain(node: Any, leaf: fx.Node | None, results: list[Any]) -> se
     return chain
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all that they are made of."""
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
-
-
-def dead_code_free(graph: fx.Graph) -> fx.Graph:
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
-    return graph
-
-
 def placeholders_first(graph: fx.Graph) -> fx.Graph:
-    """Placeholders that were found late, moved to the front, as FX wants them."""
+    """Move all placeholders to the front, where FX wants them, in place."""
     first = next(iter(graph.nodes))
     for node in reversed([n for n in graph.nodes if n.op == "placeholder"]):
         if node is not first:
             first.prepend(node)
             first = node
     return graph
-
-
-def graph_module(graph: fx.Graph, name: str) -> fx.GraphModule:
-    """A copy of a graph as a module, to print or to call."""
-    return fx.GraphModule(torch.nn.Module(), fx_copy(graph), class_name=name)
-
-
-def fx_copy(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    returned = copied.graph_copy(graph, {})
-    copied.output(returned)
-    return copied

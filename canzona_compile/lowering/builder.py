@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +14,6 @@ from torch import fx
 
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import Bytes, Indices, Input, Program, Views, Whole
-from canzona_compile.lowering.batch_graph import fx_copy
 from canzona_compile.lowering.stream_sync import CALLER, order_streams
 
 
@@ -72,7 +72,7 @@ class ProgramBuilder:
 
     def loop(self, name: str, graph: fx.Graph, lookup: Callable[[str], fx.Node]) -> fx.Node:
         """Call `graph`, which is that of one task, for every task of lists."""
-        name, arguments = self.submodule(name, lambda: fx_copy(graph), lookup)
+        name, arguments = self.submodule(name, lambda: copy.deepcopy(graph), lookup)
         return self.call(program_ops.each, self.graph.get_attr(name), *arguments)
 
     def submodule(

@@ -18,9 +18,10 @@ from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.codegen.source import PointwiseProgram
 from canzona_compile.codegen.values import Unsupported
 from canzona_compile.ir import program_ops
+from canzona_compile.ir.fx_utils import outputs, placeholders, subgraph, tensor_value
 from canzona_compile.ir.program import Input, Views
-from canzona_compile.ir.step import BufferUse, Phase, Placed, Role, Step, outputs, placeholders, tensor_value
-from canzona_compile.lowering.batch_graph import ancestors, lift_apply
+from canzona_compile.ir.step import BufferUse, Phase, Placed, Role, Step
+from canzona_compile.lowering.batch_graph import lift_apply
 from canzona_compile.lowering.rank_view import GroupView, Segment
 
 Lookup = Callable[[str], fx.Node]
@@ -281,20 +282,10 @@ class Kernels:
 def numbers_of(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
     """The part of a graph that computes some of its numbers."""
     by_name = {n.name: n for n in graph.nodes}
-    return part_of(graph, [by_name[name] for name in names])
+    return subgraph(graph, [], [by_name[name] for name in names])
 
 
 def results_of(graph: fx.Graph, wanted: Iterable[int]) -> fx.Graph:
     """The part of a graph that computes some of its results."""
     found = outputs(graph)
-    return part_of(graph, [found[i] for i in wanted])
-
-
-def part_of(graph: fx.Graph, results: Sequence[fx.Node]) -> fx.Graph:
-    needed, part = ancestors(results), fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node in needed:
-            copied[node] = part.node_copy(node, lambda n: copied[n])
-    part.output(tuple(copied[n] for n in results))
-    return part
+    return subgraph(graph, [], [found[i] for i in wanted])

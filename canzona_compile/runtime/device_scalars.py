@@ -18,8 +18,8 @@ from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir import program_ops
+from canzona_compile.ir.fx_utils import outputs, placeholders
 from canzona_compile.ir.program import Program
-from canzona_compile.ir.step import outputs, placeholders
 from canzona_compile.runtime.scalar_ops import FORMS, each_numbered
 
 # How a value gets to where it is needed: in a tensor; as a number, which a recording keeps; or in a kernel's table.

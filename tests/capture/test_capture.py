@@ -19,8 +19,9 @@ from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture, Kind
 from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.ir.fx_utils import placeholders
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import Form, Leaf, Role, Step, Template, placeholders
+from canzona_compile.ir.step import Form, Leaf, Role, Step, Template
 from canzona_compile.passes import Canonicalize
 from tests.harness import toy_optimizers as toys
 from tests.harness.optimizers import EntriesMuon, StackMuon

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from torch import Tensor, fx
 from canzona_compile.codegen.expressions import expressions
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.codegen.source import PointwiseProgram
-from canzona_compile.ir.step import outputs
-from canzona_compile.lowering.batch_graph import fx_copy
+from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.session import plan
 from tests.harness.samples import Builder, empty
 
@@ -36,7 +36,7 @@ class Work:
 
     def expected(self) -> list[list[Tensor]]:
         """By fragment: what torch gives."""
-        module = fx.GraphModule(torch.nn.Module(), fx_copy(self.graph))
+        module = fx.GraphModule(torch.nn.Module(), copy.deepcopy(self.graph))
         names = [str(n.target) for n in self.graph.nodes if n.op == "placeholder"]
         return [list(module(*(values[name] for name in names))) for values in self.fragments]
 

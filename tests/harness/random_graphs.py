@@ -8,8 +8,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from canzona_compile.ir.fx_utils import placeholders
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import Leaf, Role, Template, placeholders
+from canzona_compile.ir.step import Leaf, Role, Template
 from tests.harness.samples import Builder
 
 aten = torch.ops.aten

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from canzona_compile.ir import program_ops
+from canzona_compile.ir.fx_utils import graph_module, outputs, placeholders
 from canzona_compile.ir.program_ops import parts
-from canzona_compile.ir.step import Leaf, Role, Template, outputs, placeholders
+from canzona_compile.ir.step import Leaf, Role, Template
 from canzona_compile.lowering.batch_graph import (
     FOREACH,
-    graph_module,
     lift_apply,
     lift_prepare,
     lift_stacked,

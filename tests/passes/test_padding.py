@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from canzona_compile.ir.fx_utils import tensor_value
 from canzona_compile.ir.pipeline import History, run
-from canzona_compile.ir.step import Machine, Placed, tensor_value
+from canzona_compile.ir.step import Machine, Placed
 from canzona_compile.kernels.ops import PAD_CAST, SYM_GEMM
 from canzona_compile.options import Options
 from canzona_compile.passes import Padding

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import fx
 
 from canzona_compile.analysis.symmetry_proof import symmetric_values
-from canzona_compile.ir.printer import show_graph
-from canzona_compile.ir.step import outputs
+from canzona_compile.ir.fx_utils import outputs
+from canzona_compile.ir.printer import show_nodes
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.passes.symmetry import rewritten
 from tests.harness.random_graphs import evaluate
@@ -36,6 +36,10 @@ from tests.passes.symmetric_graphs import (
 
 
 @untimed(120)
+def printed(graph: fx.Graph) -> str:
+    return "\n".join(show_nodes(graph))
+
+
 @given(algebra(), st.integers(0, 5))
 def test_what_is_called_symmetric_is(graph: fx.Graph, seed: int) -> None:
     known = symmetric_values(graph, {"s"})
@@ -46,7 +50,7 @@ def test_what_is_called_symmetric_is(graph: fx.Graph, seed: int) -> None:
     }
     for node, proof in known.items():
         value = found[node]
-        assert close([value], [value.mT]), show_graph(graph)
+        assert close([value], [value.mT]), printed(graph)
         alike = [found[n] for n, p in known.items() if p.generator in (proof.generator, None)]
         commuting = [other for other in alike if other.shape == value.shape]
         assert close([value @ other for other in commuting], [other @ value for other in commuting]), node.name
@@ -59,9 +63,11 @@ def test_rewritten_graphs_compute_the_same(graph: fx.Graph, seed: int, checked: 
     new, known = rewritten(graph, leaves), symmetric_values(graph, leaves)
     given_values = values(seed, **SHAPES)
     found, expected = (evaluate(on_cpu(g), given_values) for g in (new, graph))
-    assert close(found, expected), show_graph(new)
+    assert close(found, expected), printed(new)
     proved = [n for n in known if n.target in PRODUCTS]
-    assert all(n.target not in PRODUCTS for n in new.nodes if n.name in {p.name for p in proved}), show_graph(new)
+    assert all(n.target not in PRODUCTS for n in new.nodes if n.name in {p.name for p in proved}), "\n".join(
+        show_nodes(new)
+    )
     assert calls(new).count(SYM_GEMM) >= bool([n for n in proved if n.users])
 
 
@@ -221,7 +227,7 @@ def test_calls(name: str) -> None:
     write, expected = EXPECTED[name]
     graph = fixed.b.returns(write(fixed))
     new = rewritten(graph, {"s"})
-    body = [line.rsplit(" : ", 1)[0] for line in show_graph(new).splitlines()[1:-2]]
+    body = [f"  {line.rsplit(' : ', 1)[0]}" for line in show_nodes(new)][:-1]
     text = "\n".join(body)
     for node in new.nodes:
         if node.name.startswith("n") and node.name[1:].isdigit():

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, AdamW, Muon, Optimizer
 
 import canzona_compile
-from canzona_compile.ir.step import Step, Template, outputs
+from canzona_compile.ir.fx_utils import outputs
+from canzona_compile.ir.step import Step, Template
 from canzona_compile.passes import Canonicalize
 from tests.harness.toy_optimizers import GlobalNorm
 
