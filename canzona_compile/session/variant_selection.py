@@ -14,6 +14,7 @@ from canzona_compile.session.bind import Bound
 from canzona_compile.session.plan import Plan
 
 Names = tuple[str, ...]
+Lineup = tuple[tuple[str, int, Names], ...]  # template, label of its numbers, tasks
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -82,11 +83,12 @@ class Cohorts:
             self._ask(members[0].kind, group, counters)
 
     @property
-    def lineup(self) -> tuple[tuple[str, int, Names], ...]:
-        """What decides the program."""
+    def lineup(self) -> Lineup:
+        """The variants that the tasks take now. With the tasks they decide the program."""
         return tuple((c.template, c.label, c.tasks) for c in self.current)
 
     def number(self, template: str, label: int, name: str) -> Any:
+        """A number that the graph of a template reads, for the cohort with this label."""
         return self._scalars[template, label][name]
 
     def show_counters(self) -> None:
