@@ -67,8 +67,7 @@ class Calls(fx.Interpreter):
 
 def compute_calls(optimizer: Any) -> list[Work]:
     """What a wrapped optimizer, that has stepped, computes per step, elementwise work aside."""
-    running = optimizer.canzona.session.running
-    executor = running.executor
+    executor = optimizer.canzona.session.driver.last.executor
     with torch.no_grad(), executor.streams.entered():
         calls = Calls(executor.program.module)
         calls.run(*executor.arguments())

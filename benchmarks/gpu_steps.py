@@ -171,7 +171,7 @@ class Steps:
 
     def _breakdown(self, optimizer: Any, whole: float) -> dict[str, float]:
         """Seconds of a step by kind, each call alone; exposed: what the step takes beside them."""
-        executor = optimizer.canzona.session.running.executor
+        executor = optimizer.canzona.session.driver.last.executor
         rounds: list[dict[str, float]] = []
         for _ in range(3):
             with torch.no_grad(), executor.streams.entered():

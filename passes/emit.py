@@ -13,10 +13,10 @@ from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.program import (
     Bytes,
+    EagerTasks,
     Fragments,
     Group,
     Indices,
-    Names,
     Number,
     Residents,
     View,
@@ -127,7 +127,7 @@ class Writer(ProgramBuilder):
             case Role.SCALAR:
                 return self.bind(f"{name}_{group}", Number(placed.template.name, group, name))
             case Role.TASK:
-                return self.bind(f"{where}_tasks", Names(names))
+                return self.bind(f"{where}_tasks", EagerTasks(names))
             case Role.STATE if name in placed.resident:
                 return self.bind(f"{where}_{name}_resident", Residents(name, names))
         return self.bind(f"{where}_{name}", Fragments(role, name, names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,27 @@ from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.options import Options
-from canzona_compile.report.build import Report
-from canzona_compile.report.explain import Explanation
+from canzona_compile.report.build import Report, headline, make_report
+from canzona_compile.report.explain import Explanation, explain_session
+from canzona_compile.report.run_facts import facts_of
 from canzona_compile.session.session import Session
 
 STAGES = ("captured", "placed", "program")
 
+log = logging.getLogger(__name__)
+
 
 class Canzona:
-    """Graphs, passes, plan and report of a wrapped optimizer. Nothing is there before the first step."""
+    """Graphs, passes, plan and report of a wrapped optimizer. Before the first step only `explain` works.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        options: what `wrap` was given.
+        lost: why the optimizer cannot step until it is wrapped again; empty if it can.
+
+    Attributes:
+        session: takes the steps; users add observers of passes to `session.observers`.
+    """
 
     def __init__(self, optimizer: Optimizer, options: Options, lost: str = "") -> None:
         self.session = Session(optimizer, options, lost)
@@ -34,7 +47,13 @@ class Canzona:
         Args:
             stage: "captured" (one template as if on one device), "placed" (its prepare, compute and
                 apply_updates as submodules) or "program" (what this rank executes).
-            template: which template; the first one by default.
+            template: name of the template; the first one by default. "program" has none.
+
+        Returns:
+            The graph as a module.
+
+        Raises:
+            CanzonaError: there was no step yet, or there is no such stage or template.
         """
         if stage not in STAGES:
             raise CanzonaError(f"no stage {stage!r}", hint=f"one of {', '.join(STAGES)}")
@@ -54,27 +73,58 @@ class Canzona:
 
     @property
     def step(self) -> Step:
-        """The step of the last executed program, fully lowered; its earlier forms are in `passes()`."""
+        """The step of the last program, fully lowered; its earlier forms are in `passes()`.
+
+        Raises:
+            CanzonaError: there was no step yet.
+        """
         return self.session.last()[0]
 
     def passes(self) -> History:
-        """What each pass took and changed."""
+        """What each pass took and changed.
+
+        Raises:
+            CanzonaError: there was no step yet.
+        """
         return self.session.last()[1]
 
     def plan(self) -> PlanFile:
-        """Owners and micro-groups, to be saved (`to_json`) and followed by another run: wrap(..., plan=)."""
+        """Owners and micro-groups, to be saved (`to_json`) and followed by another run: wrap(..., plan=).
+
+        Raises:
+            CanzonaError: there was no step yet.
+        """
         return self.session.plan()
 
     def report(self) -> Report:
-        """The schedule, for people (rich prints it) and machines (`to_json()`)."""
-        return self.session.report()
+        """The schedule, for people (rich prints it) and machines (`to_json()`).
+
+        Raises:
+            CanzonaError: there was no step yet.
+        """
+        return make_report(self.step, facts_of(self.session))
 
     def explain(self) -> Explanation:
-        """Per parameter: compiled, interpreted, local or refused, and why."""
-        return self.session.explain()
+        """Per parameter: compiled, interpreted, local or refused, and why; see `canzona_compile.explain`."""
+        return explain_session(self.session)
+
+    def log_headline(self) -> None:
+        """Log one line about the plan at work, on rank 0 alone."""
+        if self.session.rank == 0:
+            log.info("%s", headline(self.report()))
 
     def dump(self, directory: str | Path) -> Path:
-        """Write every form of the step, the generated code and the report; returns the rank's folder."""
+        """Write every form of the step, the generated code, the plan and the report to files.
+
+        Args:
+            directory: where to make a folder for this rank.
+
+        Returns:
+            The rank's folder.
+
+        Raises:
+            CanzonaError: there was no step yet.
+        """
         folder = Path(directory) / f"rank{self.session.rank}"
         folder.mkdir(parents=True, exist_ok=True)
         for i, record in enumerate(self.passes().records):
@@ -93,7 +143,12 @@ class Canzona:
 
 
 class PlacedModule(nn.Module):
-    """The three graphs of a placed template."""
+    """The three graphs of a placed template as submodules.
+
+    Args:
+        graphs: by name of the part.
+        name: of the placed template.
+    """
 
     def __init__(self, graphs: dict[str, fx.Graph], name: str) -> None:
         super().__init__()
@@ -101,7 +156,15 @@ class PlacedModule(nn.Module):
             self.add_module(part, graph_module(graph, f"{name}_{part}"))
 
     def print_readable(self, print_output: bool = True, **options: Any) -> str:
-        """The code of all three, as `torch.fx.GraphModule.print_readable`."""
+        """The code of all three, as `torch.fx.GraphModule.print_readable`.
+
+        Args:
+            print_output: whether to print it as well.
+            options: of `print_readable`.
+
+        Returns:
+            The code.
+        """
         text = "\n".join(
             module.print_readable(print_output=False, **options)
             for module in self.children()

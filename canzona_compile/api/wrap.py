@@ -1,8 +1,8 @@
 """`wrap`: the same optimizer object, of a class that steps through canzona_compile.
 
-A delegating wrapper would break schedulers, hooks, pickling and checkpoints; swapping the class, as
-`fully_shard` does to modules, keeps them (the contract is in docs/architecture.md). All of ours hangs on
-one attribute, `optimizer.canzona`; nothing of it goes into `state` or `param_groups`.
+A delegating wrapper would break schedulers, hooks, pickling and checkpoints. So `wrap` swaps the class, as
+`fully_shard` does to modules, and keeps them (docs/architecture.md has the contract). Everything that canzona_compile
+adds hangs on one attribute, `optimizer.canzona`; it adds nothing to `state` or `param_groups`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import MissingGrads, Numerics, Options, Strategy
-from canzona_compile.report.explain import Explanation
+from canzona_compile.report.explain import Explanation, explain_session
 from canzona_compile.session.session import Session
 from canzona_compile.split import Split
 
@@ -63,41 +63,42 @@ def wrap(
     Args:
         optimizer: any `torch.optim.Optimizer` that updates its parameters independently of one
             another. Parameters may be plain tensors or DTensors.
-        replicate: mesh (one-dimensional) or group over which plain parameters, or DTensors of a mesh
-            beside it (tensor parallel), are equal copies, as under DDP. The work is then shared among
-            these ranks. Without it such parameters belong to their rank alone.
-        strategy: "owner", "replicated" (every rank computes everything) or "auto".
-        numerics: "exact": the bits of the plain optimizer on one CPU, given the same gradients; on CUDA the same
-            algorithm and precisions, with symmetric products computed by half.
-            "fast": also rewrites that change rounding.
-        capacity: most bytes that a micro-group gathers to one rank.
-        micro_groups: number of them to aim at; None chooses by predicted time.
-        depth: micro-groups in flight at once.
-        missing_grads: "skip" parameters whose `grad` is None, as the plain optimizer does; on some ranks
-            only it is an error. "zero": a missing gradient counts as zeros.
-        stagger: offset work that is done every k steps (eigendecompositions) per matrix, so that no step does
-            it for all of them: a matrix decides by its counters as if it were some steps ahead, at most k - 1.
-        split: parameters that hold several matrices: by pattern of their names ("*.qkv.weight"), the parts by
-            name, {"q": 4096, "k": 1024, "v": 1024}, or a `Split` that also says how they lie. The optimizer
-            sees each part as a parameter of its own. State that is no longer shaped like a parameter is
-            saved per part, and belongs to this split.
-        model: names the parameters, for `split` and for reports, where the groups have no `param_names`.
+        replicate: the one-dimensional mesh, or the process group, over which parameters are equal copies, as under
+            DDP: plain parameters, or DTensors of a mesh beside it (tensor parallel). These ranks then share the work.
+            Without `replicate` every rank computes such parameters alone.
+        strategy: "owner" (one rank computes each matrix), "replicated" (every rank computes every matrix) or "auto"
+            (chosen per matrix).
+        numerics: "exact" gives the bits of the plain optimizer on one CPU for the same gradients; on CUDA it keeps
+            the algorithm and the precisions, and computes one half of symmetric products. "fast" also allows rewrites
+            that change rounding.
+        capacity: the most bytes that one micro-group gathers to one rank.
+        micro_groups: how many micro-groups to aim at; None chooses by predicted time.
+        depth: how many micro-groups are in flight at once.
+        missing_grads: "skip" leaves parameters out whose `grad` is None, as the plain optimizer does; it is an
+            error if a gradient is missing on some ranks only. "zero" takes a missing gradient as zeros.
+        stagger: whether to spread the work that is done every k steps (eigendecompositions) over steps, so that no
+            step does it for all matrices. Each matrix then reads its counters as if it were up to k - 1 steps ahead.
+        split: the parameters that hold several matrices, by pattern of their names ("*.qkv.weight"): the rows of
+            each part by its name, {"q": 4096, "k": 1024, "v": 1024}, or a `Split`, which also says how the parts lie.
+            The optimizer sees each part as a parameter of its own. Checkpoints hold state that is not shaped like the
+            parameter per part, so that only the same split can load it.
+        model: gives the parameters their names, for `split` and for reports, where groups have no `param_names`.
         planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
-        alpha: of the planner "alpha", from 0 (even communication) to 1 (even load).
-        hardware: rates that decisions stand on: a name, or a file that `canzona-compile calibrate` wrote. Assumed
-            for the kind of device by default.
+        alpha: for the planner "alpha", from 0 (even communication) to 1 (even load).
+        hardware: the rates that decisions use: a name, or a file that `canzona-compile calibrate` wrote. By default
+            the rates that are assumed for the kind of device.
         plan: a plan, or its file, made by `canzona_compile.plan`, `canzona-compile plan --format json` or
-            `optimizer.canzona.plan()`: its owners and micro-groups are taken, and nothing else is run.
-        cuda_graphs: on CUDA, record steps as CUDA graphs and replay them, where gradients stay in their places.
-            False: every step runs call by call, which takes more time of the host, and no memory for recordings.
+            `optimizer.canzona.plan()`. The run takes its owners and micro-groups, and plans nothing else.
+        cuda_graphs: on CUDA, whether to record steps as CUDA graphs and replay them while gradients stay in their
+            places. Otherwise every step runs call by call; that takes more host time, and no memory for recordings.
 
     Returns:
         The same object. Its class is now a subclass of the old one, and it has `.canzona`.
 
     Raises:
-        CanzonaError: `optimizer` is none, takes a closure several times per step, or is wrapped with
-            other options; `model` has not all of its parameters; `split` cannot be; a file is no plan. What depends on
-            parameters and gradients is found at the first `step`.
+        CanzonaError: `optimizer` is no optimizer, evaluates its closure several times per step, or is wrapped with
+            other options; `model` lacks some of its parameters; `split` is impossible; a file holds no plan.
+            What depends on parameters and gradients, the first `step` finds.
     """
     if not isinstance(optimizer, Optimizer):
         raise CanzonaError(
@@ -161,7 +162,14 @@ def wrap(
 
 
 def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
-    """The model's names of the optimizer's parameters, by group. By position: frameworks replace parameters later."""
+    """The model's names of the optimizer's parameters.
+
+    Returns:
+        Per parameter group the names by position, not by parameter: frameworks replace parameters later.
+
+    Raises:
+        CanzonaError: a parameter is none of the model's.
+    """
     known = {id(param): name for name, param in model.named_parameters()}
     for g, group in enumerate(optimizer.param_groups):
         for i, param in enumerate(group["params"]):
@@ -175,7 +183,17 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], .
 
 
 def unwrap(optimizer: Opt) -> Opt:
-    """Undo `wrap`: the same object, its old class, its state in portable form (a collective)."""
+    """Undo `wrap`. A collective if owners hold state.
+
+    Args:
+        optimizer: wrapped or not; a plain one stays as it is.
+
+    Returns:
+        The same object, of its old class, with its state in the form of the plain optimizer.
+
+    Raises:
+        CanzonaError: the optimizer is a wrapper around the wrapped one.
+    """
     if is_wrapped(optimizer):
         if "canzona" not in vars(optimizer):
             raise CanzonaError(
@@ -191,16 +209,25 @@ def unwrap(optimizer: Opt) -> Opt:
 
 
 def explain(optimizer: Optimizer) -> Explanation:
-    """What `wrap` makes of every parameter, and why; the optimizer may be wrapped or not, and takes no step.
+    """Tell what `wrap` makes of every parameter, and why, without a step.
 
-    Before the first step the optimizer's code is captured now.
+    Before the first step this captures the optimizer's code.
+
+    Args:
+        optimizer: wrapped or not.
+
+    Returns:
+        One entry per parameter; print it.
+
+    Raises:
+        CanzonaError: the optimizer as a whole cannot be planned.
     """
     session = optimizer.canzona.session if is_wrapped(optimizer) else Session(optimizer, Options())  # type: ignore[attr-defined]
-    found: Explanation = session.explain()
-    return found
+    return explain_session(session)
 
 
 def is_wrapped(optimizer: object) -> bool:
+    """Does an optimizer step through canzona_compile?"""
     return hasattr(type(optimizer), "_canzona_plain_class")
 
 
@@ -213,8 +240,15 @@ def _attach(optimizer: Opt, options: Options, lost: str = "") -> Opt:
 
 
 def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Undo that torch casts loaded state to the dtype of its parameter, for preconditioners may be wider, and makes
-    generators of strings."""
+    """Give loaded state the dtypes that it was saved with.
+
+    Torch casts loaded state to the dtype of the parameter, but preconditioners may be wider. It also makes generators
+    of strings.
+
+    Args:
+        optimizer: has just loaded `state_dict`.
+        state_dict: what it loaded.
+    """
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for i, param in zip(ids, params, strict=True):
@@ -230,13 +264,21 @@ def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
-    """Undo that full state dicts of torch.distributed.checkpoint make lists of tuples, and with that other code."""
+    """Make tuples in parameter groups tuples again.
+
+    Full state dicts of torch.distributed.checkpoint turn them into lists, for which the optimizer's code would be
+    captured anew.
+
+    Args:
+        optimizer: has just loaded a state dict.
+        before: its parameter groups before that.
+    """
     for group, old in zip(optimizer.param_groups, before, strict=True):
         group.update({k: tuple(v) for k, v in group.items() if isinstance(v, list) and isinstance(old.get(k), tuple)})
 
 
 def _rebind_scheduled_step(optimizer: Optimizer) -> None:
-    """A scheduler made before `wrap` has put a counting `step` on the instance; make it call the new class."""
+    """Make the counting `step` that a scheduler put on the instance, before `wrap`, call the new class."""
     patched = optimizer.__dict__.get("step")
     if patched is None or not getattr(patched, "_wrapped_by_lr_sched", False):
         return
@@ -255,14 +297,22 @@ def _rebind_scheduled_step(optimizer: Optimizer) -> None:
 
 @functools.cache
 def wrapped_class(plain: type[Optimizer]) -> type[Any]:
-    """The subclass of an optimizer class whose `step` goes through canzona_compile."""
+    """Make the subclass of an optimizer class whose `step` goes through canzona_compile.
+
+    Args:
+        plain: the optimizer class that the user wrote.
+
+    Returns:
+        The subclass, one per `plain`.
+    """
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.canzona.session.step()
+        if self.canzona.session.step():
+            self.canzona.log_headline()
         return loss
 
     def state_dict(self: Any) -> dict[str, Any]:

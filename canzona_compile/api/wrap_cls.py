@@ -16,19 +16,19 @@ Opt = TypeVar("Opt", bound=Optimizer)
 
 
 def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
-    """A class to hand to frameworks: what is built of it is `wrap(optimizer_class(...), **options)`.
+    """Make a class for frameworks: calling it gives `wrap(optimizer_class(...), **options)`.
 
     Args:
         optimizer_class: any class of optimizers that `wrap` takes.
         options: the keyword arguments of `wrap`.
 
     Returns:
-        A subclass of `optimizer_class`, because frameworks ask for one and treat other callables otherwise. It is
-        only for calling: its arguments are those of `optimizer_class`, its results of the type that `wrap` makes.
+        A subclass of `optimizer_class`, because frameworks ask for a subclass and treat other callables otherwise.
+        It is only for calling: it takes the arguments of `optimizer_class` and returns what `wrap` returns.
 
     Raises:
-        CanzonaError: `optimizer_class` is no class of optimizers, is wrapped already or takes a closure several
-            times per step; an option cannot be. What depends on parameters is found when an optimizer is built.
+        CanzonaError: `optimizer_class` is no class of optimizers, is wrapped already or evaluates its closure several
+            times per step; an option is impossible. What depends on parameters, the call of the class finds.
         TypeError: `wrap` has no such option.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):

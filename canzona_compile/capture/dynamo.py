@@ -9,21 +9,39 @@ import logging
 import math
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._dynamo.types import GuardFilterEntry
 from torch.utils._python_dispatch import TorchDispatchMode
+
+Step = Callable[[Any], Any]
 
 
 @contextlib.contextmanager
 def as_oracle() -> Iterator[None]:
-    """Around a call of a compiled step."""
+    """Surround every call of a compiled step with this."""
     with torch.no_grad(), quiet(), undecomposed(), outside_modes(), traceable_pow():
         yield
 
 
-def own_code(step: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(step: Step, backend: Callable[..., Any]) -> Step:
+    """Compile the step function of an optimizer class, apart from the compiles of the user.
+
+    Args:
+        step: takes an optimizer.
+        backend: as that of `torch.compile`.
+
+    Returns:
+        The compiled step, to be called within `as_oracle`.
+    """
+    options = {"guard_filter_fn": without_guards_on_power}
+    return torch.compile(own_code(step), backend=backend, dynamic=True, options=options, **isolation())
+
+
+def own_code(step: Step) -> Step:
     """The same function with a code object of its own: Dynamo counts recompiles per code object."""
     assert isinstance(step, types.FunctionType)
     twin = types.FunctionType(
@@ -34,7 +52,7 @@ def own_code(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def isolation() -> dict[str, Any]:
-    """Keep this compile's cache entries apart from the user's, where torch can (2.13)."""
+    """Options that keep this compile's cache entries apart from the user's, where torch can (2.13)."""
     known = inspect.signature(torch.compile).parameters
     return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
 
@@ -51,8 +69,8 @@ def undecomposed() -> contextlib.AbstractContextManager[Any]:
 def outside_modes() -> Iterator[None]:
     """Lift dispatch modes of the caller (FLOP counters, ...): Dynamo runs nothing compiled below them.
 
-    By the base class's own methods, as they keep flags that Dynamo asks for, and what a mode itself does
-    on entry and exit must not happen.
+    The base class's own methods do this. They keep flags that Dynamo asks for, and leave out what a mode itself does
+    on entry and exit.
     """
     modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
     for mode in reversed(modes):
@@ -64,26 +82,49 @@ def outside_modes() -> Iterator[None]:
             TorchDispatchMode.__enter__(mode)
 
 
+_pow = math.pow
+
+
 @contextlib.contextmanager
 def traceable_pow() -> Iterator[None]:
-    """Let Dynamo see `math.pow(beta, step)` as `beta ** step`; of itself it makes a constant of the step."""
-    original = math.pow
-    math.pow = power
+    """While open, Dynamo traces `math.pow(beta, step)` as `beta ** step`. Of itself it makes a constant of the step.
+
+    `math.pow` is another function only from the start of a trace until this closes; steps that Dynamo knows already
+    leave it alone. The compiled code must not ask for it afterwards, see `without_guards_on_power`.
+
+    Torch could make this unnecessary with a `torch._sym_pow`, which Dynamo would take as it takes `torch._sym_sqrt`,
+    or if `torch.compiler.substitute_in_graph` did not refuse functions that Dynamo knows. A copy of the step's globals
+    would not do: published optimizers call `math.pow` in helpers of other modules.
+    """
+    callback_handler.register_start_callback(put_power)
     try:
         yield
     finally:
-        math.pow = original
+        callback_handler.remove_start_callback(put_power)
+        if math.pow is power:
+            math.pow = _pow
+
+
+def put_power(_args: CallbackArgs) -> None:
+    """Replace `math.pow`: Dynamo begins to trace."""
+    math.pow = power
 
 
 def power(x: Any, y: Any) -> Any:
-    return x**y * 1.0
+    """`math.pow` for Dynamo, which sees a power of floats. Other threads, which trace nothing, get the real one."""
+    return x**y * 1.0 if torch.compiler.is_dynamo_compiling() else _pow(x, y)
+
+
+def without_guards_on_power(guards: Sequence[GuardFilterEntry]) -> list[bool]:
+    """Which guards to keep: not those on `power`, which stands in `math` only while Dynamo traces."""
+    return [not (guard.has_value and guard.value is power) for guard in guards]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what Dynamo says of a twin: that it ignores profiler ranges, deprecations of its own.
+    """Silence what Dynamo says of a twin: that it ignores profiler ranges, and deprecations of its own.
 
-    A filter, not a level: setting a level empties the caches of every logger of the process.
+    This adds a filter and sets no level: setting a level empties the caches of every logger of the process.
     """
     logger = logging.getLogger("torch._logging._internal")
     logger.addFilter(nothing)
@@ -96,4 +137,5 @@ def quiet() -> Iterator[None]:
 
 
 def nothing(_record: logging.LogRecord) -> bool:
+    """A filter of records that keeps none."""
     return False

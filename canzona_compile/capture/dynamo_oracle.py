@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_compile.capture.dynamo import as_oracle, isolation, own_code
+from canzona_compile.capture.dynamo import as_oracle, compiled
 from canzona_compile.capture.error_origin import blamed, first_line
-from canzona_compile.capture.external_counters import give_counts, step_alone
+from canzona_compile.capture.external_counters import Counts, give_counts, step_alone
 from canzona_compile.capture.functional import functional
 from canzona_compile.capture.leaves import (
     Paths,
@@ -68,7 +68,7 @@ class Moment(NamedTuple):
     group: Mapping[str, Any]
     spec: ParameterSpec
     counters: Mapping[str, Any]
-    elsewhere: Mapping[str, Any]
+    elsewhere: Counts
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -147,8 +147,7 @@ class Oracle:
         self.paths = paths_of(self.structure)
         check_leaves(self.twin_state(), self.paths)
         self._counters = list(python_leaves(self.twin_state()))
-        step = plain_step(type(self.twin))
-        self._step = torch.compile(own_code(step), backend=self._backend, dynamic=True, **isolation())
+        self._step = compiled(plain_step(type(self.twin)), self._backend)
         for tensor, _ in self._tensors():
             torch._dynamo.mark_static(tensor)
         self.consult(hypers(self.twin.param_groups[0]), self.counts)
@@ -175,7 +174,7 @@ class Oracle:
         except Exception as error:
             raise Untraceable(f"its step needs tensor values: {first_line(error)}{blamed(error)}") from error
 
-    def consult(self, group: Mapping[str, Any], counts: Mapping[str, Any] | None = None) -> tuple[Variant, Scalars]:
+    def consult(self, group: Mapping[str, Any], counts: Counts | None = None) -> tuple[Variant, Scalars]:
         """Run the guards for the hyperparameters of `group`: which variant, and the scalars' values.
 
         Args:

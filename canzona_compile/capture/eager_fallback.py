@@ -1,59 +1,64 @@
 """Interpreted tasks: the optimizer's own eager step on gathered tensors, as a graph of one opaque node.
 
-Two uses. What Dynamo cannot trace runs so on every step. And the first step of every task does,
-because it gives each optimizer's lazy state initialisation for free.
+Eager steps have two uses. A task that Dynamo cannot trace runs so on every step. And the first step of every task
+runs so, because the optimizer's own code then creates the state, however lazily it does that.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
-from torch.optim import Optimizer
 
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.randomness import watched
 from canzona_compile.capture.twin import make_twin, step_plainly
+from canzona_compile.ir.program_ops import EagerTask
 from canzona_compile.ir.step import Leaf, Role, Template
 
 
-class EagerTasks(Protocol):
-    """Where an eager step finds the optimizer, the group and the state of a task."""
-
-    def eager_optimizer(self) -> Optimizer: ...
-    def group_of(self, task: str) -> dict[str, Any]: ...
-    def state_of(self, task: str) -> dict[str, Any]: ...
-    def drew_random_numbers(self, task: str) -> None: ...
-
-
 class EagerStep:
-    """Graph node of a task: (name, param, grad) -> (new param, *tensor leaves of the new state).
+    """Target of a graph node: (task, param, grad) -> (new param, *tensor leaves of the new state).
 
-    Runs on the owner. Non-tensor leaves stay in the state of the task, which is the optimizer's own
-    on this rank.
+    It runs on the owner. Leaves that are no tensors stay in the state of the task, which is the optimizer's own on
+    this rank.
+
+    Args:
+        leaves: names of the tensor leaves of the state that the graph returns.
     """
 
     __name__ = __qualname__ = "eager_step"
 
     def __init__(self, leaves: tuple[str, ...] = ()) -> None:
         self.leaves = leaves
-        self.tasks: EagerTasks | None = None
 
-    def __call__(self, task: str, param: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        assert self.tasks is not None
+    def __call__(self, task: EagerTask, param: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        """Take the step of one task on a twin of the optimizer.
+
+        Args:
+            task: its name, and where its parameter group and its state are.
+            param: the whole parameter; it is not written.
+            grad: the whole gradient, of the shape of `param`; it is not written.
+
+        Returns:
+            The new parameter, then the leaves of the new state.
+
+        Raises:
+            UnsupportedOptimizer: the step draws random numbers, and several ranks take it for this task.
+        """
+        context = task.context
         own = torch.nn.Parameter(param.clone())
         if grad.dtype != param.dtype:
             own.grad_dtype = grad.dtype
         own.grad = grad.clone()
-        state = self.tasks.state_of(task)
-        twin = make_twin(self.tasks.eager_optimizer(), self.tasks.group_of(task), [own], {own: state})
+        state = context.state_of(task.name)
+        twin = make_twin(context.eager_optimizer(), context.param_group_of(task.name), [own], {own: state})
         with watched(param.device) as dice:
             step_plainly(twin)
         if dice.rolled:
-            self.tasks.drew_random_numbers(task)
+            context.drew_random_numbers(task.name)
         state.update(twin.state[own])
         found = dict(state_leaves(twin.state[own]))
         return (own.detach(), *(found[name] for name in self.leaves))
@@ -66,11 +71,17 @@ def _getitem(graph: fx.Graph, node: fx.Node, index: int, example: Tensor) -> fx.
 
 
 def interpreted_template(name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = ()) -> Template:
-    """A template whose whole step is one opaque node.
+    """Make a template whose whole step is one opaque node.
 
     Args:
+        name: of the template.
+        spec: shape and dtypes of the parameter and its gradient.
+        reason: why the step is not compiled, for reports.
         state: tensor leaves that the step creates and the graph returns; the others stay in the
             owner's state.
+
+    Returns:
+        A template with the leaves `task`, `param` and `grad`, which writes `param` and `state`.
     """
     graph = fx.Graph()
     leaves = (
@@ -91,10 +102,3 @@ def interpreted_template(name: str, spec: ParameterSpec, reason: str, state: tup
     graph.output(tuple(results))
     writes = tuple(leaf.name for leaf in written)
     return Template(name, spec.shape, spec.dtype, leaves, writes, graph, reason, state=state)
-
-
-def eager_steps(template: Template) -> list[EagerStep]:
-    return [n.target for n in template.graph.nodes if isinstance(n.target, EagerStep)]
-
-
-__all__ = ["EagerStep", "EagerTasks", "eager_steps", "interpreted_template"]

@@ -1,15 +1,15 @@
 """What of an optimizer belongs to no parameter: counters and statistics in its groups and on itself.
 
-Twins step in place of the optimizer, several per step or none, so nothing of this follows by itself.
+Twins step in place of the optimizer, several per step or none, so none of these follows by itself.
 Numbers that count steps are supported: a shadow of the optimizer, with one tiny matrix per group, counts
-along. All else is refused.
+along. Everything else is refused.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,33 @@ from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.twin import hypers, make_twin, odd_state, plain_class, step_plainly
 from canzona_compile.errors import UnsupportedOptimizer
 
-Counts = dict[str, Any]  # new values of "group.step", "self.steps" or "state.k"
+Home = Literal["group", "self", "state"]
+
+
+class Counter(NamedTuple):
+    """A place outside of the state of parameters where code may count.
+
+    Attributes:
+        home: "group" for a parameter group, "self" for the attributes of the optimizer, "state" for keys of
+            `optimizer.state` that are no parameters.
+        key: the key there, as text.
+    """
+
+    home: Home
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.home}.{self.key}"
+
+
+Counts = dict[Counter, Any]
 
 
 def step_alone(twin: Optimizer) -> Counts:
     """Run the twin's step and tell what it counted outside of its parameters' state.
+
+    Returns:
+        The new value of each number that changed.
 
     Raises:
         UnsupportedOptimizer: it changed something there that is no plain number.
@@ -36,63 +58,72 @@ def step_alone(twin: Optimizer) -> Counts:
     numbers = counts_of(twin)
     if others := [name for name in changed if name not in numbers]:
         raise UnsupportedOptimizer(
-            f"{plain_class(twin).__name__}.step changes {' and '.join(others)}, which belong to no parameter",
+            f"{plain_class(twin).__name__}.step changes {' and '.join(map(str, others))}, which belong to no parameter",
             hint="keep statistics in self.state[param]; only plain numbers may count elsewhere",
         )
     return {name: numbers[name] for name in changed}
 
 
-def surroundings(twin: Optimizer) -> dict[str, Any]:
-    """Everything around parameters by name; tensors are stood for by what tells whether they were written."""
-    found: dict[str, Any] = {}
-    for prefix, values in around(twin):
+def surroundings(twin: Optimizer) -> dict[Counter, Any]:
+    """Everything around parameters by its place.
+
+    Returns:
+        For a tensor what tells whether it was written, for other values their text.
+    """
+    found: dict[Counter, Any] = {}
+    for home, values in around(twin):
         for name, value in state_leaves(values):
             if isinstance(value, Tensor):
-                found[prefix + name] = id(value), value._version
+                found[Counter(home, name)] = id(value), value._version
             elif isinstance(value, int | float | str | torch.SymInt | torch.SymFloat):
-                found[prefix + name] = str(value)
+                found[Counter(home, name)] = str(value)
     return found
 
 
 def counts_of(optimizer: Optimizer) -> Counts:
     """Plain numbers directly in a group or on the optimizer."""
     return {
-        prefix + str(key): value
-        for prefix, values in around(optimizer)
+        Counter(home, str(key)): value
+        for home, values in around(optimizer)
         for key, value in values.items()
         if isinstance(value, int | float)
     }
 
 
-def around(optimizer: Optimizer) -> list[tuple[str, Mapping[str, Any]]]:
+def around(optimizer: Optimizer) -> list[tuple[Home, Mapping[str, Any]]]:
+    """What the optimizer holds around parameters: its attributes, odd keys of its state, then each group."""
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
-    groups = [("group.", hypers(group)) for group in optimizer.param_groups]
-    return [("self.", attributes), ("state.", odd_state(optimizer)), *groups]
+    groups: list[tuple[Home, Mapping[str, Any]]] = [("group", hypers(group)) for group in optimizer.param_groups]
+    return [("self", attributes), ("state", odd_state(optimizer)), *groups]
 
 
-def give_counts(twin: Optimizer, counts: Mapping[str, Any], known: Iterable[str] = ()) -> None:
-    """Put numbers on a twin, and in its state under keys that are no parameters; `known` others go."""
-    homes: dict[str, dict[Any, Any]] = {"self": vars(twin), "state": twin.state}
-    for name, value in counts.items():
-        home, key = name.split(".", 1)
-        if home in homes:
-            homes[home][key] = value
-    for name in known:
-        home, key = name.split(".", 1)
-        if home in homes and name not in counts:
-            homes[home].pop(key, None)
+def give_counts(twin: Optimizer, counts: Mapping[Counter, Any], known: Iterable[Counter] = ()) -> None:
+    """Give a twin the numbers that an optimizer keeps outside of groups.
+
+    Args:
+        counts: the numbers; those of groups are left out.
+        known: counters that the twin must not have where `counts` has them not.
+    """
+    homes: dict[Home, dict[Any, Any]] = {"self": vars(twin), "state": twin.state}
+    for counter, value in counts.items():
+        if counter.home in homes:
+            homes[counter.home][counter.key] = value
+    for counter in known:
+        if counter.home in homes and counter not in counts:
+            homes[counter.home].pop(counter.key, None)
 
 
-def counts_elsewhere(optimizer: Optimizer, names: Iterable[str]) -> Counts:
-    """The counters of these names that are not in a group, now."""
-    own = {name: value for name, value in counts_of(optimizer).items() if not name.startswith("group.")}
-    # A counter may begin as an attribute of the class.
-    own |= {n: getattr(optimizer, n[5:]) for n in names if n.startswith("self.") and hasattr(optimizer, n[5:])}
-    return {name: own[name] for name in names if name in own}
+def counts_elsewhere(optimizer: Optimizer, counters: Iterable[Counter]) -> Counts:
+    """The values that those of these counters have now which are not in a group."""
+    own = {counter: value for counter, value in counts_of(optimizer).items() if counter.home != "group"}
+    for counter in counters:  # one may begin as an attribute of the class
+        if counter.home == "self" and hasattr(optimizer, counter.key):
+            own[counter] = getattr(optimizer, counter.key)
+    return {counter: own[counter] for counter in counters if counter in own}
 
 
 class Shadow:
-    """A copy of an optimizer with one tiny matrix per group: what it counts, the optimizer counts."""
+    """A copy of an optimizer with one tiny matrix per group. The optimizer counts what its shadow counts."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.dynamo_oracle import Moment, Oracle, ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.capture.eager_parity import holistic, same_bits
-from canzona_compile.capture.external_counters import Counts, counts_elsewhere, counts_of
+from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.leaves import Paths, python_leaves, state_leaves
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.separability import check_separable, coupled
@@ -81,7 +81,7 @@ class Capture:
 
     optimizer: Optimizer
     kinds: dict[Key, Kind] = field(default_factory=dict)
-    counts: set[str] = field(default_factory=set)  # what the step counts outside of states: "group.step", ...
+    counts: set[Counter] = field(default_factory=set)  # what the step counts outside of states
     _separable: set[Key] = field(default_factory=set)
     _faithful: set[tuple[str, ...]] = field(default_factory=set)
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
@@ -103,7 +103,7 @@ class Capture:
         Raises:
             UnsupportedOptimizer: the optimizer couples parameters or communicates by itself.
         """
-        style = signature(group, self.counters("group."))
+        style = signature(group, self.group_counters())
         key: Key = (spec, style)
         kind = self._known(key, group, spec, name)
         if state and kind.oracle is not None and held(state) != kind.held:
@@ -145,9 +145,9 @@ class Capture:
                 self._look_ahead(kind, kind.oracle, group, spec)
         return kind
 
-    def counters(self, prefix: str) -> frozenset[str]:
-        """Names of what the step counts in its groups ("group.") or on the optimizer ("self.")."""
-        return frozenset(name.removeprefix(prefix) for name in self.counts if name.startswith(prefix))
+    def group_counters(self) -> frozenset[str]:
+        """Keys of what the step counts in its groups."""
+        return frozenset(counter.key for counter in self.counts if counter.home == "group")
 
     def elsewhere(self) -> Counts:
         """The counters that are neither in a group nor in the state of a parameter, now."""
@@ -173,9 +173,9 @@ class Capture:
             path.append(template.name)
         kind.course = course_of(path, counters)
 
-    def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> Counts:
-        """All counters by name: leaves of the state, "group.k", "self.k"."""
-        own = {f"group.{name}": group[name] for name in self.counters("group.") if name in group}
+    def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Counts) -> dict[Any, Any]:
+        """All counters: leaves of the state by name, others by `Counter`."""
+        own = {counter: group[counter.key] for counter in self.counts if counter.home == "group" and counter.key in group}
         return {**leaves, **elsewhere, **own}
 
     def _learn(self, kind: Kind, oracle: Oracle, moment: Moment) -> tuple[Template, Moment]:
@@ -189,7 +189,7 @@ class Capture:
         variant, _ = oracle.consult(group, elsewhere)
         own = {name: value for name, value in counts_of(oracle.twin).items() if name in elsewhere}
         counted = oracle.twin.param_groups[0]  # Dynamo adds to it, `capturable` for one
-        here = {**group, **{k: counted[k] for k in self.counters("group.") if k in counted}}
+        here = {**group, **{k: counted[k] for k in self.group_counters() if k in counted}}
         after = Moment(here, spec, oracle.counters(), own)
         if variant in kind.templates:
             return kind.templates[variant], after
@@ -237,8 +237,8 @@ def is_torch_s_own(optimizer: Optimizer) -> bool:
 
 def after_first_step(kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> Moment:
     """What the code will see of counters when a parameter without state takes its second step."""
-    own = {name.removeprefix("group."): v for name, v in oracle.counts.items() if name.startswith("group.")}
-    elsewhere = {name: v for name, v in oracle.counts.items() if not name.startswith("group.")}
+    own = {counter.key: value for counter, value in oracle.counts.items() if counter.home == "group"}
+    elsewhere = {counter: value for counter, value in oracle.counts.items() if counter.home != "group"}
     return Moment({**group, **own}, spec, kind.python_state, elsewhere)
 
 

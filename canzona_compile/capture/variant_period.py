@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Counters = Mapping[str, Any]
+Counters = Mapping[Any, Any]  # leaves of the state by name, others by `external_counters.Counter`
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Course:
         period: names of their templates from there on.
     """
 
-    counters: Mapping[str, int]
+    counters: Mapping[Any, int]
     start: int
     period: tuple[str, ...]
 
@@ -33,7 +33,7 @@ class Course:
         """Which step it is, by the counters before it."""
         return next(int(counters[name]) - first for name, first in self.counters.items() if name in counters)
 
-    def ahead(self, counters: Counters, steps: int) -> dict[str, Any]:
+    def ahead(self, counters: Counters, steps: int) -> dict[Any, Any]:
         """The counters some steps later."""
         return {name: value + steps if name in self.counters else value for name, value in counters.items()}
 

@@ -1,7 +1,7 @@
 """The program of one rank: a graph, and what has to be bound to its placeholders.
 
-`emit` writes programs, the runtime executes them. A program holds no tensors: its inputs say by name
-which tensors, views of buffers, numbers and process groups they are.
+`emit` writes programs, the runtime executes them. A program holds no tensors: its inputs name the tensors, views
+of buffers, numbers and process groups that the runtime binds to them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from canzona_compile.ir.step import Role
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor of `shape` at a byte offset of a slot, and a part of it where `index` says one."""
+    """A tensor of `shape` at a byte offset of a slot, or the part of that tensor at `index`."""
 
     slot: int
     offset: int
@@ -61,15 +61,15 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """Task names, for eager steps."""
+class EagerTasks:
+    """Tasks for eager steps, each bound as a `program_ops.EagerTask`: its name and its context."""
 
     tasks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """Views of buffers."""
+    """Views of buffers, as a list."""
 
     views: tuple[View, ...]
 
@@ -83,14 +83,14 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """Where in computed values the parts lie that are sent or applied."""
+    """Where the parts that are sent or applied lie in computed values."""
 
     index: tuple[Index, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes to or from every rank of a process group, in its order."""
+    """Bytes to or from every rank of a process group, in the order of its ranks."""
 
     counts: tuple[int, ...]
 
@@ -104,7 +104,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Watcher:
-    """What waits for collectives."""
+    """The object that waits for collectives, a `program_ops.Watch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class StreamSet:
     events: int
 
 
-Input = Fragments | Residents | Number | Names | Views | Whole | Indices | Bytes | Group | Watcher | StreamSet
+Input = Fragments | Residents | Number | EagerTasks | Views | Whole | Indices | Bytes | Group | Watcher | StreamSet
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -123,10 +123,10 @@ class Program:
     """One rank's step.
 
     Attributes:
-        module: takes the inputs in order, returns nothing; it writes parameters and state in place.
-        inputs: by placeholder name, in order.
-        slots: bytes of each memory slot on this rank.
-        collectives: that this rank starts per step.
+        module: takes the inputs in order and returns nothing; it writes parameters and state in place.
+        inputs: by the name of their placeholder, in order.
+        slots: the size of each memory slot on this rank, in bytes.
+        collectives: how many collectives this rank starts per step.
         eager: of programs with generated kernels, the cuts whose elementwise work torch does nevertheless, and why.
     """
 

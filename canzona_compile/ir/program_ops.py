@@ -6,13 +6,39 @@ Functions of lists of tensors, one entry per task, and of buffers. They decide n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 Index = tuple[Any, ...]
+
+
+class EagerContext(Protocol):
+    """Where an eager step finds what it needs of its task beside the gathered tensors."""
+
+    def eager_optimizer(self) -> Optimizer:
+        """The optimizer whose own code takes the step."""
+
+    def param_group_of(self, task: str) -> dict[str, Any]:
+        """The parameter group of the task, with the hyperparameters of this step."""
+
+    def state_of(self, task: str) -> dict[str, Any]:
+        """The state that the step reads and writes."""
+
+    def drew_random_numbers(self, task: str) -> None:
+        """Hear that the step drew random numbers; raises UnsupportedOptimizer where that cannot be."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EagerTask:
+    """A task for an eager step: its name, and where the step finds the rest."""
+
+    name: str
+    context: EagerContext
 
 
 class Watch(Protocol):
@@ -31,7 +57,7 @@ class Streams(Protocol):
 
 
 def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`op` for every task: lists of tensors (or task names) are zipped, all else is the same for all.
+    """`op` for every task: lists of tensors (or of tasks for eager steps) are zipped, all else is the same for all.
 
     Returns a list, or a tuple of lists where `op` returns tuples.
     """
@@ -53,7 +79,7 @@ def per_task(value: Any) -> bool:
     """Is it a list with an entry per task, or a list of such lists?"""
     if not isinstance(value, list | tuple) or not value:
         return False
-    return isinstance(value[0], (Tensor, str)) or nested(value)
+    return isinstance(value[0], (Tensor, EagerTask)) or nested(value)
 
 
 def nested(value: Sequence[Any]) -> bool:

@@ -21,6 +21,7 @@ from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.options import Options
 from canzona_compile.session.bind import Binder, Bound, named_params
 from canzona_compile.session.plan import Plan, make_plan
+from canzona_compile.session.session import Session
 
 STYLES = {"compiled": "green", "interpreted": "yellow", "local": "cyan", "refused": "red"}
 
@@ -30,6 +31,8 @@ class ExplainedParameter:
     """One parameter.
 
     Attributes:
+        name: its name; "name[part]" for a part of a parameter that is split.
+        shape: of the whole parameter, or of the part.
         how: "compiled" (a graph computes its update), "interpreted" (the optimizer's own eager step does,
             on the gathered matrix), "local" (elementwise: each rank updates its fragment) or "refused".
         why: where it is computed, or the reason, with the line of the optimizer's code that led to it.
@@ -43,12 +46,18 @@ class ExplainedParameter:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation(JupyterMixin):
-    """All parameters of an optimizer; print it."""
+    """What becomes of all parameters of an optimizer; print it.
+
+    Attributes:
+        optimizer: the name of its class.
+        parameters: one entry per parameter, in the optimizer's order.
+    """
 
     optimizer: str
     parameters: tuple[ExplainedParameter, ...]
 
     def to_dict(self) -> dict[str, Any]:
+        """The same as dicts, lists and plain values."""
         return asdict(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -69,12 +78,24 @@ class Explanation(JupyterMixin):
     __repr__ = __str__
 
 
-def explain_plan(optimizer: Optimizer, plan: Plan) -> Explanation:
-    """Of a plan at work."""
-    return Explanation(plain_class(optimizer).__name__, tuple(rows_of(plan)))
+def explain_session(session: Session) -> Explanation:
+    """What becomes of every parameter: by the plan at work, or before the first step by a plan made for this.
+
+    Args:
+        session: of a wrapped optimizer, or one made for this call.
+
+    Returns:
+        One entry per parameter, or per part of a parameter that is split.
+
+    Raises:
+        CanzonaError: the parameters cannot be planned together. Those that are refused one by one are only told.
+    """
+    if session.driver is None:
+        return _explain_ahead(session.optimizer, session.options, session.capture)
+    return Explanation(plain_class(session.optimizer).__name__, tuple(rows_of(session.driver.plan)))
 
 
-def explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> Explanation:
+def _explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> Explanation:
     """Before the first step. A collective only where `replicate=` is used with DTensors of another mesh."""
     binder = Binder(optimizer, options, capture)
     bound: list[Bound] = []
@@ -92,6 +113,7 @@ def explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> E
 
 
 def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
+    """What a plan makes of each of its parameters."""
     owned = {task.name: task for task in plan.owned.tasks}
     for name, bound in plan.bound.items():
         reason, shape = bound.kind.template.interpreted, bound.task.shape
@@ -104,6 +126,7 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
 
 
 def place_of(task: Task) -> str:
+    """Where a compiled task is computed, and why there."""
     if task.strategy is Strategy.LOCAL:
         return "whole on its rank"
     if task.owner is None:

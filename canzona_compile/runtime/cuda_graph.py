@@ -26,7 +26,7 @@ from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel, Laid
 from canzona_compile.ir import program_ops
-from canzona_compile.ir.program import Fragments, Names, Number, Program, Residents
+from canzona_compile.ir.program import EagerTasks, Fragments, Number, Program, Residents
 from canzona_compile.runtime.device_scalars import with_device_numbers
 from canzona_compile.runtime.scalar_ops import DeviceNumber
 from canzona_compile.runtime.streams import index_of, stream_named
@@ -285,7 +285,7 @@ def after_forgetting(end: Callable[..., None], replays: weakref.WeakSet[Replay])
 
 def obstacle(program: Program) -> str:
     """Why a program cannot be recorded, as far as that can be seen; empty if it may be."""
-    if any(isinstance(value, Names) for value in program.inputs.values()):
+    if any(isinstance(value, EagerTasks) for value in program.inputs.values()):
         return "the optimizer's own code runs in it"
     if program.collectives and dist.is_initialized() and (backend := backend_on_cuda()) != "nccl":
         return f"its collectives are those of {backend}"

@@ -1,10 +1,11 @@
-"""Runs a rank program: owns its memory, binds its inputs, nothing else."""
+"""Runs a rank program: owns its memory and binds its inputs, nothing else."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from canzona_compile.ir.program import (
     Bytes,
+    EagerTasks,
     Fragments,
     Group,
     Indices,
     Input,
-    Names,
     Number,
     Program,
     Residents,
@@ -26,7 +27,7 @@ from canzona_compile.ir.program import (
     Watcher,
     Whole,
 )
-from canzona_compile.ir.program_ops import Watch
+from canzona_compile.ir.program_ops import EagerContext, EagerTask, Watch
 from canzona_compile.ir.step import Role
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.cuda_graph import Replay
@@ -35,31 +36,59 @@ from canzona_compile.runtime.streams import streams_for
 
 
 class Tensors(Protocol):
-    """Where a program's tensors and numbers come from on each step."""
+    """Where a program finds its tensors on each step."""
 
-    def fragment(self, role: Role, leaf: str, task: str) -> Tensor: ...
-    def resident(self, leaf: str, task: str) -> Tensor: ...
-    def number_of(self, template: str, group: int, name: str) -> Any: ...
+    def fragment(self, role: Role, leaf: str, task: str) -> Tensor:
+        """This rank's fragment of a parameter, gradient or state leaf."""
+
+    def resident(self, leaf: str, task: str) -> Tensor:
+        """The whole state tensor of a task that this rank owns."""
+
+
+class Numbers(Protocol):
+    """Where a program finds its hyperparameters on each step."""
+
+    def number(self, template: str, label: int, name: str) -> Any:
+        """The value of a hyperparameter, as the code of `template` reads it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sources:
+    """What the inputs of programs are bound to on this rank.
+
+    Attributes:
+        device: the device of the parameters, and with them of buffers.
+        groups: finds process groups by their ranks.
+        watch: waits for collectives.
+        tensors: parameters, gradients and state.
+        numbers: hyperparameters.
+        eager: the context of eager steps.
+    """
+
+    device: torch.device
+    groups: Groups
+    watch: Watch
+    tensors: Tensors
+    numbers: Numbers
+    eager: EagerContext
 
 
 class Executor:
-    """One program, bound to memory, which it may share with others that do not run meanwhile.
+    """One program, bound to memory, which it may share with programs that never run at the same time.
 
-    All views of buffers are made here once. On each run only parameters, gradients, state
-    and numbers are looked up.
+    The executor makes all views of buffers once. On each run it looks up parameters, gradients, state and numbers,
+    and nothing else.
+
+    Args:
+        program: what `emit` wrote for this rank.
+        sources: what its inputs are bound to.
+        memory: the slots from which it takes its buffers.
+        cuda_graphs: on CUDA, whether the program may be recorded as a CUDA graph.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        device: torch.device,
-        groups: Groups,
-        watch: Watch,
-        tensors: Tensors,
-        memory: SharedSlots,
-        cuda_graphs: bool = True,
-    ) -> None:
-        self.program, self.tensors, self.watch = program, tensors, watch
+    def __init__(self, program: Program, sources: Sources, memory: SharedSlots, cuda_graphs: bool = True) -> None:
+        device = sources.device
+        self.program, self.sources = program, sources
         self.slots = memory.of(program.slots, device)
         wanted = next((v for v in program.inputs.values() if isinstance(v, StreamSet)), None)
         self.streams = streams_for(wanted, device)
@@ -72,18 +101,22 @@ class Executor:
         self._lookups: list[tuple[int, Callable[[], Any]]] = []
         for i, value in enumerate(program.inputs.values()):
             lookup = self._lookup(value)
-            self._arguments.append(self._bound(value, groups, device) if lookup is None else None)
+            self._arguments.append(self._bound(value) if lookup is None else None)
             if lookup is not None:
                 self._lookups.append((i, lookup))
 
     def arguments(self) -> list[Any]:
-        """What the program takes on this step."""
+        """Look up the program's arguments for this step.
+
+        Returns:
+            One entry per input. The list is the executor's own and is written anew on each call.
+        """
         for i, lookup in self._lookups:
             self._arguments[i] = lookup()
         return self._arguments
 
     def run(self) -> None:
-        """Run the program once. Parameters and state are written in place."""
+        """Run the program once. It writes parameters and state in place."""
         arguments = self.arguments()
         try:
             with torch.no_grad(), self._guard:
@@ -101,11 +134,14 @@ class Executor:
         return "call by call" if self.replay is None else self.replay.how
 
     def view(self, view: View) -> Tensor:
+        """Make a view of this program's memory."""
         size = math.prod(view.shape) * view.dtype.itemsize
         whole = self.slots[view.slot][view.offset : view.offset + size].view(view.dtype).view(view.shape)
         return whole if view.index is None else whole[view.index]
 
-    def _bound(self, value: Input, groups: Groups, device: torch.device) -> Any:
+    def _bound(self, value: Input) -> Any:
+        """The argument for an input that is the same on every step."""
+        sources = self.sources
         match value:
             case Views(views):
                 return [self.view(v) for v in views]
@@ -115,24 +151,25 @@ class Executor:
                 return list(index)
             case Bytes(counts):
                 return list(counts)
-            case Names(tasks):
-                return list(tasks)
+            case EagerTasks(tasks):
+                return [EagerTask(name, sources.eager) for name in tasks]
             case Group(ranks):
-                groups.warm_up(ranks, device)
-                return groups.of(ranks)
+                sources.groups.warm_up(ranks, sources.device)
+                return sources.groups.of(ranks)
             case Watcher():
-                return self.watch
+                return sources.watch
             case StreamSet():
                 return self.streams
         raise AssertionError(value)
 
     def _lookup(self, value: Input) -> Callable[[], Any] | None:
-        tensors = self.tensors
+        """What finds the argument for an input that each step looks up; None for the others."""
+        tensors, numbers = self.sources.tensors, self.sources.numbers
         match value:
             case Fragments(role, leaf, tasks):
                 return lambda: [tensors.fragment(role, leaf, t) for t in tasks]
             case Residents(leaf, tasks):
                 return lambda: [tensors.resident(leaf, t) for t in tasks]
             case Number(template, group, name):
-                return lambda: tensors.number_of(template, group, name)
+                return lambda: numbers.number(template, group, name)
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -16,32 +16,56 @@ Ranks = tuple[int, ...]
 
 
 class Council:
-    """All forums that this rank's parameters need. Every rank of a mesh makes the same calls in order."""
+    """All forums that this rank's parameters need. Every rank of a mesh makes the same calls in the same order.
+
+    Args:
+        groups: finds the process group of each forum.
+        device: of the parameters.
+
+    Attributes:
+        waiter: waits for collectives, and meanwhile listens in all forums.
+    """
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
         self.groups, self.device = groups, device
         self._forums: dict[Ranks, Forum] = {}
+        self.waiter = Waiter(self._forums.values(), device)
 
     def report(self, members: Iterable[Ranks], error: CanzonaError | None) -> None:
-        """Tell the ranks of every mesh whether this rank could plan; raises on all of them if one could not."""
+        """Tell the ranks of every mesh whether this rank could plan.
+
+        Args:
+            members: the ranks of each mesh.
+            error: what kept this rank from planning.
+
+        Raises:
+            CanzonaError: on all of these ranks, if one of them could not plan.
+        """
         for ranks in sorted(r for r in members if len(r) > 1):
             error = self._agree(ranks, "", error)
         if error is not None:
             raise error
 
-    def compare(self, owned: Step, options: str, present: Iterable[str]) -> None:
-        """Compare plans among the ranks that run them together; raises RankMismatch on all if they differ.
+    def compare(self, owned: Step, options: str, present: Mapping[str, str]) -> None:
+        """Compare plans among the ranks that run them together.
 
         Ranks may hold further parameters on other meshes, so where there are several sets of ranks each
         compares its own tasks.
+
+        Args:
+            owned: the plan's step, with owners.
+            options: the options, as text.
+            present: by task, in the plan's order, what it has on this step ("a gradient", ...).
+
+        Raises:
+            RankMismatch: on all of these ranks, if plans differ.
         """
         grids = {t.layout.grid.members() for t in owned.tasks if t.layout.grid.size > 1}
-        present = list(present)
         error: CanzonaError | None = None
         for ranks in sorted(grids):
             own = [t for t in owned.tasks if t.layout.grid.members() == ranks]
             names = {t.name for t in own}
-            lines = [options, *(line for line in present if line.split(" has ")[0] in names)]
+            lines = [options, *(f"{name} has {what}" for name, what in present.items() if name in names)]
             if len(own) == len(owned.tasks):
                 lines.append(show(owned))
             else:
@@ -51,7 +75,7 @@ class Council:
             raise error
 
     def _agree(self, ranks: Ranks, text: str, error: CanzonaError | None) -> CanzonaError | None:
-        """Agree in one forum, and hand on to the next what failed here: its ranks may not be in this one."""
+        """Agree in one forum. Returns what failed here, for the next forum: its ranks may not be in this one."""
         try:
             self._forum(ranks).agree(text, error)
         except CanzonaError as found:
@@ -59,7 +83,16 @@ class Council:
         return None
 
     def call(self, number: int, change: str, error: CanzonaError | None) -> None:
-        """In a steady state: make sure that everybody saw this change, or raise on every rank."""
+        """In a steady state: make sure that everybody saw the change that this rank saw.
+
+        Args:
+            number: of the step.
+            change: the change, as text; ranks that saw the same have the same text.
+            error: what keeps this rank from taking the step.
+
+        Raises:
+            CanzonaError: on every rank, if one did not see the change or cannot take the step.
+        """
         forums = list(self._forums.values())
         for forum in forums:  # all of them before waiting for any: who hears one raises in all
             forum.call(number, change, error)
@@ -74,12 +107,9 @@ class Council:
             raise
 
     def fail(self, number: int, error: CanzonaError) -> None:
-        """Tell everybody that this rank raised in the midst of a step, so that nobody waits for it."""
+        """Tell everybody that this rank raised in the midst of step `number`, so that nobody waits for it."""
         for forum in self._forums.values():
             forum.fail(error, number)
-
-    def waiter(self) -> Waiter:
-        return Waiter(list(self._forums.values()), self.device)
 
     def _forum(self, ranks: Ranks) -> Forum:
         if ranks not in self._forums:

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 
 import torch
@@ -135,7 +135,7 @@ class Forum:
 
 
 def hash_of(text: str) -> str:
-
+    """The SHA-256 of a text, in hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -160,29 +160,46 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 class Waiter:
-    """Waits for the collectives of one step, listening for calls. Implements `program_ops.Watch`."""
+    """Waits for the collectives of a step and listens for calls meanwhile. Implements `program_ops.Watch`.
 
-    def __init__(self, forums: Sequence[Forum], device: torch.device) -> None:
-        self.forums, self.device, self.number = list(forums), device, 0
+    Args:
+        forums: where it listens; the collection may grow later.
+        device: of the collectives' tensors.
+
+    Attributes:
+        number: of the step whose collectives it waits for.
+    """
+
+    def __init__(self, forums: Collection[Forum], device: torch.device) -> None:
+        self.forums, self.device, self.number = forums, device, 0
 
     def wait(self, work: dist.Work) -> None:
-        if self.device.type != "cpu":  # the stream waits, not the host; NCCL's watchdog ends a hang
+        """Wait for a collective: the host on CPU, the current stream elsewhere.
+
+        Raises:
+            CanzonaError: the collective failed, or a peer called and will not take part in it.
+        """
+        if self.device.type != "cpu":  # NCCL's watchdog ends a hang
             work.wait()
             return
         while True:
             try:
                 work.wait(PATIENCE)
                 return
-            except RuntimeError as error:
-                if "timed out" not in str(error).lower() or work.is_completed():
-                    failure = CanzonaError(
-                        f"a collective of this step failed: {str(error).splitlines()[0]}",
-                        hint="a peer died or left the step; what belongs to this micro-group was not updated",
-                    )
-                    for forum in self.forums:
-                        forum.fail(failure)
-                    raise failure from error
+            except RuntimeError:  # `wait` has the same type of error for a timeout and for a failure
+                if work.is_completed():
+                    break
             self._listen()
+        try:
+            work.wait()  # at once: it succeeded as patience ended, or it raises the reason
+        except RuntimeError as error:
+            failure = CanzonaError(
+                f"a collective of this step failed: {str(error).splitlines()[0]}",
+                hint="a peer died or left the step; what belongs to this micro-group was not updated",
+            )
+            for forum in self.forums:
+                forum.fail(failure)
+            raise failure from error
 
     def _listen(self) -> None:
         try:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from canzona_compile.capture.dynamo_oracle import Untraceable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
@@ -19,26 +17,30 @@ from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
-from canzona_compile.report.build import Report, headline, make_report
-from canzona_compile.report.explain import Explanation, explain_ahead, explain_plan
-from canzona_compile.report.run_facts import facts_of
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.rank_agreement import Council
-from canzona_compile.runtime.store_agreement import Waiter
 from canzona_compile.session.bind import Binder, check_gradient, meshes_of, named_params
+from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
 from canzona_compile.session.plan import Plan, lower, make_plan
-from canzona_compile.session.plan_execution import Running, TakingPart
-
-log = logging.getLogger(__name__)
-
-REPLAN = "re-plan: "
+from canzona_compile.session.step_driver import StepDriver
 
 
 class Session:
     """Steps a wrapped optimizer.
 
     Until the first step nothing is bound: parameters may still be replaced, and no rank waits.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        options: what `wrap` was given.
+        lost: why the optimizer cannot step until it is wrapped again; empty if it can.
+
+    Attributes:
+        capture: the captured code of the optimizer.
+        observers: callables that see every pass, see `ir.pipeline`; users may add their own.
+        driver: takes the steps of the plan at work; None before the first step.
+        rehearsed: whether `optimizer.state` holds the state of a dummy step.
     """
 
     def __init__(self, optimizer: Optimizer, options: Options, lost: str = "") -> None:
@@ -46,18 +48,21 @@ class Session:
         self.capture = Capture(optimizer)
         self.groups = Groups()
         self.observers: list[Observer] = []
-        self.running: Running | None = None
+        self.driver: StepDriver | None = None
         self.number = 0
-        self.rehearsed = False  # is what `optimizer.state` holds of a dummy step?
+        self.rehearsed = False
         self._council: Council | None = None
-        self._waiter = Waiter([], torch.device("cpu"))
 
     @property
     def rank(self) -> int:
+        """This rank, global; 0 where nothing is distributed."""
         return dist.get_rank() if distributed() else 0
 
-    def step(self) -> None:
+    def step(self) -> bool:
         """Update all parameters once.
+
+        Returns:
+            Whether there is something new to report: the plan, or some parameters, took their first step.
 
         Raises:
             CanzonaError: on every rank that shares tasks with this one. Nothing was updated then; only where
@@ -68,13 +73,13 @@ class Session:
         self.number += 1
         if is_dummy_step(self.optimizer):
             self._rehearse()
-            return
+            return False
         with self._gradients():
             try:
-                self._step()
+                return self._step()
             finally:
-                if self.running is not None:
-                    self.running.give_back_pieces()
+                if self.driver is not None:
+                    self.driver.end_step()
 
     def _rehearse(self) -> None:
         """Leave state for a checkpoint to be loaded into, portable on every rank, and nothing else."""
@@ -96,47 +101,38 @@ class Session:
             for param in bare:
                 param.grad = None
 
-    def _step(self) -> None:
-        taking = None if self.running is None else self._taking_part(self.running)
-        if taking is None:
+    def _step(self) -> bool:
+        driver = self.driver
+        if driver is None or self._must_replan(driver):
             self.close()
-            self.running = self._start()
-            taking = self.running.agreed
-        assert self.running is not None
-        self._waiter.number = self.number
+            driver = self.driver = self._start()
+        council = self._council
+        assert council is not None
+        council.waiter.number = self.number
         try:
-            first = self.running.step(taking, self._waiter)
+            return driver.step() and driver.last is not None
         except CanzonaError:
             raise
         except Exception as error:  # of the optimizer's own code, on an owner: others wait for its results
-            if self._council is not None:
-                failure = CanzonaError(f"the step failed on rank {self.rank}: {type(error).__name__}: {error}")
-                self._council.fail(self.number, failure)
+            failure = CanzonaError(f"the step failed on rank {self.rank}: {type(error).__name__}: {error}")
+            council.fail(self.number, failure)
             raise
-        if first and self.rank == 0 and self.running.last is not None:
-            log.info("%s", headline(self.report()))
 
-    def _taking_part(self, running: Running) -> TakingPart | None:
-        """The tasks of this step; None if it needs a new plan. A change that a rank sees all must see."""
-        change, error, taking = "", None, running.agreed
+    def _must_replan(self, driver: StepDriver) -> bool:
+        """Does this step need a new plan? Raises unless every rank saw the change that this one sees."""
+        change: StepChange | None = None
+        error: CanzonaError | None = None
         try:
-            if not running.bound_to(self.optimizer):
-                change = REPLAN + "the parameters changed"
-            else:
-                running.take_pieces()
-                running.check_gradients()
-                taking = running.taking_part()
-                running.cohorts.consult(taking[0])
-                change = running.change(taking)
-        except Untraceable as reason:
-            change = REPLAN + str(reason)
+            change = driver.look()
         except CanzonaError as found:
             error = found
-        if (change or error) and self._council is not None:
-            self._council.call(self.number, change, error)
-        return None if change.startswith(REPLAN) else taking
+        if change is None and error is None:
+            return False
+        assert self._council is not None
+        self._council.call(self.number, "" if change is None else change.text, error)
+        return change is not None and change.kind is ChangeKind.REPLAN
 
-    def _start(self) -> Running:
+    def _start(self) -> StepDriver:
         """Bind, plan and agree. A rank that fails tells the others, so that all raise."""
         params = [p for _, _, p in named_params(self.optimizer)]
         device = params[0].device if params else torch.device("cpu")
@@ -149,19 +145,10 @@ class Session:
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {binder.replicas}
         council.report(members, error)
         assert plan is not None
-        running = Running(self.capture, plan, self.options, self.groups, self.rank, self.observers)
-        running.store.adopt()
-        running.take_pieces()
-        ready, fresh = running.agreed = running.taking_part()
-        taking = {**dict.fromkeys(ready, "a gradient"), **dict.fromkeys(fresh, "a first gradient")}
-        present = [f"{t.name} has {taking.get(t.name, 'no gradient')}" for t in plan.owned.tasks]
-        council.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", present)
-        self._waiter = council.waiter()
-        try:
-            running.cohorts.consult(ready)
-        except Untraceable as reason:
-            raise CanzonaError(f"the plan does not know the code of its first step: {reason}") from reason
-        return running
+        driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, council.waiter)
+        council.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", driver.begin())
+        driver.choose_variants()
+        return driver
 
     def _plan(self, binder: Binder) -> tuple[Plan | None, CanzonaError | None]:
         try:
@@ -180,45 +167,43 @@ class Session:
             return None, failure
 
     def last(self) -> tuple[Step, History]:
-        """The step that the next `step()` will run again, emitted, and the passes that made it."""
-        if self.running is None or self.running.last is None:
+        """The step that the next `step()` will run again, emitted, and the passes that made it.
+
+        Raises:
+            CanzonaError: there was no step yet.
+        """
+        if self.driver is None or self.driver.last is None:
             raise CanzonaError("there is no plan yet", hint="call step() once; plans are made at the first one")
-        return self.running.last
+        return self.driver.last.step, self.driver.last.history
 
     def plan(self) -> PlanFile:
-        """The decisions of the plan at work, for all of its matrices."""
+        """The decisions of the plan at work, for all of its matrices.
+
+        Raises:
+            CanzonaError: there was no step yet.
+        """
         self.last()
-        assert self.running is not None
-        return PlanFile.of(whole(self.running.plan, self.options))
-
-    def report(self) -> Report:
-        step, _ = self.last()
-        assert self.running is not None
-        return make_report(step, facts_of(self.running, self.capture.captures))
-
-    def explain(self) -> Explanation:
-        if self.running is None:
-            return explain_ahead(self.optimizer, self.options, self.capture)
-        return explain_plan(self.optimizer, self.running.plan)
+        assert self.driver is not None
+        return PlanFile.of(whole(self.driver.plan, self.options))
 
     def close(self) -> None:
         """Put the state in portable form (a collective) and forget the plan."""
-        if self.running is not None:
-            self.running.store.release()
+        if self.driver is not None:
+            self.driver.store.release()
         if self.rehearsed:
             self.optimizer.state.clear()
         self.forget_plan()
 
     def forget_plan(self) -> None:
         """Bind again at the next step; `optimizer.state` is portable already, and valid."""
-        if self.running is not None:
-            self.running.forget_programs()
-        self.running, self.rehearsed = None, False
+        if self.driver is not None:
+            self.driver.forget_programs()
+        self.driver, self.rehearsed = None, False
 
     @contextlib.contextmanager
     def portable_state(self) -> Iterator[None]:
         """While open, `optimizer.state` is what the unwrapped optimizer would hold (a collective)."""
-        with contextlib.nullcontext() if self.running is None else self.running.store.shown_portably():
+        with contextlib.nullcontext() if self.driver is None else self.driver.store.shown_portably():
             yield
 
 
@@ -228,4 +213,5 @@ def whole(plan: Plan, options: Options) -> Step:
 
 
 def distributed() -> bool:
+    """Is there a default process group?"""
     return dist.is_available() and dist.is_initialized()

@@ -4,12 +4,15 @@
 that the plan made resident, on other ranks None in their place. *Portable* state is what the unwrapped
 optimizer would hold: laid out like the parameter. Plans end and begin with portable state, and so do
 `state_dict` and `load_state_dict`.
+
+Programs and eager steps ask the store for every tensor of a task: fragments, whole tensors on owners, and the
+scratch state of first steps.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +32,7 @@ from canzona_compile.session.plan import Plan
 
 
 class StateStore:
-    """The tensors of a plan's tasks on this rank. Implements `runtime.executor.Tensors` but for numbers."""
+    """The tensors of a plan's tasks on this rank. Implements `runtime.executor.Tensors`."""
 
     def __init__(self, optimizer: Optimizer, plan: Plan, groups: Groups, rank: int) -> None:
         self.optimizer, self.plan, self.groups, self.rank = optimizer, plan, groups, rank
@@ -37,16 +40,31 @@ class StateStore:
         self.fragments: dict[tuple[str, str], Tensor] = {}
         self.residents: dict[tuple[str, str], Tensor] = {}
         self.initialised: set[str] = set()
+        self._scratch: dict[str, dict[str, Any]] = {}  # of tasks that take their first step now
 
-    # -- lookups of a running program ----------------------------------------------------------------
+    # -- lookups of programs and eager steps ---------------------------------------------------------
 
     def fragment(self, role: Role, leaf: str, task: str) -> Tensor:
+        """This rank's fragment of a task's parameter, gradient or state leaf."""
         if role is Role.STATE:
             return self.fragments[task, leaf]
         param = self.params[task]
         tensor = param if role is Role.PARAM else param.grad
         assert tensor is not None
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+    def resident(self, leaf: str, task: str) -> Tensor:
+        """A whole state tensor of a task that this rank owns."""
+        return self.residents[task, leaf]
+
+    def eager_state(self, task: str) -> dict[str, Any]:
+        """What an eager step reads and writes as the state of a task.
+
+        Returns:
+            Scratch for the first step of a compiled task; the task's own state where every step is eager.
+        """
+        bound = self.plan.bound[task]
+        return self.optimizer.state[bound.param] if bound.kind.oracle is None else self._scratch[task]
 
     # -- creation ------------------------------------------------------------------------------------
 
@@ -59,8 +77,19 @@ class StateStore:
     def owns(self, task: Task) -> bool:
         return task.computes_on(task.layout.grid.find(self.rank))
 
+    @contextlib.contextmanager
+    def first_steps(self, names: Sequence[str]) -> Iterator[None]:
+        """While open, these tasks take their first step; afterwards their state is in `optimizer.state`."""
+        self._scratch = {name: {} for name in names}
+        for name in names:
+            self.allocate(name)
+        yield
+        for name in names:
+            self.install(name)
+        self._scratch = {}
+
     def allocate(self, name: str) -> None:
-        """Memory for the state that a task's first step will write."""
+        """Allocate the state that a task's first step will write."""
         task, param = self.plan.owned.task(name), self.params[name]
         for leaf in self.leaves(name):
             if not self.is_resident(leaf, name):

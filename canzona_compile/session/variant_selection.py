@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from canzona_compile.capture.dynamo_oracle import Scalars, Untraceable
+from canzona_compile.capture.external_counters import Counter
 from canzona_compile.capture.leaves import read, write
 from canzona_compile.capture.templates import Capture, Kind
 from canzona_compile.session.bind import Bound
 from canzona_compile.session.plan import Plan
 
 Names = tuple[str, ...]
+Lineup = tuple[tuple[str, int, Names], ...]  # template, label of its numbers, tasks
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,7 +45,7 @@ class Path:
 
     template: str
     scalars: Scalars
-    before: Mapping[str, Any]
+    before: Mapping[Any, Any]
     counters: Mapping[str, Any]
 
 
@@ -82,11 +84,12 @@ class Cohorts:
             self._ask(members[0].kind, group, counters)
 
     @property
-    def lineup(self) -> tuple[tuple[str, int, Names], ...]:
-        """What decides the program."""
+    def lineup(self) -> Lineup:
+        """The variants that the tasks take now. With the tasks they decide the program."""
         return tuple((c.template, c.label, c.tasks) for c in self.current)
 
     def number(self, template: str, label: int, name: str) -> Any:
+        """A number that the graph of a template reads, for the cohort with this label."""
         return self._scalars[template, label][name]
 
     def show_counters(self) -> None:
@@ -140,7 +143,7 @@ class Cohorts:
         if ahead and kind.course is not None:
             known = kind.course.ahead(known, ahead)
         kind.oracle.count({name: known[name] for name in leaves})
-        own = {k: known[f"group.{k}"] for k in self.capture.counters("group.") if f"group.{k}" in known}
+        own = {c.key: known[c] for c in self.capture.counts if c.home == "group" and c in known}
         elsewhere = {name: known[name] for name in self.capture.elsewhere()}
         variant, scalars = kind.oracle.consult({**self.optimizer.param_groups[group], **own}, elsewhere)
         template = kind.templates.get(variant)
@@ -167,8 +170,9 @@ def counting_as(here: Path, other: Path, kind: Kind) -> Path:
         if name in here.scalars:
             scalars[name] = here.scalars[name]
             continue
-        for counter in kind.course.counters:  # read on the other path only, so by name and value
-            if name.endswith(counter.rpartition(".")[2]) and value == other.before[counter]:
+        for counter in kind.course.counters:  # read on the other path only, so known by name and value
+            key = counter.key if isinstance(counter, Counter) else str(kind.paths[counter][-1])
+            if name.endswith(key) and value == other.before[counter]:
                 scalars[name] = here.before[counter]
     after = {**other.counters, **{k: v for k, v in here.counters.items() if k in kind.course.counters}}
     return Path(other.template, scalars, here.before, after)

@@ -27,7 +27,6 @@ from canzona_compile.ir.program import (
     Group,
     Indices,
     Input,
-    Names,
     Number,
     Program,
     Residents,
@@ -242,8 +241,6 @@ class Bound:
                 return list(index)
             case Bytes(counts):
                 return list(counts)
-            case Names(tasks):
-                return list(tasks)
             case Fragments(_, leaf, tasks):
                 return [self.leaf(leaf, task, whole=False) for task in tasks]
             case Residents(leaf, tasks):

@@ -78,7 +78,7 @@ MAKE: dict[str, Callable[[list[Any]], Optimizer]] = {
 
 def launches(optimizer: Any) -> dict[GroupedKernel, int]:
     """Of the kernels of all programs that were made."""
-    steps = [step for _, step, _ in optimizer.canzona.session.running.programs.values()]
+    steps = [program.step for program in optimizer.canzona.session.driver.programs]
     kernels = [m for step in steps for m in step.program.module.children() if isinstance(m, GroupedKernel)]
     return {kernel: kernel.launches for kernel in kernels}
 

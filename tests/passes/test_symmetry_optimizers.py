@@ -248,7 +248,7 @@ def test_state_is_looked_at() -> None:
         for p in params:
             p.grad = torch.randn_like(p)
         optimizer.step()
-    store = optimizer.canzona.session.running.store
+    store = optimizer.canzona.session.driver.store
     assert {"left", "right"} <= {leaf for _, leaf in store.symmetric()}
     assert "momentum_buffer" not in {leaf for _, leaf in store.symmetric()}
     optimizer.state[params[1]]["left"][0, 1] += 1.0

@@ -53,10 +53,10 @@ def variants() -> tuple[int, list[int]]:
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()
-    running = optimizer.canzona.session.running
-    own = [sum(executor.program.slots) for executor, _, _ in running.programs.values()]
-    assert optimizer.canzona.report().buffer_bytes == running.buffer_bytes
-    return running.buffer_bytes, own
+    programs = optimizer.canzona.session.driver.programs
+    own = [sum(program.executor.program.slots) for program in programs]
+    assert optimizer.canzona.report().buffer_bytes == programs.buffer_bytes
+    return programs.buffer_bytes, own
 
 
 @pytest.mark.ranks

@@ -83,8 +83,8 @@ class Steps:
             b.grad.copy_(a.grad)
         for optimizer in (self.plain, self.ours):
             optimizer.step()
-        running = self.ours.canzona.session.running
-        for executor, _, _ in running.programs.values():  # as an executor on CUDA does
+        for program in self.ours.canzona.session.driver.programs:  # as an executor on CUDA does
+            executor = program.executor
             if executor.replay is None:
                 executor.replay = Replay(executor.program, CPU, contextlib.nullcontext, self.record)
         pairs = zip(self.plain.param_groups[0]["params"], self.ours.param_groups[0]["params"], strict=True)
@@ -92,8 +92,8 @@ class Steps:
 
     @property
     def replays(self) -> list[Replay]:
-        programs = self.ours.canzona.session.running.programs.values()
-        return [executor.replay for executor, _, _ in programs if executor.replay is not None]
+        executors = [program.executor for program in self.ours.canzona.session.driver.programs]
+        return [executor.replay for executor in executors if executor.replay is not None]
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -95,7 +95,7 @@ def train(kind: str, case: Case | None, special: int = -1, restored: bool = Fals
             optimizer.param_groups[0]["lr"] = lr
         wrapped.step()
         if step == 0:
-            plan = wrapped.canzona.session.running.plan
+            plan = wrapped.canzona.session.driver.plan
             ahead, names = plan.stagger.ahead, [f"group0.param{i}" for i in range(len(SHAPES))]
         # The first step makes the state, and what comes before the course repeats itself is nobody's to stagger.
         plain.phases = {
@@ -177,7 +177,7 @@ def test_shampoo_with_counters_that_run_ahead(missing: bool) -> None:
         plain.step()
         wrapped.step()
         if step == 0:
-            plan = wrapped.canzona.session.running.plan  # type: ignore[attr-defined]
+            plan = wrapped.canzona.session.driver.plan  # type: ignore[attr-defined]
             for name, param in zip(plan.bound, params_of(plain), strict=True):
                 plain.state[param]["step"] += plan.stagger.ahead[name]
     assert all(same_bits(a.detach(), b.detach()) for a, b in zip(params_of(plain), params_of(wrapped), strict=True))
@@ -196,7 +196,7 @@ def test_pieces_of_a_fused_weight_are_staggered_apart() -> None:
         wrapped.step()
         plain.step()
         if step == 0:
-            ahead = wrapped.canzona.session.running.plan.stagger.ahead
+            ahead = wrapped.canzona.session.driver.plan.stagger.ahead
             assert sorted(ahead.values()) == [0, 1, 2]
             for name, param in zip("qkv", params_of(plain), strict=True):
                 plain.state[param]["step"] += ahead[f"qkv[{name}]"]

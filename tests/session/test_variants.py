@@ -90,7 +90,7 @@ def test_matrices_that_missed_gradients_keep_counters_of_their_own(name: str, pl
 
 
 def test_programs_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("canzona_compile.session.plan_execution.MOST_PROGRAMS", 2)
+    monkeypatch.setattr("canzona_compile.session.program_cache.MOST_PROGRAMS", 2)
     pair = Pair(toys.Counting, SHAPES)
     pair.step()
     for i in range(4):

@@ -1,0 +1,54 @@
+"""What eager steps ask for beside tensors: the optimizer, parameter groups, and whether they may draw numbers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.optim import Optimizer
+
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.session.plan import Plan
+from canzona_compile.session.state import StateStore
+
+
+class PlanContext:
+    """The context of eager steps of one plan. Implements `program_ops.EagerContext`."""
+
+    def __init__(self, optimizer: Optimizer, plan: Plan, store: StateStore) -> None:
+        self.optimizer, self.plan, self.store = optimizer, plan, store
+        self._warned = False
+
+    def eager_optimizer(self) -> Optimizer:
+        """The optimizer whose own code takes the step."""
+        return self.optimizer
+
+    def param_group_of(self, task: str) -> dict[str, Any]:
+        """The parameter group of a task, as it is now."""
+        return self.optimizer.param_groups[self.plan.bound[task].group]
+
+    def state_of(self, task: str) -> dict[str, Any]:
+        """The state that the eager step of a task reads and writes, see `StateStore.eager_state`."""
+        return self.store.eager_state(task)
+
+    def drew_random_numbers(self, task: str) -> None:
+        """Warn once that the step of a task drew random numbers.
+
+        Raises:
+            UnsupportedOptimizer: several ranks compute the task, each with numbers of its own.
+        """
+        own, kind = self.plan.owned.task(task), plain_class(self.optimizer).__name__
+        if own.owner is None and own.layout.grid.size > 1:
+            raise UnsupportedOptimizer(
+                f"{kind} draws random numbers, and every rank computes this matrix: their copies would differ",
+                at=task,
+                hint='wrap with strategy="owner"',
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{kind} draws random numbers (first for {task}). They come from the generator of the matrix's "
+                "owner, so the result is not, bit by bit, that of the plain optimizer on one device.",
+                stacklevel=2,
+            )

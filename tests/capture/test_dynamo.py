@@ -1,0 +1,71 @@
+"""How Dynamo is called: `math.pow` is another function while Dynamo traces, and at no other time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from canzona_compile.capture import dynamo
+from canzona_compile.capture.dynamo import as_oracle, compiled
+
+REAL = math.pow
+
+
+class Counting:
+    """What a step sees of an optimizer."""
+
+    def __init__(self) -> None:
+        self.number = 1
+        self.value = torch.ones(2)
+
+
+def correction(number: Any) -> Any:
+    """A helper, as published optimizers have it in other modules."""
+    return 1.0 - math.pow(0.5, number)
+
+
+def step(own: Any) -> Any:
+    return own.value * correction(own.number)
+
+
+def test_powers_are_traced_once_for_all_steps() -> None:
+    traced = []
+
+    def backend(graph: fx.GraphModule, _examples: Any) -> Any:
+        assert math.pow is dynamo.power
+        traced.append(graph)
+        return graph.forward
+
+    own, run = Counting(), compiled(step, backend)
+    found = []
+    for number in (3, 4, 5, 6):
+        own.number = number
+        with as_oracle():
+            found.append(float(run(own)[0]))
+        assert math.pow is REAL
+    assert found == [1.0 - 0.5**n for n in (3, 4, 5, 6)]
+    assert len(traced) == 1
+
+
+def test_math_is_left_alone_where_nothing_is_traced() -> None:
+    with as_oracle():
+        assert math.pow is REAL
+
+
+def test_math_is_put_back_when_a_trace_fails() -> None:
+    def backend(_graph: fx.GraphModule, _examples: Any) -> Any:
+        raise KeyError("no")
+
+    with pytest.raises(Exception, match="no"), as_oracle():
+        compiled(step, backend)(Counting())
+    assert math.pow is REAL
+
+
+def test_other_threads_have_the_real_power_while_dynamo_traces() -> None:
+    with pytest.raises(ValueError, match="math domain error|expected"):
+        dynamo.power(-1.0, 0.5)
+    assert dynamo.power(2, 3) == 8.0
