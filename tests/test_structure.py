@@ -47,7 +47,7 @@ LAYERS = (
     "runtime.process_groups runtime.store_agreement runtime.buffers runtime.streams runtime.scalar_ops runtime.device_scalars",
     "runtime.cuda_graph runtime.executor runtime",
     "split session.fused_params options session.bind session.stagger session.plan session.state session.local_step session.variant_selection session.plan_execution runtime.rank_agreement",
-    "report.schema report.charts report.terminal report.build report.run_facts report.explain",
+    "report.schema report.units report.charts report.sections report.terminal report.build report.run_facts report.explain",
     "session.checkpoint_probe session.session api.handle api.wrap api.wrap_cls",
     "tools.simulation.figures tools.simulation.engine tools.simulation.traffic tools.simulation.rounds tools.simulation.simulate tools.simulation",
     "tools.planning.gc_pause tools.planning.figures tools.planning.weights tools.planning.mesh tools.planning.offline tools.planning.request",

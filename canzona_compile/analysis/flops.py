@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -269,18 +268,3 @@ def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> f
     for i in range(scattered, len(times)):
         link = max(link, computed[i]) + times[i][2]
     return link
-
-
-def readable(flops: float) -> str:
-    """1.23 GFLOP."""
-    units: list[tuple[float, str]] = [(1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
-    for size, prefix in units:
-        if flops >= size:
-            return f"{flops / size:.2f} {prefix}FLOP"
-    return f"{flops:.0f} FLOP"
-
-
-def readable_bytes(count: float) -> str:
-    """1.5 MiB."""
-    power = min(4, int(math.log(count, 1024))) if count >= 1 else 0
-    return f"{count / 1024**power:.4g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"

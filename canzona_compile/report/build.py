@@ -33,7 +33,6 @@ from canzona_compile.ir.step import (
     Task,
 )
 from canzona_compile.passes.micro_group import load_of
-from canzona_compile.report.charts import plural
 from canzona_compile.report.schema import (
     Facts,
     Figures,
@@ -47,6 +46,7 @@ from canzona_compile.report.schema import (
     WireReport,
 )
 from canzona_compile.report.terminal import render
+from canzona_compile.report.units import plural
 
 __all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]
 
@@ -74,7 +74,7 @@ class Report(Figures, JupyterMixin):
         return "".join(f"{line.rstrip()}\n" for line in lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from render(self, options)
+        yield render(self)
 
     def __str__(self) -> str:
         return self.to_text()
