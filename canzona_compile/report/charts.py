@@ -15,14 +15,16 @@ from itertools import accumulate, groupby, pairwise
 from rich.bar import Bar
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from canzona_compile.report.schema import LoadReport, ProfileReport
-from canzona_compile.report.units import format_flops, format_seconds, plural, second_unit
+from canzona_compile.report.units import format_flops, format_seconds, plural
 
 MOST_BARS = 32  # ranks with a bar of their own; more make a histogram
 MOST_CLASSES = 8  # of a histogram
+PARTS = 4  # of a time axis
 FILLS = "█▓▒"  # of micro-groups, again and again
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue")
 ELEMENTWISE = "░"
@@ -86,32 +88,6 @@ class Strip:
         for style, run in groupby(cells, key=lambda cell: cell[1]):
             text.append("".join(letter for letter, _ in run), style)
         yield text
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, options.max_width)
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """A time axis from 0 to `total` seconds: labels, and a rule with ticks below them."""
-
-    total: float
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        size, unit = second_unit(self.total)
-        last = f"{self.total / size:.3g} {unit}".rjust(width)[-width:]
-        rough = self.total / size / max(1, width // 14)
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * (1 - 1e-9))
-        rule, labels = ["─"] * width, list(last)
-        for i in range(int(self.total / size / step) + 1):
-            at, label = round(i * step * size / self.total * width), f"{i * step:.6g}"
-            if at + len(label) < width - len(last.lstrip()):
-                rule[at], labels[at : at + len(label)] = "┬", label
-        rule[-1:] = "┬"
-        yield Text("".join(labels), "dim", no_wrap=True, overflow="crop")
-        yield Text("".join(rule), "dim", no_wrap=True, overflow="crop")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(1, options.max_width)
@@ -235,7 +211,7 @@ def timeline(total: float, lanes: Iterable[tuple[str, Sequence[Stretch]]]) -> Ta
         A time axis, a line per lane with the share of the time in which it is busy, and the letters' meaning.
     """
     table, seen = chart(notes=1), set[str]()
-    table.add_row("", Axis(total))
+    table.add_row("", axis(total), Text(format_seconds(total), "dim"))
     for name, stretches in lanes:
         busy = sum(part.end - part.begin for part in stretches) / total
         table.add_row(name, Strip(total, stretches, IDLE), Text(f"{busy:.0%}", "dim"))
@@ -243,6 +219,16 @@ def timeline(total: float, lanes: Iterable[tuple[str, Sequence[Stretch]]]) -> Ta
     kinds = {letter: word for word, letter in TRANSFERS.items()} | {ELEMENTWISE: "elementwise"}
     words = [f"{letter} {word}" for letter, word in kinds.items() if letter in seen]
     table.add_row("", Text("   ".join(["number: micro-group", *words]), "dim"))
+    return table
+
+
+def axis(total: float) -> Table:
+    """Draw a time axis from 0 to `total` seconds, with a label at the begin of each of its equal parts."""
+    table = Table.grid(expand=True)
+    for _ in range(PARTS):
+        table.add_column(ratio=1)
+    labels = ["0", *(format_seconds(total * i / PARTS) for i in range(1, PARTS))]
+    table.add_row(*(Rule(Text(f"├ {label}", "dim"), align="left", style="dim") for label in labels))
     return table
 
 

@@ -23,7 +23,7 @@ from canzona_compile.report.units import format_bytes, format_flops
 
 MOST_ROWS = 40  # of a table; more are summed up
 WIDEST = 120  # columns of a page
-IN_ASCII = str.maketrans("█▓▒░·─┬…▁▂▃▄▅▆▇▏▎▍▌▋▊▉", "#=%:.-+~_.:-=+*   ####")
+IN_ASCII = str.maketrans("█▓▒░·─├…▁▂▃▄▅▆▇▏▎▍▌▋▊▉", "#=%:.-|~_.:-=+*   ####")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -187,14 +187,15 @@ class TaskList:
         if Measurement.get(console, options.update_width(ANY_WIDTH), whole).maximum <= options.max_width:
             yield whole
             return
-        name = self.tasks[0].name
+        words = self.tasks[0].name.split(".")
         begin, end = differing([task.name for task in self.tasks])
         yield self.table(begin, end)
         if begin or end:
-            yield Text(f"names in full: {name[:begin]}…{name[end:] if end else ''}", "dim")
+            around = ".".join([*words[:begin], "…", *(words[end:] if end else ())])
+            yield Text(f"names in full: {around}", "dim")
 
     def table(self, begin: int, end: int | None) -> Table:
-        """Make the table with names cut to name[begin:end]."""
+        """Make the table with those words of a name that are in words[begin:end]."""
         table = columns("owner", "matrix", ">shape", ">micro-group", ">FLOPs", "strategy")
         names = table.columns[1]
         names.no_wrap, names.overflow, names.min_width = False, "fold", SHORTEST_NAME
@@ -202,7 +203,7 @@ class TaskList:
             for i, task in enumerate(shown):
                 owner = "" if i else "every rank" if task.owner is None else f"rank {task.owner}"
                 cells = (
-                    task.name[begin:end],
+                    ".".join(task.name.split(".")[begin:end]),
                     format_shape(task.shape),
                     str(task.micro_group),
                     format_flops(task.flops),
@@ -257,16 +258,21 @@ def mark(i: int) -> str:
 
 
 def differing(names: Sequence[str]) -> tuple[int, int | None]:
-    """Find the part in which names differ, between two dots.
+    """Find the part in which dotted names differ; at least one word of each.
 
     Returns:
-        Where it begins and ends, as in name[begin:end]; (0, None) for a single name.
+        Where it begins and ends in the list of a name's words; (0, None) for a single name.
     """
     if len(names) < 2:
         return 0, None
-    begin = os.path.commonprefix(names).rfind(".") + 1
-    backwards = os.path.commonprefix([name[begin:][::-1] for name in names])
-    return begin, -(backwards.rfind(".") + 1) or None
+    words = [name.split(".") for name in names]
+    begin = shared([own[:-1] for own in words])
+    return begin, -shared([own[:begin:-1] for own in words]) or None
+
+
+def shared(names: Sequence[Sequence[str]]) -> int:
+    """Count the words with which all names begin."""
+    return len(list(takewhile(lambda words: len(set(words)) == 1, zip(*names, strict=False))))
 
 
 def costs(report: Figures) -> Iterator[RenderableType]:

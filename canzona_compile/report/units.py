@@ -47,20 +47,8 @@ def format_seconds(seconds: float) -> str:
     Returns:
         Three digits and a unit: "4.9 ms".
     """
-    size, unit = second_unit(seconds)
+    size, unit = next((unit for unit in SECOND_UNITS if seconds >= unit[0]), SECOND_UNITS[-1])
     return f"{seconds / size:.3g} {unit}"
-
-
-def second_unit(seconds: float) -> tuple[float, str]:
-    """Choose the unit in which a duration reads best.
-
-    Args:
-        seconds: the duration.
-
-    Returns:
-        The unit's size in seconds and its name: (1e-3, "ms").
-    """
-    return next((unit for unit in SECOND_UNITS if seconds >= unit[0]), SECOND_UNITS[-1])
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
