@@ -59,7 +59,7 @@ def render(report: Figures) -> RenderableType:
     return page(
         headline(report),
         (
-            Section("Load", "FLOPs of each rank per step, by micro-group", load_chart(report.loads, report.imbalance)),
+            Section("Load", "FLOPs of each rank per step", load_chart(report.loads, report.imbalance)),
             Section("Schedule", assumptions(report), schedule(report)),
             Section(
                 "Profile",

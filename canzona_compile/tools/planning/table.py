@@ -52,7 +52,7 @@ def table(forecast: Forecast) -> RenderableType:
         (
             Section("Alternatives", "the same matrices, planned another way", alternatives(forecast)),
             Section(
-                "Load", "FLOPs of each rank per step, by micro-group", load_chart(forecast.loads, forecast.imbalance)
+                "Load", "FLOPs of each rank per step", load_chart(forecast.loads, forecast.imbalance)
             ),
             Section("Timeline", f"simulated{some_ranks}", simulated(forecast)),
             Section("Strategies", "of each template's matrices, alone on their ranks", strategies(forecast)),
