@@ -5,9 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from canzona_compile.analysis.flops import readable, readable_bytes
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.report.charts import duration
+from canzona_compile.report.units import format_bytes, format_flops, format_seconds
 from canzona_compile.tools.planning.markdown import rows
 from reproduction_cases import PEAK, PLANNERS, TOKENS, UTILISATION, Case, Iteration, ScaleRow
 
@@ -80,19 +79,19 @@ def headline(cases: Sequence[Case], iterations: Sequence[Iteration], paper: Mapp
     yield ""
     columns = ("", "paper", *(f"{'fused' if c.split == 'none' else 'split'} weights" for c, _ in fused))
     body = [
-        ("step, every rank computes everything", "-", *(duration(c.everywhere) for c, _ in fused)),
+        ("step, every rank computes everything", "-", *(format_seconds(c.everywhere) for c, _ in fused)),
         (
             "step, replicas share, their ranks repeat (static to balanced)",
-            duration(paper["step"] * paper["optimizer ratio"]) + " (from 5.8x)",
-            *(f"{duration(c.redundant['static'])} to {duration(c.redundant['lpt'])}" for c, _ in fused),
+            format_seconds(paper["step"] * paper["optimizer ratio"]) + " (from 5.8x)",
+            *(f"{format_seconds(c.redundant['static'])} to {format_seconds(c.redundant['lpt'])}" for c, _ in fused),
         ),
         (
             "step, owners by the alpha rule",
-            duration(paper["step"]),
-            *(duration(c.owners["alpha"]) for c, _ in fused),
+            format_seconds(paper["step"]),
+            *(format_seconds(c.owners["alpha"]) for c, _ in fused),
         ),
-        ("step, owners by ours (joint)", "-", *(duration(c.owners["joint"]) for c, _ in fused)),
-        ("step, best plan with fast numerics (Gram)", "-", *(duration(c.gram) for c, _ in fused)),
+        ("step, owners by ours (joint)", "-", *(format_seconds(c.owners["joint"]) for c, _ in fused)),
+        ("step, best plan with fast numerics (Gram)", "-", *(format_seconds(c.gram) for c, _ in fused)),
         (
             "optimizer, repeated by owners (alpha)",
             f"{paper['optimizer ratio']}x",
@@ -125,7 +124,10 @@ def balance(cases: Sequence[Case]) -> Iterator[str]:
     yield ""
     yield from rows(
         ("", "matrices", "FLOPs", *PLANNERS),
-        ((name_of(c), str(c.matrices), readable(c.flops), *(f"{c.imbalance[p]:.2f}" for p in PLANNERS)) for c in cases),
+        (
+            (name_of(c), str(c.matrices), format_flops(c.flops), *(f"{c.imbalance[p]:.2f}" for p in PLANNERS))
+            for c in cases
+        ),
     )
     yield ""
     yield from paragraph(
@@ -146,11 +148,11 @@ def latency(cases: Sequence[Case]) -> Iterator[str]:
         (
             (
                 name_of(c),
-                duration(c.everywhere),
-                *(duration(c.redundant[p]) for p in ("static", "alpha", "lpt")),
-                *(duration(c.owners[p]) for p in PLANNERS),
-                duration(c.gram),
-                duration(c.hidden),
+                format_seconds(c.everywhere),
+                *(format_seconds(c.redundant[p]) for p in ("static", "alpha", "lpt")),
+                *(format_seconds(c.owners[p]) for p in PLANNERS),
+                format_seconds(c.gram),
+                format_seconds(c.hidden),
             )
             for c in cases
         ),
@@ -168,7 +170,7 @@ def ours(cases: Sequence[Case]) -> Iterator[str]:
     yield ""
     yield from rows(
         ("", "dp, DDP", "fsdp instead"),
-        ((name_of(c), duration(c.replicated_updates), duration(c.sharded)) for c in cases),
+        ((name_of(c), format_seconds(c.replicated_updates), format_seconds(c.sharded)) for c in cases),
     )
 
 
@@ -185,10 +187,10 @@ def whole_iterations(cases: Sequence[Case], iterations: Sequence[Iteration]) -> 
         (
             (
                 name_of(c),
-                duration(i.passes),
-                duration(i.before),
-                duration(i.owners),
-                duration(i.best),
+                format_seconds(i.passes),
+                format_seconds(i.before),
+                format_seconds(i.owners),
+                format_seconds(i.best),
                 f"{i.before / i.owners:.2f}x",
                 f"{i.before / i.best:.2f}x",
             )
@@ -215,10 +217,10 @@ def scaling(scaled: Sequence[ScaleRow]) -> Iterator[str]:
                 str(r.matrices),
                 f"{r.elements / 1e9:.1f} B",
                 f"{r.imbalance:.2f}",
-                duration(r.seconds),
-                duration(r.exposed),
-                readable_bytes(r.buffers),
-                duration(r.planning),
+                format_seconds(r.seconds),
+                format_seconds(r.exposed),
+                format_bytes(r.buffers),
+                format_seconds(r.planning),
             )
             for r in scaled
         ),

@@ -213,18 +213,3 @@ def flops_of(cost: sympy.Expr, shape: Sequence[int]) -> int:
 def bytes_of_wires(wires: Sequence[Wire]) -> int:
     """Bytes of the whole values of one matrix that cross between its fragments and its owner."""
     return sum(math.prod(wire.shape) * wire.itemsize for wire in wires)
-
-
-def readable(flops: float) -> str:
-    """FLOPs for people, as in "1.23 GFLOP"."""
-    units: list[tuple[float, str]] = [(1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
-    for size, prefix in units:
-        if flops >= size:
-            return f"{flops / size:.2f} {prefix}FLOP"
-    return f"{flops:.0f} FLOP"
-
-
-def readable_bytes(count: float) -> str:
-    """Bytes for people, as in "1.5 MiB"."""
-    power = min(4, int(math.log(count, 1024))) if count >= 1 else 0
-    return f"{count / 1024**power:.4g} {['B', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"

@@ -32,7 +32,6 @@ from canzona_compile.ir.step import (
     Strategy,
     Task,
 )
-from canzona_compile.report.charts import plural
 from canzona_compile.report.schema import (
     Facts,
     Figures,
@@ -46,6 +45,7 @@ from canzona_compile.report.schema import (
     WireReport,
 )
 from canzona_compile.report.terminal import render
+from canzona_compile.report.units import plural
 
 __all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]
 
@@ -73,7 +73,7 @@ class Report(Figures, JupyterMixin):
         return "".join(f"{line.rstrip()}\n" for line in lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from render(self, options)
+        yield render(self)
 
     def __str__(self) -> str:
         return self.to_text()

@@ -1,231 +1,253 @@
-"""The charts of a report: who computes how much, what happens when, and how long each step of a period lasts.
+"""Charts for a terminal: loads as bars, a step as a timeline, a period as a row of columns.
 
-Every micro-group has a colour and a filling, the same in all charts and in the table of
-micro-groups, which is their legend. Nothing depends on colour or on Unicode.
+A chart is a `rich` table that has one flexible column for drawings, so that rich decides how wide they are. A fill and
+a colour stand for a micro-group, the same in all charts; the table of micro-groups is their legend. Every chart can be
+read without colours.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 
-from rich.console import RenderableType
+from rich.bar import Bar
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 
-from canzona_compile.analysis.flops import readable
-from canzona_compile.analysis.step_time import rates_of
-from canzona_compile.report.schema import Figures, LoadReport, Moment
+from canzona_compile.report.schema import LoadReport, ProfileReport
+from canzona_compile.report.units import format_flops, format_seconds, plural
 
 MOST_BARS = 32  # ranks with a bar of their own; more make a histogram
-COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+MOST_CLASSES = 8  # of a histogram
+PARTS = 4  # of a time axis
+FILLS = "█▓▒"  # of micro-groups, again and again
+COLOURS = ("cyan", "magenta", "yellow", "green", "blue")
+ELEMENTWISE = "░"
+IDLE = "·"
+LEVELS = "▁▂▃▄▅▆▇█"  # from little to all
+TRANSFERS = {"gather": "g", "scatter": "s", "exchange": "x"}  # what labels call them
+
+
+def fill(micro_group: int) -> tuple[str, str]:
+    """Return the letter and the colour that stand for a micro-group."""
+    return FILLS[micro_group % len(FILLS)], COLOURS[micro_group % len(COLOURS)]
 
 
 @dataclass(frozen=True, slots=True)
-class Glyphs:
-    """What things are drawn with."""
+class Stretch:
+    """A part of a strip.
 
-    fills: str  # one per micro-group, again and again
-    idle: str
-    line: str
-    tick: str
-    corner: str
-    dot: str  # between two remarks
-    cut: str  # where a name was shortened
-    levels: str  # from little to all
+    Attributes:
+        begin, end: where it lies, in the unit of the strip's total.
+        letter: what fills it.
+        style: its colour.
+        label: written into it where there is room.
+    """
 
-    def fill(self, group: int) -> tuple[str, str]:
-        """The filling and the colour of a micro-group."""
-        return self.fills[group % len(self.fills)], COLOURS[group % len(COLOURS)]
-
-
-UNICODE = Glyphs("█▓▒░", "·", "─", "┬", "╯", "·", "…", "▁▂▃▄▅▆▇█")
-ASCII = Glyphs("#=%+", ".", "-", "+", "'", "|", "~", "_.:-=+*#")
+    begin: float
+    end: float
+    letter: str
+    style: str
+    label: str = ""
 
 
-def load(report: Figures, width: int, glyphs: Glyphs) -> Iterator[RenderableType]:
-    """A bar per rank, or how many ranks have which load."""
-    loads = report.loads
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """One line of stretches, as wide as its column; a stretch of any length gets at least one cell.
+
+    Attributes:
+        total: what the whole width stands for.
+        stretches: in order; where cells collide the later one wins.
+        idle: the letter between stretches.
+    """
+
+    total: float
+    stretches: Sequence[Stretch]
+    idle: str = " "
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        cells = [(self.idle, "dim")] * width
+        for part in self.stretches:
+            if not part.begin < part.end or not width:
+                continue
+            begin = min(width - 1, round(part.begin / self.total * width))
+            end = min(width, max(begin + 1, round(part.end / self.total * width)))
+            cells[begin:end] = [(part.letter, part.style)] * (end - begin)
+            room = end - begin
+            label = f" {part.label} " if part.label and room >= len(part.label) + 4 else part.label
+            if room >= max(2, len(label)):
+                at = begin + (room - len(label)) // 2
+                cells[at : at + len(label)] = [(letter, f"bold {part.style}") for letter in label]
+        text = Text(no_wrap=True, overflow="crop")
+        for style, run in groupby(cells, key=lambda cell: cell[1]):
+            text.append("".join(letter for letter, _ in run), style)
+        yield text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, options.max_width)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Values as a row of columns, one letter each; where there are too many, the largest of neighbours.
+
+    Attributes:
+        values: from 0 to `most`.
+        most: what the highest column stands for.
+    """
+
+    values: Sequence[float]
+    most: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        each = math.ceil(len(self.values) / max(1, options.max_width))
+        tops = [max(self.values[i : i + each]) for i in range(0, len(self.values), each)]
+        heights = [round((len(LEVELS) - 1) * top / self.most) if self.most else 0 for top in tops]
+        yield Text("".join(LEVELS[height] for height in heights), COLOURS[0], no_wrap=True, overflow="crop")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, min(len(self.values), options.max_width))
+
+
+def chart(*, notes: int, expand: bool = True) -> Table:
+    """Begin a chart: a column of labels, one of drawings, and `notes` columns of right-aligned remarks."""
+    table = Table.grid(padding=(0, 1, 0, 0), expand=expand)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1 if expand else None)
+    for _ in range(notes):
+        table.add_column(justify="right", no_wrap=True)
+    return table
+
+
+def load_chart(loads: Sequence[LoadReport], imbalance: float) -> Iterator[RenderableType]:
+    """Draw the FLOPs of every rank, by micro-group, or how many ranks have which load where there are many.
+
+    Args:
+        loads: FLOPs per step, by rank; there may be none.
+        imbalance: FLOPs of the busiest rank over those of the mean rank.
+
+    Yields:
+        The chart, and its mean and maximum in words.
+    """
     if not loads:
         return
-    mean = sum(one.flops for one in loads) / len(loads)
+    most, mean = max(one.flops for one in loads), sum(one.flops for one in loads) / len(loads)
     if len(loads) > MOST_BARS:
-        yield from histogram(loads, width, glyphs)
-        yield Text.assemble(
-            f"mean {readable(mean)}, max {readable(max(one.flops for one in loads))}, ",
-            (f"max/mean {report.imbalance:.2f}", "bold"),
-        )
-        return
-    labels = [f"rank {one.rank}" for one in loads]
-    counts = [plural(one.tasks, "matrix", "matrices") for one in loads]
-    notes = [
-        f" {readable(one.flops):>12} {deviation(one.flops, mean):>5}  {count:>11}"
-        for one, count in zip(loads, counts, strict=True)
-    ]
-    left = max(map(len, [*labels, "mean"])) + 1
-    room = max(10, width - left - max(map(len, notes)))
-    scale = room / max(one.flops for one in loads)
-    for one, label, note in zip(loads, labels, notes, strict=True):
-        line = Text(f"{label:<{left}}", no_wrap=True)
-        line.append(bar(one, scale, glyphs))
-        line.append(" " * (left + room - line.cell_len))
-        yield line.append(note)
-    mark = max(1, round(mean * scale))
-    line = Text(f"{'mean':<{left}}", "dim", no_wrap=True)
-    line.append(f"{glyphs.line * (mark - 1)}{glyphs.corner}{' ' * (room - mark)}")
-    line.append(f" {readable(mean):>12}", "not dim")
-    yield line.append(f"  max/mean {report.imbalance:.2f}", "bold not dim")
+        yield histogram([one.flops for one in loads])
+    else:
+        bars = chart(notes=3)
+        for one in loads:
+            count = plural(one.tasks, "matrix", "matrices")
+            bars.add_row(
+                f"rank {one.rank}", load_bar(one, most), format_flops(one.flops), deviation(one.flops, mean), count
+            )
+        yield bars
+    words = f"mean {format_flops(mean)}, max {format_flops(most)}, "
+    yield Text.assemble(words, (f"max/mean {imbalance:.2f}", "bold"))
 
 
-def bar(one: LoadReport, scale: float, glyphs: Glyphs) -> Text:
-    """FLOPs of a rank, a stretch per micro-group."""
-    text, done = Text(), 0
-    for group, flops in one.by_group.items():
-        glyph, colour = glyphs.fill(group)
-        done += flops
-        text.append(glyph * (round(done * scale) - text.cell_len), colour)
-    return text
+def load_bar(load: LoadReport, most: float) -> Strip:
+    """Draw one rank's FLOPs, a stretch per micro-group."""
+    ends = accumulate(load.by_group.values(), initial=0)
+    parts = zip(load.by_group, pairwise(ends), strict=True)
+    return Strip(most, [Stretch(begin, end, *fill(micro_group)) for micro_group, (begin, end) in parts])
 
 
 def deviation(value: float, mean: float) -> str:
-    """+4%, or nothing within half a percent."""
+    """Say how far a value is from the mean, "+4%"; nothing within half a percent."""
     percent = round(100 * (value / mean - 1)) if mean else 0
     return f"{percent:+d}%" if percent else ""
 
 
-def histogram(loads: Sequence[LoadReport], width: int, glyphs: Glyphs) -> Iterator[Text]:
-    """Ranks by load in up to eight equal classes."""
-    low, high = min(one.flops for one in loads), max(one.flops for one in loads)
-    classes = 8 if high > low else 1
+def histogram(flops: Sequence[int]) -> Table:
+    """Count ranks by their FLOPs, in equal classes."""
+    low, high = min(flops), max(flops)
+    classes = MOST_CLASSES if high > low else 1
     step = (high - low) / classes
     counts = [0] * classes
-    for one in loads:
-        counts[min(classes - 1, int((one.flops - low) / step)) if step else 0] += 1
-    labels = [
-        readable(low) if classes == 1 else f"{readable(low + i * step)} to {readable(low + (i + 1) * step)}"
-        for i in range(classes)
-    ]
-    left = max(map(len, labels)) + 1
-    room = max(10, width - left - 11)
-    for label, count in zip(labels, counts, strict=True):
-        line = Text(f"{label:>{left - 1}} ", no_wrap=True)
-        line.append(glyphs.fills[0] * math.ceil(room * count / max(counts)), COLOURS[0])
-        yield line.append(f" {plural(count, 'rank')}" if count else " -")
+    for one in flops:
+        counts[min(classes - 1, int((one - low) / step)) if step else 0] += 1
+    table = chart(notes=1)
+    for i, count in enumerate(counts):
+        begin, end = (format_flops(low + j * step) for j in (i, i + 1))
+        label = begin if classes == 1 else f"{begin} to {end}"
+        table.add_row(label, Bar(max(counts), 0, count, color=COLOURS[0]), plural(count, "rank") if count else "-")
+    return table
 
 
-def assumptions(report: Figures) -> str:
-    rates = rates_of(report.machine, tuple(one.rank for one in report.loads))
-    flops = readable(rates.flops).replace(".00 ", " ")
-    return f"assuming {flops}/s, {rates.wire / 1e9:g} GB/s, {duration(rates.latency)} a collective"
+def event(act: str, stream: str, micro_group: int, begin: float, end: float) -> Stretch:
+    """Draw what a rank or a link does as a stretch of a timeline.
+
+    Args:
+        act: of the schedule: "compute", "start gather", "prepare", ...
+        stream: "compute" for what a processor does, else the name of a link.
+        micro_group: its index.
+        begin, end: seconds from the begin of the step.
+
+    Returns:
+        A stretch with the micro-group's fill; labelled with its index, and with a letter if it is a transfer.
+    """
+    word = act.split()[-1]
+    if stream == "compute" and word != "compute":
+        return Stretch(begin, end, ELEMENTWISE, "dim")
+    kind = "" if stream == "compute" else TRANSFERS.get(word, word[0])
+    return Stretch(begin, end, *fill(micro_group), f"{kind}{micro_group}")
 
 
-def schedule(report: Figures, width: int, glyphs: Glyphs) -> Iterator[RenderableType]:
-    """What the processor and the link of the busiest rank do when."""
-    total = report.predicted_seconds
-    transfers = [m for m in report.schedule if m.stream == "link"]
-    if not transfers:
+def timeline(total: float, lanes: Iterable[tuple[str, Sequence[Stretch]]]) -> Table:
+    """Draw what happens when.
+
+    Args:
+        total: seconds of the step.
+        lanes: of each stream its name, and what happens on it.
+
+    Returns:
+        A time axis, a line per lane with the share of the time in which it is busy, and the letters' meaning.
+    """
+    table, seen = chart(notes=1), set[str]()
+    table.add_row("", axis(total), Text(format_seconds(total), "dim"))
+    for name, stretches in lanes:
+        busy = sum(part.end - part.begin for part in stretches) / total
+        table.add_row(name, Strip(total, stretches, IDLE), Text(f"{busy:.0%}", "dim"))
+        seen |= {part.label[:1] or part.letter for part in stretches if part.begin < part.end}
+    kinds = {letter: word for word, letter in TRANSFERS.items()} | {ELEMENTWISE: "elementwise"}
+    words = [f"{letter} {word}" for letter, word in kinds.items() if letter in seen]
+    table.add_row("", Text("   ".join(["number: micro-group", *words]), "dim"))
+    return table
+
+
+def axis(total: float) -> Table:
+    """Draw a time axis from 0 to `total` seconds, with a label at the begin of each of its equal parts."""
+    table = Table.grid(expand=True)
+    for _ in range(PARTS):
+        table.add_column(ratio=1)
+    labels = ["0", *(format_seconds(total * i / PARTS) for i in range(1, PARTS))]
+    table.add_row(*(Rule(Text(f"├ {label}", "dim"), align="left", style="dim") for label in labels))
+    return table
+
+
+def profile_chart(profile: ProfileReport | None) -> Iterator[Table]:
+    """Draw the seconds of each step of a period, with all periodic work at once and staggered.
+
+    Args:
+        profile: None where no work is periodic; then there is no chart.
+
+    Yields:
+        The chart, in which a letter marks the way that the plan takes.
+    """
+    if profile is None:
         return
-    left, right = len("compute "), len(" 100%")
-    room = max(20, width - left - right)
-    rule, labels = axis(total, room, glyphs)
-    yield Text(" " * left + labels, "dim", no_wrap=True)
-    yield Text(" " * left + rule, "dim", no_wrap=True)
-    for stream in ("compute", "link"):
-        blocks = [m for m in report.schedule if m.stream == stream and m.act.split()[0] != "wait"]
-        busy = sum(m.end - m.start for m in blocks) / total
-        line = Text(f"{stream:<{left}}", no_wrap=True)
-        line.append(lane(blocks, total, room, glyphs))
-        yield line.append(f" {busy:>4.0%}", "dim")
-    names = {"g": "gather", "s": "scatter", "x": "exchange"}
-    words = [f"{k} {w}" for k, w in names.items() if any(kind(m) == k for m in transfers)]
-    yield Text(" " * left + "   ".join(["number: micro-group", *words]), "dim")
-    if not rates_of(report.machine).overlap:
-        yield Text(" " * left + "communication takes the cores that compute: no overlap", "dim")
-
-
-def profile(report: Figures, width: int, glyphs: Glyphs) -> Iterator[RenderableType]:
-    """A column per step of a period, with and without staggering."""
-    both = report.profile
-    if both is None:
-        return
-    rows = {"all at once": both.together, "staggered": both.apart}
-    left, most = max(map(len, rows)) + 4, max(both.together)
-    for label, steps in rows.items():
-        this = (label == "staggered") == both.staggered
+    table = chart(notes=0, expand=False)
+    for name, steps in (("all at once", profile.together), ("staggered", profile.apart)):
+        chosen = (name == "staggered") == profile.staggered
         mean, worst = sum(steps) / len(steps), max(steps)
-        line = Text(f"{glyphs.fills[0] if this else ' '} {label:<{left - 2}}", "" if this else "dim", no_wrap=True)
-        line.append(columns(steps, most, width - left - 34, glyphs), COLOURS[0])
-        line.append(f"  worst {duration(worst)}, {worst / mean if mean else 1:.2f} times the mean")
-        yield line
-
-
-def columns(values: Sequence[float], most: float, room: int, glyphs: Glyphs) -> str:
-    """Values as heights; if there are too many, the largest of neighbours."""
-    each = max(1, math.ceil(len(values) / max(8, room)))
-    tops = [max(values[i : i + each]) for i in range(0, len(values), each)]
-    last = len(glyphs.levels) - 1
-    return "".join(glyphs.levels[round(last * top / most) if most else 0] for top in tops)
-
-
-def lane(blocks: Sequence[Moment], total: float, width: int, glyphs: Glyphs) -> Text:
-    """Blocks of one stream where they happen, labelled where there is room."""
-    cells = [(glyphs.idle, "dim")] * width
-    for block in blocks:
-        if block.end <= block.start:
-            continue
-        begin = min(width - 1, round(block.start / total * width))
-        end = max(begin + 1, round(block.end / total * width))
-        glyph, colour = glyphs.fill(block.micro_group)
-        cells[begin:end] = [(glyph, colour)] * (end - begin)
-        label = f"{kind(block)}{block.micro_group}"
-        if end - begin >= len(label) + 4:
-            label = f" {label} "
-        if end - begin >= max(2, len(label)):
-            at = begin + (end - begin - len(label)) // 2
-            cells[at : at + len(label)] = [(c, f"bold {colour}") for c in label]
-    text = Text()
-    for style, run in groupby(cells, key=lambda cell: cell[1]):
-        text.append("".join(glyph for glyph, _ in run), style)
-    return text
-
-
-def kind(block: Moment) -> str:
-    """g, s or x for a transfer, nothing for a computation."""
-    if block.stream == "compute":
-        return ""
-    word = block.act.split()[-1]
-    return "x" if word == "exchange" else word[0]
-
-
-def axis(total: float, width: int, glyphs: Glyphs) -> tuple[str, str]:
-    """A time axis of `width` columns and `total` seconds: the rule and the labels above it."""
-    size, unit = next((s, u) for s, u in UNITS if total >= s or u == UNITS[-1][1])
-    end = f"{total / size:.3g} {unit}"
-    rough = total / size / max(1, width // 14)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * (1 - 1e-9))
-    rule, labels = [glyphs.line] * width, [" "] * width
-    for i in range(int(total / size / step) + 1):
-        at = round(i * step * size / total * width)
-        text = f"{i * step:.6g}"
-        if at + len(text) < width - len(end):
-            rule[at] = glyphs.tick
-            labels[at : at + len(text)] = text
-    labels[width - len(end) :] = end
-    rule[-1] = glyphs.tick
-    return "".join(rule), "".join(labels)
-
-
-def plural(count: int, one: str, many: str = "") -> str:
-    """1 rank, 2 ranks."""
-    return f"{count} {one if count == 1 else many or one + 's'}"
-
-
-UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-
-
-def duration(seconds: float) -> str:
-    """4.9 ms."""
-    size, unit = next(((s, u) for s, u in UNITS if seconds >= s), UNITS[-1])
-    return f"{seconds / size:.3g} {unit}"
+        words = f"worst {format_seconds(worst)}, {worst / mean if mean else 1:.2f} times the mean"
+        label = f"{FILLS[0] if chosen else ' '} {name} "
+        table.add_row(label, Columns(steps, max(profile.together)), f" {words}", style="" if chosen else "dim")
+    yield table

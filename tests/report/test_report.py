@@ -328,6 +328,18 @@ def test_colours_and_ascii_change_nothing_but_looks() -> None:
     assert b"compute" in raw.getvalue()
 
 
+@pytest.mark.parametrize("width", [20, 40, 60])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_is_cut_off_on_a_narrow_terminal_needs_no_unicode_either(width: int, encoding: str) -> None:
+    report = make_report(scheduled(grid_of(1, 4), *[(64, 64)] * 6), replace(FACTS, suggestions=("naïve, \u4e2d",)))
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    Console(file=stream, width=width).print(report)  # would raise on what the encoding lacks
+    stream.seek(0)
+    text = stream.read()
+    assert "Load ~" in text or "Load -" in text
+    assert ("naïve, ?" if encoding == "latin-1" else "na?ve, ?") in text
+
+
 def test_many_ranks_and_matrices_are_summed_up() -> None:
     report = make_report(scheduled(grid_of(1, 40), *[(64, 64)] * 100), FACTS)
     text = report.to_text()

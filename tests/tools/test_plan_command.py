@@ -18,7 +18,7 @@ import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.plan_file import read_plan
-from canzona_compile.report.charts import duration
+from canzona_compile.report.units import format_seconds
 from canzona_compile.tools.planning.plan import ALTERNATIVES
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,7 @@ def test_a_table_reads_in_ascii_without_colours() -> None:
         assert "\x1b" not in text
         row = next(line for line in lines if line.startswith("  #  owner"))
         for seconds in (owner.seconds, owner.compute, owner.gather, owner.scatter):
-            assert duration(seconds) in row  # not cut off
+            assert format_seconds(seconds) in row  # not cut off
 
 
 # -- what is refused -------------------------------------------------------------------------------

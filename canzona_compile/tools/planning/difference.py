@@ -1,29 +1,33 @@
-"""What differs between two plans, by their JSON: decisions, and figures where both have a forecast."""
+"""What differs between two plans: decisions, and predicted figures where both have a forecast."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from canzona_compile.analysis.flops import readable_bytes
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import MAKE_ANEW, PlannedTask, read_plan
-from canzona_compile.report.charts import duration, plural
-from canzona_compile.report.terminal import columns
+from canzona_compile.report.sections import Encodable, columns
+from canzona_compile.report.units import format_bytes, format_seconds, plural
 
 MOST = 20  # matrices that are listed
+FIELDS = {"group": "micro-group", "owner": "owner (replica, shard)"}  # what people call the fields of a task
 FIGURES = ("seconds", "imbalance", "wire_bytes", "buffers", "hardware")
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Both plans side by side.
+    """Compare two plans.
+
+    Args:
+        before, after: plans as JSON objects, as a run or `canzona_compile.plan` writes them.
 
     Returns:
-        "same": do they decide the same? "parts": which digests differ. "only_before", "only_after": names. "changed":
-        by name, the fields that differ as [before, after]. "figures": the same for the forecast's figures.
+        "same": whether they decide the same. "parts": the digests that differ. "only_before", "only_after": the
+        matrices that only one of them has. "changed": for each matrix that both decide differently, the fields as
+        [before, after]. "figures": the forecasts' figures as [before, after].
 
     Raises:
         CanzonaError: one of them is no plan.
@@ -51,12 +55,13 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def changes(a: PlannedTask, b: PlannedTask) -> dict[str, list[Any]]:
+    """Find the fields in which two plans of the same matrix differ."""
     names = ("shape", "layout", "strategy", "owner", "reason")
     return {n: [getattr(a, n), getattr(b, n)] for n in names if getattr(a, n) != getattr(b, n)}
 
 
 def figures(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> dict[str, list[Any]]:
-    """Predicted figures; empty where a plan, as a run writes it, has no forecast."""
+    """Pair the predicted figures; there are none where a plan, as a run writes it, has no forecast."""
     if before is None or after is None:
         return {}
     a, b = headline(before, "the first plan"), headline(after, "the second plan")
@@ -64,7 +69,7 @@ def figures(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -
 
 
 def headline(forecast: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """FIGURES of a forecast, and its options."""
+    """Take FIGURES and the options out of a forecast."""
     try:
         simulation = forecast["simulation"]
         found = (
@@ -81,45 +86,54 @@ def headline(forecast: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def difference_table(found: Mapping[str, Any]) -> RenderableType:
-    """For people."""
-    parts: list[RenderableType] = []
-    short = [text[:12] for text in found["fingerprints"]]
+    """Lay out what differs between two plans.
+
+    Args:
+        found: what `difference` returns.
+
+    Returns:
+        Lines and tables for a console of any width and encoding.
+    """
+    return Encodable(Group(*difference_parts(found)))
+
+
+def difference_parts(found: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Say whether the plans are the same, then list figures, matrices of one plan only, and decisions that differ."""
+    first, second = (text[:12] for text in found["fingerprints"])
     if found["same"]:
-        parts.append(Text(f"the same plan, {short[0]}", "green"))
+        yield Text(f"the same plan, {first}", "green")
     else:
-        parts.append(
-            Text(f"{short[0]} and {short[1]} differ in {' and '.join(found['parts']) or 'their text'}", "bold")
-        )
-    shown = columns("", ">before", ">after")
+        yield Text(f"{first} and {second} differ in {' and '.join(found['parts']) or 'their text'}", "bold")
+    predicted = columns("", ">before", ">after")
     for name, (a, b) in found["figures"].items():
         if a != b:
-            shown.add_row(Text(name), Text(value(name, a)), Text(value(name, b)))
-    if shown.row_count:
-        parts.append(shown)
+            predicted.add_row(*map(Text, (name, figure_text(name, a), figure_text(name, b))))
+    if predicted.row_count:
+        yield predicted
     for key, words in (("only_before", "only in the first"), ("only_after", "only in the second")):
         if names := found[key]:
-            parts.append(Text(f"{len(names)} {words}: {', '.join(names[:MOST])}{' ...' if len(names) > MOST else ''}"))
-    decided = {name: {k: v for k, v in own.items() if k != "reason"} for name, own in found["changed"].items()}
-    if changed := {name: own for name, own in decided.items() if own}:
-        listed = columns("matrix", "what", ">before", ">after")
+            yield Text(f"{len(names)} {words}: {', '.join(names[:MOST])}{' ...' if len(names) > MOST else ''}")
+    decided = {name: {k: v for k, v in fields.items() if k != "reason"} for name, fields in found["changed"].items()}
+    if changed := {name: fields for name, fields in decided.items() if fields}:
+        listed = columns("matrix", "decision", ">before", ">after")
         for name, fields in list(changed.items())[:MOST]:
             for field, (a, b) in fields.items():
-                listed.add_row(Text(name), field, Text(str(a)), Text(str(b)))
-        parts.append(listed)
+                listed.add_row(*map(Text, (name, FIELDS.get(field, field), str(a), str(b))))
+        yield listed
         if len(changed) > MOST:
-            parts.append(Text(f"and {len(changed) - MOST} more", "dim"))
+            yield Text(f"and {len(changed) - MOST} more", "dim")
     elif decided:
-        name, (a, b) = next((name, own["reason"]) for name, own in found["changed"].items())
+        name, (a, b) = next((name, fields["reason"]) for name, fields in found["changed"].items())
         count = plural(len(decided), "matrix", "matrices")
-        parts.append(Text(f"{count} decided alike for another reason: {name} {a}, then {b}"))
-    return Group(*parts)
+        yield Text(f"{count} decided alike for another reason: {name} {a}, then {b}")
 
 
-def value(name: str, number: Any) -> str:
-    if number is None:
+def figure_text(name: str, value: Any) -> str:
+    """Write a figure of a forecast in its unit."""
+    if value is None:
         return "-"
     if name == "seconds":
-        return duration(number)
+        return format_seconds(value)
     if name in ("wire_bytes", "buffers"):
-        return readable_bytes(number)
-    return f"{number:.3g}" if isinstance(number, float) else str(number)
+        return format_bytes(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

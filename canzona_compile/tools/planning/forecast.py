@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import sympy
 
-from canzona_compile.analysis.flops import dim_symbols, flops_of, readable, symbolic_bytes
+from canzona_compile.analysis.flops import dim_symbols, flops_of, symbolic_bytes
 from canzona_compile.analysis.roofline import PlacedTime, placed_time
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
@@ -17,6 +17,7 @@ from canzona_compile.ownership.exact import solve
 from canzona_compile.ownership.jobs import Job
 from canzona_compile.report.build import rank_loads
 from canzona_compile.report.schema import LoadReport
+from canzona_compile.report.units import format_flops
 from canzona_compile.session.plan import lowering_passes
 from canzona_compile.tools.planning.figures import (
     Alternative,
@@ -273,7 +274,7 @@ def bounds(step: Step, request: Request) -> Iterator[str]:
         jobs = [Job(t.name, t.index, float(placed[t.placed].flops), math.prod(t.shape) // grid.shards) for t in own]
         _, bound = solve(jobs, grid.replicas, grid.shards)
         found = "the optimum, proven" if bound.proven else f"at most {bound.gap:.2%} above the optimum"
-        yield f"exact owners on {grid.replicas}x{grid.shards} ranks: {readable(bound.optimum_or_best)}, {found}"
+        yield f"exact owners on {grid.replicas}x{grid.shards} ranks: {format_flops(bound.optimum_or_best)}, {found}"
 
 
 def assumptions(request: Request, step: Step) -> tuple[str, ...]:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from canzona_compile.analysis.flops import readable, readable_bytes
-from canzona_compile.report.charts import duration
+from canzona_compile.report.units import format_bytes, format_flops, format_seconds
 from canzona_compile.tools.planning.figures import Forecast
 
 
 def markdown(forecast: Forecast) -> str:
-    """Headline, alternatives, templates and assumptions."""
+    """Write a forecast as a headline, tables of alternatives and templates, and a list of assumptions.
+
+    Args:
+        forecast: the figures of a plan made offline.
+
+    Returns:
+        Markdown as GitHub reads it.
+    """
     return "\n".join(lines(forecast)) + "\n"
 
 
 def lines(forecast: Forecast) -> Iterator[str]:
+    """Write a forecast line by line."""
     mesh = ", ".join(f"{name}={size}" for name, size in forecast.mesh)
     yield f"## {forecast.optimizer}, {forecast.model} on {mesh}"
     yield ""
     exposed = max((r.exposed for r in forecast.simulation.ranks), default=0.0)
-    hidden = f", and {duration(forecast.hidden)} more under the next forward pass" if forecast.hidden else ""
+    hidden = f", and {format_seconds(forecast.hidden)} more under the next forward pass" if forecast.hidden else ""
     yield (
-        f"Predicted step **{duration(forecast.simulation.seconds)}** on {forecast.hardware.name}, of which "
-        f"{duration(exposed)} are exposed communication{hidden}; {forecast.matrices} matrices, max/mean load "
-        f"{forecast.imbalance:.2f}, buffers {readable_bytes(forecast.memory.buffers)}, plan "
+        f"Predicted step **{format_seconds(forecast.simulation.seconds)}** on {forecast.hardware.name}, of which "
+        f"{format_seconds(exposed)} are exposed communication{hidden}; {forecast.matrices} matrices, max/mean load "
+        f"{forecast.imbalance:.2f}, buffers {format_bytes(forecast.memory.buffers)}, plan "
         f"`{forecast.fingerprint[:12]}`."
     )
     yield ""
@@ -32,26 +39,26 @@ def lines(forecast: Forecast) -> Iterator[str]:
         (
             (
                 f"**{one.name}**" if one.chosen else one.name,
-                duration(one.seconds),
+                format_seconds(one.seconds),
                 f"{one.imbalance:.2f}",
-                duration(one.exposed),
-                readable_bytes(one.sent),
-                readable_bytes(one.peak),
+                format_seconds(one.exposed),
+                format_bytes(one.sent),
+                format_bytes(one.peak),
             )
             for one in forecast.alternatives
         ),
     )
     yield ""
     yield from rows(
-        ("template", "matrices", "FLOPs each", "seconds each", "memory", "wire"),
+        ("template", "matrices", "FLOPs each", "time each", "memory", "wire"),
         (
             (
                 cell(t.name),
                 str(t.tasks),
-                readable(t.flops_value),
-                duration(t.seconds),
-                readable_bytes(t.memory_value),
-                readable_bytes(t.wire_value),
+                format_flops(t.flops_value),
+                format_seconds(t.seconds),
+                format_bytes(t.memory_value),
+                format_bytes(t.wire_value),
             )
             for t in forecast.templates
         ),
@@ -61,6 +68,7 @@ def lines(forecast: Forecast) -> Iterator[str]:
 
 
 def rows(headers: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Write a table; its cells are Markdown."""
     yield f"| {' | '.join(headers)} |"
     yield f"|{'---|' * len(headers)}"
     for row in body:
@@ -68,4 +76,5 @@ def rows(headers: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]
 
 
 def cell(text: str) -> str:
+    """Write a name so that it stays in its cell."""
     return text.replace("|", "\\|").replace("\n", " ")

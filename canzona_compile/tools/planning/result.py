@@ -71,7 +71,7 @@ class OfflinePlan(JupyterMixin):
         return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from table(self.forecast, options)
+        yield table(self.forecast)
 
     def __str__(self) -> str:
         return self.to_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from rich.console import Group, RenderableType
@@ -11,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from canzona_compile.errors import some
-from canzona_compile.report.charts import plural
+from canzona_compile.report.sections import columns, names_by_reason
+from canzona_compile.report.units import format_dtype, plural
 from canzona_compile.tools.verification.findings import Findings, Leaf
 
 MOST_ROWS = 40  # all leaves that differ are shown, and equal ones up to so many rows
@@ -49,12 +49,9 @@ def sections(findings: Findings) -> Iterator[RenderableType]:
 
 
 def rows(leaves: list[Leaf]) -> Table:
-    found = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for header in ("parameter", "leaf"):  # long ones go on in the next line, no letter is lost
-        found.add_column(header, overflow="fold", min_width=10)
-    for header in ("shape", "dtype", ">ulps", ">relative", ">from step", "ranks"):
-        right = header.startswith(">")
-        found.add_column(header.lstrip(">"), justify="right" if right else "left", no_wrap=True)
+    found = columns("parameter", "leaf", "shape", "dtype", ">ulps", ">relative", ">from step", "ranks")
+    for column in found.columns[:2]:  # long names go on in the next line, no letter is lost
+        column.no_wrap, column.overflow, column.min_width = False, "fold", 10
     for leaf in leaves:
         found.add_row(*map(Text, cells(leaf)), style="" if leaf.equal else "red")
     return found
@@ -62,7 +59,7 @@ def rows(leaves: list[Leaf]) -> Table:
 
 def cells(leaf: Leaf) -> tuple[str, ...]:
     shape = "x".join(map(str, leaf.shape)) or "-"
-    dtype = leaf.dtype.replace("bfloat", "bf").replace("float", "f")
+    dtype = format_dtype(leaf.dtype)
     if leaf.equal:
         return leaf.parameter, leaf.leaf, shape, dtype, "equal"
     ulps = "differs" if leaf.max_ulps is None else str(leaf.max_ulps)
@@ -74,10 +71,7 @@ def cells(leaf: Leaf) -> tuple[str, ...]:
 
 def by_reason(word: str, found: Mapping[str, str]) -> Iterator[Text]:
     """One line per reason."""
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for name, why in found.items():
-        reasons[why].append(name)
-    for why, names in reasons.items():
+    for why, names in names_by_reason(found.items()).items():
         yield role(word, len(names), f"{why}: {some(names)}")
 
 

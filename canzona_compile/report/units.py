@@ -1,0 +1,87 @@
+"""How counts and quantities read: one function per unit, for every text that people see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+
+
+def format_flops(flops: float) -> str:
+    """Format a number of floating point operations.
+
+    Args:
+        flops: operations.
+
+    Returns:
+        Two decimals and a decimal prefix: "1.23 GFLOP".
+    """
+    for size, prefix in PREFIXES:
+        if flops >= size:
+            return f"{flops / size:.2f} {prefix}FLOP"
+    return f"{flops:.0f} FLOP"
+
+
+def format_bytes(count: float) -> str:
+    """Format an amount of memory.
+
+    Args:
+        count: bytes.
+
+    Returns:
+        Four digits and a binary prefix: "1.5 MiB".
+    """
+    power = min(len(BYTE_UNITS) - 1, int(math.log(count, 1024))) if count >= 1 else 0
+    return f"{count / 1024**power:.4g} {BYTE_UNITS[power]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration.
+
+    Args:
+        seconds: from nanoseconds up.
+
+    Returns:
+        Three digits and a unit: "4.9 ms".
+    """
+    size, unit = next((unit for unit in SECOND_UNITS if seconds >= unit[0]), SECOND_UNITS[-1])
+    return f"{seconds / size:.3g} {unit}"
+
+
+def format_bandwidth(bytes_per_second: float) -> str:
+    """Format a bandwidth.
+
+    Args:
+        bytes_per_second: of memory or of a link.
+
+    Returns:
+        Decimal gigabytes, as data sheets count them: "350 GB/s".
+    """
+    return f"{bytes_per_second / 1e9:g} GB/s"
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    """Format a tensor's shape: "64x32", or "scalar" if it has no dims."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def format_dtype(dtype: str) -> str:
+    """Shorten the name of a floating point dtype: "bf16" for "bfloat16", "f32" for "float32"."""
+    return dtype.replace("bfloat", "bf").replace("float", "f")
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """Name a count of things.
+
+    Args:
+        count: how many there are.
+        one: the noun in the singular.
+        many: its plural; `one` with an s if empty.
+
+    Returns:
+        "1 rank", "2 ranks".
+    """
+    return f"{count} {one if count == 1 else many or one + 's'}"
