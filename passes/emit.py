@@ -321,7 +321,9 @@ class Writer(ProgramBuilder):
                 places = [g.places(Phase.EXCHANGE, BufferUse.SEND, t.name, wire) for t in segment.tasks]
                 label = f"g{g.group.index}_s{i}_{wire.name}"
                 for c in range(len(places[0])):
-                    targets = tuple(g.view(Phase.EXCHANGE, BufferUse.SEND, p[c][0], wire.dtype, p[c][1].size) for p in places)
+                    targets = tuple(
+                        g.view(Phase.EXCHANGE, BufferUse.SEND, p[c][0], wire.dtype, p[c][1].size) for p in places
+                    )
                     sent = self.bind(f"{label}_forward{c}", Views(targets))
                     self.copy(sent, self.bind(f"{label}_scattered", Views(sources)), wire.dtype)
 

@@ -22,10 +22,9 @@ from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Placed
 from canzona_compile.kernels.ops import SYM_GEMM
 from canzona_compile.options import Options
-from canzona_compile.passes import Canonicalize, Place
+from canzona_compile.passes import Canonicalize, Place, lowering_passes
 from canzona_compile.passes.gram import rewritten, work
 from canzona_compile.passes.symmetry import rewritten as with_halves
-from canzona_compile.session.plan import lowering_passes
 from examples.optimizers.shampoo import Shampoo
 from tests.harness.random_graphs import evaluate
 from tests.harness.untimed import untimed

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import fx
 
 from canzona_compile.analysis.symmetry_proof import symmetric_values
-from canzona_compile.ir.printer import show_graph
 from canzona_compile.ir.step import outputs
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.passes.symmetry import rewritten
+from tests.harness.graph_text import show_graph
 from tests.harness.random_graphs import evaluate
 from tests.harness.samples import Builder, empty
 from tests.harness.untimed import untimed
