@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch.optim import Muon
 
 import canzona_compile
 from canzona_compile.ir.hardware import named_hardware
-from canzona_compile.ir.step import Strategy
+from canzona_compile.ir.pipeline import run
+from canzona_compile.ir.step import Form, Step, Strategy
 from canzona_compile.options import Options
-from canzona_compile.ownership import planner_named
-from canzona_compile.passes import AssignOwners, Canonicalize, Place
-from canzona_compile.session.plan import lowering_passes
+from canzona_compile.passes import OwnerReplica, lowering_passes, planning_passes
 from canzona_compile.tools.planning.mesh import parse_mesh
 from canzona_compile.tools.planning.offline import captured_step, optimizer_of
 from canzona_compile.tools.planning.plan import machine_of
-from canzona_compile.tools.planning.request import alone, played
 from canzona_compile.tools.planning.weights import Decoder, Model, parse_split, preset
 from canzona_compile.tools.simulation.simulate import simulate
 
@@ -111,14 +110,28 @@ def measure(setting: Setting, split: str) -> Case:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ComputeOnAllShards:
+    """Every rank of a task's grid computes it, instead of its owner."""
+
+    name: ClassVar[str] = "compute-on-all-shards"
+    requires: ClassVar[Form] = Form.OWNED
+    ensures: ClassVar[Form] = Form.OWNED
+
+    def __call__(self, step: Step) -> Step:
+        return replace(step, tasks=tuple(replace(t, owner=None, strategy=Strategy.REPLICATED) for t in step.tasks))
+
+
 def redundant(setting: Setting, split: str, planner: str) -> float:
     """Replicas share the matrices by a planner; within a replica all ranks gather and compute them."""
     mesh = parse_mesh(setting.mesh)
     model = preset(setting.model, parse_split(split))
     captured = captured_step(model, mesh, optimizer_of(Muon, {}), machine_of(HARDWARE, mesh))
-    owned = played(captured, [Canonicalize(), Place(), AssignOwners("owner", planner_named(planner))])
-    tasks = (replace(t, owner=None, strategy=Strategy.REPLICATED) for t in alone(owned.tasks))
-    return simulate(played(replace(owned, tasks=tuple(tasks)), lowering_passes(Options())), HARDWARE).seconds
+    options = Options(strategy="owner", planner=planner)
+    scheduled, _ = run(
+        captured, [*planning_passes(options), OwnerReplica(), ComputeOnAllShards(), *lowering_passes(options)]
+    )
+    return simulate(scheduled, HARDWARE).seconds
 
 
 @dataclass(frozen=True, slots=True)

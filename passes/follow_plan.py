@@ -1,4 +1,4 @@
-"""Owners and micro-groups as a plan file says, instead of new ones."""
+"""Owners and micro-groups that were decided elsewhere, by a plan file or by another step, instead of new ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from canzona_compile.ir.step import Form, MicroGroup, Step, Strategy
 
 @dataclass(frozen=True, slots=True)
 class FollowOwners:
-    """Own every task as planned.
+    """Own every task as a plan file says.
+
+    Attributes:
+        plan: made for the same parameters and layouts.
 
     Raises:
         CanzonaError: the plan is for other parameters or layouts, or by a strategy that is not executed.
@@ -34,8 +37,36 @@ class FollowOwners:
 
 
 @dataclass(frozen=True, slots=True)
+class InheritOwners:
+    """Take the owner and the strategy of every task from a step in which the same tasks have owners.
+
+    The first step of a task runs other code than the later ones, and must run where the state is to live.
+
+    Attributes:
+        source: a step of form OWNED or beyond that has all tasks, by name.
+    """
+
+    source: Step
+
+    name: ClassVar[str] = "inherit-owners"
+    requires: ClassVar[Form] = Form.PLACED
+    ensures: ClassVar[Form] = Form.OWNED
+
+    def __call__(self, step: Step) -> Step:
+        tasks = []
+        for task in step.tasks:
+            known = self.source.task(task.name)
+            tasks.append(replace(task, owner=known.owner, strategy=known.strategy, reason=known.reason))
+        return replace(step, form=Form.OWNED, tasks=tuple(tasks))
+
+
+@dataclass(frozen=True, slots=True)
 class FollowGroups:
-    """Group the tasks that take part as planned; groups of which none does are left out."""
+    """Group the tasks that take part as a plan file says, and leave out groups of which none does.
+
+    Raises:
+        CanzonaError: the plan has a task in no micro-group.
+    """
 
     plan: PlanFile
 

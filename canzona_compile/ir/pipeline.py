@@ -141,7 +141,7 @@ def run(step: Step, passes: Sequence[Pass], observers: Sequence[Observer] = ()) 
         begin = time.perf_counter()
         after = call(current, step, records)
         seconds = time.perf_counter() - begin
-        checked(current, after)
+        checked(current, step, after)
         nodes, ops = difference(step, after)
         records.append(Record(current.name, seconds, step, after, nodes, ops))
         for observer in observers:
@@ -166,8 +166,12 @@ def call(current: Pass, step: Step, records: Sequence[Record]) -> Step:
         ) from error
 
 
-def checked(current: Pass, after: Step) -> None:
-    """Verify what a pass returned."""
+def checked(current: Pass, before: Step, after: Step) -> None:
+    """Verify what a pass made of a valid step.
+
+    Raises:
+        InvalidStep: the form is not the one that the pass ensures, or a promise of the form is broken.
+    """
     hint = f"a bug in {current.name}: the step before it was valid"
     if after.form is not current.ensures:
         raise InvalidStep(
@@ -176,7 +180,7 @@ def checked(current: Pass, after: Step) -> None:
             hint=hint,
         )
     try:
-        verify(after)
+        verify(after, before)
     except InvalidStep as error:
         raise InvalidStep(error.problem, at=f"{error.at}, after pass {current.name}", hint=hint) from error
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.printer import show
+from canzona_compile.ir.printer import parts, text_of
 from canzona_compile.ir.step import Step, Strategy, Task
 
 SCHEMA = 1
@@ -58,14 +57,14 @@ class PlanFile:
     @classmethod
     def of(cls, step: Step) -> PlanFile:
         """The plan of a step that is SCHEDULED."""
-        text = decisions(step)
+        printed = parts(step, reasons=False)
         return cls(
             step.optimizer,
             step.depth,
             tuple(PlannedTask(t.name, t.shape, layout_text(t), str(t.strategy), t.owner, t.reason) for t in step.tasks),
             tuple(group.tasks for group in step.groups),
-            tuple(digests(text).items()),
-            hashlib.sha256(text.encode()).hexdigest(),
+            tuple(digests(printed).items()),
+            fingerprint(printed),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,13 +102,13 @@ class PlanFile:
 
     def check_followed(self, step: Step) -> None:
         """Raise CanzonaError if a scheduled step is not what the plan says, with the part that differs."""
-        text = decisions(step)
-        if hashlib.sha256(text.encode()).hexdigest() == self.fingerprint:
+        printed = parts(step, reasons=False)
+        if fingerprint(printed) == self.fingerprint:
             return
-        here = digests(text)
-        parts = [name for name, digest in self.digests if here.get(name) != digest]
+        here = digests(printed)
+        different = [name for name, digest in self.digests if here.get(name) != digest]
         raise CanzonaError(
-            f"the run does not come out as planned: {' and '.join(parts) or 'the text'} differ",
+            f"the run does not come out as planned: {' and '.join(different) or 'the text'} differ",
             at=f"plan {self.fingerprint[:12]}",
             hint="graphs differ by torch version, optimizer and hyperparameters; plan with those of the run",
         )
@@ -118,25 +117,21 @@ class PlanFile:
         return {task.name: task for task in self.tasks}
 
 
-def decisions(step: Step) -> str:
-    """A printed step without the reasons: the same decision for another reason is the same plan."""
-    return re.sub(r"(?m) because .*$", "", show(step))
-
-
 def layout_text(task: Task) -> str:
     grid = task.layout.grid
     return f"{task.layout.placements} on {grid.replicas}x{grid.shards}"
 
 
-def digests(printed: str) -> dict[str, str]:
-    """Hashes of the parts of a printed step: what runs, on whom, together with what, and when."""
-    text = printed.splitlines()
-    graphs = [i for i, line in enumerate(text) if line.startswith("layout ")]
-    tasks = next(i for i, line in enumerate(text) if line == "tasks {")
-    first = next((i for i, line in enumerate(text) if line.startswith("group ")), len(text))
-    plan = next((i for i, line in enumerate(text) if line.startswith("schedule ")), len(text))
-    start = graphs[0] if graphs else tasks
-    cuts = {"graphs": text[:start], "tasks": text[start:first], "groups": text[first:plan], "schedule": text[plan:]}
+def fingerprint(printed: Mapping[str, Sequence[str]]) -> str:
+    """A hash of all that a printed step decides, see `printer.parts`."""
+    return hashlib.sha256(text_of(printed).encode()).hexdigest()
+
+
+def digests(printed: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Short hashes of the parts of a printed step: what runs, on whom, together with what, and when."""
+    cuts = dict(printed)
+    if not cuts["groups"]:  # so have plans without matrices been hashed
+        cuts["tasks"] = [*cuts["tasks"], *cuts["schedule"]]
     return {name: hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] for name, lines in cuts.items()}
 
 

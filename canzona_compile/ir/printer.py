@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,26 +37,55 @@ MATRIX_RANKS = 8  # largest grid whose blocks are printed one by one
 
 def show(step: Step) -> str:
     """Print a step of any form."""
-    machine = step.machine
-    lines = [
-        f"step @{step.optimizer} form={step.form.name.lower()} "
-        f"machine={machine.device}/{machine.backend or 'none'} threads={machine.threads}"
-        + (f" rates={machine.rates.name}@{machine.rates.digest}" if machine.rates else "")
-    ]
-    for template in step.templates:
-        lines += ["", *show_template(template)]
-    for placed in step.placed:
-        lines += ["", *show_placed(placed)]
+    return text_of(parts(step))
+
+
+def text_of(printed: Mapping[str, Sequence[str]]) -> str:
+    """The text of a printed step from its parts."""
+    return "".join(f"{line}\n" for lines in printed.values() for line in lines)
+
+
+def parts(step: Step, reasons: bool = True) -> dict[str, list[str]]:
+    """Print a step of any form in parts.
+
+    Args:
+        reasons: print why tasks have their owners and why templates are interpreted. The same decision for another
+            reason is the same plan.
+
+    Returns:
+        Lines of text by part: "graphs" (what runs), "tasks" (on whom), "groups" (together with what) and "schedule"
+        (when, in which memory; at last the program). Blocks of lines have an empty line between them, which belongs
+        to the part before it.
+    """
     layouts = Layouts()
-    tasks = [show_task(step.form, task, layouts.name(task.layout)) for task in step.tasks]
-    lines += ["", *layouts.lines, "", "tasks {", *indented(tasks), "}"]
-    for group in step.groups:
-        lines += ["", *show_group(step, group)]
+    tasks = [show_task(step.form, task, layouts.name(task.layout), reasons) for task in step.tasks]
+    blocks: list[tuple[str, Iterable[str]]] = [("graphs", [show_header(step)])]
+    blocks += [("graphs", show_template(template, reasons)) for template in step.templates]
+    blocks += [("graphs", show_placed(placed)) for placed in step.placed]
+    blocks.append(("tasks" if layouts.lines else "graphs", layouts.lines))  # where there are none, an empty line
+    blocks.append(("tasks", ["tasks {", *indented(tasks), "}"]))
+    blocks += [("groups", show_group(step, group)) for group in step.groups]
     if step.form >= Form.SCHEDULED:
-        lines += ["", *show_schedule(step)]
+        blocks += [("schedule", show_schedule(step)), ("schedule", show_buffers(step))]
     if step.program is not None:
-        lines += ["", *show_program(step.program)]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+        blocks.append(("schedule", show_program(step.program)))
+    found: dict[str, list[str]] = {"graphs": [], "tasks": [], "groups": [], "schedule": []}
+    before = ""
+    for part, lines in blocks:
+        if before:
+            found[before].append("")
+        found[part] += [line.rstrip() for line in lines]
+        before = part
+    return found
+
+
+def show_header(step: Step) -> str:
+    machine = step.machine
+    rates = f" rates={machine.rates.name}@{machine.rates.digest}" if machine.rates else ""
+    return (
+        f"step @{step.optimizer} form={step.form.name.lower()} "
+        f"machine={machine.device}/{machine.backend or 'none'} threads={machine.threads}{rates}"
+    )
 
 
 def differences(a: str, b: str) -> str:
@@ -151,12 +180,14 @@ def indented(lines: Iterable[str]) -> Iterator[str]:
     return (f"  {line}" for line in lines)
 
 
-def show_template(template: Template) -> list[str]:
+def show_template(template: Template, reasons: bool = True) -> list[str]:
     kind = show_tensor(template.dtype, template.shape)
-    why = f" interpreted because {neutral(template.interpreted)}" if template.interpreted else ""
+    end = " {"
+    if template.interpreted:  # without the reason there is no brace either: fingerprints were taken of such text
+        end = f" interpreted because {neutral(template.interpreted)} {{" if reasons else " interpreted"
     resident = "" if template.resident is None else f" resident={','.join(template.resident)}"
     nodes = placeholders(template.graph)
-    lines = [f"template {template.name} : {kind}{resident}{why} {{"]
+    lines = [f"template {template.name} : {kind}{resident}{end}"]
     for i, leaf in enumerate(template.inputs):
         lines.append(f"  {show_leaf(leaf, nodes[i].name if i < len(nodes) else leaf.name)}")
     return [*lines, *indented(show_nodes(template.graph, template.writes)), "}"]
@@ -178,15 +209,15 @@ def show_placed(placed: Placed) -> list[str]:
     for title, names in (("kept", placed.kept), ("resident", placed.resident)):
         lines += [f"  {title} {', '.join(f'%{name}' for name in names)}"] if names else []
     lines.append(f"  cost {placed.cost} = {placed.flops} FLOP")
-    parts: list[tuple[str, fx.Graph, Sequence[str] | None]] = [
+    graphs: list[tuple[str, fx.Graph, Sequence[str] | None]] = [
         ("prepare", placed.prepare, None),
         ("compute", placed.compute, [*(w.name for w in placed.scatter), *placed.owner_writes]),
         ("apply", placed.apply, placed.fragment_writes),
     ]
     if placed.stacked is not None:
         title = f"stacked {flags(placed.stacked)} "
-        parts.append((title, placed.stacked.graph, parts[1][2]))
-    for title, graph, writes in parts:
+        graphs.append((title, placed.stacked.graph, graphs[1][2]))
+    for title, graph, writes in graphs:
         inputs = ", ".join(f"%{node.name}" for node in placeholders(graph))
         lines += [f"  {title}({inputs}) {{"]
         lines += [*indented(indented(show_nodes(graph, writes))), "  }"]
@@ -230,7 +261,7 @@ def show_grid(grid: Grid) -> str:
     return f"{grid.replicas}x{grid.shards}"
 
 
-def show_task(form: Form, task: Task, layout: str) -> str:
+def show_task(form: Form, task: Task, layout: str, reasons: bool = True) -> str:
     line = (
         f"{task.name} : {'x'.join(map(str, task.shape))} index={task.index} group={task.group} "
         f"template={task.template} layout={layout} {task.layout.placements} "
@@ -240,7 +271,7 @@ def show_task(form: Form, task: Task, layout: str) -> str:
         line += f" placed={task.placed}"
     if form >= Form.OWNED:
         line += f" strategy={task.strategy} owner={show_place(task.owner)}"
-    return f"{line} because {neutral(task.reason)}" if task.reason else line
+    return f"{line} because {neutral(task.reason)}" if task.reason and reasons else line
 
 
 def show_place(owner: tuple[int, int] | None) -> str:
@@ -303,7 +334,9 @@ def show_schedule(step: Step) -> Iterator[str]:
     yield f"schedule depth={step.depth} {{"
     yield from (f"  {i} {event.act} {event.group}" for i, event in enumerate(step.schedule))
     yield "}"
-    yield ""
+
+
+def show_buffers(step: Step) -> Iterator[str]:
     yield "buffers {"
     for buffer in step.buffers:
         yield (f"  slot {buffer.slot} : group {buffer.group} {buffer.title} from {buffer.first} to {buffer.last}")

@@ -10,58 +10,15 @@ import torch.distributed as dist
 
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.eager_fallback import interpreted_template
-from canzona_compile.codegen.launch import available
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.ir.pipeline import History, Observer, Pass, run
+from canzona_compile.ir.pipeline import History, Observer, run
 from canzona_compile.ir.step import Form, Machine, Placed, Step, Task, Template
 from canzona_compile.options import Options
-from canzona_compile.ownership import planner_named
-from canzona_compile.passes import (
-    AssignOwners,
-    Batching,
-    Canonicalize,
-    Emit,
-    FollowGroups,
-    FollowOwners,
-    FormMicroGroups,
-    FuseCollectives,
-    GramIterations,
-    Padding,
-    Place,
-    Roots,
-    Schedule,
-    Symmetry,
-)
+from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
 from canzona_compile.session.bind import Bound
 from canzona_compile.session.fused_params import Fused
 from canzona_compile.session.stagger import Stagger, stagger
-
-
-def planning_passes(options: Options) -> list[Pass]:
-    """From captured templates to owners: once per set of parameters."""
-    exact = options.numerics == "exact"
-    owners: Pass = AssignOwners(options.strategy, planner_named(options.planner, alpha=options.alpha))
-    if options.plan is not None:
-        owners = FollowOwners(options.plan)
-    if exact:
-        return [Canonicalize(), Place(exact=True), owners]
-    return [Canonicalize(), Roots(), Place(exact=False), GramIterations(), owners]
-
-
-def lowering_passes(options: Options, symmetric: frozenset[tuple[str, str]] = frozenset()) -> list[Pass]:
-    """From owners to a schedule: once per set of tasks that take part in a step.
-
-    Args:
-        symmetric: (family, leaf) of the owners' state that is symmetric now.
-    """
-    exact = options.numerics == "exact"
-    groups: Pass = FormMicroGroups(capacity=options.capacity, groups=options.micro_groups, depth=options.depth)
-    depth = options.depth
-    if options.plan is not None:
-        groups, depth = FollowGroups(options.plan), options.plan.depth
-    products: list[Pass] = [Symmetry(symmetric), Padding()]
-    return [groups, FuseCollectives(), *products, Batching(exact=exact), Schedule(depth=depth)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -153,9 +110,9 @@ def first_steps(owned: Step, bound: dict[str, Bound]) -> Step:
             spec = ParameterSpec(task.shape, kind.template.dtype, kind.grad_dtype, device)
             made = interpreted_template(name, spec, "first step: creates the state", kind.state)
             templates[name] = replace(made, resident=placed.resident)
-        tasks.append(replace(task, template=name))
+        tasks.append(Task(task.name, task.index, task.group, name, task.layout))
     first = Step(Form.CAPTURED, owned.optimizer, owned.machine, tuple(templates.values()), tuple(tasks))
-    return replace(run(first, [Place()])[0], form=Form.OWNED)
+    return run(first, first_step_passes(owned))[0]
 
 
 def lower(
@@ -182,9 +139,4 @@ def lower(
 
 def emit(step: Step, rank: int, observers: Sequence[Observer] = ()) -> tuple[Step, History]:
     """The program of one rank."""
-    return run(step, [Emit(rank, generates(step.machine))], observers)
-
-
-def generates(machine: Machine) -> bool:
-    """Does elementwise work run in generated kernels? On CPU torch's own are faster to have and bit-equal."""
-    return machine.device == "cuda" and available()
+    return run(step, emission_passes(rank, step.machine), observers)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from canzona_compile import passes
 from canzona_compile.codegen.expressions import expressions
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.codegen.source import PointwiseProgram
 from canzona_compile.ir.fx_utils import outputs
-from canzona_compile.session import plan
 from tests.harness.samples import Builder, empty
 
 Values = dict[str, Any]
@@ -88,12 +88,12 @@ def one_call(op: Callable[..., Any], operands: Sequence[Tensor], *extra: Any, **
 @contextmanager
 def generating() -> Iterator[None]:
     """Programs on CPU as they are on CUDA: with generated kernels, in the interpreter."""
-    before = plan.generates
-    plan.generates = lambda machine: True
+    before = passes.generates
+    passes.generates = lambda machine: True
     try:
         yield
     finally:
-        plan.generates = before
+        passes.generates = before
 
 
 def kernels_of(optimizer: Any) -> dict[str, GroupedKernel]:

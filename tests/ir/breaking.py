@@ -18,14 +18,15 @@ Case = tuple[str, Change, str, str]  # what is broken, how, words of the problem
 
 
 def fires(form: Form, change: Change, message: str, at: str) -> None:
-    """The toy is valid, changed it is not, and the error says what and where."""
+    """The toy is valid, changed it is not, and the error says what and where; also after a pass made the change."""
     step = toy_step(form)
     verify(step)
-    with pytest.raises(InvalidStep) as caught:
-        verify(change(step))
-    assert message in caught.value.problem
-    assert caught.value.at is not None
-    assert at in caught.value.at
+    for before in (None, step):
+        with pytest.raises(InvalidStep) as caught:
+            verify(change(step), before)
+        assert message in caught.value.problem
+        assert caught.value.at is not None
+        assert at in caught.value.at
 
 
 # -- small changes -----------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, UnsupportedOptimizer
-from canzona_compile.ir.observers import DiffSteps, DumpSteps, LogTimes, PrintSteps
+from canzona_compile.ir.observers import DumpSteps
 from canzona_compile.ir.pipeline import History, Pass, Record, check_order, run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Form, Step
@@ -211,22 +210,6 @@ def test_observers_see_verified_steps_only() -> None:
     assert [record.name for record in seen] == ["cut"]
 
 
-def test_print_and_diff() -> None:
-    printed, changes = io.StringIO(), io.StringIO()
-    step, _ = run(toy_step(Form.CAPTURED), [Cut(), Own()], [PrintSteps(printed), DiffSteps(changes)])
-    assert printed.getvalue().count("# after ") == 2
-    assert show(step) in printed.getvalue()
-    assert "-  a : 6x3 index=0" in changes.getvalue()
-    assert "strategy=owner owner=(0, 0)" in changes.getvalue()
-
-
-def test_diff_of_a_pass_without_effect() -> None:
-    changes = io.StringIO()
-    step = toy_step(Form.PLACED)
-    DiffSteps(changes)(Record("idle", 0.0, step, step, 0, {}))
-    assert changes.getvalue() == "# after idle (0.0 ms)\n(unchanged)\n"
-
-
 def test_dump(tmp_path: Path) -> None:
     dump = DumpSteps(tmp_path / "steps")
     first = toy_step(Form.CAPTURED)
@@ -243,12 +226,3 @@ def test_dump(tmp_path: Path) -> None:
     ]
     assert files[0].read_text() == show(first)
     assert files[2].read_text() == show(owned)
-
-
-def test_log(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("tests.pipeline")
-    with caplog.at_level(logging.INFO, "tests.pipeline"):
-        run(toy_step(Form.PLACED), [Own()], [LogTimes(logger)])
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("own: ")
-    assert caplog.messages[0].endswith(" ms, form owned, +0 nodes")

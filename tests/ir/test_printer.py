@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from dataclasses import replace
 from functools import cache
@@ -13,12 +14,14 @@ from torch import fx
 
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.eager_fallback import interpreted_template
+from canzona_compile.ir import plan_file
 from canzona_compile.ir.layout import Grid, Layout
 from canzona_compile.ir.pipeline import History, Pass, run
 from canzona_compile.ir.printer import (
     differences,
     dtype_name,
     neutral,
+    parts,
     show,
     show_argument,
     show_nodes,
@@ -99,6 +102,10 @@ def test_toy(golden: Golden, form: Form) -> None:
 # -- the same text for the same step -----------------------------------------------------------
 
 
+def fingerprint(step: Step) -> str:
+    return plan_file.fingerprint(parts(step))
+
+
 def test_two_captures_print_the_same() -> None:
     step = muon_step(grid_of(1, 4), MATRIX)
     muon_template.cache_clear()
@@ -113,6 +120,19 @@ def test_forms_print_differently(form: Form) -> None:
     assert show(step) == show(toy_step(form))
     others = [show(toy_step(other)) for other in Form if other is not form]
     assert show(step) not in others
+
+
+def test_parts_make_the_whole_and_reasons_no_difference() -> None:
+    """A plan's fingerprint is of the text without ` because ...`, and its digests are of consecutive parts of it."""
+    step = history("fsdp2").step_at(Form.SCHEDULED)
+    tasks = [replace(t, reason="this rank is idle") for t in step.tasks]
+    told = replace(step, tasks=tuple(tasks), templates=(replace(step.templates[0], interpreted="0 graphs"),))
+    assert "".join(f"{line}\n" for lines in parts(told).values() for line in lines) == show(told)
+    bare = "".join(f"{line}\n" for lines in parts(told, reasons=False).values() for line in lines)
+    assert show(told).count(" because ") == 1 + len(tasks)
+    assert bare == re.sub(r"(?m) because .*$", "", show(told))
+    firsts = [lines[0].split()[0] for lines in parts(step).values()]
+    assert firsts == ["step", "layout", "group", "schedule"]
 
 
 def with_layout(step: Step, layout: Layout) -> Step:

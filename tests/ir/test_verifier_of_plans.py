@@ -244,6 +244,17 @@ def test_of_many_pairs_a_sample_is_looked_at() -> None:
         assert len({b for _, b in pairs}) > 100, "different ranks"
 
 
+def test_routes_that_a_pass_keeps_are_checked_once() -> None:
+    """`verify` trusts the step before it, which was valid, and checks its routes again only if a pass changed some."""
+    step = toy_step(Form.ROUTED)
+    broken = exchange(Phase.GATHER, lambda found: Shifted(found.phase, found.items))(step)
+    verify(broken, broken)
+    verify(replace(broken, buffers=()), broken)
+    for before in (step, replace(broken, form=Form.GROUPED), replace(broken, tasks=broken.tasks[::-1])):
+        with pytest.raises(InvalidStep, match="overlaps"):
+            verify(broken, before)
+
+
 # -- BATCHED -----------------------------------------------------------------------------------
 
 

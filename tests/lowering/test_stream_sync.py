@@ -28,8 +28,9 @@ from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Act, BufferUse, Form, Machine, Step, Task, Template
 from canzona_compile.lowering.stream_sync import COMPUTE, PACK
 from canzona_compile.options import Options
+from canzona_compile.passes import planning_passes
 from canzona_compile.session import plan
-from canzona_compile.session.plan import emit, lower, planning_passes
+from canzona_compile.session.plan import emit, lower
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.harness import ranks

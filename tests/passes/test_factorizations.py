@@ -25,8 +25,7 @@ from canzona_compile.ir.verifier import verify
 from canzona_compile.kernels import batched, cholesky_qr, inverse_root
 from canzona_compile.kernels.root_ops import INVERSE_ROOT
 from canzona_compile.options import Options
-from canzona_compile.passes import Batching, Emit, Place
-from canzona_compile.session.plan import lowering_passes, planning_passes
+from canzona_compile.passes import Batching, Emit, Place, lowering_passes, planning_passes
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import FACTORIZATIONS, factorization
 from examples.optimizers.shampoo import Shampoo

@@ -25,10 +25,10 @@ from canzona_compile.ir.pipeline import History, run
 from canzona_compile.ir.step import Machine
 from canzona_compile.kernels.ops import SYM_GEMM
 from canzona_compile.options import Numerics, Options
+from canzona_compile.passes import lowering_passes, planning_passes
 from canzona_compile.passes.gram import rewritten
 from canzona_compile.passes.symmetry import rewritten as with_halves
 from canzona_compile.report.build import Facts, make_report
-from canzona_compile.session.plan import lowering_passes, planning_passes
 from examples.optimizers.shampoo import Shampoo
 from tests.harness.random_graphs import evaluate
 from tests.harness.samples import grid_of, muon_step

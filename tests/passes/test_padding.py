@@ -17,10 +17,9 @@ from canzona_compile.ir.pipeline import History, run
 from canzona_compile.ir.step import Machine, Placed
 from canzona_compile.kernels.ops import PAD_CAST, SYM_GEMM
 from canzona_compile.options import Options
-from canzona_compile.passes import Padding
+from canzona_compile.passes import Padding, lowering_passes, planning_passes
 from canzona_compile.passes.padding import padded, wanted
 from canzona_compile.passes.symmetry import rewritten
-from canzona_compile.session.plan import lowering_passes, planning_passes
 from tests.harness.random_graphs import evaluate
 from tests.harness.samples import Builder, empty, grid_of, muon_step
 from tests.passes.symmetric_graphs import algebra, aten, calls, close, in_float64, on_cpu, shapes_of, values

@@ -16,8 +16,7 @@ from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Machine, Role, Template
 from canzona_compile.kernels.root_ops import CHOLESKY_QR, INVERSE_ROOT
 from canzona_compile.options import Options
-from canzona_compile.passes import Canonicalize, Roots
-from canzona_compile.session.plan import planning_passes
+from canzona_compile.passes import Canonicalize, Roots, planning_passes
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.harness.random_graphs import evaluate

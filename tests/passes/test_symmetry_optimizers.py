@@ -24,8 +24,7 @@ from canzona_compile.ir.step import Form, Leaf, Machine, Placed, Role, Step, Tas
 from canzona_compile.kernels import gemm_axpby, sym_gemm
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.options import Options
-from canzona_compile.passes import Symmetry
-from canzona_compile.session.plan import lowering_passes, planning_passes
+from canzona_compile.passes import Symmetry, lowering_passes, planning_passes
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.conftest import Golden

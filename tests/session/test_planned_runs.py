@@ -16,12 +16,12 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir import pipeline
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.ir.step import Form
 from canzona_compile.options import Options
-from canzona_compile.passes import FollowOwners
-from canzona_compile.session.plan import lowering_passes
-from canzona_compile.tools.planning.request import played
+from canzona_compile.passes import FollowOwners, lowering_passes
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import mesh_of
 from tests.harness.optimizers import share_captures
@@ -216,7 +216,8 @@ def test_both_in_one_micro_group(mesh: str, groups: int, tmp_path: Path) -> None
     )
     follow = Options(plan=mixed)
     path = tmp_path / "plan.json"
-    step = played(made.step, [FollowOwners(mixed), *lowering_passes(follow)])
+    placed = replace(made.step, form=Form.PLACED, groups=(), schedule=(), buffers=())
+    step, _ = pipeline.run(placed, [FollowOwners(mixed), *lowering_passes(follow)])
     path.write_text(PlanFile.of(step).to_json())
     assert groups > 1 or len({step.task(n).strategy for n in step.groups[0].tasks}) == 2
     plain = train_alone(torch.optim.Muon)

@@ -12,13 +12,15 @@ import sympy
 from canzona_compile.analysis.flops import dim_symbols, flops_of, symbolic_bytes
 from canzona_compile.analysis.roofline import PlacedTime, placed_time
 from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
 from canzona_compile.ownership.exact import solve
 from canzona_compile.ownership.jobs import Job
+from canzona_compile.passes import relowering_passes
+from canzona_compile.passes.owner_replica import alone
 from canzona_compile.report.build import rank_loads
 from canzona_compile.report.schema import LoadReport
 from canzona_compile.report.units import format_flops
-from canzona_compile.session.plan import lowering_passes
 from canzona_compile.tools.planning.figures import (
     Alternative,
     Forecast,
@@ -27,7 +29,7 @@ from canzona_compile.tools.planning.figures import (
     TaskForecast,
     TemplateForecast,
 )
-from canzona_compile.tools.planning.request import Request, alone, played, simulated
+from canzona_compile.tools.planning.request import Request, simulated
 from canzona_compile.tools.planning.strategies import strategies
 from canzona_compile.tools.simulation.figures import Simulation
 
@@ -217,7 +219,7 @@ def group_forecasts(step: Step, simulation: Simulation, placed: Mapping[str, Pla
 
 
 def memory_forecast(step: Step, request: Request, simulation: Simulation) -> MemoryForecast:
-    one = played(step, lowering_passes(replace(request.options, micro_groups=1, capacity=1 << 62)))
+    one, _ = run(step, relowering_passes(replace(request.options, micro_groups=1, capacity=1 << 62)))
     state, everywhere = state_bytes(step, alone(step.tasks) if request.updates == "zero1" else step.tasks)
     return MemoryForecast(
         buffers=max((r.peak for r in simulation.ranks), default=0),

@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 from canzona_compile.analysis.flops import bytes_of_wires
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware, named_hardware
+from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Machine, Step
-from canzona_compile.ir.verifier import verify
 from canzona_compile.options import Numerics, Options, Strategy
-from canzona_compile.session.plan import lowering_passes, planning_passes
+from canzona_compile.passes import lowering_passes, planning_passes
 from canzona_compile.tools.planning.forecast import forecast
 from canzona_compile.tools.planning.gc_pause import paused
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
 from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
-from canzona_compile.tools.planning.request import Request, played
+from canzona_compile.tools.planning.request import Request
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
 
@@ -97,12 +97,10 @@ def plan(
     say("capturing the optimizer's step")
     captured = captured_step(found, sizes, code, machine_of(rates, sizes))
     say(f"planning {len(captured.tasks)} matrices on {sizes.ranks} ranks")
-    owned = played(captured, planning_passes(options))
+    owned, _ = run(captured, planning_passes(options))
     if capacity is not None:
         check_capacity(owned, capacity)
-    scheduled = played(owned, lowering_passes(options))
-    say("checking the plan")
-    verify(scheduled)
+    scheduled, _ = run(owned, lowering_passes(options))
     request = Request(found, sizes, rates, options, updates, rank, len(captured.tasks) - len(owned.tasks))
     others: dict[str, Callable[[], Step]] = {}
     if alternatives and any(t.layout.grid.size > 1 for t in owned.tasks):
@@ -157,7 +155,7 @@ def alternative_steps(captured: Step, options: Options) -> dict[str, Callable[[]
     """The same step by other planners, and with every rank computing everything; made when asked for."""
 
     def by(changed: Options) -> Callable[[], Step]:
-        return lambda: played(captured, [*planning_passes(changed), *lowering_passes(changed)])
+        return lambda: run(captured, [*planning_passes(changed), *lowering_passes(changed)])[0]
 
     found = {name: by(replace(options, planner=name, strategy="owner")) for name in ALTERNATIVES}
     return {**found, "replicated": by(replace(options, strategy="replicated"))}
