@@ -57,7 +57,7 @@ class Case:
         imbalance, owners: by planner: FLOPs of the busiest rank over the mean, and seconds with owners.
         everywhere: every rank computes everything.
         redundant: replicas share the matrices, the ranks of one compute the same; by planner.
-        gram: the best plan with fast numerics.
+        fast: with owners, by the planner joint, and fast numerics.
         replicated_updates: with `updates="ddp"`, which is what the runtime does over plain replicas.
         sharded: with FSDP2 instead of ZeRO-1 over the same ranks, which is what the runtime does there.
         hidden: gathering parameters under the forward pass.
@@ -71,7 +71,7 @@ class Case:
     owners: dict[str, float]
     everywhere: float
     redundant: dict[str, float]
-    gram: float
+    fast: float
     replicated_updates: float
     sharded: float
     hidden: float
@@ -103,7 +103,7 @@ def measure(setting: Setting, split: str) -> Case:
         {name: found[name].seconds for name in PLANNERS},
         found["replicated"].seconds,
         {name: redundant(setting, split, name) for name in ("static", "alpha", "lpt")},
-        planned(setting.mesh, numerics="fast").forecast.simulation.seconds,
+        planned(setting.mesh, strategy="owner", numerics="fast").forecast.simulation.seconds,
         planned(setting.mesh, updates="ddp", strategy="owner").forecast.simulation.seconds,
         planned(fsdp, updates="ddp", strategy="owner").forecast.simulation.seconds,
         whole.forecast.hidden,
@@ -148,7 +148,7 @@ def iteration(case: Case) -> Iteration:
     mesh = parse_mesh(case.setting.mesh)
     model = preset(case.setting.model, parse_split(case.split))
     passes = 6 * model.active * TOKENS / (mesh.ranks * PEAK * UTILISATION)
-    best = min(case.gram, min(case.owners.values()))
+    best = min(case.fast, min(case.owners.values()))
     return Iteration(passes, passes + case.redundant["lpt"], passes + case.owners["alpha"], passes + best)
 
 

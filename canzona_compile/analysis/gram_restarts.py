@@ -1,9 +1,9 @@
-"""When an iteration on a Gram matrix has to begin anew, found from its coefficients.
+"""Finds from the coefficients of an iteration on a Gram matrix when it has to begin anew.
 
-Rounding shifts the eigenvalues of R = X X^T by about half an ulp of the largest, so those near zero become negative.
-There the polynomials do not damp them: a step multiplies R by p^2, so a negative eigenvalue grows until p, which no one
-designed for it, blows up Q as well. A new Gram matrix, of Q X, begins with positive ones. (Dao AI Lab, "Gram
-Newton-Schulz", finds restarts by the same simulation of eigenvalues.)
+Rounding shifts the eigenvalues of R = X X^T by about half an ulp of the largest one, so eigenvalues near zero become
+negative. The polynomials do not damp those: a step multiplies R by p^2, so a negative eigenvalue grows until p, which
+nobody designed for it, blows up Q as well. A new Gram matrix, of Q X, begins with positive eigenvalues. (Dao AI Lab,
+"Gram Newton-Schulz", finds restarts by the same simulation of eigenvalues.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from canzona_compile.analysis.newton_schulz import Polynomial
 
 Floats = NDArray[np.float64]
 
-LIMIT = 1.3  # times its due that the factor of a vanishing singular value may be
+LIMIT = 1.3  # how many times its due the factor of a vanishing singular value may be
 GRID = 4096  # singular values that are simulated
 
 
@@ -26,14 +26,15 @@ GRID = 4096  # singular values that are simulated
 def plan_restarts(
     polynomials: tuple[Polynomial, ...], roundoff: float, bound: float, largest: float
 ) -> tuple[int, ...] | None:
-    """After which steps to form a new Gram matrix: as few times as keep growth below LIMIT, and then as early.
+    """Find after which steps to form a new Gram matrix: as few times as keep growth below LIMIT, and then as early.
 
-    Between two of them are at least two steps, as one alone is no less work on a Gram matrix.
+    Between two restarts are at least two steps, as one step alone is no less work on a Gram matrix.
 
     Args:
+        polynomials: the coefficients of each step.
         roundoff: half an ulp of 1 in the dtype of the iteration.
-        bound: of the singular values at the start.
-        largest: number in that dtype. What comes near it is not iterated.
+        bound: no singular value is larger than this at the start.
+        largest: the largest number of that dtype; an iteration that comes near it has no plan.
 
     Returns:
         Positions in ascending order, each above 0 and below the number of steps; None where there is no such plan.

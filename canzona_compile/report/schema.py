@@ -1,4 +1,4 @@
-"""The figures of a plan: plain data, no logic. Rendered by `render`, filled in by `report`."""
+"""The figures of a plan: plain data, no logic. `report.build` fills them in, `report.terminal` renders them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class TemplateReport:
     Attributes:
         kind: of layout that the cut is for, e.g. "sharded+aligned".
         tasks: number of matrices that use it.
-        formula: FLOPs of what the owner computes for one matrix of m x n, a sympy expression.
+        formula: FLOPs of the graph that the owner runs for one matrix of m x n, a sympy expression. With fast numerics
+            that is the graph on Gram matrices, where there is one. Symmetric products count in full.
         flops: its value.
         resident: state that lives on the owner only.
         interpreted: why the optimizer's own eager step runs; empty if a graph does.

@@ -275,7 +275,15 @@ def test_output_that_cannot_be_written(good: list[str], capsys: pytest.CaptureFi
         ["--model", "qwen3-0.6b", "--params", "shapes.json", "--mesh", "fsdp=2"],
         *(
             ["--model", "qwen3-0.6b", "--mesh", "fsdp=2", *option.split()]
-            for option in ("--planner best", "--strategy none", "--updates zero3", "--format pdf", "--capacity 1GiB")
+            for option in (
+                "--planner best",
+                "--strategy none",
+                "--strategy gram",
+                "--strategy batch-split",
+                "--updates zero3",
+                "--format pdf",
+                "--capacity 1GiB",
+            )
         ),
     ],
     ids=" ".join,

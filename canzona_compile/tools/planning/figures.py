@@ -1,4 +1,4 @@
-"""What a plan made offline amounts to: plain data, filled in by `forecast`, shown by the table, the page, ..."""
+"""What a plan made offline amounts to: plain data. `forecast` fills it in; the table, the page and others show it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class TemplateForecast:
     """Matrices alike.
 
     Attributes:
-        flops, memory, wire: of one matrix of m x n: FLOPs of what its owner computes, bytes that this reads and
-            writes in memory, bytes that cross to and from the owner; sympy expressions.
+        flops, memory, wire: sympy expressions for one matrix of m x n: FLOPs of the graph that its owner runs, bytes
+            that this graph reads and writes in memory, bytes that cross to and from the owner.
         flops_value, memory_value, wire_value: their values.
         seconds: predicted for one matrix on its owner.
     """

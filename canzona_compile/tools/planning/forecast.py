@@ -1,4 +1,8 @@
-"""From a scheduled step to a forecast: simulate it, and its alternatives, and add up what people ask for."""
+"""From a scheduled step to a forecast: simulate the step and its alternatives, and add up what people ask for.
+
+Seconds of whole steps come from the simulation (`tools.simulation`). Seconds of one matrix by itself, and of
+strategies, come from the FLOPs and bytes of its graphs (`analysis.roofline`).
+"""
 
 from __future__ import annotations
 
@@ -114,7 +118,7 @@ def forecast(
 
 
 def hidden_seconds(tasks: Sequence[Task], request: Request) -> float:
-    """Of gathering parameters over replicas, which ZeRO-1 overlaps with the forward pass."""
+    """Seconds of gathering parameters over replicas, which ZeRO-1 overlaps with the next forward pass."""
     if request.updates != "zero1":
         return 0.0
     elements: dict[Grid, int] = defaultdict(int)
@@ -128,6 +132,7 @@ def hidden_seconds(tasks: Sequence[Task], request: Request) -> float:
 
 
 def alternative(name: str, step: Step, request: Request) -> Alternative:
+    """The headline figures of a SCHEDULED step that was planned another way."""
     placed = {p.name: p for p in step.placed}
     found = simulated(step, request)
     return Alternative(
@@ -143,6 +148,7 @@ def alternative(name: str, step: Step, request: Request) -> Alternative:
 
 
 def imbalance(loads: Sequence[LoadReport]) -> float:
+    """FLOPs of the busiest rank over those of the mean rank; 1 where nothing is computed."""
     total = sum(one.flops for one in loads)
     return max(one.flops for one in loads) * len(loads) / total if total else 1.0
 
@@ -166,7 +172,7 @@ def template_forecast(placed: Placed, tasks: Sequence[Task], time: PlacedTime, r
 
 
 def wire_formula(placed: Placed) -> sympy.Expr:
-    """Bytes to and from the owner, in the dims of the matrix where a wire has them."""
+    """Bytes to and from the owner, as a formula in the dims of the matrix where a wire has them."""
     symbols = dict(zip(placed.template.shape, dim_symbols(len(placed.template.shape)), strict=True))
     total: sympy.Expr = sympy.Integer(0)
     for wire in (*placed.gather, *placed.scatter):
@@ -230,7 +236,7 @@ def memory_forecast(step: Step, request: Request, simulation: Simulation) -> Mem
 
 
 def state_bytes(step: Step, tasks: Sequence[Task]) -> tuple[int, int]:
-    """Of optimizer state on the rank that has most of it; and if each rank had all of its grid's."""
+    """Bytes of optimizer state on the rank that holds most; and if every rank held all state of its grid."""
     held: dict[int, float] = defaultdict(float)
     everywhere: dict[int, float] = defaultdict(float)
     placed = {p.name: p for p in step.placed}
@@ -267,7 +273,7 @@ def option_texts(request: Request) -> tuple[tuple[str, str], ...]:
 
 
 def bounds(step: Step, request: Request) -> Iterator[str]:
-    """How far from the optimum the planner `exact` came, by grid."""
+    """Sentences that say how far from the optimum the planner `exact` came, one for each grid."""
     if request.options.planner != "exact":
         return
     placed = {p.name: p for p in step.placed}
@@ -280,7 +286,7 @@ def bounds(step: Step, request: Request) -> Iterator[str]:
 
 
 def assumptions(request: Request, step: Step) -> tuple[str, ...]:
-    """In words, beside the rates."""
+    """What the predictions stand on beside the rates, in words."""
     found = [
         "nothing is fused: each operator reads its operands from memory and writes its result",
         "ranks are numbered along the mesh, the last dim fastest, and nodes hold consecutive ranks",

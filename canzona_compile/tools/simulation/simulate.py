@@ -1,4 +1,10 @@
-"""A scheduled step, played on all of its ranks."""
+"""When does every rank do what, and how long does the whole step take? A scheduled step, played on all of its ranks.
+
+This is the second of the two models of time. The first one, `analysis.roofline`, gives the seconds of work from its
+FLOPs and bytes. The simulation takes these, and adds what depends on other ranks: links and processors that ranks
+share, collectives that begin when the last member is there, waiting. It shows what a finished plan will do, and decides
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +35,19 @@ def simulate(
     shown: Collection[int] = (),
     without: Collection[Phase] = (),
 ) -> Simulation:
-    """Play a step's schedule.
+    """Play the schedule of a step.
 
     Args:
         step: at least SCHEDULED.
+        hardware: the rates of the machine.
         shown: ranks whose spans are wanted beside those that are chosen (all of up to 16; else busy and idle ones).
         without: exchanges that are taken to cost nothing here, because they overlap something after the step.
+
+    Returns:
+        What each rank does, in seconds from the begin of the step, and bytes.
+
+    Raises:
+        InvalidStep: the step has no schedule.
     """
     if step.form < Form.SCHEDULED:
         raise InvalidStep(f"a step of form {step.form.name} has no schedule to play")

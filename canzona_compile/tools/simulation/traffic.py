@@ -1,4 +1,4 @@
-"""What every rank of a micro-group sends, receives, computes and holds: arrays over the grid, [replicas, shards]."""
+"""What every rank of a micro-group sends, receives, computes and holds, as arrays over the grid, [replicas, shards]."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ends:
         return cls(*(np.zeros(shape) for _ in range(6)))
 
     def seconds(self, hardware: Hardware) -> tuple[Floats, Floats]:
-        """That a rank's links within the node, and to others, are busy.
+        """Seconds for which the links of each rank are busy: those within its node, and those to other nodes.
 
         Links send and receive at the same time. A processor that moves the bytes itself does one after the other,
         and copies what stays on its rank.
@@ -75,7 +75,7 @@ class GroupTraffic:
 def traffic(
     step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hardware: Hardware, boxes: Boxes
 ) -> GroupTraffic:
-    """The figures of a group, task by task, without looking at pairs of ranks."""
+    """Add up the figures of a micro-group task by task, without looking at pairs of ranks."""
     tasks = [step.task(name) for name in group.tasks]
     placed = {p.name: p for p in step.placed}
     grid = tasks[0].layout.grid
@@ -130,7 +130,7 @@ class Boxes:
         self._bytes: dict[object, Floats] = {}
 
     def share(self, task: Task) -> Floats:
-        """Of the matrix's elements that every shard has."""
+        """The share of the matrix's elements that each shard has."""
         key = id(task.layout.boxes)
         if key not in self._shares:
             whole = max(1, math.prod(task.shape))
@@ -138,7 +138,7 @@ class Boxes:
         return self._shares[key]
 
     def bytes(self, task: Task, wires: tuple[Wire, ...]) -> Floats:
-        """Of its wires that every shard has."""
+        """Bytes of the wires that each shard has."""
         key = (id(task.layout.boxes), wires)
         if key not in self._bytes:
             sizes = [sum(w.box(box).numel * w.itemsize for w in wires) for box in task.layout.boxes]
@@ -163,7 +163,7 @@ class Launches:
         self.counts: dict[str, tuple[int, int]] = {}
 
     def compute(self, task: Task) -> float:
-        """Of a task on its owner, unpacking and packing included."""
+        """Seconds of a task on its owner, unpacking and packing included."""
         time, batch = self.times[task.placed].compute, self.batches[task.name]
         alike = len(batch.tasks) if batch.stacked or not self.loops else 1
         pieces = sum(1 for box in task.layout.boxes if box.numel) if self.loops else 1
@@ -195,7 +195,7 @@ class Launches:
         return self.counts[placed]
 
     def prepare(self, tasks: Sequence[Task]) -> float:
-        """Of a group, with the copies into the send buffer."""
+        """Seconds of preparing a group, with the copies into the send buffer."""
         return self.elementwise(
             (t, self.times[t.placed].prepare, t.layout.grid.shards if t.owner is None else 1) for t in tasks
         )
@@ -204,7 +204,7 @@ class Launches:
         return self.elementwise((t, self.times[t.placed].apply, int(self.times[t.placed].kept > 0)) for t in tasks)
 
     def elementwise(self, works: Iterable[tuple[Task, GraphTime, int]]) -> float:
-        """Of graphs over lists, each with some copies."""
+        """Seconds of launching graphs over lists, each with some copies."""
         seconds = {
             t.name if self.loops else t.placed: time.launches(self.hardware) + copies * self.hardware.launch
             for t, time, copies in works
