@@ -186,6 +186,7 @@ class Padder:
 
     def put(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Insert the call of a node with other operands."""
+        assert callable(node.target)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: operands.get(n, n))
         return insert_call(self.graph, node.target, args, kwargs, name=node.name)
 

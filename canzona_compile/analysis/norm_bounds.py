@@ -161,7 +161,7 @@ class Wide:
             if before.dtype.itemsize <= 4 and before.dtype.is_floating_point:
                 return self.of(inside)  # a rounding less
         if node.target in self.OPERATORS:
-            args = fx.map_arg(node.args, self.of)
+            args: Any = fx.map_arg(node.args, self.of)
             kwargs = {name: v for name, v in fx.map_arg(node.kwargs, self.of).items() if name != "dtype"}
             target = for_any_strides(node.target, args[0])  # what is not cast to 16 bits may have other strides
             return insert_call(self.graph, target, args, kwargs, name=node.target.overloadpacket.__name__)

@@ -140,7 +140,7 @@ def test_a_corner_that_is_not_known_is_not_computed() -> None:
     assert tuple(shifted.meta["val"].shape) == (31, 31)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(algebra(31, 47, BF16), st.integers(0, 3))
 def test_any_algebra(graph: fx.Graph, seed: int) -> None:
     after = padded(rewritten(graph, ("s",)))

@@ -35,11 +35,11 @@ from tests.passes.symmetric_graphs import (
 )
 
 
-@untimed(120)
 def printed(graph: fx.Graph) -> str:
     return "\n".join(show_nodes(graph))
 
 
+@untimed(120)
 @given(algebra(), st.integers(0, 5))
 def test_what_is_called_symmetric_is(graph: fx.Graph, seed: int) -> None:
     known = symmetric_values(graph, {"s"})
@@ -65,9 +65,7 @@ def test_rewritten_graphs_compute_the_same(graph: fx.Graph, seed: int, checked: 
     found, expected = (evaluate(on_cpu(g), given_values) for g in (new, graph))
     assert close(found, expected), printed(new)
     proved = [n for n in known if n.target in PRODUCTS]
-    assert all(n.target not in PRODUCTS for n in new.nodes if n.name in {p.name for p in proved}), "\n".join(
-        show_nodes(new)
-    )
+    assert all(n.target not in PRODUCTS for n in new.nodes if n.name in {p.name for p in proved}), printed(new)
     assert calls(new).count(SYM_GEMM) >= bool([n for n in proved if n.users])
 
 
