@@ -174,7 +174,9 @@ class Capture:
 
     def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Counts) -> dict[Any, Any]:
         """All counters: leaves of the state by name, others by `Counter`."""
-        own = {counter: group[counter.key] for counter in self.counts if counter.home == "group" and counter.key in group}
+        own = {
+            counter: group[counter.key] for counter in self.counts if counter.home == "group" and counter.key in group
+        }
         return {**leaves, **elsewhere, **own}
 
     def _learn(self, kind: Kind, oracle: Oracle, moment: Moment) -> tuple[Template, Moment]:
