@@ -37,7 +37,7 @@ def compiled(step: Step, backend: Callable[..., Any]) -> Step:
     Returns:
         The compiled step, to be called within `as_oracle`.
     """
-    options = {"guard_filter_fn": without_guards_on_power}
+    options: dict[str, str | int | bool | Callable[..., Any]] = {"guard_filter_fn": without_guards_on_power}
     return torch.compile(own_code(step), backend=backend, dynamic=True, options=options, **isolation())
 
 

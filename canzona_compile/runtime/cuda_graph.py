@@ -1,14 +1,15 @@
 """A rank program as CUDA graphs: recorded once, replayed on every step that looks the same to the device.
 
-A recording keeps addresses and numbers. Numbers are given to it in tensors (`device_numbers`); buffers and state
-stay where they are; gradients may not, since `zero_grad` gives them up by default. So a program is recorded when two
-steps in a row had the same addresses, and a few times at most: where they keep changing, or where something cannot
-be recorded, the program goes on call by call. `Replay.how` says which.
+A recording keeps addresses and numbers. The numbers it reads lie in tensors, which every step fills
+(`device_scalars`). Buffers and state stay where they are. Gradients may move, since `zero_grad` frees them by
+default. So `Replay` records a program after two steps in a row with the same addresses, and a few times at most. If
+addresses keep changing, or if something cannot be recorded, the program runs call by call; `Replay.how` says why.
 
-Recordings of all programs share one pool of memory: they never run at the same time, and no value of one outlives it.
+Recordings of all programs share one pool of memory: they never run at the same time, and no value of a recording is
+used after it.
 
-NCCL does not shut down while there is a recording of one of its collectives (pytorch#115388). So recordings are dropped
-before a process group is, whoever shuts it down.
+NCCL does not shut down while a recording of one of its collectives exists (pytorch#115388). So all such recordings
+are dropped before a process group shuts down, whoever does that.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from canzona_compile.runtime.streams import index_of, stream_named
 MOST_RECORDINGS = 3
 
 Run = Callable[[], None]
-Record = Callable[[Run], Run]  # what replays a run that it has recorded
+Record = Callable[[Run], Run]  # records a run and returns what replays it
 
-# Operators that ask the device for something, and with that make the host wait.
+# Operators that read a value from the device, so that the host waits.
 WAITING = ("nonzero", "_local_scalar_dense", "item", "equal", "masked_select", "geqrf", "ormqr", "cholesky")
 WAITING_FAMILIES = ("linalg_", "_linalg_", "unique", "_unique", "svd", "_svd")
 LAUNCHING = frozenset({"linalg_vector_norm", "linalg_matrix_exp", "linalg_cross", "linalg_diagonal"})
@@ -44,21 +45,30 @@ LAUNCHING = frozenset({"linalg_vector_norm", "linalg_matrix_exp", "linalg_cross"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Recording:
-    """What replays a run, and what the tables of its generated kernels held, by their names."""
+    """A recorded run.
+
+    Attributes:
+        replay: runs it again.
+        laid: by the name of each generated kernel, what its table held.
+    """
 
     replay: Run
     laid: Mapping[str, Laid]
 
 
 class Replay:
-    """Runs one program on CUDA.
+    """Runs one program on CUDA, and records it when that is worth it.
 
     Args:
         program: as emitted.
         device: of its tensors.
         entered: makes the program's streams ready, see `streams`.
-        record: how a run becomes a recording; `recorded` on CUDA.
-        wanted: false if it is to run call by call.
+        record: makes a recording of a run; by default `recorded`.
+        wanted: False to run the program call by call.
+
+    Attributes:
+        recordings: how many recordings were made so far.
+        stopped: why the program is not recorded (any more); empty if it may be.
     """
 
     def __init__(
@@ -73,13 +83,13 @@ class Replay:
         self.record = record or functools.partial(recorded, device=device)
         self.stopped = obstacle(program) if wanted else "cuda_graphs=False"
         self.recordings = 0
-        self._tried = 0  # of them, those with the numbers on the device that are there now
+        self._tried = 0  # recordings since `_prepare` last chose which numbers lie on the device
         inputs = list(program.inputs.values())
         self.program, self.device = program, device
         self._hypers = [i for i, value in enumerate(inputs) if isinstance(value, Number)]
         self._moving = [i for i, value in enumerate(inputs) if isinstance(value, Fragments | Residents)]
-        self._numbers: dict[int, Any] | None = None  # on the last step, of the hyperparameters that are no tensors
-        self._changing: set[str] = set()  # by name, those that have changed since the program began
+        self._numbers: dict[int, Any] | None = None  # hyperparameters of the last step that are no tensors
+        self._changing: set[str] = set()  # names of those that have changed since the first step
         self._known: dict[Hashable, Recording] = {}
         self._last: Hashable = None
         self._rehearsed = False
@@ -98,8 +108,14 @@ class Replay:
         return f"a CUDA graph, recorded {times}"
 
     def run(self, arguments: Sequence[Any]) -> None:
-        """Run the program once: plainly the first time that addresses are seen, then with numbers on the device,
-        then recorded."""
+        """Run the program once.
+
+        It runs plainly at the first step with new addresses, with numbers on the device at the second, is recorded
+        at the third, and replayed from then on.
+
+        Args:
+            arguments: one per input of the program.
+        """
         key = None if self.stopped else self._look(arguments)
         if key is None:
             self._plainly(arguments)
@@ -142,7 +158,11 @@ class Replay:
         return kernel
 
     def _resume(self, laid: Mapping[str, Laid]) -> bool:
-        """Have the tables of generated kernels say what a recording was made with; if one cannot, forget all."""
+        """Restore the tables of generated kernels as a recording was made with them.
+
+        Returns:
+            Whether all of them could be restored; if not, all recordings are dropped.
+        """
         for name, own in laid.items():
             numbers = [[self._values[i] for i in part] for part in self._split.tables[name]]
             if not self._kernel(name).resume(own, numbers):
@@ -163,14 +183,16 @@ class Replay:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all recordings, and with them what they keep from being destroyed."""
+        """Drop all recordings, so that NCCL's communicators may be destroyed."""
         self._known.clear()
         self._last = None
 
     def _look(self, arguments: Sequence[Any]) -> Hashable | None:
-        """Compute the numbers; returns what a recording would keep: addresses, and numbers that operators keep.
+        """Compute the numbers of this step, and tell what a recording would keep of it.
 
-        None: some tensor is on the CPU. What is done there would be done once, when the program is recorded.
+        Returns:
+            Addresses, and the numbers that operators keep. None if some tensor is on the CPU: a recording would do
+            the work on that tensor only once, when it is made.
         """
         given = {i: arguments[i] for i in self._hypers}
         tensors = {i: value for i, value in given.items() if isinstance(value, Tensor)}
@@ -211,12 +233,19 @@ class Replay:
 
 
 def recorded(run: Run, device: torch.device) -> Run:
-    """Record what a run launches as a CUDA graph; returns what replays it.
+    """Record what a run launches as a CUDA graph.
 
-    Other threads go on meanwhile, NCCL's watchdog among them, and only this one must not do what cannot be recorded.
+    Other threads go on meanwhile, NCCL's watchdog among them; only this thread must not do what cannot be recorded.
+
+    Args:
+        run: launches the work.
+        device: on which it does.
+
+    Returns:
+        What replays the recording.
 
     Raises:
-        Exception: something in it cannot be; nothing was executed, and the device is as it was.
+        Exception: something in the run cannot be recorded. Nothing was executed, and the device is as it was.
     """
     graph = torch.cuda.CUDAGraph()
     index = index_of(device)
@@ -235,11 +264,16 @@ def recorded(run: Run, device: torch.device) -> Run:
 
 
 def clean_up(graph: Any, device: int, pool: Any) -> None:
-    """End what torch does not end where a recording fails (`CUDAGraph::capture_end` raises before it comes to that).
+    """End what torch leaves open after a failed recording, since `CUDAGraph::capture_end` raises too early.
 
-    The allocator would go on as in a recording: no memory that was lent to a stream would be free again, and
-    `empty_cache` would fail. The random generator of older versions would refuse to draw; the end of a next recording
-    sets it right, so one is made.
+    Otherwise the allocator would go on as in a recording: memory that was lent to a stream would never be free again,
+    and `empty_cache` would fail. The random generator of older versions would refuse to draw; the end of another
+    recording sets it right, so this makes one.
+
+    Args:
+        graph: whose recording failed.
+        device: index of the device.
+        pool: of memory that was recorded into.
     """
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
@@ -258,14 +292,17 @@ broken: list[Any] = []
 
 @functools.cache
 def pool_of(device: int) -> Any:
+    """The pool of memory that all recordings on a device share."""
     return torch.cuda.graph_pool_handle()
 
 
 @functools.cache
 def with_collectives() -> weakref.WeakSet[Replay]:
-    """Programs whose recordings contain collectives. They are dropped where a process group ends.
+    """Programs whose recordings contain collectives; process groups drop these before they shut down.
 
-    Torch has no hook there, so its methods are changed, when there is something to drop for the first time.
+    The first call replaces two methods of `ProcessGroup` for that. Nothing else runs early enough: `atexit` and
+    finalizers come after `destroy_process_group`, which would hang, and instances take no attributes. Torch could
+    make this unnecessary with a hook before a process group shuts down, or by an NCCL that ends its recordings itself.
     """
     found: weakref.WeakSet[Replay] = weakref.WeakSet()
     for name in ("shutdown", "abort"):
@@ -274,6 +311,8 @@ def with_collectives() -> weakref.WeakSet[Replay]:
 
 
 def after_forgetting(end: Callable[..., None], replays: weakref.WeakSet[Replay]) -> Callable[..., None]:
+    """A method of `ProcessGroup` that drops all recordings first."""
+
     @functools.wraps(end)
     def ended(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
         for replay in list(replays):
@@ -284,7 +323,7 @@ def after_forgetting(end: Callable[..., None], replays: weakref.WeakSet[Replay])
 
 
 def obstacle(program: Program) -> str:
-    """Why a program cannot be recorded, as far as that can be seen; empty if it may be."""
+    """Why a program cannot be recorded, as far as its code shows; empty if it may be."""
     if any(isinstance(value, EagerTasks) for value in program.inputs.values()):
         return "the optimizer's own code runs in it"
     if program.collectives and dist.is_initialized() and (backend := backend_on_cuda()) != "nccl":
@@ -299,13 +338,13 @@ def obstacle(program: Program) -> str:
 
 
 def backend_on_cuda() -> str:
-    """Which backend runs collectives of CUDA tensors: groups may have one for each kind of device."""
+    """The backend that runs collectives of CUDA tensors: a group may have one for each kind of device."""
     pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
     return next((backend for device, backend in pairs if device == "cuda"), "no backend for CUDA")
 
 
 def targets(module: fx.GraphModule) -> Iterator[Any]:
-    """Everything that a program calls, also for each of several tasks."""
+    """Every function that a program calls, those that it calls for each of several tasks included."""
     for own in module.modules():
         for node in own.graph.nodes if isinstance(own, fx.GraphModule) else ():
             if node.op == "call_function":

@@ -1,10 +1,11 @@
-"""Rank programs whose numbers lie on the device, so that a recorded program can be replayed with others.
+"""Rank programs whose numbers lie on the device, so that a recorded program can be replayed with other numbers.
 
-A CUDA graph keeps the numbers that kernels were launched with. Here the arithmetic on hyperparameters is taken out
-of a program and done on the host, in double precision as ever, and its results are handed to the operators in 0-d
-tensors. Operators that take numbers only get forms that take such tensors (`number_forms`). An operator without such
-a form keeps its number, and another value means another recording. So do all operators as long as their numbers have
-never changed: forms take more launches, and products of the library add in another way.
+A CUDA graph keeps the numbers that its kernels were launched with. This module takes the arithmetic on
+hyperparameters out of a program. The host does that arithmetic, in double precision as before, and hands its results
+to the operators as 0-d tensors. An operator that takes Python numbers only is replaced by a form that takes such
+tensors (`scalar_ops`). An operator without such a form keeps its number, so another value needs another recording.
+Every operator keeps its number as long as the number has never changed: forms take more launches, and they add in
+another order than the library's products.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from canzona_compile.ir.fx_utils import outputs, placeholders
 from canzona_compile.ir.program import Program
 from canzona_compile.runtime.scalar_ops import FORMS, each_numbered
 
-# How a value gets to where it is needed: in a tensor; as a number, which a recording keeps; or in a kernel's table.
+# How a value reaches its operator: in a 0-d tensor; as a number, which a recording keeps; or in a kernel's table.
 Kind = Literal["device", "kept", "table"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceProgram:
-    """A program in two parts.
+    """A program in two parts: arithmetic on the host, and the rest.
 
     Attributes:
-        host: the numbers among the program's inputs, in order -> the values that operators take.
-        module: the program's inputs, then those values: as `DeviceNumber` where their kind is "device", else as they
-            are. What it gets for the numbers among the inputs it does not read.
-        kinds: by value.
-        tables: which values each generated kernel reads, by its name and for each of its parts.
-        movable: the inputs on which values depend that are kept now, but need not be if these change.
+        host: takes the numbers among the program's inputs, in order; returns the values that operators take.
+        module: takes the program's inputs, then the values of `host`: as `DeviceNumber` where their kind is
+            "device", else as they are. It does not read the numbers among the program's inputs.
+        kinds: one per value.
+        tables: by the name of each generated kernel, for each of its parts the indices of the values that it reads.
+        movable: names of inputs from which values of kind "kept" come that could be of kind "device". If such an
+            input changes, the program should be split anew.
     """
 
     host: fx.GraphModule
@@ -47,36 +49,50 @@ class DeviceProgram:
 
 
 def with_device_numbers(program: Program, numbers: Sequence[str], changing: Collection[str]) -> DeviceProgram:
-    """Take the arithmetic on numbers out of a program.
+    """Split a program in the arithmetic on its numbers and the rest.
 
     Args:
-        numbers: the names of its inputs that are Python numbers. Hyperparameters may be tensors as well.
-        changing: those of them that may change from step to step. What is computed from others alone is kept.
+        program: as emitted; it is not changed.
+        numbers: names of its inputs that are Python numbers. Hyperparameters that are tensors are not among them.
+        changing: those of `numbers` that may change from step to step. Values that come from the others alone are
+            of kind "kept".
+
+    Returns:
+        Both parts.
     """
     return _Splitter(program, numbers, changing).split()
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A graph without arithmetic on numbers: what it takes instead, nodes of the old one, in order of its inputs."""
+    """A copy of a graph without its arithmetic on numbers.
+
+    Attributes:
+        name: of the submodule.
+        takes: the numbers that it takes in addition, in the order of its inputs: the node of the old graph that
+            computes each, and how the number reaches its operator.
+    """
 
     name: str
     takes: tuple[tuple[fx.Node, Kind], ...]
 
 
 class _Splitter:
+    """Writes the two parts of one program."""
+
     def __init__(self, program: Program, numbers: Sequence[str], changing: Collection[str]) -> None:
         self.old, self.numbers, self.changing = program.module, numbers, frozenset(changing)
-        self.sources: dict[fx.Node, frozenset[str]] = {}  # of nodes of `host`, the numbers that they come from
+        self.sources: dict[fx.Node, frozenset[str]] = {}  # by node of `host`, the inputs that it comes from
         self.movable: frozenset[str] = frozenset()
         self.host, self.root = fx.Graph(), torch.nn.Module()
         self.graph = fx.Graph()
         self.values: dict[tuple[fx.Node, Kind], fx.Node] = {}  # by node of `host`
-        self.results: dict[fx.Node, list[fx.Node]] = {}  # of graphs that return numbers only, in `host`
+        self.results: dict[fx.Node, list[fx.Node]] = {}  # by call of a graph of numbers, its results in `host`
         self.known: dict[Hashable, fx.Node] = {}  # arithmetic that is in `host` already
         self.cuts: dict[Hashable, _Cut] = {}
 
     def split(self) -> DeviceProgram:
+        """Go through the program once, node by node."""
         new: dict[fx.Node, fx.Node] = {}
         on_host = {name: self.host.placeholder(name) for name in self.numbers}
         self.sources |= {node: frozenset([name]) for name, node in on_host.items()}
@@ -107,7 +123,7 @@ class _Splitter:
         return DeviceProgram(host, module, kinds, self.tables(), self.movable)
 
     def kernel(self, node: fx.Node, kernel: GroupedKernel, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """A call of a generated kernel, whose numbers come from the host."""
+        """Write the call of a generated kernel, whose numbers the host computes."""
         self.root.add_module(str(node.target), kernel)
         parts: list[Any] = []
         for part in node.args:
@@ -119,6 +135,7 @@ class _Splitter:
         return self.graph.call_module(str(node.target), tuple(parts))
 
     def tables(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Which values each generated kernel reads, see `DeviceProgram.tables`."""
         place = {node: i for i, node in enumerate(self.values.values())}
         found: dict[str, tuple[tuple[int, ...], ...]] = {}
         for node in self.graph.nodes:
@@ -127,11 +144,11 @@ class _Splitter:
         return found
 
     def given(self, node: fx.Node, graph: fx.Graph, numbers: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """The numbers that a call hands to a graph, by the graph's inputs."""
+        """By placeholder of a called graph, the node of `host` that the call passes for it."""
         return {i: numbers[a] for i, a in zip(placeholders(graph), node.args, strict=True) if a in numbers}  # type: ignore[index]
 
     def call(self, node: fx.Node, new: Mapping[fx.Node, fx.Node], numbers: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """A call with numbers among its arguments: of a module, or of the module of one task in a loop."""
+        """Write the call of a module, or the loop over tasks that calls one, with numbers among its arguments."""
         looped = node.target is program_ops.each
         arguments = list(node.args[1:] if looped else node.args)
         attribute: Any = node.args[0] if looped else None
@@ -150,7 +167,15 @@ class _Splitter:
         return self.graph.call_function(program_ops.each, (self.graph.get_attr(cut.name), *args))
 
     def inline(self, graph: fx.Graph, given: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """A graph's arithmetic on numbers, in the host's graph; once where several graphs do the same."""
+        """Copy a graph's arithmetic on numbers to `host`, once where several graphs do the same.
+
+        Args:
+            graph: of a module that the program calls.
+            given: by placeholder of `graph`, the node of `host` that it stands for.
+
+        Returns:
+            By node of `graph` that is a number, the node of `host` that computes it.
+        """
         found = dict(given)
         for node in graph.nodes:
             if arithmetic(node, found):
@@ -163,7 +188,7 @@ class _Splitter:
         return found
 
     def value(self, number: fx.Node, kind: Kind) -> fx.Node:
-        """The program's input for a value that the host computes."""
+        """The placeholder for a value that the host computes; made now if the program has none yet."""
         if (number, kind) not in self.values:
             last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
             with self.graph.inserting_after(last):
@@ -171,10 +196,15 @@ class _Splitter:
         return self.values[number, kind]
 
     def cut(self, name: str, graph: fx.Graph, singles: Mapping[fx.Node, fx.Node]) -> _Cut:
-        """A graph without its arithmetic on numbers, whose operators take device numbers where they can.
+        """Copy a graph without its arithmetic on numbers; operators take device numbers where they can.
 
         Args:
-            singles: its numbers, and what they are in the host's graph.
+            name: of the submodule that holds the graph.
+            graph: the graph.
+            singles: by node that is a number, the node of `host` that computes it.
+
+        Returns:
+            The copy, which is the same for calls with the same numbers moving.
         """
         moving = {n for n, on_host in singles.items() if self.sources[on_host] & self.changing}
         for node in graph.nodes:
@@ -207,7 +237,6 @@ class _Splitter:
                 last = new[node]
             if form is not None:
                 new[node].target = each_numbered if node.target is program_ops.each else form
-        # Those that this graph's own inputs are followed by, in order.
         unique = f"{name}_{len(self.cuts)}"
         self.root.add_module(unique, fx.GraphModule(self.old.get_submodule(name), made, class_name=unique))
         self.cuts[key] = _Cut(unique, tuple(takes))
@@ -215,7 +244,7 @@ class _Splitter:
 
 
 def numbers_only(graph: fx.Graph) -> bool:
-    """Does a graph compute numbers from numbers, and nothing else?"""
+    """Does a graph return numbers only, computed from its inputs by arithmetic alone?"""
     known: set[fx.Node] = set(placeholders(graph))
     for node in graph.nodes:
         if node.op == "call_function" and arithmetic(node, known):
@@ -224,17 +253,18 @@ def numbers_only(graph: fx.Graph) -> bool:
 
 
 def first_of(graph: fx.Graph) -> fx.Node | None:
+    """The first node of a graph; None if it has none."""
     return next(iter(graph.nodes), None)
 
 
 def arithmetic(node: fx.Node, numbers: Any) -> bool:
-    """Does a node compute a number from numbers alone? What ATen makes of them are tensors."""
+    """Does a node compute a number from numbers alone? Operators of ATen do not: they return tensors."""
     operands = node.all_input_nodes
     plain = node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload)
     return plain and node.target is not program_ops.each and bool(operands) and all(n in numbers for n in operands)
 
 
 def form_of(node: fx.Node) -> Callable[..., Tensor] | None:
-    """What runs instead of a node where numbers are on the device."""
+    """The form of a node's operator that takes device numbers; None if it has none."""
     target: Any = node.args[0] if node.target is program_ops.each else node.target
     return FORMS.get(target) if node.op == "call_function" else None

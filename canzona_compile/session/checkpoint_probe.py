@@ -1,8 +1,8 @@
 """The step that torch.distributed.checkpoint takes with a fresh optimizer, to see what its state looks like.
 
 Torch's `_init_optim_state` sets all gradients and every lr to zero and calls `step`. A plain optimizer has
-counted a step then, and SOAP has used up the one that only finds its basis. A wrapped one has state
-afterwards, and is as it was in every other respect; the state counts for nothing unless it is loaded.
+counted a step then, and SOAP has used up the step that only finds its basis. A wrapped optimizer has state
+afterwards, and is as it was in every other respect. The next step forgets that state unless it was loaded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from canzona_compile.ir.layout import local_part
 
 
 def is_dummy_step(optimizer: Optimizer) -> bool:
-    """Is the step that is about to be taken one of these?
+    """Is the step that is about to be taken a dummy step?
 
     Zeros alone do not tell: a warm-up from lr 0 of a model whose last layer is initialised with zeros begins
-    with such a step as well, and that one counts. So it depends on who calls. Copies of torch's function in
-    training frameworks have kept its name.
+    with such a step as well, and that one counts. The call itself is that of any user too, `step(closure=None)`.
+    So the caller decides, by its name, which copies of torch's function in training frameworks have kept.
+
+    Torch could make this unnecessary with a method of `Optimizer` that creates state without a step, or with a mark
+    on the step that `_init_optim_state` takes.
     """
     if optimizer.state:
         return False
@@ -37,10 +40,10 @@ def is_dummy_step(optimizer: Optimizer) -> bool:
 
 @contextlib.contextmanager
 def undone(optimizer: Optimizer) -> Iterator[None]:
-    """What a step does meanwhile to anything but the state of parameters is undone.
+    """While open, a step may be taken; afterwards everything but the state of parameters is as it was before.
 
-    Each lr is meanwhile the default one: code that is steered by hyperparameters is captured for a lr of zero
-    apart, and nobody would use that capture again.
+    Each lr is the default one meanwhile. Otherwise code that depends on hyperparameters would be captured for a lr of
+    zero, and nobody would use that capture again.
     """
     params = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
     values = [p.detach().clone() for p in params]

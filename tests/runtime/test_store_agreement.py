@@ -1,0 +1,81 @@
+"""Waiting for collectives on the host: patience that ends is no failure, whatever the error says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from canzona_compile.errors import CanzonaError
+from canzona_compile.runtime.store_agreement import Waiter
+
+CPU = torch.device("cpu")
+
+
+class Work:
+    """A collective that ends after some waits: well, or with an error, and with words that say nothing of use."""
+
+    def __init__(self, waits: int, error: str = "", ends_late: bool = False) -> None:
+        self.waits, self.error, self.ends_late, self.calls = waits, error, ends_late, 0
+
+    def is_completed(self) -> bool:
+        return self.calls > self.waits or (self.ends_late and self.calls == self.waits)
+
+    def wait(self, *_: Any) -> bool:
+        self.calls += 1
+        if self.calls <= self.waits:
+            raise RuntimeError("not yet")
+        if self.error:
+            raise RuntimeError(f"{self.error}\nand a trace")
+        return True
+
+
+class Listener:
+    """A forum that counts how often it is asked, and hears a call or not."""
+
+    def __init__(self, call: CanzonaError | None = None) -> None:
+        self.call, self.heard, self.failures = call, 0, 0
+
+    def listen(self, number: int) -> None:
+        self.heard += 1
+        if self.call is not None:
+            raise self.call
+
+    def fail(self, error: CanzonaError, number: int | None = None) -> None:
+        self.failures += 1
+
+
+def wait(work: Work, forum: Listener) -> None:
+    forums: Any = [forum]
+    collective: Any = work
+    Waiter(forums, CPU).wait(collective)
+
+
+@pytest.mark.parametrize("waits", [0, 1, 3])
+def test_it_listens_whenever_patience_ends(waits: int) -> None:
+    forum = Listener()
+    wait(Work(waits), forum)
+    assert (forum.heard, forum.failures) == (waits, 0)
+
+
+def test_a_collective_that_ends_just_after_patience_has_not_failed() -> None:
+    forum = Listener()
+    wait(Work(1, ends_late=True), forum)
+    assert (forum.heard, forum.failures) == (0, 0)
+
+
+@pytest.mark.parametrize("error", ["Connection closed by peer", "Timed out waiting 1800000ms"])
+def test_a_failure_is_told_to_all(error: str) -> None:
+    """An error of the collective itself that speaks of a timeout, too."""
+    forum = Listener()
+    with pytest.raises(CanzonaError, match=f"a collective of this step failed: {error}$|{error}\n"):
+        wait(Work(0, error), forum)
+    assert forum.failures == 1
+
+
+def test_a_call_ends_the_wait() -> None:
+    forum = Listener(CanzonaError("rank 1 cannot run this step"))
+    with pytest.raises(CanzonaError, match="rank 1"):
+        wait(Work(9), forum)
+    assert (forum.heard, forum.failures) == (1, 1)
