@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessContext, ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from canzona_compile.errors import CanzonaError
 

@@ -15,22 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import named_hardware
-from canzona_compile.tools import processes
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.calibrate import EXTENTS, calibrate
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import Extent, dims_of, products, transposed
-from tests.harness import ranks
 
 TINY = Extent((16, 64, 256), (16, 32), (64, 256), 2**20, 3)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks come from the tests' fork server, which has imported torch."""
-    ranks.server()
-    monkeypatch.setattr(processes, "START_METHOD", "forkserver")
 
 
 # -- the sums --------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from torch.optim import SGD, Adagrad
 import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
-from canzona_compile.tools import processes
 from canzona_compile.tools.processes import Job, run
 from canzona_compile.tools.verification import Leaf
 from canzona_compile.tools.verification.check import OPTIONS
@@ -49,13 +48,6 @@ Children = set[multiprocessing.process.BaseProcess]
 def before() -> Children:
     """Children that other tests keep."""
     return set(multiprocessing.active_children())
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes come from the tests' fork server, which has imported torch. It has its own standard error."""
-    ranks.server()
-    monkeypatch.setattr(processes, "START_METHOD", "forkserver")
 
 
 # -- equal -----------------------------------------------------------------------------------------
