@@ -51,9 +51,7 @@ def table(forecast: Forecast) -> RenderableType:
         headline(forecast),
         (
             Section("Alternatives", "the same matrices, planned another way", alternatives(forecast)),
-            Section(
-                "Load", "FLOPs of each rank per step", load_chart(forecast.loads, forecast.imbalance)
-            ),
+            Section("Load", "FLOPs of each rank per step", load_chart(forecast.loads, forecast.imbalance)),
             Section("Timeline", f"simulated{some_ranks}", simulated(forecast)),
             Section("Strategies", "of each template's matrices, alone on their ranks", strategies(forecast)),
             Section("Cost", "of one matrix of m x n: FLOPs, bytes in memory and on the wire", costs(forecast)),
