@@ -233,9 +233,10 @@ class Exchange:
         """Pieces that `source` sends to `target`, both (replica, shard), and the block's size in bytes."""
         pieces: list[Piece] = []
         offset = 0
-        for item in self.items:
-            box = self._box(item, source, target)
-            if box is not None and box.numel:
+        shard = source[1] if self.phase is Phase.GATHER else target[1]
+        for item in self._carried(source, target):
+            box = item.wire.box(item.boxes[shard])
+            if box.numel:
                 pieces.append(Piece(item.task, item.wire, box, offset))
                 offset += box.numel * item.wire.itemsize
         return tuple(pieces), -(-offset // self.alignment) * self.alignment
@@ -244,16 +245,15 @@ class Exchange:
     def alignment(self) -> int:
         return self.items[0].wire.itemsize if self.items else 1
 
-    def _box(self, item: Item, source: tuple[int, int], target: tuple[int, int]) -> Box | None:
-        match self.phase:
-            case Phase.GATHER:
-                goes = item.owner is None or item.owner == target
-                return item.wire.box(item.boxes[source[1]]) if goes and source[0] == target[0] else None
-            case Phase.SCATTER:
-                goes = item.owner == source and source[0] == target[0]
-            case Phase.EXCHANGE:
-                goes = item.owner is not None and item.owner[0] == source[0] and source[1] == target[1]
-        return item.wire.box(item.boxes[target[1]]) if goes else None
+    def _carried(self, source: tuple[int, int], target: tuple[int, int]) -> list[Item]:
+        """The items of which `source` has something for `target`."""
+        if self.phase is Phase.EXCHANGE:
+            items = self.items if source[1] == target[1] else ()
+            return [i for i in items if i.owner is not None and i.owner[0] == source[0]]
+        items = self.items if source[0] == target[0] else ()
+        if self.phase is Phase.GATHER:
+            return [i for i in items if i.owner is None or i.owner == target]
+        return [i for i in items if i.owner == source]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
+from typing import NoReturn
 
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.fx_utils import outputs
@@ -171,10 +172,9 @@ def fused(exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], gri
         own = end[0] if phase is Phase.EXCHANGE else end
         missing = {i for i in (*by_home[own], *by_home[None]) if box_of(i, shard).numel}
         for piece in pieces:
-            what = f"{piece.box} of {piece.task}.{piece.wire.name}"
             found = number.get((piece.task, piece.wire.name), -1)
             if found not in missing or piece.box != box_of(found, shard):
-                raise InvalidStep(f"{what} does not belong there", at=at)
+                raise InvalidStep(f"{piece.box} of {piece.task}.{piece.wire.name} does not belong there", at=at)
             missing.remove(found)
         if missing:
             task, wire = routes[first := min(missing)]
@@ -203,16 +203,19 @@ def home(phase: Phase, task: Task) -> Place | int | None:
 
 def aligned(pieces: Sequence[Piece], size: int, where: str) -> None:
     """Pieces lie in their block, one after the other, each where its elements can be read."""
+
+    def fail(piece: Piece, problem: str) -> NoReturn:
+        raise InvalidStep(f"{piece.task}.{piece.wire.name} at byte {piece.offset} {problem}", at=where)
+
     end = 0
     for piece in sorted(pieces, key=lambda p: p.offset):
-        what = f"{piece.task}.{piece.wire.name} at byte {piece.offset}"
         if piece.offset % piece.wire.itemsize:
-            raise InvalidStep(f"{what} is not aligned to {piece.wire.itemsize} bytes", at=where)
+            fail(piece, f"is not aligned to {piece.wire.itemsize} bytes")
         if piece.offset < end:
-            raise InvalidStep(f"{what} overlaps the piece before it", at=where)
+            fail(piece, "overlaps the piece before it")
         end = piece.offset + piece.box.numel * piece.wire.itemsize
         if end > size:
-            raise InvalidStep(f"{what} ends after its block of {size} bytes", at=where)
+            fail(piece, f"ends after its block of {size} bytes")
 
 
 # -- BATCHED -----------------------------------------------------------------------------------
