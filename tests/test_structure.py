@@ -52,7 +52,7 @@ LAYERS = (
     "tools.simulation.figures tools.simulation.engine tools.simulation.traffic tools.simulation.rounds tools.simulation.simulate tools.simulation",
     "tools.planning.gc_pause tools.planning.figures tools.planning.weights tools.planning.mesh tools.planning.offline tools.planning.request",
     "tools.planning.gram tools.planning.mixed tools.planning.strategies tools.planning.forecast tools.planning.table tools.planning.markdown",
-    "tools.planning.trace tools.planning.page_charts tools.planning.page_document tools.planning.page tools.planning.difference tools.planning.result tools.planning.plan tools.planning.command tools.planning",
+    "tools.planning.trace tools.planning.page_style tools.planning.page_timeline tools.planning.page_charts tools.planning.page_document tools.planning.page tools.planning.difference tools.planning.result tools.planning.plan tools.planning.command tools.planning",
     "tools.calibration.clock tools.calibration.links tools.calibration.measure tools.calibration.bookkeeping tools.calibration.ranks",
     "tools.calibration.calibrate tools.calibration.command tools.calibration",
     "tools.verification.failure tools.verification.compare tools.verification.layouts tools.verification.user_model tools.verification.reference_log tools.verification.findings",

@@ -22,7 +22,9 @@ from canzona_compile.analysis.flops import readable, readable_bytes
 from canzona_compile.ir.hardware import RATES, Curve, Hardware, Link
 from canzona_compile.report.charts import plural
 from canzona_compile.tools.planning.figures import Alternative, Forecast
-from canzona_compile.tools.planning.page_charts import charts, metrics, period, share, task_lists, themes
+from canzona_compile.tools.planning.page_charts import charts, metrics
+from canzona_compile.tools.planning.page_style import period, share, themes
+from canzona_compile.tools.planning.page_timeline import task_lists
 
 RATE_WORDS = {
     "products": "matrix products",
@@ -89,7 +91,7 @@ def matrices(forecast: Forecast) -> dict[str, Any]:
     kinds: dict[tuple[str, ...], int] = {}
     rows = []
     for t in tasks:
-        shape = " × ".join(f"{n:,}" for n in t.shape)
+        shape = " \u00d7 ".join(f"{n:,}" for n in t.shape)
         kind = (shape, t.strategy, readable(t.flops), t.template, t.layout)
         rows.append((kinds.setdefault(kind, len(kinds)), t.owner, t.group))
     return {
