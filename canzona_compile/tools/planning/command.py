@@ -19,6 +19,7 @@ from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.options import Numerics, Strategy
 from canzona_compile.ownership import NAMES
 from canzona_compile.tools.planning.difference import difference, difference_table
+from canzona_compile.tools.planning.page import check_installed
 from canzona_compile.tools.planning.plan import Updates, plan
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import (
@@ -64,6 +65,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(given: Namespace) -> int:
     """Write the plan; 0."""
     planner = planner_of(given)
+    if given.format == "html":
+        check_installed()
     if given.output is not None:
         check_output(given.output)  # now: a large plan takes a while
     with progress(given.quiet) as say:
