@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.harness.checkpoint_routes import LOAD, SAVE
-from tests.harness.checkpointing import END, SAVED, Run
+from tests.harness.checkpointing import END, SAVED, Run, once
 from tests.harness.layouts import Case
 from tests.harness.ranks import run
 
@@ -79,7 +79,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
                 own = made[key] / label(saver)
                 own.mkdir()
                 world = saver[0].world
-                assert run(world, save, name, saver, own, ways, dtype) == [[]] * world
+                assert run(world, save, name, saver, own, ways, dtype, after=once(name, dtype)) == [[]] * world
         return made[key]
 
     return folder
@@ -87,7 +87,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 def check(saved: Saved, name: str, loader: Rank, savers: Plan, dtype: torch.dtype = torch.float32) -> None:
     world = loader[0].world
-    assert run(world, load, name, loader, saved(name, savers, dtype), savers, dtype) == [{}] * world
+    folder = saved(name, savers, dtype)
+    assert run(world, load, name, loader, folder, savers, dtype, after=once(name, dtype)) == [{}] * world
 
 
 @pytest.mark.ranks

@@ -15,7 +15,7 @@ from canzona_compile.kernels import tensor_args, tuning_cache
 from canzona_compile.kernels.dispatch import CANDIDATES, Problem
 from tests.harness.layouts import Case
 from tests.harness.ranks import run
-from tests.harness.trainer import SHAPES, Outcome, Trainer, check
+from tests.harness.trainer import SHAPES, Outcome, Trainer, check, ready
 
 
 def label(value: Any) -> str:
@@ -63,7 +63,7 @@ def first_step(case: Case, differ: dict[str, Any]) -> Outcome:
     ids=label,
 )
 def test_ranks_that_differ(case: Case, differ: dict[str, Any], words: list[str]) -> None:
-    found = run(case.world, first_step, case, differ, fresh=True)
+    found = run(case.world, first_step, case, differ, fresh=True, after=ready())
     check(found, {"RankMismatch"}, "difference", "rank 1", *words)
 
 
@@ -85,5 +85,5 @@ def tuned_on_one_rank(folder: str) -> Outcome:
 @pytest.mark.ranks
 def test_kernels_that_were_tuned_on_one_rank_only(tmp_path: Path) -> None:
     """Matrices that every rank computes would come out different, and nobody would hear of it."""
-    found = run(2, tuned_on_one_rank, str(tmp_path), fresh=True)
+    found = run(2, tuned_on_one_rank, str(tmp_path), fresh=True, after=ready())
     check(found, {"RankMismatch"}, "difference", "tuned", "m=1024")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.harness.layouts import Case, local
 from tests.harness.ranks import PATIENCE, Died, run
-from tests.harness.trainer import NAMES, SHAPES, Outcome, Trainer, check
+from tests.harness.trainer import NAMES, SHAPES, Outcome, Trainer, check, ready
 
 # -- a rank dies -----------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def step_with_a_victim(case: Case, victim: int, call: int) -> Outcome:
     ],
 )
 def test_a_rank_dies_in_mid_step(case: Case, victim: int, call: int) -> None:
-    found = run(8, step_with_a_victim, case, victim, call, dying=[victim])
+    found = run(8, step_with_a_victim, case, victim, call, dying=[victim], after=ready())
     assert found.pop(victim) == Died(7)
     for outcome in found:
         assert outcome.ours, f"{outcome.error}: {outcome.said}"
@@ -79,7 +79,7 @@ def step_without(absent: int, patience: float) -> Outcome | None:
 def test_a_rank_stays_away() -> None:
     """The process group's timeout holds, although waiting listens for calls meanwhile."""
     patience = 3.0
-    found = run(3, step_without, 1, patience, patience=patience, fresh=True)
+    found = run(3, step_without, 1, patience, patience=patience, fresh=True, after=ready())
     for outcome in (found[0], found[2]):
         assert outcome.ours
         assert outcome.changed == []
@@ -126,7 +126,7 @@ def step_missing(
 @pytest.mark.parametrize("steps", [2, 0], ids=["steady", "first"])
 @pytest.mark.parametrize("cases", GRADIENT_CASES, ids=names)
 def test_gradient_missing_on_one_rank(cases: list[Case], steps: int) -> None:
-    found = run(cases[0].world, step_missing, cases, steps, {1: [1]}, fresh=True)
+    found = run(cases[0].world, step_missing, cases, steps, {1: [1]}, fresh=True, after=ready())
     check(found, {"InvalidGradient", "RankMismatch"}, "second", "gradient")
 
 
@@ -135,7 +135,7 @@ def test_gradient_missing_on_one_rank(cases: list[Case], steps: int) -> None:
 @pytest.mark.parametrize("cases", GRADIENT_CASES[:4], ids=names)
 def test_gradient_missing_where_every_rank_computes_everything(cases: list[Case], late: float) -> None:
     """Under DDP such a step moves no tensor at all; still no rank may update alone."""
-    found = run(cases[0].world, step_missing, cases, 2, {1: [1]}, "replicated", late, fresh=True)
+    found = run(cases[0].world, step_missing, cases, 2, {1: [1]}, "replicated", late, fresh=True, after=ready())
     check(found, {"InvalidGradient", "RankMismatch"}, "second", "gradient")
 
 
@@ -153,7 +153,7 @@ def test_gradient_of_a_tensor_of_one_rank(others: list[Case]) -> None:
 @pytest.mark.parametrize("cases", [GRADIENT_CASES[0], GRADIENT_CASES[1]], ids=names)
 def test_gradient_missing_on_one_rank_counts_as_zeros(cases: list[Case]) -> None:
     """The fragments of that rank have no gradient; all ranks take the step."""
-    for outcome in run(3, step_missing, cases, 2, {1: [1]}, missing_grads="zero"):
+    for outcome in run(3, step_missing, cases, 2, {1: [1]}, missing_grads="zero", after=ready()):
         assert outcome.error == ""
         assert {"first", "third", "fourth"} <= set(outcome.changed)
 
@@ -206,7 +206,7 @@ def train_with_gaps(cases: list[Case], gaps: dict[int, list[int]]) -> tuple[list
 @pytest.mark.parametrize("cases", [GRADIENT_CASES[0], GRADIENT_CASES[1], GRADIENT_CASES[3]], ids=names)
 def test_gradient_missing_on_all_ranks(cases: list[Case], gaps: dict[int, list[int]]) -> None:
     """The parameter is skipped, as the plain optimizer does."""
-    for same, same_state in run(cases[0].world, train_with_gaps, cases, gaps):
+    for same, same_state in run(cases[0].world, train_with_gaps, cases, gaps, after=ready()):
         assert same == [True] * 4
         assert same_state == [True] * 4
 
@@ -236,7 +236,7 @@ def train_slowly(ranks: int) -> list[bool]:
 @pytest.mark.ranks
 def test_waiting_long_after_an_agreed_change() -> None:
     """Who waits listens for calls, but the call that led to the agreement is none to fail for."""
-    assert run(2, train_slowly, 2) == [[False, True, False, False]] * 2
+    assert run(2, train_slowly, 2, after=ready()) == [[False, True, False, False]] * 2
 
 
 def sparse(param: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def step_bad(cases: list[Case], steps: int, make: Callable[[Tensor], Tensor]) ->
 def test_bad_gradient_on_one_rank(
     cases: list[Case], make: Callable[[Tensor], Tensor], words: list[str], steps: int
 ) -> None:
-    found = run(cases[0].world, step_bad, cases, steps, make, fresh=True)
+    found = run(cases[0].world, step_bad, cases, steps, make, fresh=True, after=ready())
     check(found, {"InvalidGradient", "RankMismatch"}, *words)
 
 
@@ -311,4 +311,4 @@ def train_nan(ranks: int) -> list[bool]:
 @pytest.mark.ranks
 def test_not_a_number() -> None:
     """It does to its matrix what it does in the plain optimizer, and to no other."""
-    assert run(2, train_nan, 2) == [[True] * 8] * 2
+    assert run(2, train_nan, 2, after=ready()) == [[True] * 8] * 2
