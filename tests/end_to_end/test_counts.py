@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import canzona_compile
 from canzona_compile.capture.dynamo_oracle import Oracle
 from tests.harness.layouts import Case, Laid, replicate_of
+from tests.harness.marks import crossed, full
 from tests.harness.optimizers import (
     EVEN,
     MUON_GROUPS,
@@ -194,8 +195,7 @@ def uneven(ranks: int) -> list[Shape]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shapes", [one_per_shape, uneven])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("ranks", "shapes"), crossed([2, 3, 4], [one_per_shape, uneven]))
 def test_fsdp(ranks: int, shapes: Callable[[int], list[Shape]]) -> None:
     """4 (W - 1) / W bytes per element: bfloat16 to the owner and back, but not what the owner has.
 
@@ -210,8 +210,9 @@ def test_fsdp(ranks: int, shapes: Callable[[int], list[Shape]]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("options", [{"micro_groups": 3}, {"capacity": 1500, "depth": 3}], ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "options"), crossed([2, 3, 4], [{"micro_groups": 3}, {"capacity": 1500, "depth": 3}]), ids=str
+)
 def test_fsdp_in_micro_groups(ranks: int, options: dict[str, Any]) -> None:
     """Two collectives each, and as many bytes as in one."""
     made = uneven(ranks)
@@ -222,8 +223,9 @@ def test_fsdp_in_micro_groups(ranks: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shapes", [UNEVEN, (*EVEN, *UNEVEN, *UNEVEN)], ids=["uneven", "mixed"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "shapes"), crossed([2, 3, 4], [UNEVEN, (*EVEN, *UNEVEN, *UNEVEN)]), ids=lambda v: str(v).replace(" ", "")
+)
 def test_fsdp_with_any_owners(ranks: int, shapes: Sequence[Shape]) -> None:
     """What crosses is all but the rows that the owner has."""
     found = counted(ranks, Case("fsdp", (ranks,)), shapes, strategy="owner")
@@ -238,7 +240,7 @@ def test_fsdp_with_any_owners(ranks: int, shapes: Sequence[Shape]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("layout", "mesh"), [("hsdp", (2, 2)), ("tp_ddp", (2, 2)), ("hsdp", (2, 4))])
+@pytest.mark.parametrize(("layout", "mesh"), [("hsdp", (2, 2)), ("tp_ddp", (2, 2)), full("hsdp", (2, 4))])
 def test_hsdp(layout: str, mesh: tuple[int, int]) -> None:
     """Gather and scatter in one replica, then every fragment of the update to the other replicas."""
     replicas, shards = mesh
@@ -250,8 +252,7 @@ def test_hsdp(layout: str, mesh: tuple[int, int]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("layout", ["ddp", "replicated"])
+@pytest.mark.parametrize(("layout", "ranks"), crossed(["ddp", "replicated"], [2, 3, 4]))
 def test_ddp(layout: str, ranks: int) -> None:
     """Nothing to gather: the owner sends the bfloat16 update to every other rank, in one collective."""
     shapes = [*EVEN, *UNEVEN]

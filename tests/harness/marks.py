@@ -11,7 +11,12 @@ import pytest
 
 def also(values: Iterable[Any]) -> list[Any]:
     """Parameters of a test that only `make test-all` runs."""
-    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+    return [full(value) for value in values]
+
+
+def full(*values: Any) -> Any:
+    """The same for a test of several parameters: one set of them."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def crossed(*axes: Sequence[Any], fast: int = 1) -> list[Any]:
@@ -29,5 +34,5 @@ def crossed(*axes: Sequence[Any], fast: int = 1) -> list[Any]:
     found = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
         values = [axis[i] for axis, i in zip(axes, places, strict=True)]
-        found.append(pytest.param(*values, marks=() if places in kept else pytest.mark.full))
+        found.append(pytest.param(*values) if places in kept else full(*values))
     return found

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
+from canzona_compile.capture.templates import Capture
+from canzona_compile.capture.twin import plain_class, signature
+
 Shape = tuple[int, ...]
 
 
@@ -152,11 +155,24 @@ def share_captures(optimizer: Any, among: Shared = _captured) -> None:
     Args:
         among: those that may share, for tests to whom the numbers of templates matter.
     """
-    own = {k: v for k, v in vars(optimizer).items() if k not in STANDARD}
+    adopt(optimizer.canzona.session.capture, among)
+
+
+def offline_capture(optimizer: Optimizer) -> Capture:
+    """A `Capture` as `plan()` makes one, that shares as well.
+
+    Names of templates are part of a plan, and must not depend on plans before it: those share whose groups are alike.
+    """
+    capture = Capture(optimizer)
+    adopt(capture, _captured, signature(optimizer.param_groups[0]))
+    return capture
+
+
+def adopt(capture: Capture, among: Shared, *more: Any) -> None:
+    own = {k: v for k, v in vars(capture.optimizer).items() if k not in STANDARD}
     if not all(isinstance(v, int | float | str | None) for v in own.values()):
         return  # its step may depend on them in any way
-    capture = optimizer.canzona.session.capture
-    key = (type(optimizer)._canzona_plain_class, tuple(sorted((k, repr(v)) for k, v in own.items())))
+    key = (plain_class(capture.optimizer), tuple(sorted((k, repr(v)) for k, v in own.items())), *more)
     mine = [getattr(capture, name) for name in PARTS]
     for name, part in zip(PARTS, among.setdefault(key, mine), strict=True):
         setattr(capture, name, part)

@@ -43,7 +43,9 @@ def muon(params: list[Any], **hypers: Any) -> Muon:
 
 
 def wrapped_muon(shapes: Iterable[Shape] = TALL_AND_WIDE, **hypers: Any) -> Any:
-    return canzona_compile.wrap(muon(parameters(shapes), **hypers))
+    wrapped = canzona_compile.wrap(muon(parameters(shapes), **hypers))
+    share_captures(wrapped)
+    return wrapped
 
 
 @contextlib.contextmanager

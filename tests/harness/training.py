@@ -88,10 +88,15 @@ class Outcome:
     report: dict[str, Any]
 
 
-def train(
+def train(training: Training, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
+    """What becomes of the wrapped optimizer on this rank's fragments, fed the plain run's gradients."""
+    return trained(training, cases, dtype, **options)[1]
+
+
+def trained(
     training: Training, cases: Sequence[Case], dtype: torch.dtype, restored: bool = False, **options: Any
-) -> Outcome:
-    """The wrapped optimizer on this rank's fragments, fed the plain run's gradients.
+) -> tuple[Any, Outcome]:
+    """The same, and the optimizer.
 
     Args:
         restored: load its own state in mid-run.
@@ -114,7 +119,8 @@ def train(
         optimizer.step()
     started = collectives() - before
     elements = [index.numel() for index in laid.indices]
-    return Outcome([*differences(plain, optimizer, laid)], elements, started, optimizer.canzona.report().to_dict())
+    report = optimizer.canzona.report().to_dict()
+    return optimizer, Outcome([*differences(plain, optimizer, laid)], elements, started, report)
 
 
 def differences(plain: Plain, optimizer: Optimizer, laid: Laid) -> Iterator[str]:
@@ -123,7 +129,7 @@ def differences(plain: Plain, optimizer: Optimizer, laid: Laid) -> Iterator[str]
     state = optimizer.state_dict()["state"]
     for k, (mine, whole) in enumerate(zip(params_of(optimizer), params_of(plain.optimizer), strict=True)):
         i = place[id(mine)]
-        if not equal(mine, whole.detach(), laid, i):
+        if not equal(mine.detach(), whole.detach(), laid, i):
             yield f"parameter {k}"
         expected, found = (leaves_of(s) for s in (plain.optimizer.state.get(whole, {}), state.get(k, {})))
         if expected.keys() != found.keys():
@@ -140,15 +146,18 @@ def leaves_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def equal(found: Any, whole: Any, laid: Laid, i: int) -> bool:
-    """Has this leaf the bits of the whole one? Both this rank's fragment, laid out as parameter i, and what torch
-    gathers."""
-    if not isinstance(found, Tensor):
+    """Has this leaf of parameter i, or the parameter itself, the bits of the whole one?
+
+    Compared is what torch gathers, and this rank's fragment where the leaf is laid out as the parameter is.
+    """
+    if not isinstance(found, DTensor):
         return same_bits(found, whole)
+    param = laid.params[i]
+    assert isinstance(param, DTensor)
     gathered = full(found) if gathers(found) else whole  # a collective: on every rank, whatever this rank holds
-    if found.shape != laid.params[i].shape:
-        return same_bits(gathered, whole)
-    return same_bits(local(found).flatten(), laid.fragment(whole, i).flatten()) and (
-        not isinstance(found, DTensor) or same_bits(gathered, whole)
+    alike = found.shape == param.shape and found.placements == param.placements
+    return same_bits(gathered, whole) and (
+        not alike or same_bits(local(found).flatten(), laid.fragment(whole, i).flatten())
     )
 
 

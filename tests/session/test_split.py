@@ -22,6 +22,7 @@ from canzona_compile.split import rows_of
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import Case, Laid, full, replicate_of
+from tests.harness.marks import crossed
 from tests.harness.optimizers import StackMuon, share_captures
 from tests.harness.pairs import params_of, same_bits
 from tests.harness.ranks import run
@@ -147,7 +148,7 @@ def train(make: str, splits: Splits, case: Case | None, restored: bool = False, 
 
 @pytest.mark.parametrize(
     ("make", "splits"),
-    [*(("muon", s) for s in SPLITS), *(("soap", s) for s in SPLITS), ("normuon", "block"), ("interpreted", "heads")],
+    [*crossed(["muon", "soap"], list(SPLITS)), ("normuon", "block"), ("interpreted", "heads")],
 )
 def test_in_one_process(make: str, splits: str) -> None:
     train(make, SPLITS[splits], None, restored=True)
@@ -164,8 +165,7 @@ CASES = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("make", ["muon", "soap"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("make", "case"), crossed(["muon", "soap"], CASES), ids=str)
 def test_on_ranks(make: str, case: Case) -> None:
     splits = {"muon": "interleaved", "soap": "block"}[make]
     reports = train_on_ranks(make, SPLITS[splits], case, restored=True, strategy="owner")

@@ -14,6 +14,7 @@ from canzona_compile.session import session
 from examples.optimizers.soap import SOAP
 from tests.harness import toy_optimizers as toys
 from tests.harness.layouts import Case, Laid, full, local, replicate_of
+from tests.harness.marks import crossed
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import Pair, Shape, same_bits
 from tests.harness.ranks import run
@@ -149,13 +150,11 @@ def whole(leaf: Any) -> Any:
     return full(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
+CASES = [Case("fsdp", (3,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "case",
-    [Case("fsdp", (3,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))],
-    ids=str,
-)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "case"), crossed(list(KINDS), CASES), ids=str)
 def test_on_ranks(name: str, case: Case) -> None:
     for found in run(case.world, train, name, case, strategy="owner", after=partial(train, name, ALONE)):
         assert found == []
