@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.harness.marks import also
 
+from tests.harness.marks import also
 from tests.harness.remembered import remembered
 
 pytest.importorskip("triton")

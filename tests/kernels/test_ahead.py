@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.harness.marks import also
 
 from canzona_compile.kernels.dispatch import CANDIDATES, SQUARE, Tile
+from tests.harness.marks import also
 from tests.harness.remembered import remembered
 
 pytest.importorskip("triton")
