@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.harness.layouts import Case, Laid
-from tests.harness.marks import also, crossed
+from tests.harness.marks import also, crossed, full
 from tests.harness.optimizers import (
     MUON_GROUPS,
     STACK_GROUPS,
@@ -26,10 +26,7 @@ from tests.harness.ranks import run
 from tests.harness.training import ALONE, Outcome, Training, check, on_ranks, plain_run
 from tests.harness.training import train as train_recipe
 
-DTYPES = [
-    pytest.param(torch.float32, id="fp32"),
-    pytest.param(torch.bfloat16, id="bf16"),
-]
+DTYPES = [torch.float32, torch.bfloat16]
 RECIPES = {
     name: Training(
         lambda params, make=make, groups=groups: make(param_groups(groups, params)),  # type: ignore[misc]
@@ -74,8 +71,11 @@ MORE_CASES = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [*CASES, *also(MORE_CASES)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*crossed(CASES, DTYPES), *(full(case, dtype) for case in MORE_CASES for dtype in DTYPES)],
+    ids=str,
+)
 def test_layout(case: Case, dtype: torch.dtype) -> None:
     outcomes = on_ranks(train, "muon", [case], dtype, strategy="owner")
     report = check(outcomes)
@@ -158,7 +158,7 @@ MIXES = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("mix", "dtype"), crossed(list(MIXES), [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(("mix", "dtype"), crossed(list(MIXES), DTYPES))
 def test_several_layouts(mix: str, dtype: torch.dtype) -> None:
     world, cases = MIXES[mix]
     assert {case.world for case in cases} == {world}
@@ -171,8 +171,10 @@ def test_several_layouts(mix: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ranks", [3, *also([2, 4, 8])])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [*crossed([2, 3], DTYPES), *(full(ranks, dtype) for ranks in (4, 8) for dtype in DTYPES)],
+)
 def test_experts_on_their_ranks(ranks: int, dtype: torch.dtype) -> None:
     """A stack cut along its entries stays where it is: 0 collectives, counted."""
     case = Case("stack_dim0", (ranks,))
@@ -201,8 +203,7 @@ def test_experts_cut_along_a_matrix_dim(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ranks", [2, *also([4])])
+@pytest.mark.parametrize(("ranks", "dtype"), crossed([2, 4], DTYPES))
 def test_entries_that_are_not_independent(ranks: int, dtype: torch.dtype) -> None:
     """Whose learning rate follows the number of entries needs the whole stack."""
     outcomes = on_ranks(train, "entries", [Case("stack_dim0", (ranks,))], dtype, strategy="owner")
