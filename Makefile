@@ -3,6 +3,7 @@
 #   make demo PYTHON=python3.12               another interpreter
 #   make demo DEMO_ARGS="--parallel tp"       options of examples/train_lm.py
 #   make test PYTEST_ARGS="-k muon -x"        options of pytest
+#   make test-all                             every combination as well, and every GPU to compile for
 #   GOLDEN=accept make test                   rewrite tests/golden/
 #   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
 #   make test-gpu VENV= PYTHON=python3        the same with a Python that has torch already: nothing is installed
@@ -14,8 +15,10 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Two workers: most of a test's time ranks wait for one another. A file stays on one worker, and its ranks with it.
+# Two workers: most of a test's time ranks wait for one another. A file stays on one worker, and its ranks and captures
+# with it; files come in the order of tests/conftest.py, long ones first.
 WORKERS ?= 2
+XDIST = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -28,13 +31,17 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 # Ranks are processes that share the cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-gpu lint types bench bench-gpu clean
+.PHONY: demo test test-all test-gpu lint types bench bench-gpu clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
 
+# Under ten minutes on two cores. What it leaves out is marked `full`: tests/test_selection.py says what that may be.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(XDIST) -m "not full" $(PYTEST_ARGS)
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
 
 # Kernels compiled for the device, not interpreted. Without one each test is skipped and says why. Only files with such
 # tests are imported: others may need packages that a GPU machine lacks.

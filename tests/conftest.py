@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 Golden = Callable[..., None]
+COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # all tests, before any is deselected
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,6 +22,27 @@ def pytest_configure(config: pytest.Config) -> None:
     # Nothing above imports ours or torch's, and nothing else may set it: tests on a GPU want kernels compiled.
     if config.option.markexpr.strip() != "gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run files with most work on ranks first, so that no worker is left with a long one at the end."""
+    config.stash[COLLECTED] = list(items)
+    work = Counter(
+        item.path for item in items if item.get_closest_marker("ranks") and not item.get_closest_marker("full")
+    )
+    items.sort(key=lambda item: -work[item.path])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plans_share_captures() -> Iterator[None]:
+    """Plans made offline need the same captures over and over."""
+    from canzona_compile.tools.planning import offline  # late, see pytest_configure
+    from tests.harness.optimizers import offline_capture
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline, "Capture", offline_capture)
+        yield
 
 
 @pytest.fixture

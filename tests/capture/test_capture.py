@@ -111,7 +111,7 @@ def test_a_dozen_shapes_stay_below_no_limit_of_dynamo() -> None:
     """torch._dynamo.config.recompile_limit is 8 per code object."""
     shapes = [(3 + i, 15 - i) for i in range(12)]
     assert len(shapes) > torch._dynamo.config.recompile_limit
-    pair = Pair(shapes=shapes)
+    pair = Pair(shapes=shapes, captures_anew=True)
     pair.steps(2)
     report = pair.report
     assert (report.captures, report.fallbacks, len({t.template for t in report.tasks})) == (12, {}, 12)
@@ -122,7 +122,7 @@ def test_compiled_functions_of_the_user_are_left_alone() -> None:
     compiled = torch.compile(lambda x: x * 2 + 1, backend="eager")
     compiled(torch.ones(3))
     frames = counters["frames"]["ok"]
-    pair = Pair(shapes=[(5, 4)])
+    pair = Pair(shapes=[(5, 4)], captures_anew=True)
     pair.step()
     captured = counters["frames"]["ok"]
     assert captured > frames

@@ -10,7 +10,6 @@ from torch.optim import Muon
 
 import canzona_compile
 from canzona_compile import CanzonaError, UnsupportedOptimizer
-from tests.harness.optimizers import share_captures
 from tests.harness.pairs import Pair, feed, params_of, same_bits
 
 
@@ -33,7 +32,6 @@ class Proxy:
 def test_a_proxy_is_refused() -> None:
     """Were it wrapped, its steps would change nothing: its twins would step the optimizer inside."""
     pair = Pair()
-    share_captures(pair.wrapped)
     proxy: Any = Proxy(pair.plain)
     kind = type(proxy)
     with pytest.raises(UnsupportedOptimizer, match="if it goes around another optimizer, wrap that one"):
@@ -45,7 +43,6 @@ def test_a_proxy_is_refused() -> None:
 def test_a_proxy_of_a_wrapped_optimizer() -> None:
     """It is a way to ask the optimizer inside for its report, but not to unwrap it: the proxy would be lost."""
     pair = Pair()
-    share_captures(pair.wrapped)
     inner, proxy = pair.wrapped, Proxy(pair.wrapped)
     pair.wrapped = proxy
     pair.steps(2)
@@ -66,7 +63,6 @@ def test_a_proxy_of_a_wrapped_optimizer() -> None:
 
 def test_a_copy_of_a_proxy_steps_alone() -> None:
     pair = Pair()
-    share_captures(pair.wrapped)
     pair.steps(2)
     before = [p.detach().clone() for p in params_of(pair.wrapped)]
     copied: Any = copy.deepcopy(Proxy(pair.wrapped))

@@ -13,7 +13,6 @@ from torch.optim import AdamW, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
-from tests.harness.optimizers import share_captures
 from tests.harness.pairs import Pair, same_bits
 from tests.harness.toy_optimizers import PerParameter, State, cube
 
@@ -83,7 +82,6 @@ def drive(pair: Pair, make: Callable[[Optimizer], LRScheduler]) -> tuple[list[di
     Captures are shared between the tests, to be quick: a capture per value would show all the same, as every
     schedule has values of its own.
     """
-    share_captures(pair.wrapped)
     schedulers: list[Any] = [make(optimizer) for optimizer in pair.both]
     seen, captures = [], []
     for step in range(STEPS):
@@ -146,7 +144,6 @@ def test_betas_are_cycled(name: str, make: Callable[[list[Any]], Optimizer]) -> 
 def test_a_schedule_goes_on_from_its_saved_state() -> None:
     make = SCHEDULERS["OneCycleLR"]
     pair = Pair(shapes=ONE_SHAPE)
-    share_captures(pair.wrapped)
     schedulers = [make(optimizer) for optimizer in pair.both]
     for step in range(STEPS):
         pair.step()

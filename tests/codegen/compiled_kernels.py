@@ -1,5 +1,8 @@
 """Compiles generated kernels for GPUs that are not there. A program of its own: kernels are defined for Triton's
-compiler or for its interpreter, once per process. Prints JSON: by kernel and architecture, what the binary needs."""
+compiler or for its interpreter, once per process. Prints JSON: by kernel, what the binary for an architecture needs.
+
+    python -m tests.codegen.compiled_kernels ARCH
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import operator
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -140,14 +144,14 @@ def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    results = {}
+    results, arch = {}, int(sys.argv[1])
     for name, (programs, forms) in KERNELS.items():
         branches = [(i, form) for i in range(len(programs)) for form in forms]
         text, width = source(name, programs, branches), max(p.width for p in programs)
-        results[name] = {arch: compile_for(arch, text, width) for arch in (80, 90, 100)}
-    for dtype in (torch.float32, torch.float64):
+        results[name] = compile_for(arch, text, width)
+    for dtype in (torch.float32, torch.float64) if arch == 90 else ():
         programs = operators(dtype)
         text = source("operators", programs, [(i, (1, True)) for i in range(len(programs))])
-        needs = compile_for(90, text, max(p.width for p in programs))
-        results[str(dtype)] = {90: needs | {"functions": text.count("@triton.jit") - 1}}
+        needs = compile_for(arch, text, max(p.width for p in programs))
+        results[str(dtype)] = needs | {"functions": text.count("@triton.jit") - 1}
     print(json.dumps(results))

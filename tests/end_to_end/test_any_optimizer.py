@@ -71,7 +71,7 @@ def test_matrices_and_elementwise_groups_in_one_optimizer() -> None:
 
 
 def test_nesterov_switched_in_mid_run_is_captured_once_more() -> None:
-    pair = Pair()
+    pair = Pair(captures_anew=True)
     captures = []
     for nesterov in (True, False) * 3:
         pair.set("nesterov", nesterov)
@@ -111,7 +111,7 @@ def test_other_hyperparameters_changed_in_mid_run(name: str, values: tuple[Any, 
 
 
 def test_tensor_learning_rates() -> None:
-    pair = Pair(lambda params: muon(params, lr=torch.tensor(0.1)))
+    pair = Pair(lambda params: muon(params, lr=torch.tensor(0.1)), captures_anew=True)
     captures = []
     for _ in range(4):
         pair.step()
@@ -123,7 +123,7 @@ def test_tensor_learning_rates() -> None:
 
 @pytest.mark.parametrize("kind", [muon, toys.Refreshing])
 def test_dispatch_modes_of_the_caller_change_nothing(kind: Callable[[list[Any]], Optimizer]) -> None:
-    pair = Pair(kind)
+    pair = Pair(kind, captures_anew=True)
     pair.step()
     captures = pair.report.captures
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_dispatch_modes_of_the_caller_change_nothing(kind: Callable[[list[Any]],
 
 @pytest.mark.parametrize("kind", [toys.Cubic, toys.Counting, toys.Refreshing, toys.Nesting, toys.Replacing])
 def test_counters_and_periodic_work_are_compiled(kind: type[Optimizer]) -> None:
-    pair = Pair(kind)
+    pair = Pair(kind, captures_anew=True)
     pair.steps(7)
     captures = pair.report.captures
     pair.steps(3)
@@ -149,7 +149,9 @@ def test_counters_and_periodic_work_are_compiled(kind: type[Optimizer]) -> None:
 
 @pytest.mark.parametrize("kind", [toys.CountingOnItself, toys.CountingInGroup, toys.LateCounting])
 def test_counters_in_groups_and_on_the_optimizer(kind: type[Optimizer]) -> None:
-    pair = Pair(lambda params: kind([{"params": params[:2]}, {"params": params[2:]}]), MIXED[:2] + MIXED[3:])  # type: ignore[call-arg]
+    pair = Pair(
+        lambda params: kind([{"params": params[:2]}, {"params": params[2:]}]), MIXED[:2] + MIXED[3:], captures_anew=True
+    )  # type: ignore[call-arg]
     pair.steps(4)
     captures = pair.report.captures
     pair.step(0, 2)

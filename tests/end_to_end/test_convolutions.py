@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from tests.harness.layouts import Case, Laid, full, replicate_of
-from tests.harness.optimizers import orthogonal
+from tests.harness.optimizers import orthogonal, share_captures
 from tests.harness.pairs import params_of, same_bits
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import PerParameter, State
+from tests.harness.training import ALONE
 
 SHAPES = ((9, 4, 3, 3), (8, 8, 1, 1), (2, 5, 3, 2), (7, 6))
 
@@ -53,6 +55,7 @@ def train(kind: str, case: Case) -> list[str]:
     plain: Any = KINDS[kind]([nn.Parameter(v.clone()) for v in values], lr=0.1)
     wrapped: Any = KINDS[kind](laid.params, lr=0.1)
     canzona_compile.wrap(wrapped, replicate=replicate_of(case), strategy="owner")
+    share_captures(wrapped)
     for _ in range(4):
         for i, param in enumerate(params_of(plain)):
             param.grad = torch.randn(param.shape, generator=random)
@@ -70,4 +73,4 @@ def train(kind: str, case: Case) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["stack_dim0", "stack_dim1", "ddp", "replicated"])
 def test_convolutions(kind: str, layout: str) -> None:
-    assert run(2, train, kind, Case(layout, (2,))) == [[], []]
+    assert run(2, train, kind, Case(layout, (2,)), after=partial(train, kind, ALONE)) == [[], []]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import canzona_compile
 from canzona_compile.capture.dynamo_oracle import Oracle
 from tests.harness.layouts import Case, Laid, replicate_of
+from tests.harness.marks import crossed, full
 from tests.harness.optimizers import (
     EVEN,
     MUON_GROUPS,
@@ -154,6 +156,11 @@ def count(case: Case, shapes: Sequence[Shape], **options: Any) -> Traffic:
     )
 
 
+def counted(ranks: int, case: Case, shapes: Sequence[Shape], **options: Any) -> list[Traffic]:
+    """The traffic of each rank; all of them have the captures behind them."""
+    return run(ranks, count, case, shapes, after=partial(count, Case("plain", ()), [*EVEN, *UNEVEN]), **options)
+
+
 # -- traffic ---------------------------------------------------------------------------------------
 
 
@@ -188,8 +195,7 @@ def uneven(ranks: int) -> list[Shape]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shapes", [one_per_shape, uneven])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("ranks", "shapes"), crossed([2, 3, 4], [one_per_shape, uneven]))
 def test_fsdp(ranks: int, shapes: Callable[[int], list[Shape]]) -> None:
     """4 (W - 1) / W bytes per element: bfloat16 to the owner and back, but not what the owner has.
 
@@ -197,30 +203,32 @@ def test_fsdp(ranks: int, shapes: Callable[[int], list[Shape]]) -> None:
     exactly 1 / W, whatever the shards.
     """
     made = shapes(ranks)
-    found = run(ranks, count, Case("fsdp", (ranks,)), made, strategy="owner")
+    found = counted(ranks, Case("fsdp", (ranks,)), made, strategy="owner")
     wire, groups = check(found, made, per_group=2)
     assert wire * ranks == 4 * (ranks - 1) * elements(made)
     assert groups == 1
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("options", [{"micro_groups": 3}, {"capacity": 1500, "depth": 3}], ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "options"), crossed([2, 3, 4], [{"micro_groups": 3}, {"capacity": 1500, "depth": 3}]), ids=str
+)
 def test_fsdp_in_micro_groups(ranks: int, options: dict[str, Any]) -> None:
     """Two collectives each, and as many bytes as in one."""
     made = uneven(ranks)
-    found = run(ranks, count, Case("fsdp", (ranks,)), made, strategy="owner", **options)
+    found = counted(ranks, Case("fsdp", (ranks,)), made, strategy="owner", **options)
     wire, groups = check(found, made, per_group=2)
     assert wire * ranks == 4 * (ranks - 1) * elements(made)
     assert groups > 1
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shapes", [UNEVEN, (*EVEN, *UNEVEN, *UNEVEN)], ids=["uneven", "mixed"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("ranks", "shapes"), crossed([2, 3, 4], [UNEVEN, (*EVEN, *UNEVEN, *UNEVEN)]), ids=lambda v: str(v).replace(" ", "")
+)
 def test_fsdp_with_any_owners(ranks: int, shapes: Sequence[Shape]) -> None:
     """What crosses is all but the rows that the owner has."""
-    found = run(ranks, count, Case("fsdp", (ranks,)), shapes, strategy="owner")
+    found = counted(ranks, Case("fsdp", (ranks,)), shapes, strategy="owner")
     wire, _ = check(found, shapes, per_group=2)
     expected = 0
     for task in found[0].report["tasks"]:
@@ -232,24 +240,23 @@ def test_fsdp_with_any_owners(ranks: int, shapes: Sequence[Shape]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("layout", "mesh"), [("hsdp", (2, 2)), ("tp_ddp", (2, 2)), ("hsdp", (2, 4))])
+@pytest.mark.parametrize(("layout", "mesh"), [("hsdp", (2, 2)), ("tp_ddp", (2, 2)), full("hsdp", (2, 4))])
 def test_hsdp(layout: str, mesh: tuple[int, int]) -> None:
     """Gather and scatter in one replica, then every fragment of the update to the other replicas."""
     replicas, shards = mesh
     shapes = list(EVEN)
-    found = run(replicas * shards, count, Case(layout, mesh), shapes, strategy="owner")
+    found = counted(replicas * shards, Case(layout, mesh), shapes, strategy="owner")
     wire, _ = check(found, shapes, per_group=3)
     expected = 4 * (shards - 1) * elements(shapes) + 2 * (replicas - 1) * shards * elements(shapes)
     assert wire * shards == expected
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("layout", ["ddp", "replicated"])
+@pytest.mark.parametrize(("layout", "ranks"), crossed(["ddp", "replicated"], [2, 3, 4]))
 def test_ddp(layout: str, ranks: int) -> None:
     """Nothing to gather: the owner sends the bfloat16 update to every other rank, in one collective."""
     shapes = [*EVEN, *UNEVEN]
-    found = run(ranks, count, Case(layout, (ranks,)), shapes, strategy="owner")
+    found = counted(ranks, Case(layout, (ranks,)), shapes, strategy="owner")
     wire, _ = check(found, shapes, per_group=1)
     assert wire == 2 * (ranks - 1) * elements(shapes)
 
@@ -259,10 +266,10 @@ def test_ddp(layout: str, ranks: int) -> None:
 def test_replicated_strategy(ranks: int) -> None:
     """Everybody gathers everything, nothing comes back; with equal copies the ranks only meet."""
     shapes = [*EVEN, *UNEVEN]
-    found = run(ranks, count, Case("fsdp", (ranks,)), shapes, strategy="replicated")
+    found = counted(ranks, Case("fsdp", (ranks,)), shapes, strategy="replicated")
     wire, _ = check(found, shapes, per_group=1)
     assert wire == 2 * (ranks - 1) * elements(shapes)
-    found = run(ranks, count, Case("ddp", (ranks,)), shapes, strategy="replicated")
+    found = counted(ranks, Case("ddp", (ranks,)), shapes, strategy="replicated")
     for own in found:
         assert own.functions == ["all_reduce"]
         assert own.started == own.report["collectives_per_step"] == 1

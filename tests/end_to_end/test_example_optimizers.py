@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 import canzona_compile
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
-from tests.harness.layouts import Case, Laid, full, local, replicate_of
+from tests.harness.layouts import Case
+from tests.harness.marks import crossed
 from tests.harness.optimizers import share_captures
-from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
-from tests.harness.ranks import run
+from tests.harness.pairs import Pair, feed, parameters, params_of
+from tests.harness.training import Outcome, Training, check, on_ranks
+from tests.harness.training import train as train_one
 
 SMALL = ((6, 4), (4, 6), (5, 5))
 # Rows and columns that 2 and 3 ranks cannot share evenly, fewer rows than ranks, and two matrices alike.
@@ -282,7 +282,7 @@ def test_state_is_made_at_the_first_step_and_then_written_in_place(name: str) ->
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_wrapped_in_one_process(name: str) -> None:
-    pair = Pair(OPTIMIZERS[name], SHAPES)
+    pair = Pair(OPTIMIZERS[name], SHAPES, captures_anew=True)
     captures = 0
     for step in range(STEPS):
         pair.set("lr", 0.03 / (1 + step))
@@ -299,7 +299,7 @@ def test_unwrapped_restored_and_rescheduled_between_refreshes(name: str) -> None
     saved = copy.deepcopy(pair.plain.state_dict())
     canzona_compile.unwrap(pair.wrapped)
     pair.steps(4)
-    canzona_compile.wrap(pair.wrapped)
+    share_captures(canzona_compile.wrap(pair.wrapped))
     pair.step(1)  # its counter is behind now
     pair.steps(4)
     for optimizer in pair.both:
@@ -313,68 +313,29 @@ def test_unwrapped_restored_and_rescheduled_between_refreshes(name: str) -> None
 # -- wrapped, on ranks -------------------------------------------------------------------------
 
 
-@functools.cache
-def plain_run(name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]], Optimizer]:
-    """Parameters, gradients by step, and the plain optimizer after STEPS with them, on full tensors."""
-    random = torch.Generator().manual_seed(7)
-    first, *grads = ([torch.randn(s, generator=random).to(dtype) for s in SHAPES] for _ in range(1 + STEPS))
-    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(v.clone()) for v in first])
-    for step, values in enumerate(grads):
+def falling(optimizer: Optimizer) -> Callable[[int], None]:
+    def change(step: int) -> None:
         optimizer.param_groups[0]["lr"] = 0.03 / (1 + step)
-        for param, grad in zip(params_of(optimizer), values, strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-    return first, grads, optimizer
+
+    return change
 
 
-def train(
-    name: str, case: Case, dtype: torch.dtype, restored: bool = False, **options: Any
-) -> tuple[list[str], dict[str, Any]]:
-    """The same steps wrapped, on this rank's fragments: what differs, and the report."""
-    first, grads, plain = plain_run(name, dtype)
-    laid = Laid(first, case)
-    optimizer: Any = OPTIMIZERS[name](laid.params)
-    canzona_compile.wrap(optimizer, replicate=replicate_of(case), **options)
-    share_captures(optimizer)
-    for step, values in enumerate(grads):
-        optimizer.param_groups[0]["lr"] = 0.03 / (1 + step)
-        if restored and step == STEPS // 2:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for i, param in enumerate(laid.params):
-            param.grad = laid.like_param(values[i], i)
-        optimizer.step()
-    found, state = [], optimizer.state_dict()["state"]
-    for i, (mine, whole) in enumerate(zip(laid.params, params_of(plain), strict=True)):
-        assert state[i].keys() == plain.state[whole].keys()
-        pairs = {"parameter": (mine, whole)}
-        pairs |= {leaf: (state[i][leaf], value) for leaf, value in plain.state[whole].items()}
-        found += [f"{what} {i}" for what, pair in pairs.items() if not equal(*pair, laid, i)]
-    return found, optimizer.canzona.report().to_dict()
+TRAININGS = {name: Training(make, SHAPES, STEPS, falling) for name, make in OPTIMIZERS.items()}
 
 
-def equal(found: Any, whole: Any, laid: Laid, i: int) -> bool:
-    """A leaf that is laid out as parameter i: both its fragment and what torch gathers. Others: itself."""
-    if not isinstance(found, DTensor):
-        return same_bits(found, whole)
-    gathered = full(found)  # a collective: on every rank, whatever this rank holds
-    return same_bits(local(found).flatten(), laid.fragment(whole, i).flatten()) and same_bits(gathered, whole)
-
-
-def check(outcomes: Sequence[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
-    """The right bits everywhere, by graphs: the report."""
-    assert [found for found, _ in outcomes] == [[]] * len(outcomes)
-    assert [report["fallbacks"] for _, report in outcomes] == [{}] * len(outcomes)
-    return outcomes[0][1]
+def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
+    return train_one(TRAININGS[name], cases, dtype, **options)
 
 
 CASES = [Case("fsdp", (3,)), Case("tp_rows", (2,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["shampoo", "soap", "soap-one-sided", "normuon"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "name"), crossed(CASES, ["shampoo", "soap", "soap-one-sided", "normuon"], fast=2), ids=str
+)
 def test_wrapped_on_ranks(case: Case, name: str) -> None:
-    report = check(run(case.world, train, name, case, torch.float32, strategy="owner"))
+    report = check(on_ranks(train, name, [case], torch.float32, strategy="owner"))
     assert {task["strategy"] for task in report["tasks"]} == {"owner"}
 
 
@@ -382,15 +343,15 @@ def test_wrapped_on_ranks(case: Case, name: str) -> None:
 @pytest.mark.parametrize("name", ["shampoo-grafted", "soap", "normuon"])
 @pytest.mark.parametrize("case", [Case("fsdp", (2,)), Case("ddp", (2,))], ids=str)
 def test_wrapped_on_ranks_in_16_bits(case: Case, name: str) -> None:
-    check(run(case.world, train, name, case, torch.bfloat16))
+    check(on_ranks(train, name, [case], torch.bfloat16))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("options", [{"strategy": "replicated"}, {"strategy": "owner", "micro_groups": 3}], ids=str)
 def test_options(options: dict[str, Any]) -> None:
-    check(run(2, train, "soap", Case("fsdp", (2,)), torch.float32, **options))
+    check(on_ranks(train, "soap", [Case("fsdp", (2,))], torch.float32, **options))
 
 
 @pytest.mark.ranks
 def test_restored_on_ranks() -> None:
-    check(run(2, train, "soap", Case("fsdp", (2,)), torch.float32, restored=True))
+    check(on_ranks(train, "soap", [Case("fsdp", (2,))], torch.float32, restored=True))

@@ -27,7 +27,7 @@ COMPILED = (
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_compiled(kind: type[Optimizer]) -> None:
-    pair = Pair(kind)
+    pair = Pair(kind, captures_anew=True)
     for step in range(10):
         pair.set("lr", 0.1 / (1 + step))
         pair.step()

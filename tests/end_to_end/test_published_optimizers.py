@@ -6,23 +6,25 @@ at a time, on owners as on one device, so that no bound in ulps is needed anywhe
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_optimizer
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import canzona_compile
-from tests.harness.layouts import Case, Laid, full, local, replicate_of
-from tests.harness.optimizers import share_captures
-from tests.harness.pairs import params_of, same_bits
+from tests.harness.layouts import Case, Laid, full
+from tests.harness.marks import crossed
+from tests.harness.pairs import params_of
 from tests.harness.ranks import run
+from tests.harness.training import Outcome, Training, check, on_ranks, plain_run
+from tests.harness.training import train as train_one
 
 STEPS = 25
 # Rows and columns that 2 and 3 ranks cannot share evenly, fewer rows than ranks, two matrices alike; then the rest.
@@ -101,56 +103,20 @@ OTHERS = [f"torch-{kind.__name__.lower()}" for kind in TORCH_S]
 EXACT = [name for name in OPTIMIZERS if "random" not in name and name not in OTHERS]
 
 
-@functools.cache
-def plain_run(name: str, vectors: bool) -> tuple[list[Tensor], list[list[Tensor]], Optimizer]:
-    """Parameters, gradients by step, and the plain optimizer after all of them, on whole tensors."""
-    random = torch.Generator().manual_seed(11)
-    shapes = (*MATRICES, *REST, *(VECTORS if vectors else ()))
-    first, *grads = ([torch.randn(s, generator=random) for s in shapes] for _ in range(1 + STEPS))
-    params = [nn.Parameter(v.clone()) for v in first]
-    optimizer = OPTIMIZERS[name](params)
-    for step, values in enumerate(grads):
-        schedule(optimizer, step)
-        for param, grad in zip(params, values, strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-    return first, grads, optimizer
+def gentler(optimizer: Optimizer) -> Callable[[int], None]:
+    def change(step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) / (1 + step / 4)
+
+    return change
 
 
-def schedule(optimizer: Optimizer, step: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) / (1 + step / 4)
+TRAININGS = {name: Training(make, (*MATRICES, *REST), STEPS, gentler) for name, make in OPTIMIZERS.items()}
+WITH_VECTORS = {f"{name} with vectors": replace(t, shapes=(*t.shapes, *VECTORS)) for name, t in TRAININGS.items()}
 
 
-def train(name: str, case: Case, vectors: bool = False) -> tuple[list[str], dict[str, Any]]:
-    """The same steps wrapped, on this rank's fragments: what differs, and the report."""
-    first, grads, plain = plain_run(name, vectors)
-    laid = Laid(first, case)
-    optimizer: Any = OPTIMIZERS[name](laid.params)
-    canzona_compile.wrap(optimizer, replicate=replicate_of(case), strategy="owner")
-    share_captures(optimizer)
-    for step, values in enumerate(grads):
-        schedule(optimizer, step)
-        for i, param in enumerate(laid.params):
-            param.grad = laid.like_param(values[i], i)
-        optimizer.step()
-    place = {id(p): i for i, p in enumerate(laid.params)}
-    state, found = optimizer.state_dict()["state"], []
-    for k, (mine, whole) in enumerate(zip(params_of(optimizer), params_of(plain), strict=True)):
-        expected = laid.fragment(whole.detach(), place[id(mine)])
-        if not same_bits(local(mine).flatten(), expected.flatten()):
-            found.append(f"parameter {k}")
-        own = plain.state.get(whole, {})
-        if own.keys() != state.get(k, {}).keys():
-            found.append(f"state of {k} has {sorted(state.get(k, {}))}")
-        for leaf, value in own.items():
-            if isinstance(value, Tensor | int | float) and not same_bits(gathered(state[k][leaf]), value):
-                found.append(f"{leaf} of {k}")
-    return found, optimizer.canzona.report().to_dict()
-
-
-def gathered(leaf: Any) -> Any:
-    return full(leaf) if isinstance(leaf, Tensor) else leaf
+def train(name: str, cases: Sequence[Case], dtype: torch.dtype) -> Outcome:
+    return train_one({**TRAININGS, **WITH_VECTORS}[name], cases, dtype, strategy="owner")
 
 
 INTERPRETED = {"scalable-shampoo"}  # its state holds an object
@@ -158,36 +124,33 @@ CASES = [Case("fsdp", (3,)), Case("tp_rows", (2,)), Case("hsdp", (2, 2)), Case("
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "name"), crossed(CASES, EXACT, fast=2), ids=str)
 def test_bits(case: Case, name: str) -> None:
-    for found, report in run(case.world, train, name, case):
-        assert found == []
-        assert bool(report["fallbacks"]) == (name in INTERPRETED)
-        assert bool(report["tasks"]) == (name not in ("torch-adamw", "torch-sgd")), "elementwise work has no owner"
+    report = check(on_ranks(train, name, [case], torch.float32), fallbacks=name in INTERPRETED)
+    assert bool(report["tasks"]) == (name not in ("torch-adamw", "torch-sgd")), "elementwise work has no owner"
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["mixed", "muon", "adamuon", "soap", "torch-adamw"])
 def test_bits_with_vectors(name: str) -> None:
     """Biases and norms, sharded as well."""
-    case = Case("stack_dim0", (3,))
-    assert [found for found, _ in run(case.world, train, name, case, vectors=True)] == [[]] * 3
+    check(on_ranks(train, f"{name} with vectors", [Case("stack_dim0", (3,))], torch.float32))
 
 
 def largest_difference(name: str, case: Case) -> float:
     """Of a parameter, in the largest update of the plain run."""
-    first, grads, plain = plain_run(name, False)
-    laid = Laid(first, case)
+    plain = plain_run(TRAININGS[name], torch.float32)
+    laid = Laid(plain.first, case)
     optimizer: Any = canzona_compile.wrap(OPTIMIZERS[name](laid.params), strategy="owner")
+    change = gentler(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for step, values in enumerate(grads):
-            schedule(optimizer, step)
+        for step, values in enumerate(plain.grads):
+            change(step)
             for i, param in enumerate(laid.params):
                 param.grad = laid.like_param(values[i], i)
             optimizer.step()
-    pairs = zip(laid.params, params_of(plain), first, strict=True)
+    pairs = zip(laid.params, params_of(plain.optimizer), plain.first, strict=True)
     return max(float((full(a) - b.detach()).abs().max() / (b.detach() - c).abs().max()) for a, b, c in pairs)
 
 
@@ -200,5 +163,5 @@ def test_random_starting_vectors_change_little() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", OTHERS)
 def test_bits_of_torch_s_other_optimizers(name: str) -> None:
-    case = Case("fsdp", (3,))
-    assert [found for found, _ in run(case.world, train, name, case)] == [[]] * case.world
+    outcomes = on_ranks(train, name, [Case("fsdp", (3,))], torch.float32)
+    assert [outcome.different for outcome in outcomes] == [[]] * 3

@@ -161,6 +161,17 @@ def different_leaves(plain: Any, state: Any, param: Tensor) -> list[str]:
     return found
 
 
+def once(name: str, dtype: torch.dtype = torch.float32) -> functools.partial[Any]:
+    """For `run(after=...)`: the run in one process, so that ranks need not capture what it did."""
+    return functools.partial(whole_run, name, dtype)
+
+
+def whole_run(name: str, dtype: torch.dtype) -> None:
+    for steps in (0, SAVED, END):
+        plain_moment(name, steps, dtype)
+    Run(name, Case("plain", ()), dtype).steps(0, END)
+
+
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()

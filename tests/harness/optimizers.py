@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
+from canzona_compile.capture.templates import Capture
+from canzona_compile.capture.twin import plain_class, signature
+
 Shape = tuple[int, ...]
 
 
@@ -133,36 +136,43 @@ def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
     return x.transpose(-2, -1) if tall else x
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How to make an optimizer, and for which groups and dtypes."""
-
-    make: Callable[[list[dict[str, Any]]], Optimizer]
-    groups: tuple[GroupSpec, ...]
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-
-
-RECIPES = {
-    "muon": Recipe(muon, MUON_GROUPS),
-    "one group": Recipe(muon, ONE_GROUP, (torch.float32,)),
-    "stack": Recipe(StackMuon, STACK_GROUPS),
-    "entries": Recipe(EntriesMuon, STACK_GROUPS),
-}
-
-
 # -- shared captures -------------------------------------------------------------------------------
 
-_captured: dict[type[Optimizer], Any] = {}
+PARTS = ("kinds", "counts", "_separable")  # of a Capture
+# Attributes that every optimizer has, or that wrap() and schedulers add.
+STANDARD = {*vars(Optimizer([torch.nn.Parameter(torch.zeros(1))], {})), "canzona", "step"}
+Shared = dict[Any, Any]  # by class and attributes: what optimizers of it captured
+_captured: Shared = {}
 
 
-def share_captures(optimizer: Any, among: dict[type[Optimizer], Any] = _captured) -> None:
-    """Let a wrapped optimizer use what others of its class captured in this process.
+def share_captures(optimizer: Any, among: Shared = _captured) -> None:
+    """Let a wrapped optimizer use what others of its class and with its attributes captured in this process.
 
-    A capture takes a third of a second, depends on no layout, and tests of layouts need the same ones over
-    and over. All ranks must do the same, as templates are numbered. `among`: those that may share, for tests to whom
-    such numbers matter.
+    A capture takes a third of a second, that of an optimizer with periodic work many; it depends on no layout, and
+    tests need the same ones over and over. All ranks must do the same, as templates are numbered. What this must not
+    hide: tests that count captures, or change how they are made, do without.
+
+    Args:
+        among: those that may share, for tests to whom the numbers of templates matter.
     """
-    capture = optimizer.canzona.session.capture
-    kind = type(optimizer)._canzona_plain_class
-    own = capture.kinds, capture._separable, capture.counts
-    capture.kinds, capture._separable, capture.counts = among.setdefault(kind, own)
+    adopt(optimizer.canzona.session.capture, among)
+
+
+def offline_capture(optimizer: Optimizer) -> Capture:
+    """A `Capture` as `plan()` makes one, that shares as well.
+
+    Names of templates are part of a plan, and must not depend on plans before it: those share whose groups are alike.
+    """
+    capture = Capture(optimizer)
+    adopt(capture, _captured, signature(optimizer.param_groups[0]))
+    return capture
+
+
+def adopt(capture: Capture, among: Shared, *more: Any) -> None:
+    own = {k: v for k, v in vars(capture.optimizer).items() if k not in STANDARD}
+    if not all(isinstance(v, int | float | str | None) for v in own.values()):
+        return  # its step may depend on them in any way
+    key = (plain_class(capture.optimizer), tuple(sorted((k, repr(v)) for k, v in own.items())), *more)
+    mine = [getattr(capture, name) for name in PARTS]
+    for name, part in zip(PARTS, among.setdefault(key, mine), strict=True):
+        setattr(capture, name, part)

@@ -14,6 +14,7 @@ from torch.optim import Muon, Optimizer
 from torch.utils import _pytree as pytree
 
 import canzona_compile
+from tests.harness.optimizers import share_captures
 
 Shape = tuple[int, ...]
 Make = Callable[[list[Any]], Optimizer]
@@ -42,7 +43,9 @@ def muon(params: list[Any], **hypers: Any) -> Muon:
 
 
 def wrapped_muon(shapes: Iterable[Shape] = TALL_AND_WIDE, **hypers: Any) -> Any:
-    return canzona_compile.wrap(muon(parameters(shapes), **hypers))
+    wrapped = canzona_compile.wrap(muon(parameters(shapes), **hypers))
+    share_captures(wrapped)
+    return wrapped
 
 
 @contextlib.contextmanager
@@ -77,9 +80,19 @@ def different(plain: Optimizer, other: Optimizer) -> list[str]:
 class Pair:
     """A plain and a wrapped optimizer made alike."""
 
-    def __init__(self, make: Make = muon, shapes: Sequence[Shape] = TALL_AND_WIDE, **options: Any) -> None:
+    def __init__(
+        self, make: Make = muon, shapes: Sequence[Shape] = TALL_AND_WIDE, captures_anew: bool = False, **options: Any
+    ) -> None:
+        """Make both.
+
+        Args:
+            captures_anew: do without what pairs before this one captured: for tests of how and how often that is done.
+            options: of `wrap`.
+        """
         self.plain = make(parameters(shapes))
         self.wrapped: Any = canzona_compile.wrap(make(parameters(shapes)), **options)
+        if not captures_anew:
+            share_captures(self.wrapped)
         self.number = 0
 
     @property

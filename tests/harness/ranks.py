@@ -3,8 +3,10 @@
     results = run(4, work, "fsdp", dtype=torch.float32)  # work("fsdp", ...) on ranks 0 to 3
 
 Ranks are processes that live as long as the session, one pool per number of ranks, each with a
-default process group of gloo. They are forked from a server that has imported torch, so that a
-pool takes a fraction of a second. Work is named by module and function: it has to be importable.
+default process group of gloo. They are forked from a process that has imported torch (`nursery`), so
+that a pool takes a fraction of a second. Work is named by module and function: it has to be importable.
+
+    results = run(4, work, "fsdp", after=partial(work, "plain"))  # what ranks share is made once, before the fork
 
 An exception on any rank is raised here with that rank's traceback; ranks that do not answer in time
 are an error that shows where they hang. Either way the pool is replaced before its next use.
@@ -17,22 +19,17 @@ import contextlib
 import faulthandler
 import functools
 import gc
-import importlib
-import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver
+from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +37,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-ROOT = Path(__file__).parents[2]
-PRELOAD = (
-    "pytest",
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "canzona_compile",
-    "tests.harness.layouts",
-    "tests.harness.warm",
-)
+from tests.harness.nursery import Child, answer, call_of, nursery, write_to
+
 PATIENCE = 60.0  # seconds: timeout of the process groups
 LIMIT = 150.0  # seconds that a call may take; only a hang takes so long
 GRACE = 5.0  # seconds that the others have to answer once a rank has failed
@@ -76,6 +64,7 @@ def run(
     dying: Collection[int] = (),
     limit: float = LIMIT,
     patience: float = PATIENCE,
+    after: functools.partial[Any] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """`function(*args, **kwargs)` on `world` ranks; what it returned, by rank.
@@ -87,7 +76,12 @@ def run(
         dying: ranks that end their process; their result is `Died`.
         limit: seconds until a rank that has not answered counts as hanging.
         patience: timeout of the process groups of a fresh pool.
+        after: a call that the ranks have behind them. It is made once, without a process group, in the process
+            from which they are forked, so that what it captures and caches is there on every rank.
     """
+    before = None if after is None else call_of(after.func, *after.args, **after.keywords)
+    if before is not None:
+        nursery().do(before)
     if fresh or dying:
         pool = Pool(world, group, patience)
         try:
@@ -95,6 +89,9 @@ def run(
         finally:
             pool.close()
     pool = pool_of(world, group)
+    if before is not None and before not in pool.behind:
+        drop(world, group)
+        pool = pool_of(world, group)
     try:
         return pool.run(function, args, kwargs, (), limit)
     except BaseException:
@@ -123,29 +120,25 @@ def drop(world: int, group: bool) -> None:
 def close_all() -> None:
     for key in list(_pools):
         drop(*key)
+    if nursery.cache_info().currsize:
+        nursery().close()
 
 
 class Pool:
     """Some ranks, and the store through which they find each other; the store outlives any rank."""
 
     def __init__(self, world: int, group: bool, patience: float = PATIENCE) -> None:
-        context = server()
+        self.behind = nursery().done
         self._logs = tempfile.TemporaryDirectory(prefix="canzona-ranks-")
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group else None
         port = self._store.port if self._store else None
         self._ends: list[Connection] = []
-        self._processes: list[ForkServerProcess] = []
+        self._processes: list[Child] = []
         for rank in range(world):
-            mine, theirs = context.Pipe()
+            mine, theirs = Pipe()
             self._ends.append(mine)
-            process = context.Process(
-                target=serve,
-                args=(theirs, rank, world, port, patience, str(self._log(rank))),
-                daemon=True,
-            )
-            process.start()
+            self._processes.append(nursery().fork(theirs, serve, rank, world, port, patience, str(self._log(rank))))
             theirs.close()
-            self._processes.append(process)
 
     def run(
         self,
@@ -155,7 +148,7 @@ class Pool:
         dying: Collection[int],
         limit: float,
     ) -> list[Any]:
-        job = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
+        job = call_of(function, *args, **kwargs)
         for end in self._ends:
             with contextlib.suppress(OSError):  # a dead rank is found below
                 end.send_bytes(job)
@@ -184,8 +177,7 @@ class Pool:
         try:
             done, value = pickle.loads(self._ends[rank].recv_bytes())
         except (EOFError, OSError):
-            self._processes[rank].join(GRACE)
-            code = self._processes[rank].exitcode
+            code = self._processes[rank].join(GRACE)
             return Died(code), "" if dying else f"died (exit code {code})\n{self._tail(rank)}"
         if dying:
             return None, f"lives and returned {value!r}"
@@ -194,10 +186,8 @@ class Pool:
     def _hanging(self, ranks: list[int]) -> list[str]:
         """Have every rank that does not answer say where it is."""
         for rank in ranks:
-            pid = self._processes[rank].pid
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
         return [f"rank {rank} hangs\n{self._tail(rank)}" for rank in ranks]
 
@@ -213,10 +203,9 @@ class Pool:
         for end in self._ends:
             end.close()  # a rank that waits for work ends now
         for process in self._processes:
-            process.join(0 if kill else GRACE)
-            if process.is_alive():
+            if process.join(0 if kill else GRACE) is None:
                 process.kill()
-                process.join()
+                process.join(GRACE)
         self._store = None
         self._logs.cleanup()
 
@@ -225,35 +214,6 @@ def brief(failure: str, lines: int = 4) -> str:
     """The beginning and the end of what another rank said: it mostly follows from the first failure."""
     said = failure.splitlines()
     return "\n".join([*said[:lines], "...", *said[-lines:]] if len(said) > 2 * lines else said)
-
-
-@functools.cache
-def server() -> ForkServerContext:
-    """The context of a fork server that has imported what ranks need.
-
-    It must have one thread: what it forks has no others.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    one = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
-    with environment(PYTHONPATH=os.pathsep.join(paths), **one):
-        forkserver.ensure_running()
-    return context
-
-
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 # -- on a rank -------------------------------------------------------------------------------------
@@ -270,9 +230,7 @@ def collectives() -> int:
 
 def serve(end: Connection, rank: int, world: int, port: int | None, patience: float, log: str) -> None:
     """The life of a rank: run what is asked for until the other end closes."""
-    with open(log, "w") as file:
-        for standard in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), standard.fileno())
+    write_to(log)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
@@ -288,16 +246,13 @@ def serve(end: Connection, rank: int, world: int, port: int | None, patience: fl
             job = end.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)  # no farewells: other ranks may be dead
-        end.send_bytes(answer(job))
+        end.send_bytes(reply(job))
         gc.collect()
 
 
-def answer(job: bytes) -> bytes:
+def reply(job: bytes) -> bytes:
+    """The answer to a call, pickled; one that cannot be is a failure."""
     try:
-        module, name, args, kwargs = pickle.loads(job)
-        function: Any = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
-        return pickle.dumps((True, function(*args, **kwargs)))
-    except BaseException:
-        return pickle.dumps((False, traceback.format_exc()))
+        return pickle.dumps(answer(job))
+    except Exception as error:
+        return pickle.dumps((False, f"{type(error).__name__}: {error}"))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import canzona_compile
 from tests.codegen.pointwise import generating, kernels_of
-from tests.end_to_end.test_parity import differences
-from tests.harness.layouts import Case, Laid, replicate_of
-from tests.harness.optimizers import GroupSpec, Scheduler, muon, param_groups, shapes_of, share_captures
+from tests.harness.layouts import Case
+from tests.harness.optimizers import GroupSpec, Scheduler, muon, param_groups, shapes_of
 from tests.harness.ranks import run
+from tests.harness.training import ALONE, Training, trained
+from tests.harness.training import train as train_alone
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.ranks
@@ -37,45 +36,21 @@ class Outcome:
     groups: int
 
 
-@functools.cache
-def plain_run(dtype: torch.dtype) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor], list[Tensor]]:
-    """Of plain Muon: first parameters, gradients by step, last parameters, last momenta."""
-    random = torch.Generator().manual_seed(3)
-
-    def draw(scale: float) -> list[Tensor]:
-        return [(torch.randn(s, generator=random) * scale).to(dtype) for s in shapes_of(GROUPS)]
-
-    first, grads = draw(0.1), [draw(1e-3) for _ in range(STEPS)]
-    params = [torch.nn.Parameter(v.clone()) for v in first]
-    optimizer = muon(param_groups(GROUPS, params))
-    scheduler = Scheduler(optimizer)
-    for step, values in enumerate(grads):
-        scheduler.set(step)
-        for param, grad in zip(params, values, strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-    return first, grads, [p.detach() for p in params], [optimizer.state[p]["momentum_buffer"] for p in params]
+TRAINING = Training(
+    lambda params: muon(param_groups(GROUPS, params)),
+    tuple(shapes_of(GROUPS)),
+    STEPS,
+    schedule=lambda optimizer: Scheduler(optimizer).set,
+    sizes=(0.1, 1e-3),
+)
 
 
 def train(case: Case, dtype: torch.dtype, options: dict[str, Any]) -> Outcome:
-    first, grads, params, momenta = plain_run(dtype)
-    laid = Laid(first, case)
-    optimizer: Any = muon(param_groups(GROUPS, laid.params))
     with generating():
-        canzona_compile.wrap(optimizer, replicate=replicate_of(case), **options)
-        share_captures(optimizer)
-        scheduler = Scheduler(optimizer)
-        for step, values in enumerate(grads):
-            scheduler.set(step)
-            for i, param in enumerate(laid.params):
-                param.grad = laid.like_param(values[i], i)
-            optimizer.step()
-    state = optimizer.state_dict()["state"]
-    found = [state[i]["momentum_buffer"] for i in range(len(params))]
-    different = [*differences("parameter", laid.params, params, laid), *differences("momentum", found, momenta, laid)]
+        optimizer, found = trained(TRAINING, [case], dtype, **options)
     launches = {name: kernel.launches / (STEPS - 1) for name, kernel in kernels_of(optimizer).items()}
     assert optimizer.canzona.step.program.eager == {}
-    return Outcome(different, launches, len(optimizer.canzona.step.groups))
+    return Outcome(found.different, launches, len(optimizer.canzona.step.groups))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +67,7 @@ def train(case: Case, dtype: torch.dtype, options: dict[str, Any]) -> Outcome:
 )
 def test_muon(case: Case, dtype: torch.dtype, options: dict[str, Any], stages: str) -> None:
     """Equal bits; per micro-group and step one launch for each stage that there is on a rank."""
-    outcomes = run(case.world, train, case, dtype, options)
+    outcomes = run(case.world, train, case, dtype, options, after=partial(train_alone, TRAINING, [ALONE], dtype))
     assert [o.different for o in outcomes] == [[]] * case.world
     for outcome in outcomes:
         assert set(outcome.launches.values()) == {1.0}

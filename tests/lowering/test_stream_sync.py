@@ -34,6 +34,7 @@ from canzona_compile.session.plan import emit, lower
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.harness import ranks
+from tests.harness.optimizers import share_captures
 from tests.harness.samples import grid_of, rows_layout
 from tests.lowering.happens_before import Race, check, orders
 
@@ -63,7 +64,12 @@ def emitted(
     **options: Any,
 ) -> Step:
     """The program of a rank, of matrices of two shapes."""
-    chosen = Options(**options)
+    return emit(scheduled(name, grid, matrices, variant, machine, Options(**options)), rank)[0]
+
+
+@cache
+def scheduled(name: str, grid: tuple[int, int], matrices: int, variant: int, machine: Machine, chosen: Options) -> Step:
+    """What all ranks emit their programs from."""
     tasks, used = [], []
     for i in range(matrices):
         shape = SHAPES[i % len(SHAPES)]
@@ -73,8 +79,7 @@ def emitted(
         tasks.append(Task(f"layers.{i}.weight", i, 0, own[variant % len(own)].name, layout))
     captured = Step(Form.CAPTURED, name, machine, tuple(dict.fromkeys(used)), tuple(tasks))
     owned, _ = run(captured, planning_passes(chosen))
-    scheduled, _ = lower(owned, [t.name for t in owned.tasks], chosen)
-    return emit(scheduled, rank)[0]
+    return lower(owned, [t.name for t in owned.tasks], chosen)[0]
 
 
 def calls(step: Step) -> list[str]:
@@ -160,6 +165,7 @@ def trained(shards: int, for_cuda: bool, **options: Any) -> tuple[list[torch.Ten
     params = [torch.nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values]
     with mock.patch.object(plan, "machine_of", return_value=machine):
         optimizer: Any = canzona_compile.wrap(Muon(params, lr=0.1), **options)
+        share_captures(optimizer)
         for step in range(4):
             for param, value in zip(params, values, strict=True):
                 param.grad = distribute_tensor(value.roll(step, 0), mesh, [Shard(0)])

@@ -20,7 +20,7 @@ def explained(optimizer: Any) -> dict[str, tuple[str, str]]:
 
 
 def test_compiled() -> None:
-    pair = Pair()
+    pair = Pair(captures_anew=True)
     before = explained(pair.wrapped)
     assert before == {f"group0.param{i}": ("compiled", "whole on its rank") for i in range(2)}
     pair.steps(2)

@@ -36,6 +36,7 @@ from canzona_compile.session import plan
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
+from tests.harness.optimizers import share_captures
 from tests.harness.pairs import parameters
 
 aten = torch.ops.aten
@@ -66,6 +67,7 @@ class Steps:
         self.stable, self.record = stable, record
         self.plain = MAKERS[name](parameters(shapes))
         self.ours: Any = canzona_compile.wrap(MAKERS[name](parameters(shapes)), **options)
+        share_captures(self.ours)
         self.number = 0
         self.kept: list[Any] = []
 

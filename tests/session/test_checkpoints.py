@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.harness.checkpoint_routes import LOAD, SAVE
-from tests.harness.checkpointing import END, SAVED, Run
+from tests.harness.checkpointing import END, SAVED, Run, once
 from tests.harness.layouts import Case
+from tests.harness.marks import crossed
 from tests.harness.ranks import run
 
 Rank = tuple[Case, bool]  # the layout, and whether the optimizer is wrapped
@@ -36,8 +37,8 @@ FEW: Plan = {(Case("fsdp", (4,)), True): ["shards", "by hand"], (ONE, False): ["
 Saved = Callable[..., Path]
 
 
-def label(rank: Rank) -> str:
-    return f"{rank[0]} {'wrapped' if rank[1] else 'plain'}"
+def label(rank: Rank | str) -> str:
+    return rank if isinstance(rank, str) else f"{rank[0]} {'wrapped' if rank[1] else 'plain'}"
 
 
 def save(name: str, rank: Rank, folder: Path, ways: Sequence[str], dtype: torch.dtype) -> list[str]:
@@ -79,7 +80,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
                 own = made[key] / label(saver)
                 own.mkdir()
                 world = saver[0].world
-                assert run(world, save, name, saver, own, ways, dtype) == [[]] * world
+                assert run(world, save, name, saver, own, ways, dtype, after=once(name, dtype)) == [[]] * world
         return made[key]
 
     return folder
@@ -87,19 +88,25 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 def check(saved: Saved, name: str, loader: Rank, savers: Plan, dtype: torch.dtype = torch.float32) -> None:
     world = loader[0].world
-    assert run(world, load, name, loader, saved(name, savers, dtype), savers, dtype) == [{}] * world
+    folder = saved(name, savers, dtype)
+    assert run(world, load, name, loader, folder, savers, dtype, after=once(name, dtype)) == [{}] * world
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("loader", LOADERS, ids=label)
-@pytest.mark.parametrize("name", ["muon", "shampoo", "soap"])
+@pytest.mark.parametrize(("name", "loader"), crossed(["muon", "shampoo", "soap"], LOADERS), ids=label)
 def test_every_way(saved: Saved, name: str, loader: Rank) -> None:
     check(saved, name, loader, SAVERS)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("loader", [(ONE, False), (Case("ddp", (2,)), True), (Case("fsdp", (3,)), True)], ids=label)
-@pytest.mark.parametrize("name", ["normuon", "columns", "adamw", "objects", "host", "nested", "lists", "words"])
+@pytest.mark.parametrize(
+    ("name", "loader"),
+    crossed(
+        ["normuon", "columns", "adamw", "objects", "host", "nested", "lists", "words"],
+        [(ONE, False), (Case("ddp", (2,)), True), (Case("fsdp", (3,)), True)],
+    ),
+    ids=label,
+)
 def test_other_kinds_of_state(saved: Saved, name: str, loader: Rank) -> None:
     """Columns, elementwise, interpreted (by ranks that own nothing, too), nested, in lists, and no tensors at all."""
     if (name, loader) == ("words", (ONE, False)):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import canzona_compile
-from tests.harness.checkpointing import OPTIMIZERS, SAVED, Holder, Moment, Run, first_values
+from tests.harness.checkpointing import OPTIMIZERS, SAVED, Holder, Moment, Run, first_values, once
 from tests.harness.layouts import Case
 from tests.harness.pairs import Pair, parameters, params_of
 from tests.harness.ranks import run
@@ -74,11 +74,11 @@ LOOKS = [("muon", "ddp"), ("shampoo", "fsdp"), ("soap", "fsdp"), ("soap", "ddp")
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "layout"), LOOKS)
 def test_shows_what_a_plain_one_shows_and_begins_afterwards(name: str, layout: str) -> None:
-    assert run(2, looked_at, name, Case(layout, (2,))) == [[], []]
+    assert run(2, looked_at, name, Case(layout, (2,)), after=once(name)) == [[], []]
 
 
 def test_no_code_is_captured_for_it_alone() -> None:
-    pairs = Pair(OPTIMIZERS["shampoo"]), Pair(OPTIMIZERS["shampoo"])
+    pairs = [Pair(OPTIMIZERS["shampoo"], captures_anew=True) for _ in range(2)]
     look(pairs[0].wrapped)
     for pair in pairs:
         pair.steps(2)

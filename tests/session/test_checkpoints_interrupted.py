@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.harness.checkpoint_routes import load_shards, save_shards
-from tests.harness.checkpointing import END, SAVED, Run
+from tests.harness.checkpointing import END, SAVED, Run, once
 from tests.harness.layouts import Case
 from tests.harness.ranks import Died, run
 
@@ -65,23 +65,24 @@ def load_good(name: str, case: Case, folder: Path) -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [Case("fsdp", (2,)), Case("ddp", (2,))], ids=str)
 def test_a_rank_that_cannot_write(case: Case, tmp_path: Path) -> None:
-    for said, wrong in run(2, save_twice, "soap", case, tmp_path, dies=False):
+    for said, wrong in run(2, save_twice, "soap", case, tmp_path, dies=False, after=once("soap")):
         assert "disk full" in said
         assert wrong == []
-    assert run(2, load_good, "soap", case, tmp_path) == [[], []]
+    assert run(2, load_good, "soap", case, tmp_path, after=once("soap")) == [[], []]
 
 
 @pytest.mark.ranks
 def test_a_rank_that_dies_while_it_writes(tmp_path: Path) -> None:
     case = Case("fsdp", (2,))
-    survivor, died = run(2, save_twice, "shampoo", case, tmp_path, dies=True, dying=[1], patience=10.0)
+    after = once("shampoo")
+    survivor, died = run(2, save_twice, "shampoo", case, tmp_path, dies=True, dying=[1], patience=10.0, after=after)
     assert survivor[0]
     assert died == Died(3)
     written = [len(list((tmp_path / kind).glob("*.distcp"))) for kind in ("good", "bad")]
     assert written == [2, 2], "it died when the files of both were there"
     assert not (tmp_path / "bad" / ".metadata").exists()
     for loaders in (Case("plain", (1,)), Case("fsdp", (3,))):
-        assert run(loaders.world, load_good, "shampoo", loaders, tmp_path) == [[]] * loaders.world
+        assert run(loaders.world, load_good, "shampoo", loaders, tmp_path, after=after) == [[]] * loaders.world
 
 
 def raise_midway(name: str, case: Case, where: str) -> tuple[list[str], list[str]]:
@@ -124,6 +125,6 @@ def breaking_at(call: int) -> Any:
 @pytest.mark.ranks
 @pytest.mark.parametrize("where", ["broadcast", "hook"])
 def test_a_state_dict_that_breaks_leaves_the_optimizer_as_it_was(where: str) -> None:
-    for said, wrong in run(2, raise_midway, "soap", Case("ddp", (2,)), where):
+    for said, wrong in run(2, raise_midway, "soap", Case("ddp", (2,)), where, after=once("soap")):
         assert said == ["broken", "broken"]
         assert wrong == []

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.harness.checkpoint_routes import LOAD, SAVE, load_shards
-from tests.harness.checkpointing import END, EVERY, SAVED, Run
+from tests.harness.checkpointing import END, EVERY, SAVED, Run, once
 from tests.harness.layouts import Case
 from tests.harness.ranks import run
 
@@ -65,7 +65,7 @@ def save_meanwhile(name: str, case: Case, folder: Path) -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_goes_on_while_a_checkpoint_is_written(case: Case, tmp_path: Path) -> None:
-    assert run(2, save_meanwhile, "soap", case, tmp_path / "saved") == [[], []]
+    assert run(2, save_meanwhile, "soap", case, tmp_path / "saved", after=once("soap")) == [[], []]
 
 
 def save_own(name: str, case: Case, folder: Path) -> list[str]:
@@ -86,4 +86,4 @@ def save_own(name: str, case: Case, folder: Path) -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_rank_saves_and_loads_its_own(case: Case, tmp_path: Path) -> None:
-    assert run(2, save_own, "shampoo", case, tmp_path) == [[], []]
+    assert run(2, save_own, "shampoo", case, tmp_path, after=once("shampoo")) == [[], []]

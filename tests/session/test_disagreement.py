@@ -14,12 +14,13 @@ import torch.distributed as dist
 from canzona_compile.kernels import tensor_args, tuning_cache
 from canzona_compile.kernels.dispatch import CANDIDATES, Problem
 from tests.harness.layouts import Case
+from tests.harness.marks import crossed
 from tests.harness.ranks import run
-from tests.harness.trainer import SHAPES, Outcome, Trainer, check
+from tests.harness.trainer import SHAPES, Outcome, Trainer, check, ready
 
 
 def label(value: Any) -> str:
-    return " and ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else ""
+    return str(value) if isinstance(value, Case) else " and ".join(f"{k} {v}" for k, v in value[0].items())
 
 
 def first_step(case: Case, differ: dict[str, Any]) -> Outcome:
@@ -42,28 +43,27 @@ def first_step(case: Case, differ: dict[str, Any]) -> Outcome:
     return trainer.last_step()
 
 
+DIFFERENCES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"options": {"capacity": 4096}}, ["capacity 4096"]),
+    ({"options": {"depth": 3}}, ["depth 3"]),
+    ({"options": {"micro_groups": 5}}, ["micro_groups 5"]),
+    ({"options": {"strategy": "replicated"}}, ["replicated"]),
+    ({"options": {"numerics": "fast"}}, ["fast"]),
+    ({"order": [1, 0, 2, 3]}, ["first", "second"]),
+    ({"order": [3, 1, 2, 0]}, ["first", "fourth"]),
+    ({"fewer": 3}, ["fourth"]),
+    ({"shapes": ((48, 24), (24, 60), (36, 12), (48, 24))}, ["12x36", "36x12"]),
+    ({"group": {"nesterov": False}}, []),
+    ({"group": {"adjust_lr_fn": "match_rms_adamw"}}, []),
+    ({"group": {"ns_steps": 3}}, []),
+]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [Case("fsdp", (3,)), Case("ddp", (2,))], ids=str)
-@pytest.mark.parametrize(
-    ("differ", "words"),
-    [
-        ({"options": {"capacity": 4096}}, ["capacity 4096"]),
-        ({"options": {"depth": 3}}, ["depth 3"]),
-        ({"options": {"micro_groups": 5}}, ["micro_groups 5"]),
-        ({"options": {"strategy": "replicated"}}, ["replicated"]),
-        ({"options": {"numerics": "fast"}}, ["fast"]),
-        ({"order": [1, 0, 2, 3]}, ["first", "second"]),
-        ({"order": [3, 1, 2, 0]}, ["first", "fourth"]),
-        ({"fewer": 3}, ["fourth"]),
-        ({"shapes": ((48, 24), (24, 60), (36, 12), (48, 24))}, ["12x36", "36x12"]),
-        ({"group": {"nesterov": False}}, []),
-        ({"group": {"adjust_lr_fn": "match_rms_adamw"}}, []),
-        ({"group": {"ns_steps": 3}}, []),
-    ],
-    ids=label,
-)
-def test_ranks_that_differ(case: Case, differ: dict[str, Any], words: list[str]) -> None:
-    found = run(case.world, first_step, case, differ, fresh=True)
+@pytest.mark.parametrize(("case", "differ"), crossed([Case("fsdp", (3,)), Case("ddp", (2,))], DIFFERENCES), ids=label)
+def test_ranks_that_differ(case: Case, differ: tuple[dict[str, Any], list[str]]) -> None:
+    what, words = differ
+    found = run(case.world, first_step, case, what, fresh=True, after=ready())
     check(found, {"RankMismatch"}, "difference", "rank 1", *words)
 
 
@@ -85,5 +85,5 @@ def tuned_on_one_rank(folder: str) -> Outcome:
 @pytest.mark.ranks
 def test_kernels_that_were_tuned_on_one_rank_only(tmp_path: Path) -> None:
     """Matrices that every rank computes would come out different, and nobody would hear of it."""
-    found = run(2, tuned_on_one_rank, str(tmp_path), fresh=True)
+    found = run(2, tuned_on_one_rank, str(tmp_path), fresh=True, after=ready())
     check(found, {"RankMismatch"}, "difference", "tuned", "m=1024")

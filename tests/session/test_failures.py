@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.harness.layouts import Case, local
+from tests.harness.marks import crossed
 from tests.harness.ranks import PATIENCE, Died, run
-from tests.harness.trainer import NAMES, SHAPES, Outcome, Trainer, check
+from tests.harness.trainer import NAMES, SHAPES, Outcome, Trainer, check, ready
 
 # -- a rank dies -----------------------------------------------------------------------------------
 
@@ -48,20 +49,24 @@ def step_with_a_victim(case: Case, victim: int, call: int) -> Outcome:
 @pytest.mark.parametrize(
     ("case", "victim", "call"),
     [
-        pytest.param(Case("fsdp", (8,)), 3, 0, id="before the gather"),
-        pytest.param(Case("fsdp", (8,)), 0, 1, id="before the scatter"),
-        pytest.param(Case("hsdp", (2, 4)), 6, 2, id="before the exchange"),
-        pytest.param(Case("ddp", (8,)), 7, 0, id="replicas"),
+        pytest.param(Case("fsdp", (3,)), 1, 0, id="before the gather"),
+        pytest.param(Case("fsdp", (3,)), 0, 1, id="before the scatter"),
+        pytest.param(Case("hsdp", (2, 2)), 2, 2, id="before the exchange"),
+        pytest.param(Case("ddp", (3,)), 2, 0, id="replicas"),
+        pytest.param(Case("fsdp", (8,)), 3, 0, id="of 8, before the gather", marks=pytest.mark.full),
+        pytest.param(Case("fsdp", (8,)), 0, 1, id="of 8, before the scatter", marks=pytest.mark.full),
+        pytest.param(Case("hsdp", (2, 4)), 6, 2, id="of 8, before the exchange", marks=pytest.mark.full),
+        pytest.param(Case("ddp", (8,)), 7, 0, id="of 8, replicas", marks=pytest.mark.full),
     ],
 )
 def test_a_rank_dies_in_mid_step(case: Case, victim: int, call: int) -> None:
-    found = run(8, step_with_a_victim, case, victim, call, dying=[victim])
+    found = run(case.world, step_with_a_victim, case, victim, call, dying=[victim], after=ready())
     assert found.pop(victim) == Died(7)
     for outcome in found:
         assert outcome.ours, f"{outcome.error}: {outcome.said}"
         assert outcome.seconds < PATIENCE / 2, "it waited for the process group's timeout"
     if case.layout != "hsdp":
-        assert [outcome.changed for outcome in found] == [[]] * 7
+        assert [outcome.changed for outcome in found] == [[]] * (case.world - 1)
 
 
 def step_without(absent: int, patience: float) -> Outcome | None:
@@ -79,7 +84,7 @@ def step_without(absent: int, patience: float) -> Outcome | None:
 def test_a_rank_stays_away() -> None:
     """The process group's timeout holds, although waiting listens for calls meanwhile."""
     patience = 3.0
-    found = run(3, step_without, 1, patience, patience=patience, fresh=True)
+    found = run(3, step_without, 1, patience, patience=patience, fresh=True, after=ready())
     for outcome in (found[0], found[2]):
         assert outcome.ours
         assert outcome.changed == []
@@ -95,6 +100,15 @@ GRADIENT_CASES = [
     [Case("fsdp", (4,)), Case("hsdp", (2, 2))],
     [Case("tp_alone", (2, 2)), Case("fsdp", (4,))],
 ]
+
+
+GAPS: dict[str, dict[int, list[int]]] = {  # by step, the parameters without a gradient
+    "once": {3: [1]},
+    "at first": {0: [0, 2], 1: [2], 4: [3]},
+    "all": {2: [0, 1, 2, 3]},
+    "all at first": {0: [0, 1, 2, 3]},
+    "never": {step: [1] for step in range(6)},
+}
 
 
 def names(value: Any) -> str:
@@ -123,19 +137,17 @@ def step_missing(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("steps", [2, 0], ids=["steady", "first"])
-@pytest.mark.parametrize("cases", GRADIENT_CASES, ids=names)
+@pytest.mark.parametrize(("cases", "steps"), crossed(GRADIENT_CASES, [2, 0]), ids=names)
 def test_gradient_missing_on_one_rank(cases: list[Case], steps: int) -> None:
-    found = run(cases[0].world, step_missing, cases, steps, {1: [1]}, fresh=True)
+    found = run(cases[0].world, step_missing, cases, steps, {1: [1]}, fresh=True, after=ready())
     check(found, {"InvalidGradient", "RankMismatch"}, "second", "gradient")
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("late", [0.0, 1.5])
-@pytest.mark.parametrize("cases", GRADIENT_CASES[:4], ids=names)
+@pytest.mark.parametrize(("cases", "late"), crossed(GRADIENT_CASES[:4], [0.0, 1.5]), ids=names)
 def test_gradient_missing_where_every_rank_computes_everything(cases: list[Case], late: float) -> None:
     """Under DDP such a step moves no tensor at all; still no rank may update alone."""
-    found = run(cases[0].world, step_missing, cases, 2, {1: [1]}, "replicated", late, fresh=True)
+    found = run(cases[0].world, step_missing, cases, 2, {1: [1]}, "replicated", late, fresh=True, after=ready())
     check(found, {"InvalidGradient", "RankMismatch"}, "second", "gradient")
 
 
@@ -153,7 +165,7 @@ def test_gradient_of_a_tensor_of_one_rank(others: list[Case]) -> None:
 @pytest.mark.parametrize("cases", [GRADIENT_CASES[0], GRADIENT_CASES[1]], ids=names)
 def test_gradient_missing_on_one_rank_counts_as_zeros(cases: list[Case]) -> None:
     """The fragments of that rank have no gradient; all ranks take the step."""
-    for outcome in run(3, step_missing, cases, 2, {1: [1]}, missing_grads="zero"):
+    for outcome in run(3, step_missing, cases, 2, {1: [1]}, missing_grads="zero", after=ready()):
         assert outcome.error == ""
         assert {"first", "third", "fourth"} <= set(outcome.changed)
 
@@ -194,19 +206,11 @@ def train_with_gaps(cases: list[Case], gaps: dict[int, list[int]]) -> tuple[list
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "gaps",
-    [
-        pytest.param({3: [1]}, id="once"),
-        pytest.param({0: [0, 2], 1: [2], 4: [3]}, id="at first"),
-        pytest.param({2: [0, 1, 2, 3]}, id="all"),
-        pytest.param({0: [0, 1, 2, 3]}, id="all at first"),
-        pytest.param({step: [1] for step in range(6)}, id="never"),
-    ],
+    ("cases", "when"), crossed([GRADIENT_CASES[0], GRADIENT_CASES[1], GRADIENT_CASES[3]], list(GAPS)), ids=names
 )
-@pytest.mark.parametrize("cases", [GRADIENT_CASES[0], GRADIENT_CASES[1], GRADIENT_CASES[3]], ids=names)
-def test_gradient_missing_on_all_ranks(cases: list[Case], gaps: dict[int, list[int]]) -> None:
+def test_gradient_missing_on_all_ranks(cases: list[Case], when: str) -> None:
     """The parameter is skipped, as the plain optimizer does."""
-    for same, same_state in run(cases[0].world, train_with_gaps, cases, gaps):
+    for same, same_state in run(cases[0].world, train_with_gaps, cases, GAPS[when], after=ready()):
         assert same == [True] * 4
         assert same_state == [True] * 4
 
@@ -236,7 +240,7 @@ def train_slowly(ranks: int) -> list[bool]:
 @pytest.mark.ranks
 def test_waiting_long_after_an_agreed_change() -> None:
     """Who waits listens for calls, but the call that led to the agreement is none to fail for."""
-    assert run(2, train_slowly, 2) == [[False, True, False, False]] * 2
+    assert run(2, train_slowly, 2, after=ready()) == [[False, True, False, False]] * 2
 
 
 def sparse(param: Tensor) -> Tensor:
@@ -266,21 +270,19 @@ def step_bad(cases: list[Case], steps: int, make: Callable[[Tensor], Tensor]) ->
     return trainer.last_step()
 
 
+BAD: dict[str, tuple[list[Case], Callable[[Tensor], Tensor], list[str]]] = {
+    "sparse": ([Case("ddp", (3,))], sparse, ["second", "sparse"]),
+    "dtype": ([Case("ddp", (3,))], double, ["second"]),
+    "layout": (GRADIENT_CASES[3], whole, ["second", "Replicate"]),
+    "layout on one mesh": (GRADIENT_CASES[4], whole, ["second", "Replicate"]),
+}
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("steps", [2, 0], ids=["steady", "first"])
-@pytest.mark.parametrize(
-    ("cases", "make", "words"),
-    [
-        pytest.param([Case("ddp", (3,))], sparse, ["second", "sparse"], id="sparse"),
-        pytest.param([Case("ddp", (3,))], double, ["second"], id="dtype"),
-        pytest.param(GRADIENT_CASES[3], whole, ["second", "Replicate"], id="layout"),
-        pytest.param(GRADIENT_CASES[4], whole, ["second", "Replicate"], id="layout on one mesh"),
-    ],
-)
-def test_bad_gradient_on_one_rank(
-    cases: list[Case], make: Callable[[Tensor], Tensor], words: list[str], steps: int
-) -> None:
-    found = run(cases[0].world, step_bad, cases, steps, make, fresh=True)
+@pytest.mark.parametrize(("kind", "steps"), crossed(list(BAD), [2, 0]))
+def test_bad_gradient_on_one_rank(kind: str, steps: int) -> None:
+    cases, make, words = BAD[kind]
+    found = run(cases[0].world, step_bad, cases, steps, make, fresh=True, after=ready())
     check(found, {"InvalidGradient", "RankMismatch"}, *words)
 
 
@@ -311,4 +313,4 @@ def train_nan(ranks: int) -> list[bool]:
 @pytest.mark.ranks
 def test_not_a_number() -> None:
     """It does to its matrix what it does in the plain optimizer, and to no other."""
-    assert run(2, train_nan, 2) == [[True] * 8] * 2
+    assert run(2, train_nan, 2, after=ready()) == [[True] * 8] * 2

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from tests.harness.layouts import Case, Laid, full
+from tests.harness.optimizers import share_captures
 from tests.harness.pairs import params_of, same_bits
 from tests.harness.ranks import run
 from tests.harness.toy_optimizers import HostReading, ObjectKeeping
@@ -35,6 +36,7 @@ def train(kind: str, layout: str) -> None:
     make: Any = KINDS[kind]
     plain = make([nn.Parameter(v.clone()) for v in values[:3]], lr=0.1)
     wrapped: Any = canzona_compile.wrap(make(laid.params[:3], lr=0.1), strategy="owner")
+    share_captures(wrapped)
     for step in range(6):
         if step == 3:  # a new plan, in which tasks may have other owners
             plain.add_param_group({"params": [nn.Parameter(v.clone()) for v in values[3:]]})

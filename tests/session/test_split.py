@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from canzona_compile.split import rows_of
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import Case, Laid, full, replicate_of
+from tests.harness.marks import crossed
 from tests.harness.optimizers import StackMuon, share_captures
 from tests.harness.pairs import params_of, same_bits
 from tests.harness.ranks import run
@@ -127,6 +129,12 @@ class Both:
         return [apart(self.splits, name, value)[self.piece_names(name).index(piece)] if piece else value]
 
 
+def train_on_ranks(make: str, splits: Splits, case: Case, **options: Any) -> list[dict[str, Any]]:
+    """`train` on all ranks; what they share is captured once, before."""
+    shapes = {"shapes": options["shapes"]} if "shapes" in options else {}
+    return run(case.world, train, make, splits, case, after=partial(train, make, splits, None, **shapes), **options)
+
+
 def train(make: str, splits: Splits, case: Case | None, restored: bool = False, **options: Any) -> dict[str, Any]:
     both = Both(make, splits, case, **options)
     for step in range(STEPS):
@@ -140,7 +148,7 @@ def train(make: str, splits: Splits, case: Case | None, restored: bool = False, 
 
 @pytest.mark.parametrize(
     ("make", "splits"),
-    [*(("muon", s) for s in SPLITS), *(("soap", s) for s in SPLITS), ("normuon", "block"), ("interpreted", "heads")],
+    [*crossed(["muon", "soap"], list(SPLITS)), ("normuon", "block"), ("interpreted", "heads")],
 )
 def test_in_one_process(make: str, splits: str) -> None:
     train(make, SPLITS[splits], None, restored=True)
@@ -157,11 +165,10 @@ CASES = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("make", ["muon", "soap"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("make", "case"), crossed(["muon", "soap"], CASES), ids=str)
 def test_on_ranks(make: str, case: Case) -> None:
     splits = {"muon": "interleaved", "soap": "block"}[make]
-    reports = run(case.world, train, make, SPLITS[splits], case, restored=True, strategy="owner")
+    reports = train_on_ranks(make, SPLITS[splits], case, restored=True, strategy="owner")
     owners = {task["name"]: task["owner"] for task in reports[0]["tasks"]}
     assert owners.keys() == {
         *(f"{NAMES[0]}[{p}]" for p in "qkv"),
@@ -177,20 +184,20 @@ def test_on_ranks(make: str, case: Case) -> None:
     [("soap", "heads", "fsdp"), ("muon", "uneven", "tp_rows"), ("normuon", "any order", "tp_columns")],
 )
 def test_other_splits_on_ranks(make: str, splits: str, layout: str) -> None:
-    run(2, train, make, SPLITS[splits], Case(layout, (2,)))
+    train_on_ranks(make, SPLITS[splits], Case(layout, (2,)))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
 def test_interpreted_on_ranks(layout: str) -> None:
-    run(2, train, "interpreted", BLOCK, Case(layout, (2,)))
+    train_on_ranks("interpreted", BLOCK, Case(layout, (2,)))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["stack_dim0", "stack_dim1", "stack_dim2"])
 def test_gate_and_up_of_a_stack_of_experts(layout: str) -> None:
     splits = {"*.qkv": Split({"gate": 32, "up": 64}, dim=1)}
-    reports = run(2, train, "stack", splits, Case(layout, (2,)), shapes=[(6, 96, 48)], strategy="owner")
+    reports = train_on_ranks("stack", splits, Case(layout, (2,)), shapes=[(6, 96, 48)], strategy="owner")
     assert {task["strategy"] for task in reports[0]["tasks"]} == {"local" if layout == "stack_dim0" else "owner"}
 
 
@@ -210,7 +217,7 @@ def save(make: str, layout: str) -> tuple[list[Tensor], dict[str, Any]]:
 @pytest.mark.parametrize("make", ["muon", "soap"])
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
 def test_saved_on_ranks_and_loaded_in_one_process(make: str, layout: str) -> None:
-    params, saved = run(2, save, make, layout)[0]
+    params, saved = run(2, save, make, layout, after=partial(train, make, BLOCK, None))[0]
     both = Both(make, BLOCK, None)
     for _ in range(4):
         both.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from canzona_compile.session import session
 from examples.optimizers.soap import SOAP
 from tests.harness import toy_optimizers as toys
 from tests.harness.layouts import Case, Laid, full, local, replicate_of
+from tests.harness.marks import crossed
+from tests.harness.optimizers import share_captures
 from tests.harness.pairs import Pair, Shape, same_bits
 from tests.harness.ranks import run
+from tests.harness.training import ALONE
 
 SHAPES: tuple[Shape, ...] = ((6, 4), (5, 7), (6, 4), (9, 3))
 KINDS = {
@@ -47,7 +51,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [toys.Refreshing, toys.Alternating])
 def test_variants_are_known_before_they_come(kind: type[Optimizer], plans: list[Any]) -> None:
-    pair = Pair(kind)
+    pair = Pair(kind, captures_anew=True)
     pair.step()
     captures = pair.report.captures
     assert captures == 2 * 2
@@ -70,7 +74,7 @@ def test_the_owner_is_chosen_for_the_heaviest_variant(plans: list[Any]) -> None:
 
 def test_a_variant_that_comes_late_is_planned_then(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("canzona_compile.capture.templates.LOOKAHEAD", 0)
-    pair = Pair(toys.Refreshing)
+    pair = Pair(toys.Refreshing, captures_anew=True)
     pair.steps(9)
     assert len(plans) == 2
     assert pair.report.captures == 2 * 2
@@ -100,7 +104,7 @@ def test_programs_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_checkpoint_leads_to_no_new_capture() -> None:
-    pair = Pair(toys.Refreshing)
+    pair = Pair(toys.Refreshing, captures_anew=True)
     pair.steps(5)
     captures = pair.report.captures
     for optimizer in pair.both:
@@ -121,6 +125,7 @@ def train(name: str, case: Case, **options: Any) -> list[str]:
     kind: Any = KINDS[name]
     plain, wrapped = kind(alone), kind(laid.params)
     canzona_compile.wrap(wrapped, replicate=replicate_of(case), **options)
+    share_captures(wrapped)
     gaps = {1: [1], 4: [0, 3], 7: [2]}
     for step in range(10):
         for i, (param, other) in enumerate(zip(laid.params, alone, strict=True)):
@@ -145,21 +150,19 @@ def whole(leaf: Any) -> Any:
     return full(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
+CASES = [Case("fsdp", (3,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "case",
-    [Case("fsdp", (3,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))],
-    ids=str,
-)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "case"), crossed(list(KINDS), CASES), ids=str)
 def test_on_ranks(name: str, case: Case) -> None:
-    for found in run(case.world, train, name, case, strategy="owner"):
+    for found in run(case.world, train, name, case, strategy="owner", after=partial(train, name, ALONE)):
         assert found == []
 
 
 def test_captures_of_soap_under_a_schedule() -> None:
     """With a refresh every third step, 30 steps: three per shape at most, and none after a checkpoint."""
-    pair = Pair(lambda params: SOAP(params, every=3), SHAPES)
+    pair = Pair(lambda params: SOAP(params, every=3), SHAPES, captures_anew=True)
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60) for optimizer in pair.both]
     for _ in range(30):
         pair.step()
