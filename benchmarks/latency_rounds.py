@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Muon
 
 import canzona_compile
-from canzona_compile.options import Strategy
+from canzona_compile.options import StrategyOption
 from latency_cases import Case, Shape
 from latency_first_step import FirstStep, run_first_step
 from latency_results import (
@@ -82,7 +82,7 @@ class Gradients:
         variant.set_gradients(self.full[chosen], self.sharded[chosen])
 
 
-def measure_case(case: Case, mesh: DeviceMesh, strategy: Strategy, optimizer: str, rounds: int) -> CaseResult:
+def measure_case(case: Case, mesh: DeviceMesh, strategy: StrategyOption, optimizer: str, rounds: int) -> CaseResult:
     """First step, one step with the traffic counter on, then `rounds` timed rounds."""
     full = random_matrices(case.shapes, seed=0)
     variants = make_variants(full, mesh, strategy, optimizer)
@@ -196,7 +196,7 @@ def decision_of(optimizer: Any) -> Decision:
     )
 
 
-def measure_model(case: Case, mesh: DeviceMesh, strategy: Strategy, rounds: int) -> ModelResult:
+def measure_model(case: Case, mesh: DeviceMesh, strategy: StrategyOption, rounds: int) -> ModelResult:
     """Ours alone: the first step's stages and what a steady step costs per matrix."""
     params = [Parameter(t) for t in shard(random_matrices(case.shapes, seed=0), mesh)]
     optimizer = canzona_compile.wrap(Muon(params), strategy=strategy)

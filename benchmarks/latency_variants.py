@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.options import Strategy
+from canzona_compile.options import StrategyOption
 from latency_optimizers import OPTIMIZERS
 
 OURS = "ours"
@@ -54,14 +54,14 @@ def shard(full: Iterable[Tensor], mesh: DeviceMesh) -> list[DTensor]:
     return [distribute_tensor(t.clone(), mesh, [Shard(0)], src_data_rank=None) for t in full]
 
 
-def make_variants(full: Sequence[Tensor], mesh: DeviceMesh, strategy: Strategy, optimizer: str) -> list[Variant]:
+def make_variants(full: Sequence[Tensor], mesh: DeviceMesh, strategy: StrategyOption, optimizer: str) -> list[Variant]:
     """All variants, from equal whole parameters."""
     make = OPTIMIZERS[optimizer]
 
     def sharded() -> list[Parameter]:
         return [Parameter(t) for t in shard(full, mesh)]
 
-    def wrapped(params: list[Parameter], how: Strategy) -> Optimizer:
+    def wrapped(params: list[Parameter], how: StrategyOption) -> Optimizer:
         return canzona_compile.wrap(make(params), strategy=how)
 
     ours, replicated, stock = sharded(), sharded(), sharded()

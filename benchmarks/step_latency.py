@@ -26,7 +26,7 @@ from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from canzona_compile.options import Strategy
+from canzona_compile.options import StrategyOption
 from latency_cases import CASES, QWEN, QWEN_HOST
 from latency_optimizers import OPTIMIZERS
 from latency_results import SCHEMA, Results
@@ -43,7 +43,7 @@ class Settings:
     ranks: int
     cases: tuple[str, ...]
     rounds: int
-    strategy: Strategy
+    strategy: StrategyOption
     optimizer: str
     first_step: bool
     json: str | None
@@ -54,7 +54,7 @@ def parse() -> Settings:
     parser.add_argument("--ranks", type=int, help="processes (default: 4; 1 with --first-step)")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds (default: %(default)s)")
-    parser.add_argument("--strategy", choices=get_args(Strategy), default="auto", help="of ours")
+    parser.add_argument("--strategy", choices=get_args(StrategyOption), default="auto", help="of ours")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="muon", help="which one (default: %(default)s)")
     parser.add_argument(
         "--first-step",

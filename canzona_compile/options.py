@@ -14,7 +14,7 @@ from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ownership import planner_named
 from canzona_compile.split import Split
 
-Strategy = Literal["auto", "owner", "replicated"]
+StrategyOption = Literal["auto", "owner", "replicated"]
 Numerics = Literal["exact", "fast"]
 MissingGrads = Literal["skip", "zero"]
 # Arguments of `wrap` that are no options yet: it makes others of them, or reads their files.
@@ -48,7 +48,7 @@ class Options:
     """
 
     replicate: DeviceMesh | ProcessGroup | None = None
-    strategy: Strategy = "auto"
+    strategy: StrategyOption = "auto"
     numerics: Numerics = "exact"
     capacity: int = 512 * 2**20
     micro_groups: int | None = None
@@ -74,7 +74,7 @@ class Options:
         return " ".join([*(f"{name} {getattr(self, name)}" for name in names), *splits])
 
     def __post_init__(self) -> None:
-        for name, kind in (("strategy", Strategy), ("numerics", Numerics), ("missing_grads", MissingGrads)):
+        for name, kind in (("strategy", StrategyOption), ("numerics", Numerics), ("missing_grads", MissingGrads)):
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
                 raise CanzonaError(

@@ -12,7 +12,7 @@ ANY = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class StackedCase:
     """A case in which one call for a stack is faster than a call per matrix.
 
     Attributes:
@@ -30,11 +30,15 @@ class Line:
 
 # Above `largest` a stacked call loops by itself: it would only add the copies that make and part a stack.
 TABLE = (
-    Line("eigh", (0, 11), 32, "syevjBatched up to 32 rows, then a loop of syevd: pytorch#62003, pytorch#175585"),
-    Line("eigh", (12, ANY), ANY, "a batched call for every size: pytorch#175403; 500 x 100^2: 914 -> 8.4 ms, #174674"),
-    Line("qr", (0, ANY), 256, "geqrfBatched up to 256 rows (pytorch#56253); orgqr loops in C++ (pytorch#143281)"),
-    Line("cholesky_ex", (0, ANY), ANY, "potrfBatched: pytorch#57788; 7x at 16 x 512^2, ml-explore/mlx#4208"),
-    Line("solve_triangular", (0, ANY), ANY, "torch takes trsmBatched where it is the faster one: pytorch#53147"),
+    StackedCase("eigh", (0, 11), 32, "syevjBatched up to 32 rows, then a loop of syevd: pytorch#62003, pytorch#175585"),
+    StackedCase(
+        "eigh", (12, ANY), ANY, "a batched call for every size: pytorch#175403; 500 x 100^2: 914 -> 8.4 ms, #174674"
+    ),
+    StackedCase(
+        "qr", (0, ANY), 256, "geqrfBatched up to 256 rows (pytorch#56253); orgqr loops in C++ (pytorch#143281)"
+    ),
+    StackedCase("cholesky_ex", (0, ANY), ANY, "potrfBatched: pytorch#57788; 7x at 16 x 512^2, ml-explore/mlx#4208"),
+    StackedCase("solve_triangular", (0, ANY), ANY, "torch takes trsmBatched where it is the faster one: pytorch#53147"),
 )
 
 

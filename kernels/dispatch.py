@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 Operation = Literal["sym_gemm", "gemm_axpby"]
-Kernel = Literal["library", "pointer", "tma"]
+KernelName = Literal["library", "pointer", "tma"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Tile:
 class Choice:
     """A kernel, its tile (None for the library) and, for people, why."""
 
-    kernel: Kernel
+    kernel: KernelName
     tile: Tile | None = None
     reason: str = ""
 
@@ -92,7 +92,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class DispatchRule:
     """A kernel that wins from a size on.
 
     Attributes:
@@ -103,7 +103,7 @@ class Rule:
 
     op: Operation
     arch: int
-    kernel: Kernel
+    kernel: KernelName
     least_m: int
     least_tiles: int
     source: str
@@ -114,9 +114,9 @@ class Rule:
 # figures are of k >= m, so less is the library's too. sm_100 has no figure for Triton, and so has no rule; nor has
 # gemm_axpby, since its figures are of hand-written pipelines that Triton does not reach.
 RULES = (
-    Rule("sym_gemm", 90, "tma", 4096, 0, "X X^T at 4096: 1.26 (Inductor, H100) and 1.61 (flash-muon, H800)"),
-    Rule("sym_gemm", 90, "tma", 2048, 1056, "batches of 2048: 1.5 (batched SYRK, H20), at four waves and more"),
-    Rule("sym_gemm", 80, "pointer", 4096, 0, "X X^T at 4096: 1.78, at 8192: 1.73 (flash-muon, A100)"),
+    DispatchRule("sym_gemm", 90, "tma", 4096, 0, "X X^T at 4096: 1.26 (Inductor, H100) and 1.61 (flash-muon, H800)"),
+    DispatchRule("sym_gemm", 90, "tma", 2048, 1056, "batches of 2048: 1.5 (batched SYRK, H20), at four waves and more"),
+    DispatchRule("sym_gemm", 80, "pointer", 4096, 0, "X X^T at 4096: 1.78, at 8192: 1.73 (flash-muon, A100)"),
 )
 
 
@@ -154,7 +154,7 @@ def triangle(side: int) -> int:
     return side * (side + 1) // 2
 
 
-def _tile(problem: Problem, rule: Rule) -> Tile:
+def _tile(problem: Problem, rule: DispatchRule) -> Tile:
     """128 x 256 runs once per multiprocessor, 128 x 128 twice: the wide one only where its last wave is not idle."""
     if rule.kernel != "tma":
         return SQUARE

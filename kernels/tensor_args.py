@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.kernels.dispatch import Choice, Problem, Verdicts, choose
-from canzona_compile.kernels.tuning_cache import Machine, load
+from canzona_compile.kernels.tuning_cache import GpuKind, load
 
 Scalar = float | Tensor
 
@@ -79,16 +79,16 @@ def on_host(value: Scalar) -> Scalar:
 
 
 @cache
-def machine(device: torch.device) -> Machine | None:
+def machine(device: torch.device) -> GpuKind | None:
     """What `dispatch.choose` and the verdicts ask for: None without CUDA, with ROCm, and if Triton is missing."""
     if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    return Machine(10 * major + minor, torch.cuda.get_device_name(device))
+    return GpuKind(10 * major + minor, torch.cuda.get_device_name(device))
 
 
 @cache
-def _verdicts(here: Machine) -> Verdicts:
+def _verdicts(here: GpuKind) -> Verdicts:
     return load(here)
 
 

@@ -26,11 +26,11 @@ MARGIN = 1.02  # a candidate has to be faster by this much, so that noise does n
 UNWRITTEN = -1e3  # what results hold before a check, so that an element that is not written shows; no result has it
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 
-Clock = Callable[[Callable[[], object]], float]
+Timer = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallForm:
     """One way to call an operation.
 
     Attributes:
@@ -81,7 +81,7 @@ def tune(
     dtype: torch.dtype,
     device: torch.device,
     candidates: Sequence[Choice],
-    clock: Clock,
+    clock: Timer,
     rounds: int = 15,
 ) -> Verdict:
     """Try candidates on random operands.
@@ -144,7 +144,7 @@ def cuda_clock(call: Callable[[], object], least: float = 2.0) -> float:
 # -- parts ----------------------------------------------------------------------------------------
 
 
-def _check(choice: Choice, forms: Sequence[Form], batch: int, allowed: dict[str, float]) -> Trial:
+def _check(choice: Choice, forms: Sequence[CallForm], batch: int, allowed: dict[str, float]) -> Trial:
     """Run each form once and compare it with float64."""
     worst = 0.0
     for form in forms:
@@ -158,7 +158,7 @@ def _check(choice: Choice, forms: Sequence[Form], batch: int, allowed: dict[str,
     return Trial(choice, error=worst)
 
 
-def _error(form: Form, choice: Choice, batch: int) -> float:
+def _error(form: CallForm, choice: Choice, batch: int) -> float:
     """`Trial.error` in the first and the last matrix."""
     form.result.fill_(UNWRITTEN)
     form.run(choice)
@@ -173,7 +173,7 @@ def _error(form: Form, choice: Choice, batch: int) -> float:
     return worst
 
 
-def _race(forms: Sequence[Form], choices: Sequence[Choice], clock: Clock, rounds: int) -> dict[Choice, list[float]]:
+def _race(forms: Sequence[CallForm], choices: Sequence[Choice], clock: Timer, rounds: int) -> dict[Choice, list[float]]:
     """Median time per choice and form."""
     times: dict[Choice, list[list[float]]] = {choice: [[] for _ in forms] for choice in choices}
     for _ in range(rounds):
@@ -183,7 +183,7 @@ def _race(forms: Sequence[Form], choices: Sequence[Choice], clock: Clock, rounds
     return {choice: [statistics.median(each) for each in measured] for choice, measured in times.items()}
 
 
-def _forms(op: Operation, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[Form]:
+def _forms(op: Operation, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[CallForm]:
     batch, m, k = shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -195,8 +195,8 @@ def _forms(op: Operation, shape: tuple[int, int, int], dtype: torch.dtype, devic
         c = c + c.mT
         alpha, beta = 1.0 / math.sqrt(k), 0.5
         return [
-            Form("A A^T", d, lambda x: sym_gemm(a, out=d, choice=x), lambda i: sym_reference(a[i].double())),
-            Form(
+            CallForm("A A^T", d, lambda x: sym_gemm(a, out=d, choice=x), lambda i: sym_reference(a[i].double())),
+            CallForm(
                 "A A^T + C",
                 d,
                 lambda x: sym_gemm(a, c=c, alpha=alpha, beta=beta, out=d, choice=x),
@@ -206,7 +206,7 @@ def _forms(op: Operation, shape: tuple[int, int, int], dtype: torch.dtype, devic
     factor, x = make(batch, m, m) / math.sqrt(m), make(batch, m, k)
     y = torch.empty_like(x)
     return [
-        Form(
+        CallForm(
             "aX + bFX",
             y,
             lambda z: gemm_axpby(factor, x, alpha=0.5, beta=0.75, out=y, choice=z),

@@ -22,7 +22,7 @@ from canzona_compile.kernels.dispatch import CANDIDATES, Choice, Problem, Tile
 
 log = logging.getLogger(__name__)
 
-Figures = Mapping[str, object]
+JsonObject = Mapping[str, object]
 
 
 @cache
@@ -35,14 +35,14 @@ def source_digest() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class GpuKind:
     """A kind of GPU: cards of one architecture differ in what is fast."""
 
     arch: int
     name: str
 
 
-def versions(machine: Machine) -> dict[str, str]:
+def versions(machine: GpuKind) -> dict[str, str]:
     """What a verdict depends on besides the problem; part of the file and of its name."""
     try:
         triton = importlib.metadata.version("triton")
@@ -62,13 +62,13 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "canzona_compile"
 
 
-def path_of(machine: Machine) -> Path:
+def path_of(machine: GpuKind) -> Path:
     """The file of the verdicts for a kind of GPU, with the software that is here."""
     key = hashlib.sha256(json.dumps(versions(machine), sort_keys=True).encode()).hexdigest()[:12]
     return folder() / f"kernels-sm_{machine.arch}-{key}.json"
 
 
-def load(machine: Machine) -> dict[Problem, Choice]:
+def load(machine: GpuKind) -> dict[Problem, Choice]:
     """All verdicts that hold here; none if there is no file, or if it cannot be read, which is logged."""
     path = path_of(machine)
     try:
@@ -86,7 +86,7 @@ def load(machine: Machine) -> dict[Problem, Choice]:
     return {problem: choice for problem, choice in found.items() if _known(problem, choice, machine.arch)}
 
 
-def store(machine: Machine, problem: Problem, choice: Choice, figures: Figures) -> Path:
+def store(machine: GpuKind, problem: Problem, choice: Choice, figures: JsonObject) -> Path:
     """Add a verdict to the file, in the place of an older one of the same problem. Returns the file."""
     path = path_of(machine)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _written(problem: Problem, choice: Choice, figures: Figures) -> dict[str, Any]:
+def _written(problem: Problem, choice: Choice, figures: JsonObject) -> dict[str, Any]:
     fields = dataclasses.asdict(problem)
     fields |= {name: str(fields[name]).removeprefix("torch.") for name in ("dtype", "out_dtype")}
     return {"problem": fields, "choice": dataclasses.asdict(choice), "figures": dict(figures)}

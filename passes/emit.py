@@ -17,8 +17,8 @@ from canzona_compile.ir.program import (
     Fragments,
     Group,
     Indices,
-    Number,
     Residents,
+    ScalarInput,
     View,
     Views,
     Watcher,
@@ -40,7 +40,7 @@ from canzona_compile.lowering.batch_graph import lift_apply, lift_prepare
 from canzona_compile.lowering.builder import ProgramBuilder
 from canzona_compile.lowering.elementwise_kernels import Kernels
 from canzona_compile.lowering.memory_plan import RankMemory
-from canzona_compile.lowering.rank_view import GroupView, Segment, runs
+from canzona_compile.lowering.rank_view import GroupView, TaskSegment, runs
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, PACK
 
 
@@ -65,7 +65,7 @@ class Emit:
     ensures: ClassVar[Form] = Form.EMITTED
 
     def __call__(self, step: Step) -> Step:
-        writer = Writer(step, self.rank, self.generate)
+        writer = ProgramWriter(step, self.rank, self.generate)
         for event in step.schedule:
             writer.write(event)
         program = writer.program(writer.memory.slot_sizes())
@@ -79,7 +79,7 @@ def is_stacked(placed: Placed, batch: Batch, place: int) -> bool:
     return batch.stacked and placed.stacked is not None and placed.stacked.outputs[place]
 
 
-class Writer(ProgramBuilder):
+class ProgramWriter(ProgramBuilder):
     """Writes the rank program event by event."""
 
     def __init__(self, step: Step, rank: int, generate: bool = False) -> None:
@@ -125,7 +125,7 @@ class Writer(ProgramBuilder):
         role = known[name].role if name in known else Role.STATE
         match role:
             case Role.SCALAR:
-                return self.bind(f"{name}_{group}", Number(placed.template.name, group, name))
+                return self.bind(f"{name}_{group}", ScalarInput(placed.template.name, group, name))
             case Role.TASK:
                 return self.bind(f"{where}_tasks", EagerTasks(names))
             case Role.STATE if name in placed.resident:
@@ -169,7 +169,7 @@ class Writer(ProgramBuilder):
                 casting = len(placed.gather) if sharded else 0
                 return lift_prepare(placed.prepare, self.scalars(placed), foreach=self.foreach, casting=casting)
 
-            def lookup(name: str, segment: Segment = segment, where: str = where) -> fx.Node:
+            def lookup(name: str, segment: TaskSegment = segment, where: str = where) -> fx.Node:
                 return self.leaf(segment.placed, segment.group, segment.names, name, where)
 
             out = self.module(f"{placed.name}_prepare", build, lookup)
@@ -181,7 +181,7 @@ class Writer(ProgramBuilder):
                     self.pack_prepared(g, i, segment, wire)
         self.launch(g, "prepare")
 
-    def pack_prepared(self, g: GroupView, i: int, segment: Segment, wire: Wire) -> None:
+    def pack_prepared(self, g: GroupView, i: int, segment: TaskSegment, wire: Wire) -> None:
         """Copy a wire of all tasks of a segment to every place from which it is sent."""
         places = [g.places(Phase.GATHER, BufferUse.SEND, t.name, wire) for t in segment.tasks]
         for c in range(len(places[0])):
@@ -339,7 +339,7 @@ class Writer(ProgramBuilder):
 
     def apply(self, g: GroupView) -> None:
         last = next((p for p in (Phase.EXCHANGE, Phase.SCATTER) if p in g.exchanges), None)
-        counting: list[tuple[Segment, Callable[[str], fx.Node]]] = []
+        counting: list[tuple[TaskSegment, Callable[[str], fx.Node]]] = []
         for i, segment in enumerate(g.segments):
             placed = segment.placed
             where = f"g{g.group.index}_s{i}"
@@ -359,7 +359,7 @@ class Writer(ProgramBuilder):
                 name: str,
                 i: int = i,
                 wires: dict[str, fx.Node] = wires,
-                segment: Segment = segment,
+                segment: TaskSegment = segment,
                 where: str = where,
             ) -> fx.Node:
                 ready = wires.get(name) or g.wires.get((i, name))
@@ -376,7 +376,7 @@ class Writer(ProgramBuilder):
             for counted, find in counting:
                 self.kernels.counters(counted, find)
 
-    def own_part(self, g: GroupView, segment: Segment, wire: Wire, j: int, where: str) -> fx.Node:
+    def own_part(self, g: GroupView, segment: TaskSegment, wire: Wire, j: int, where: str) -> fx.Node:
         """This rank's fragments of values that it computed itself."""
         batch, results = g.results[segment.names[0]]
         boxes = [wire.box(t.layout.boxes[g.at[1]]) for t in segment.tasks]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from canzona_compile.analysis.step_time import (
-    Load,
+    GridLoad,
     busiest,
     load_by_owner,
     load_of,
@@ -86,12 +86,12 @@ def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most
     """Consecutive groups, each the longest whose makespan and bytes are within the limits."""
     bins: list[list[Task]] = []
     known = weights(tasks, placed)
-    load = Load(known)
+    load = GridLoad(known)
     for task in tasks:
         flops, size = load.with_(task)
         if not bins or flops > most_flops or size > most_bytes:  # rolled back into the next group
             bins.append([])
-            load = Load(known)
+            load = GridLoad(known)
         bins[-1].append(task)
         load.add(task)
     return bins

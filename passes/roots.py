@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from canzona_compile.analysis.roofline import graph_time, hardware_of
-from canzona_compile.analysis.spectral import EIGH, VT, Spectrum, Term, V, meanings
+from canzona_compile.analysis.spectral import EIGH, VT, NumberOrNode, Spectrum, V, meanings
 from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, record_again, tensor_value
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Form, Step, Template
@@ -141,9 +141,11 @@ def inverse_root(graph: fx.Graph, matrix: Any, p: int, spectrum: Spectrum) -> fx
     return insert_call(graph, aten.mul.Tensor, (made, scale), name="mul_tensor")
 
 
-def folded(graph: fx.Graph, combine: Callable[[Any, Any], Any], terms: Sequence[Term], start: float) -> Term:
+def folded(
+    graph: fx.Graph, combine: Callable[[Any, Any], Any], terms: Sequence[NumberOrNode], start: float
+) -> NumberOrNode:
     """The sum or product of numbers and of nodes that hold numbers: a number if all are numbers, else a node."""
-    made: Term = reduce(combine, (t for t in terms if not isinstance(t, fx.Node)), start)
+    made: NumberOrNode = reduce(combine, (t for t in terms if not isinstance(t, fx.Node)), start)
     nodes = [t for t in terms if isinstance(t, fx.Node)]
     if nodes and made == start:
         made = nodes.pop(0)

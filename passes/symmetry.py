@@ -14,8 +14,8 @@ from torch._ops import OpOverload
 
 from canzona_compile.analysis.linear_algebra import (
     Factor,
+    MatrixTerm,
     Product,
-    Term,
     alike,
     any_strides,
     flipped,
@@ -32,7 +32,7 @@ from canzona_compile.analysis.linear_algebra import (
     times,
     written,
 )
-from canzona_compile.analysis.symmetry_proof import Known, symmetric_leaves, symmetric_values
+from canzona_compile.analysis.symmetry_proof import SymmetricValues, symmetric_leaves, symmetric_values
 from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
 from canzona_compile.ir.layout import LayoutKind
 from canzona_compile.ir.step import Form, Placed, Step
@@ -129,7 +129,7 @@ class Call:
 class Rewriter:
     """Finds a call for every symmetric product, lets it take in what follows, and writes the calls that remain."""
 
-    def __init__(self, graph: fx.Graph, known: Known) -> None:
+    def __init__(self, graph: fx.Graph, known: SymmetricValues) -> None:
         self.graph, self.known = graph, known
         self.calls: dict[fx.Node, Call] = {}
 
@@ -172,15 +172,15 @@ class Rewriter:
         b, turned = root(right)
         return Call(left, b, False, not turned, product.alpha)
 
-    def scaled(self, node: fx.Node) -> Term:
+    def scaled(self, node: fx.Node) -> MatrixTerm:
         """A node without the numbers that it was multiplied by; the result of a call keeps them."""
-        return Term(1.0, node) if node in self.calls else scaled(node)
+        return MatrixTerm(1.0, node) if node in self.calls else scaled(node)
 
-    def operand(self, node: fx.Node) -> Term:
+    def operand(self, node: fx.Node) -> MatrixTerm:
         """A factor without the numbers that it was multiplied by, unless these may keep the product in range."""
         term = self.scaled(node)
         modest = isinstance(term.factor, float) and 1.0 / MODEST <= abs(term.factor) <= MODEST
-        return term if modest else Term(1.0, node)
+        return term if modest else MatrixTerm(1.0, node)
 
     def symmetric(self, node: fx.Node) -> bool:
         """Is a node, or the transpose of it, proved symmetric?"""

@@ -195,14 +195,14 @@ def product_of(node: fx.Node) -> Product | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class MatrixTerm:
     """A number times a matrix."""
 
     factor: Factor
     node: fx.Node
 
 
-def terms(node: fx.Node) -> tuple[Term, ...]:
+def terms(node: fx.Node) -> tuple[MatrixTerm, ...]:
     """Read a node as a sum of one or two of its operands, each times a number.
 
     Returns:
@@ -231,7 +231,7 @@ def terms(node: fx.Node) -> tuple[Term, ...]:
                 found = [(minus(1.0, weight), args[0]), (weight, args[1])]
     if not all(factor is not None and alike(operand, node) for factor, operand in found):
         return ()
-    return tuple(Term(factor, operand) for factor, operand in found)
+    return tuple(MatrixTerm(factor, operand) for factor, operand in found)
 
 
 def alike(operand: Any, node: fx.Node) -> bool:
@@ -246,13 +246,13 @@ def alike(operand: Any, node: fx.Node) -> bool:
     )
 
 
-def scaled(node: fx.Node) -> Term:
+def scaled(node: fx.Node) -> MatrixTerm:
     """Take off the numbers by which a matrix was multiplied: its factor, and the matrix without it."""
     own = terms(node)
     if len(own) != 1:
-        return Term(1.0, node)
+        return MatrixTerm(1.0, node)
     inside = scaled(own[0].node)
-    return Term(times(own[0].factor, inside.factor), inside.node)
+    return MatrixTerm(times(own[0].factor, inside.factor), inside.node)
 
 
 def identity(node: fx.Node) -> bool:
@@ -261,7 +261,7 @@ def identity(node: fx.Node) -> bool:
     return node.target in (aten.eye.default, aten.eye.m) and len(shape) == 2 and shape[0] == shape[1]
 
 
-def shifted(node: fx.Node) -> Term | None:
+def shifted(node: fx.Node) -> MatrixTerm | None:
     """Read matrix + factor * I that is written as a change of the main diagonal.
 
     Returns:
@@ -278,7 +278,7 @@ def shifted(node: fx.Node) -> Term | None:
     if not (own and plain and main_diagonal(old.args[1:], shape_of(node))):  # type: ignore[union-attr]
         return None
     assert factor is not None
-    return Term(factor, matrix)
+    return MatrixTerm(factor, matrix)
 
 
 def main_diagonal(args: Sequence[Any], shape: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ Polynomial: TypeAlias = tuple[float, ...]  # coefficients, that of the identity 
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class PolynomialForm:
     """A value as p(G), as p(G) Y or, if `flipped`, as the transpose Y^T p(G)."""
 
     polynomial: Polynomial
@@ -116,7 +116,7 @@ def gram_bases(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 def iterate(graph: fx.Graph, base: fx.Node, flipped: bool, bases: Mapping[fx.Node, bool]) -> Iterate | None:
     """The iterate that begins with `base`; None if more than one value leaves it, or one that is no p(G) Y."""
-    forms = {base: Form((1.0,), False, flipped)}
+    forms = {base: PolynomialForm((1.0,), False, flipped)}
     ends: set[fx.Node] = set()
     for node in graph.nodes:
         own = form_of(node, forms) if node.op == "call_function" else None
@@ -139,10 +139,10 @@ def iterate(graph: fx.Graph, base: fx.Node, flipped: bool, bases: Mapping[fx.Nod
     return Iterate(base, after, flipped, own.polynomial)
 
 
-def form_of(node: fx.Node, forms: Mapping[fx.Node, Form]) -> Form | None:
+def form_of(node: fx.Node, forms: Mapping[fx.Node, PolynomialForm]) -> PolynomialForm | None:
     """The form of a node, given those of the nodes before it; None if it has none."""
     if identity(node):
-        return Form((1.0,), True)
+        return PolynomialForm((1.0,), True)
     if not any(n in forms for n in node.all_input_nodes):
         return None
     if swaps(node) or copies(node):
@@ -150,7 +150,7 @@ def form_of(node: fx.Node, forms: Mapping[fx.Node, Form]) -> Form | None:
         own = forms.get(inside) if inside is not None else None
         if own is None or own.square or not swaps(node):
             return own
-        return Form(own.polynomial, False, not own.flipped)
+        return PolynomialForm(own.polynomial, False, not own.flipped)
     if product := product_of(node):
         left, right = (forms.get(n) for n in product.pair)
         if left is None or right is None or not isinstance(product.alpha, float):
@@ -163,8 +163,8 @@ def form_of(node: fx.Node, forms: Mapping[fx.Node, Form]) -> Form | None:
             return None
         return added(weighted(product.alpha, own), weighted(product.beta, more))
     if (shift := shifted(node)) and shift.node in forms and isinstance(shift.factor, float):
-        return added(forms[shift.node], Form((shift.factor,), True))
-    found: Form | None = None
+        return added(forms[shift.node], PolynomialForm((shift.factor,), True))
+    found: PolynomialForm | None = None
     for term in terms(node):
         own = forms.get(term.node)
         if own is None or not isinstance(term.factor, float):
@@ -176,17 +176,17 @@ def form_of(node: fx.Node, forms: Mapping[fx.Node, Form]) -> Form | None:
     return found
 
 
-def multiplied(left: Form, right: Form) -> Form | None:
+def multiplied(left: PolynomialForm, right: PolynomialForm) -> PolynomialForm | None:
     """The form of left @ right."""
     p = convolved(left.polynomial, right.polynomial)
     if left.square and right.square:
-        return Form(p, True)
+        return PolynomialForm(p, True)
     if left.square and not right.flipped:
-        return Form(p, False)
+        return PolynomialForm(p, False)
     if right.square and left.flipped:
-        return Form(p, False, True)
+        return PolynomialForm(p, False, True)
     if not left.square and not right.square and right.flipped and not left.flipped:
-        return Form((0.0, *p), True)  # p(G) Y Y^T q(G)
+        return PolynomialForm((0.0, *p), True)  # p(G) Y Y^T q(G)
     return None
 
 
@@ -199,12 +199,14 @@ def convolved(p: Polynomial, q: Polynomial) -> Polynomial:
     return tuple(result)
 
 
-def weighted(factor: float, form: Form) -> Form:
-    return Form(tuple(factor * c for c in form.polynomial), form.square, form.flipped)
+def weighted(factor: float, form: PolynomialForm) -> PolynomialForm:
+    return PolynomialForm(tuple(factor * c for c in form.polynomial), form.square, form.flipped)
 
 
-def added(a: Form, b: Form) -> Form | None:
+def added(a: PolynomialForm, b: PolynomialForm) -> PolynomialForm | None:
     """The form of a + b; None if they are of different kinds."""
     if (a.square, a.flipped) != (b.square, b.flipped):
         return None
-    return Form(tuple(x + y for x, y in zip_longest(a.polynomial, b.polynomial, fillvalue=0.0)), a.square, a.flipped)
+    return PolynomialForm(
+        tuple(x + y for x, y in zip_longest(a.polynomial, b.polynomial, fillvalue=0.0)), a.square, a.flipped
+    )

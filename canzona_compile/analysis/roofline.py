@@ -59,7 +59,7 @@ def exchange_seconds(link: Link, busiest: float, members: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class NodeWork:
     """What one node does.
 
     Attributes:
@@ -140,7 +140,7 @@ def product_seconds(graph: fx.Graph, template: Template, hardware: Hardware) -> 
     return sum(count / hardware.product_rate(dtype, TYPICAL) for dtype, count in flops.items())
 
 
-def works(graph: fx.Graph, hardware: Hardware) -> Iterator[Work]:
+def works(graph: fx.Graph, hardware: Hardware) -> Iterator[NodeWork]:
     """What the nodes of a graph do, in order."""
     for node in graph.nodes:
         value = tensor_value(node)
@@ -150,15 +150,15 @@ def works(graph: fx.Graph, hardware: Hardware) -> Iterator[Work]:
             yield work_of(node, value, hardware)
 
 
-def decomposition_work(node: fx.Node, hardware: Hardware) -> Work:
+def decomposition_work(node: fx.Node, hardware: Hardware) -> NodeWork:
     """What a decomposition does. One of ours works by products and runs at their rate until its own was measured."""
     name, operand = decomposition(node), tensor_value(node.all_input_nodes[0])
     assert operand is not None
     flops, size = float(decomposition_flops(node, operand.shape)), operand.shape[-1]
     moved = size_of(operand) + sum(map(size_of, results(node)))
     if name in BY_PRODUCTS and name not in dict(hardware.factorizations):
-        return Work(flops / hardware.product_rate("float32", size), moved, BY_PRODUCTS[name])
-    return Work(flops / hardware.factorization_rate(name, size), moved, 1)
+        return NodeWork(flops / hardware.product_rate("float32", size), moved, BY_PRODUCTS[name])
+    return NodeWork(flops / hardware.factorization_rate(name, size), moved, 1)
 
 
 def results(node: fx.Node) -> list[torch.Tensor]:
@@ -167,18 +167,18 @@ def results(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, torch.Tensor)]
 
 
-def work_of(node: fx.Node, value: torch.Tensor, hardware: Hardware) -> Work:
+def work_of(node: fx.Node, value: torch.Tensor, hardware: Hardware) -> NodeWork:
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.is_view:
-        return Work(0.0, 0, int(hardware.device == "cpu"))
+        return NodeWork(0.0, 0, int(hardware.device == "cpu"))
     operands = {n: v for n in node.all_input_nodes if (v := tensor_value(n)) is not None}
     if pair := factors(node):
         return product_of(node, pair, value, hardware)
     moved = size_of(value) + sum(map(size_of, operands.values()))
-    return Work(0.0, moved, 1)
+    return NodeWork(0.0, moved, 1)
 
 
-def product_of(node: fx.Node, pair: tuple[fx.Node, fx.Node], value: torch.Tensor, hardware: Hardware) -> Work:
+def product_of(node: fx.Node, pair: tuple[fx.Node, fx.Node], value: torch.Tensor, hardware: Hardware) -> NodeWork:
     left, right = (tensor_value(f) for f in pair)
     assert left is not None and right is not None
     first, second = (turned(tuple(v.shape), f) for v, f in zip((left, right), flips(node), strict=True))
@@ -188,7 +188,7 @@ def product_of(node: fx.Node, pair: tuple[fx.Node, fx.Node], value: torch.Tensor
     dtype, added = dtype_name(value), 2 * size_of(value) if more is not None and not own else 0
     straight = added / hardware.bandwidth
     other = more is not None and added and transposed(more)
-    return Work(
+    return NodeWork(
         2.0 * value.numel() * k / hardware.product_rate(dtype, (m * k * n) ** (1 / 3)),
         size_of(left) + size_of(right) + size_of(value) + (size_of(value) if own and more is not None else 0),
         int(added > 0),

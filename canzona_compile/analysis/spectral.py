@@ -14,25 +14,25 @@ from canzona_compile.ir.fx_utils import tensor_value
 
 aten = torch.ops.aten
 EIGH = aten._linalg_eigh.default
-Term = float | fx.Node  # a number, or a node that stands for one
+NumberOrNode = float | fx.Node  # a number, or a node that stands for one
 
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
     """c max(l + ridge, floor)^power for every eigenvalue l; ridge and floor are sums, c is a product."""
 
-    ridge: tuple[Term, ...] = ()
-    floor: tuple[Term, ...] | None = None
+    ridge: tuple[NumberOrNode, ...] = ()
+    floor: tuple[NumberOrNode, ...] | None = None
     power: float = 1.0
-    scale: tuple[Term, ...] = ()
+    scale: tuple[NumberOrNode, ...] = ()
 
-    def plus(self, term: Term) -> Spectrum | None:
+    def plus(self, term: NumberOrNode) -> Spectrum | None:
         """max(l + r, f) + t is max(l + r + t, f + t)."""
         if self.power != 1.0 or self.scale:
             return None
         return replace(self, ridge=(*self.ridge, term), floor=None if self.floor is None else (*self.floor, term))
 
-    def at_least(self, term: Term) -> Spectrum | None:
+    def at_least(self, term: NumberOrNode) -> Spectrum | None:
         if self.power != 1.0 or self.scale or self.floor is not None:
             return None
         return replace(self, floor=(term,))
@@ -47,7 +47,7 @@ class Spectrum:
             return None
         return replace(self, power=self.power + other.power, scale=(*self.scale, *other.scale))
 
-    def scaled(self, term: Term) -> Spectrum:
+    def scaled(self, term: NumberOrNode) -> Spectrum:
         return replace(self, scale=(*self.scale, term))
 
 
@@ -112,26 +112,26 @@ def meanings(eigh: fx.Node) -> dict[fx.Node, Meaning]:
 
 # -- rules -------------------------------------------------------------------------------------
 
-Known = Mapping[fx.Node, Meaning]
-Rule = Callable[[fx.Node, Known], Meaning | None]
+Meanings = Mapping[fx.Node, Meaning]
+SpectralRule = Callable[[fx.Node, Meanings], Meaning | None]
 
 
-def number(value: Any) -> Term | None:
+def number(value: Any) -> NumberOrNode | None:
     """Read an operand as a number or a node that holds one. None for tensors and all else."""
     if isinstance(value, fx.Node):
         return value if tensor_value(value) is None else None
     return float(value) if isinstance(value, int | float) else None
 
 
-def vector(node: fx.Node, known: Known) -> Vector | None:
+def vector(node: fx.Node, known: Meanings) -> Vector | None:
     first = known.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     return first if isinstance(first, Vector) else None
 
 
-def on_spectrum(act: Callable[[Spectrum, Any], Spectrum | None], given: Callable[[fx.Node], Any]) -> Rule:
+def on_spectrum(act: Callable[[Spectrum, Any], Spectrum | None], given: Callable[[fx.Node], Any]) -> SpectralRule:
     """A rule for operators on a vector and a number. `given` finds the number of a node, None if it has none."""
 
-    def rule(node: fx.Node, known: Known) -> Meaning | None:
+    def rule(node: fx.Node, known: Meanings) -> Meaning | None:
         own, term = vector(node, known), given(node)
         made = None if own is None or term is None else act(own.spectrum, term)
         return None if own is None or made is None else replace(own, spectrum=made)
@@ -139,21 +139,21 @@ def on_spectrum(act: Callable[[Spectrum, Any], Spectrum | None], given: Callable
     return rule
 
 
-def to_the(power: float) -> Rule:
+def to_the(power: float) -> SpectralRule:
     return on_spectrum(Spectrum.to_the, lambda _: power)
 
 
-def second(node: fx.Node) -> Term | None:
+def second(node: fx.Node) -> NumberOrNode | None:
     """The second operand of a sum that has no factor alpha."""
     return number(node.args[1]) if len(node.args) == 2 and not node.kwargs else None
 
 
-def negated(node: fx.Node) -> Term | None:
+def negated(node: fx.Node) -> NumberOrNode | None:
     term = second(node)
     return None if term is None or isinstance(term, fx.Node) else -term
 
 
-def least(node: fx.Node) -> Term | None:
+def least(node: fx.Node) -> NumberOrNode | None:
     """The lower limit of a clamp that has no upper one."""
     given = {**dict(zip(("min", "max"), node.args[1:], strict=False)), **node.kwargs}
     return number(given.get("min")) if given.get("max") is None else None
@@ -164,7 +164,7 @@ def exponent(node: fx.Node) -> float | None:
     return float(power) if isinstance(power, int | float) else None
 
 
-def multiplied(node: fx.Node, known: Known, sign: float = 1.0) -> Meaning | None:
+def multiplied(node: fx.Node, known: Meanings, sign: float = 1.0) -> Meaning | None:
     """Products (sign 1) or quotients (-1) of vectors with numbers and vectors, and of words with rows and columns."""
     left, right = node.args[0], node.args[1]
     if isinstance(right, fx.Node) and right in known:
@@ -180,7 +180,7 @@ def multiplied(node: fx.Node, known: Known, sign: float = 1.0) -> Meaning | None
     return scaled(known[left], other)
 
 
-def scaled(own: Meaning, term: Term | None) -> Meaning | None:
+def scaled(own: Meaning, term: NumberOrNode | None) -> Meaning | None:
     return replace(own, spectrum=own.spectrum.scaled(term)) if isinstance(own, Vector) and term is not None else None
 
 
@@ -204,7 +204,7 @@ def together(left: Meaning, right: Meaning, node: fx.Node, sign: float) -> Meani
     return reduced((spectrum, *left)) if lies == "column" else None
 
 
-def turned(node: fx.Node, known: Known) -> Meaning | None:
+def turned(node: fx.Node, known: Meanings) -> Meaning | None:
     """A permutation of dims that changes nothing, or transposes a word, a row or a column."""
     own, value = known[node.all_input_nodes[0]], tensor_value(node)
     assert value is not None
@@ -225,7 +225,7 @@ def turned(node: fx.Node, known: Known) -> Meaning | None:
     return transposed(own) if ndim >= 2 and order == swapped and not flat else None
 
 
-def reshaped(node: fx.Node, known: Known) -> Meaning | None:
+def reshaped(node: fx.Node, known: Meanings) -> Meaning | None:
     """A view of a vector as a row or a column, or a view that changes no shape."""
     own, value = known[node.all_input_nodes[0]], tensor_value(node)
     before = tensor_value(node.all_input_nodes[0])
@@ -239,24 +239,24 @@ def reshaped(node: fx.Node, known: Known) -> Meaning | None:
     return None if lies is None else Vector(own.spectrum, lies)
 
 
-def diagonal(node: fx.Node, known: Known) -> Meaning | None:
+def diagonal(node: fx.Node, known: Meanings) -> Meaning | None:
     own = vector(node, known)
     plain = len(node.args) == 1 and not node.kwargs
     return (own.spectrum,) if own is not None and own.lies == "flat" and plain else None
 
 
-def product(node: fx.Node, known: Known) -> Meaning | None:
+def product(node: fx.Node, known: Meanings) -> Meaning | None:
     words = [known.get(n) if isinstance(n, fx.Node) else None for n in node.args]
     if any(not isinstance(word, tuple) for word in words):
         return None
     return reduced(tuple(factor for word in words for factor in word))  # type: ignore[union-attr]
 
 
-def same(node: fx.Node, known: Known) -> Meaning | None:
+def same(node: fx.Node, known: Meanings) -> Meaning | None:
     return known[node.all_input_nodes[0]]
 
 
-def rules(*named: tuple[Iterable[Any], Rule]) -> dict[Any, Rule]:
+def rules(*named: tuple[Iterable[Any], SpectralRule]) -> dict[Any, SpectralRule]:
     return {target: rule for targets, rule in named for target in targets}
 
 

@@ -55,7 +55,7 @@ def task_seconds(placed: Placed, machine: Machine, ranks: tuple[int, ...]) -> fl
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class TaskWork:
     """What one task asks of the rank that computes it: FLOPs, and bytes to it and from it."""
 
     flops: int
@@ -63,20 +63,20 @@ class Weight:
     down: int
 
 
-def weights(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> dict[str, Weight]:
+def weights(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> dict[str, TaskWork]:
     """The weights of tasks, by name of a cut."""
     cuts = (placed[name] for name in {task.placed for task in tasks})
-    return {p.name: Weight(p.flops, bytes_of_wires(p.gather), bytes_of_wires(p.scatter)) for p in cuts}
+    return {p.name: TaskWork(p.flops, bytes_of_wires(p.gather), bytes_of_wires(p.scatter)) for p in cuts}
 
 
-class Load:
+class GridLoad:
     """What tasks ask of the ranks of their grid, added up.
 
     Attributes:
         flops, up, down: FLOPs, bytes gathered and bytes scattered, by owner; under None those of every rank.
     """
 
-    def __init__(self, known: Mapping[str, Weight]) -> None:
+    def __init__(self, known: Mapping[str, TaskWork]) -> None:
         self.known = known
         self.flops: dict[object, int] = {None: 0}
         self.up: dict[object, int] = {None: 0}
@@ -102,9 +102,9 @@ def busiest(by_owner: Mapping[object, int]) -> int:
     return max((n for owner, n in by_owner.items() if owner is not None), default=0) + by_owner[None]
 
 
-def load_by_owner(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> Load:
+def load_by_owner(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> GridLoad:
     """The load of tasks of one grid."""
-    load = Load(weights(tasks, placed))
+    load = GridLoad(weights(tasks, placed))
     for task in tasks:
         load.add(task)
     return load

@@ -44,12 +44,12 @@ class Symmetric:
     generator: fx.Node | None
 
 
-Known = dict[fx.Node, Symmetric]
+SymmetricValues = dict[fx.Node, Symmetric]
 
 
-def symmetric_values(graph: fx.Graph, leaves: Collection[str] = ()) -> Known:
+def symmetric_values(graph: fx.Graph, leaves: Collection[str] = ()) -> SymmetricValues:
     """Find the matrices [..., n, n] of a graph that are symmetric if the placeholders `leaves` are."""
-    known: Known = {}
+    known: SymmetricValues = {}
     for node in graph.nodes:
         shape = shape_of(node)
         if len(shape) < 2 or shape[-1] != shape[-2]:
@@ -89,7 +89,7 @@ def keeps(cut: Placed, name: str, names: Collection[str]) -> bool:
     return new in symmetric_values(cut.compute, names)
 
 
-def proof(node: fx.Node, known: Known) -> Symmetric | None:
+def proof(node: fx.Node, known: SymmetricValues) -> Symmetric | None:
     """The proof that a node is symmetric, given the proofs for the nodes before it; None if no rule applies."""
     if swaps(node) or copies(node):
         inside = source_of(node)
@@ -126,7 +126,7 @@ def commute(a: Symmetric | None, b: Symmetric | None) -> bool:
     return a.generator is None or b.generator is None or a.generator is b.generator
 
 
-def product_proof(node: fx.Node, product: Product, known: Known) -> Symmetric | None:
+def product_proof(node: fx.Node, product: Product, known: SymmetricValues) -> Symmetric | None:
     """The proof for left @ right, without the addend."""
     (left, left_flipped), (right, right_flipped) = map(root, product.pair)
     a, b = known.get(left), known.get(right)
@@ -136,7 +136,7 @@ def product_proof(node: fx.Node, product: Product, known: Known) -> Symmetric | 
     return Symmetric(node) if transposes or congruent(product, known) else None
 
 
-def congruent(product: Product, known: Known) -> bool:
+def congruent(product: Product, known: SymmetricValues) -> bool:
     """Is a product (P S) P^T or P (S P^T), with S symmetric or diagonal?"""
     for inner, outer in (product.pair, product.pair[::-1]):
         inside = product_of(inner)
@@ -169,7 +169,7 @@ def columns_scaled(node: fx.Node, by_column: bool) -> list[fx.Node]:
     return found
 
 
-def elementwise(node: fx.Node, known: Known) -> Symmetric | None:
+def elementwise(node: fx.Node, known: SymmetricValues) -> Symmetric | None:
     """The proof for an elementwise function of symmetric matrices and of tensors with one number per matrix."""
     random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     if not pointwise(node) or random or node.target in UNRELATED:

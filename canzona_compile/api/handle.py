@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.fx_utils import graph_module
-from canzona_compile.ir.pipeline import History
+from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
@@ -80,7 +80,7 @@ class Canzona:
         """
         return self.session.last()[0]
 
-    def passes(self) -> History:
+    def passes(self) -> PassHistory:
         """What each pass took and changed.
 
         Raises:

@@ -29,7 +29,7 @@ from canzona_compile.capture.twin import check_step_signature, plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
-from canzona_compile.options import MissingGrads, Numerics, Options, Strategy
+from canzona_compile.options import MissingGrads, Numerics, Options, StrategyOption
 from canzona_compile.report.explain import Explanation, explain_session
 from canzona_compile.session.session import Session
 from canzona_compile.split import Split
@@ -43,7 +43,7 @@ def wrap(
     optimizer: Opt,
     *,
     replicate: DeviceMesh | ProcessGroup | None = None,
-    strategy: Strategy = "auto",
+    strategy: StrategyOption = "auto",
     numerics: Numerics = "exact",
     capacity: int = 512 * 2**20,
     micro_groups: int | None = None,

@@ -17,7 +17,7 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.types import GuardFilterEntry
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Step = Callable[[Any], Any]
+StepFunction = Callable[[Any], Any]
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def as_oracle() -> Iterator[None]:
         yield
 
 
-def compiled(step: Step, backend: Callable[..., Any]) -> Step:
+def compiled(step: StepFunction, backend: Callable[..., Any]) -> StepFunction:
     """Compile the step function of an optimizer class, apart from the compiles of the user.
 
     Args:
@@ -41,7 +41,7 @@ def compiled(step: Step, backend: Callable[..., Any]) -> Step:
     return torch.compile(own_code(step), backend=backend, dynamic=True, options=options, **isolation())
 
 
-def own_code(step: Step) -> Step:
+def own_code(step: StepFunction) -> StepFunction:
     """The same function with a code object of its own: Dynamo counts recompiles per code object."""
     assert isinstance(step, types.FunctionType)
     twin = types.FunctionType(

@@ -26,7 +26,7 @@ from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.external_counters import Counts, give_counts, step_alone
 from canzona_compile.capture.functional import functional
 from canzona_compile.capture.leaves import (
-    Paths,
+    LeafPaths,
     paths_of,
     python_leaves,
     read,
@@ -58,7 +58,7 @@ class ParameterSpec:
     device: torch.device
 
 
-class Moment(NamedTuple):
+class StepInputs(NamedTuple):
     """What code sees on a step of one parameter, tensors aside.
 
     `counters` are the Python leaves of its state, `elsewhere` the numbers that the optimizer keeps outside of
@@ -311,7 +311,7 @@ class Oracle:
                 write(self.twin.state[param], self.paths[name], value, {})
 
 
-def check_leaves(state: dict[str, Any], paths: Paths) -> None:
+def check_leaves(state: dict[str, Any], paths: LeafPaths) -> None:
     """Raise Untraceable for state whose leaves cannot be inputs and outputs of a graph."""
     leaves = list(state_leaves(state))
     names = [name for name, _ in leaves]

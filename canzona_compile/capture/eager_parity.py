@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.dynamo_oracle import Moment, Oracle
+from canzona_compile.capture.dynamo_oracle import Oracle, StepInputs
 from canzona_compile.capture.external_counters import give_counts
 from canzona_compile.capture.leaves import read, state_leaves, write
 from canzona_compile.capture.randomness import undisturbed
@@ -34,7 +34,7 @@ def holistic(template: Template) -> bool:
     return not all(pointwise(n) for n in calls)
 
 
-def same_bits(optimizer: Optimizer, template: Template, oracle: Oracle, moment: Moment) -> bool:
+def same_bits(optimizer: Optimizer, template: Template, oracle: Oracle, moment: StepInputs) -> bool:
     """Run a step of a random matrix both ways and compare every leaf that it writes.
 
     It is the step after the first one. The counters of `moment` lead the code to the template's variant.
@@ -48,7 +48,7 @@ def same_bits(optimizer: Optimizer, template: Template, oracle: Oracle, moment: 
         return all(same_bits_once(optimizer, template, oracle, moment, seed) for seed in range(SAMPLES))
 
 
-def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, moment: Moment, seed: int) -> bool:
+def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, moment: StepInputs, seed: int) -> bool:
     """The comparison for one random matrix."""
     group, spec, counters, elsewhere = moment
     generator = torch.Generator().manual_seed(seed)

@@ -122,7 +122,7 @@ def counts_elsewhere(optimizer: Optimizer, counters: Iterable[Counter]) -> Count
     return {counter: own[counter] for counter in counters if counter in own}
 
 
-class Shadow:
+class CounterShadow:
     """A copy of an optimizer with one tiny matrix per group. The optimizer counts what its shadow counts."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 CONTAINERS = (dict, list, tuple)
-Path = tuple[Any, ...]  # the keys and indices that lead to a leaf
-Paths = Mapping[str, Path]
+LeafPath = tuple[Any, ...]  # the keys and indices that lead to a leaf
+LeafPaths = Mapping[str, LeafPath]
 
 
 def state_leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -32,7 +32,7 @@ def python_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v for name, v in state_leaves(state) if not isinstance(v, Tensor)}
 
 
-def paths_of(state: Mapping[str, Any]) -> dict[str, Path]:
+def paths_of(state: Mapping[str, Any]) -> dict[str, LeafPath]:
     """Where the leaves are."""
     paths = [keys_of(path) for path, _ in pytree.tree_flatten_with_path(dict(state))[0]]
     return {leaf_name(path): path for path in paths}
@@ -48,16 +48,16 @@ def empty_containers(structure: Mapping[str, Any]) -> dict[str, Any]:
     return {key: copy.deepcopy(value) for key, value in structure.items() if not pytree.tree_leaves(value)}
 
 
-def keys_of(path: Sequence[Any]) -> Path:
+def keys_of(path: Sequence[Any]) -> LeafPath:
     return tuple(getattr(k, "key", getattr(k, "idx", k)) for k in path)
 
 
-def leaf_name(path: Path) -> str:
+def leaf_name(path: LeafPath) -> str:
     name = re.sub(r"\W", "_", "_".join(map(str, path)))
     return name if name.isidentifier() else f"_{name}"
 
 
-def read(state: Mapping[str, Any], path: Path) -> Any:
+def read(state: Mapping[str, Any], path: LeafPath) -> Any:
     """The leaf, None where there is none."""
     found: Any = state
     for key in path:
@@ -67,7 +67,7 @@ def read(state: Mapping[str, Any], path: Path) -> Any:
     return found
 
 
-def write(state: dict[str, Any], path: Path, value: Any, structure: Mapping[str, Any]) -> None:
+def write(state: dict[str, Any], path: LeafPath, value: Any, structure: Mapping[str, Any]) -> None:
     """Put a leaf in its place; containers that are missing there are made as in `structure`.
 
     Raises:

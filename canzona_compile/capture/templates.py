@@ -12,11 +12,11 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.dynamo_oracle import Moment, Oracle, ParameterSpec, Untraceable, Variant
+from canzona_compile.capture.dynamo_oracle import Oracle, ParameterSpec, StepInputs, Untraceable, Variant
 from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.capture.eager_parity import holistic, same_bits
 from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
-from canzona_compile.capture.leaves import Paths, python_leaves, state_leaves
+from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leaves
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.separability import check_separable, coupled
 from canzona_compile.capture.twin import plain_class, signature
@@ -28,14 +28,14 @@ from canzona_compile.ir.step import Leaf, Role, Template
 
 log = logging.getLogger(__name__)
 
-Key = tuple[Any, ...]
+KindKey = tuple[Any, ...]
 Held = tuple[str, Shape | None, torch.dtype | None]
 LOOKAHEAD = 128  # steps; periods above that are met when they come, at the price of a new plan
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
 
 
 @dataclass(eq=False)
-class Kind:
+class ParamKind:
     """All parameters alike: one oracle (none where the step is interpreted) and a template per variant.
 
     Variants are learned as the step's control flow takes them: with and without periodic work, ...
@@ -64,7 +64,7 @@ class Kind:
         return {} if self.oracle is None else self.oracle.structure
 
     @property
-    def paths(self) -> Paths:
+    def paths(self) -> LeafPaths:
         """Where in the state its leaves are."""
         return {} if self.oracle is None else self.oracle.paths
 
@@ -80,9 +80,9 @@ class Capture:
     """Captures each kind of parameter of one optimizer once, and each variant of its step once."""
 
     optimizer: Optimizer
-    kinds: dict[Key, Kind] = field(default_factory=dict)
+    kinds: dict[KindKey, ParamKind] = field(default_factory=dict)
     counts: set[Counter] = field(default_factory=set)  # what the step counts outside of states
-    _separable: set[Key] = field(default_factory=set)
+    _separable: set[KindKey] = field(default_factory=set)
     _faithful: set[tuple[str, ...]] = field(default_factory=set)
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
@@ -93,7 +93,7 @@ class Capture:
 
     def kind_of(
         self, group: Mapping[str, Any], spec: ParameterSpec, name: str, state: Mapping[str, Any] | None = None
-    ) -> Kind:
+    ) -> ParamKind:
         """The kind of a parameter `name` of `group`, with the variant of its next step; captured now if new.
 
         Args:
@@ -104,7 +104,7 @@ class Capture:
             UnsupportedOptimizer: the optimizer couples parameters or communicates by itself.
         """
         style = signature(group, self.group_counters())
-        key: Key = (spec, style)
+        key: KindKey = (spec, style)
         kind = self._known(key, group, spec, name)
         if state and kind.oracle is not None and held(state) != kind.held:
             key = (spec, style, held(state))
@@ -113,7 +113,7 @@ class Capture:
             return kind
         try:
             if state or not kind.held:  # without any state every step is alike, the first one too
-                self._learn(kind, kind.oracle, Moment(group, spec, python_leaves(state or {}), self.elsewhere()))
+                self._learn(kind, kind.oracle, StepInputs(group, spec, python_leaves(state or {}), self.elsewhere()))
             if not state:
                 self._learn(kind, kind.oracle, after_first_step(kind, kind.oracle, group, spec))
         except Untraceable as reason:
@@ -122,12 +122,12 @@ class Capture:
 
     def _known(
         self,
-        key: Key,
+        key: KindKey,
         group: Mapping[str, Any],
         spec: ParameterSpec,
         name: str,
         state: Mapping[str, Any] | None = None,
-    ) -> Kind:
+    ) -> ParamKind:
         if key in self.kinds:
             return self.kinds[key]
         manner = (key[1], len(spec.shape))
@@ -153,7 +153,7 @@ class Capture:
         """The counters that are neither in a group nor in the state of a parameter, now."""
         return counts_elsewhere(self.optimizer, self.counts)
 
-    def _capture(self, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None) -> Kind:
+    def _capture(self, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None) -> ParamKind:
         try:
             oracle = Oracle(self.optimizer, group, spec, bake=self._bake, state=state)
         except Untraceable as reason:
@@ -161,9 +161,9 @@ class Capture:
         self.counts.update(oracle.counts.keys())
         leaves = oracle.first_state[0]
         tensors = tuple(state_leaf(name, v) for name, v in leaves.items() if isinstance(v, torch.Tensor))
-        return Kind(oracle, {}, tensors, oracle.counters())
+        return ParamKind(oracle, {}, tensors, oracle.counters())
 
-    def _look_ahead(self, kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> None:
+    def _look_ahead(self, kind: ParamKind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> None:
         """Meet periodic work before the first plan: let the counters run, on fake tensors."""
         moment = after_first_step(kind, oracle, group, spec)
         path, counters = [], []
@@ -180,7 +180,7 @@ class Capture:
         }
         return {**leaves, **elsewhere, **own}
 
-    def _learn(self, kind: Kind, oracle: Oracle, moment: Moment) -> tuple[Template, Moment]:
+    def _learn(self, kind: ParamKind, oracle: Oracle, moment: StepInputs) -> tuple[Template, StepInputs]:
         """Add the template of the variant that the code takes at this moment.
 
         Returns:
@@ -192,7 +192,7 @@ class Capture:
         own = {name: value for name, value in counts_of(oracle.twin).items() if name in elsewhere}
         counted = oracle.twin.param_groups[0]  # Dynamo adds to it, `capturable` for one
         here = {**group, **{k: counted[k] for k in self.group_counters() if k in counted}}
-        after = Moment(here, spec, oracle.counters(), own)
+        after = StepInputs(here, spec, oracle.counters(), own)
         if variant in kind.templates:
             return kind.templates[variant], after
         label = self._label(spec)
@@ -209,7 +209,7 @@ class Capture:
         """Must a graph be compared with the eager step? Where it will run, or may be of another formula."""
         return holistic(template) or ("foreach" in group and not is_torch_s_own(self.optimizer))
 
-    def _same_bits(self, template: Template, oracle: Oracle, moment: Moment) -> bool:
+    def _same_bits(self, template: Template, oracle: Oracle, moment: StepInputs) -> bool:
         """Compare a graph with the eager step, once for all graphs that do the same to matrices of any size."""
         work = tuple(str(n.target) for n in template.graph.nodes if n.op == "call_function")
         if work not in self._faithful:
@@ -218,11 +218,11 @@ class Capture:
             self._faithful.add(work)
         return True
 
-    def interpreted(self, spec: ParameterSpec, reason: str) -> Kind:
+    def interpreted(self, spec: ParameterSpec, reason: str) -> ParamKind:
         """The kind of parameters whose every step is the optimizer's own eager one, on an owner."""
         label = self._label(spec)
         log.info("%s is interpreted: %s", label, reason)
-        return Kind(None, {None: interpreted_template(label, spec, reason)}, (), {})
+        return ParamKind(None, {None: interpreted_template(label, spec, reason)}, (), {})
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"
@@ -237,11 +237,11 @@ def is_torch_s_own(optimizer: Optimizer) -> bool:
     return plain_class(optimizer).__module__.startswith("torch.optim")
 
 
-def after_first_step(kind: Kind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> Moment:
+def after_first_step(kind: ParamKind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> StepInputs:
     """What the code will see of counters when a parameter without state takes its second step."""
     own = {counter.key: value for counter, value in oracle.counts.items() if counter.home == "group"}
     elsewhere = {counter: value for counter, value in oracle.counts.items() if counter.home != "group"}
-    return Moment({**group, **own}, spec, kind.python_state, elsewhere)
+    return StepInputs({**group, **own}, spec, kind.python_state, elsewhere)
 
 
 def held(state: Mapping[str, Any]) -> frozenset[Held]:

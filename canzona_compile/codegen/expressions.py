@@ -9,7 +9,16 @@ import torch
 from torch import fx
 
 from canzona_compile.codegen.rules import RULES
-from canzona_compile.codegen.values import Builder, Line, Load, Number, Spread, Unsupported, check, converted
+from canzona_compile.codegen.values import (
+    Assignment,
+    Builder,
+    LoadValue,
+    ScalarValue,
+    Spread,
+    Unsupported,
+    check,
+    converted,
+)
 from canzona_compile.ir.fx_utils import ancestors, outputs, tensor_value
 from canzona_compile.ir.layout import Shape
 
@@ -25,9 +34,9 @@ class Expressions:
         results: for every result, the name of the value and the dtype to which it is rounded.
     """
 
-    loads: tuple[Load, ...]
-    numbers: tuple[Number, ...]
-    lines: tuple[Line, ...]
+    loads: tuple[LoadValue, ...]
+    numbers: tuple[ScalarValue, ...]
+    lines: tuple[Assignment, ...]
     results: tuple[tuple[str, torch.dtype], ...]
 
 
@@ -39,9 +48,9 @@ def copying(source: torch.dtype, target: torch.dtype) -> Expressions:
     """
     for dtype in (source, target):
         check(dtype)
-    lines = () if source == target else (Line("result", converted("{value}", source, target)),)
+    lines = () if source == target else (Assignment("result", converted("{value}", source, target)),)
     return Expressions(
-        (Load("value", source, Spread.FULL),), (), lines, ((lines[0].name if lines else "value", target),)
+        (LoadValue("value", source, Spread.FULL),), (), lines, ((lines[0].name if lines else "value", target),)
     )
 
 
@@ -86,10 +95,10 @@ def add(builder: Builder, node: fx.Node) -> None:
         return
     check(value.dtype)
     if node.op == "placeholder":
-        builder.loads.append(Load(node.name, value.dtype, builder.spread(tuple(value.shape))))
+        builder.loads.append(LoadValue(node.name, value.dtype, builder.spread(tuple(value.shape))))
         return
     target = node.target
     rule = RULES.get(target.overloadpacket) if isinstance(target, torch._ops.OpOverload) else None
     if rule is None:
         raise Unsupported(f"{target} has no Triton spelling")
-    builder.lines.append(Line(node.name, rule(builder, node)))
+    builder.lines.append(Assignment(node.name, rule(builder, node)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.codegen.source import FLAT, PointwiseProgram, source
-from canzona_compile.codegen.tables import Segment, Table, fits, roomy, segment_of
+from canzona_compile.codegen.tables import Table, TableSegment, fits, roomy, segment_of
 from canzona_compile.codegen.values import Spread
 from canzona_compile.errors import CanzonaError
 
@@ -25,7 +25,7 @@ WARPS = 8
 # Nothing is fused that ATen does not fuse, and functions of the library keep numbers below 2^-126, as nvcc's do.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
-Part = tuple[tuple[Sequence[Tensor], ...], Sequence[float]]
+LaunchPart = tuple[tuple[Sequence[Tensor], ...], Sequence[float]]
 Addresses = list[np.ndarray[Any, Any]]  # by part: [operands, entries]
 
 
@@ -61,7 +61,7 @@ def loaded(text: str) -> Any:
 class GroupedKernel(torch.nn.Module):
     """Several pointwise programs over lists of tensors, in one launch.
 
-    Called with one `Part` per entry of `parts`: a list of tensors per operand of its program (tensors read before
+    Called with one `LaunchPart` per entry of `parts`: a list of tensors per operand of its program (tensors read before
     tensors written, entry i of all of them being one fragment), and the numbers that it reads. Steady calls compare
     addresses and numbers with those of the call before; the host never waits for the device.
 
@@ -122,21 +122,21 @@ class GroupedKernel(torch.nn.Module):
         if self._unsent:
             self._upload()
 
-    def forward(self, *parts: Part) -> None:
+    def forward(self, *parts: LaunchPart) -> None:
         within, copied = self._within(parts)
         if self.refresh(within):
             self.launch()
         for target, value in copied:
             target.copy_(value)
 
-    def _within(self, parts: Sequence[Part]) -> tuple[Sequence[Part], list[tuple[Tensor, Tensor]]]:
+    def _within(self, parts: Sequence[LaunchPart]) -> tuple[Sequence[LaunchPart], list[tuple[Tensor, Tensor]]]:
         """The parts, with contiguous copies of fragments that a row has no room for, and which go back where.
 
         Such are strided in more than four dims, as a slice of a weight of a 3-d convolution may be.
         """
         if all(roomy(written) for lists, _ in parts for written in lists[-1]):
             return parts, []
-        made: list[Part] = []
+        made: list[LaunchPart] = []
         back: list[tuple[Tensor, Tensor]] = []
         for (lists, numbers), number in zip(parts, self.parts, strict=True):
             program = self.programs[number]
@@ -154,7 +154,7 @@ class GroupedKernel(torch.nn.Module):
             made.append((lists, numbers))
         return made, back
 
-    def refresh(self, parts: Sequence[Part]) -> bool:
+    def refresh(self, parts: Sequence[LaunchPart]) -> bool:
         """Have the table say where the operands lie; false if they have no elements.
 
         Raises:
@@ -195,10 +195,10 @@ class GroupedKernel(torch.nn.Module):
         self._addresses, self._numbers = addresses, numbers
         self._upload()
 
-    def _build(self, parts: Sequence[Part]) -> None:
+    def _build(self, parts: Sequence[LaunchPart]) -> None:
         if self._recording:
             raise RuntimeError(f"{self.title}: operands lie otherwise than on the step before")
-        segments: list[Segment] = []
+        segments: list[TableSegment] = []
         for number, ((lists, _), program) in enumerate(zip(parts, self.parts, strict=True)):
             for entry, operands in enumerate(zip(*lists, strict=True)):
                 self._device = operands[-1].device

@@ -12,14 +12,14 @@ from canzona_compile.codegen.values import Builder, Unsupported, dtype_of, is_nu
 
 aten = torch.ops.aten
 
-Rule = Callable[[Builder, fx.Node], str]
+TritonRule = Callable[[Builder, fx.Node], str]
 
 
 def argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
-def same(template: str, *, integers: bool = True) -> Rule:
+def same(template: str, *, integers: bool = True) -> TritonRule:
     """All tensor arguments in the common dtype, at {0}, {1}, ... of the template."""
 
     def rule(b: Builder, node: fx.Node) -> str:
@@ -33,11 +33,11 @@ def same(template: str, *, integers: bool = True) -> Rule:
     return rule
 
 
-def floats(template: str) -> Rule:
+def floats(template: str) -> TritonRule:
     return same(template, integers=False)
 
 
-def sums(sign: str, *, reversed_: bool = False) -> Rule:
+def sums(sign: str, *, reversed_: bool = False) -> TritonRule:
     """x + alpha y, x - alpha y, and y - alpha x."""
 
     def rule(b: Builder, node: fx.Node) -> str:
@@ -58,7 +58,7 @@ def sums(sign: str, *, reversed_: bool = False) -> Rule:
     return rule
 
 
-def compares(sign: str) -> Rule:
+def compares(sign: str) -> TritonRule:
     def rule(b: Builder, node: fx.Node) -> str:
         dtype = b.common(node)
         x, y = (b.operand(a, dtype, round_numbers=True) for a in node.args[:2])
@@ -75,7 +75,7 @@ def div(b: Builder, node: fx.Node) -> str:
     return b.rounded(f"ops.{'div_by_number' if is_number(node.args[1]) else 'div'}({x}, {y})", node)
 
 
-def fused(name: str) -> Rule:
+def fused(name: str) -> TritonRule:
     """addcmul and addcdiv."""
 
     def rule(b: Builder, node: fx.Node) -> str:
@@ -142,7 +142,7 @@ def overwrite(b: Builder, node: fx.Node) -> str:
     return b.operand(node.args[1], dtype_of(node), round_numbers=True)
 
 
-def constant(value: float | None) -> Rule:
+def constant(value: float | None) -> TritonRule:
     """A tensor of one number; None: of the second argument."""
 
     def rule(b: Builder, node: fx.Node) -> str:
@@ -155,7 +155,7 @@ def constant(value: float | None) -> Rule:
     return rule
 
 
-def logical(template: str) -> Rule:
+def logical(template: str) -> TritonRule:
     def rule(b: Builder, node: fx.Node) -> str:
         if dtype_of(node) is not torch.bool:
             raise Unsupported(f"{node.target} of {dtype_of(node)}")
@@ -164,7 +164,7 @@ def logical(template: str) -> Rule:
     return rule
 
 
-RULES: dict[Any, Rule] = {
+RULES: dict[Any, TritonRule] = {
     aten.add: sums("+"),
     aten.sub: sums("-"),
     aten.rsub: sums("-", reversed_=True),

@@ -113,11 +113,11 @@ class PointwiseProgram:
         return lines
 
 
-Form = tuple[int, bool]  # dims that are left after merging, and whether all of it may be accessed in vectors
-FLAT: Form = (1, True)
+KernelForm = tuple[int, bool]  # dims that are left after merging, and whether all of it may be accessed in vectors
+FLAT: KernelForm = (1, True)
 
 
-def source(title: str, programs: Sequence[PointwiseProgram], branches: Sequence[tuple[int, Form]]) -> str:
+def source(title: str, programs: Sequence[PointwiseProgram], branches: Sequence[tuple[int, KernelForm]]) -> str:
     """The text of a module with `kernel`, whose branch number b runs program branches[b][0] in form branches[b][1]."""
     functions = [f"{re.sub(r'[^A-Za-z0-9_]', '_', p.name)}_{i}" for i, p in enumerate(programs)]
     parts = [PREAMBLE.format(title=title)]

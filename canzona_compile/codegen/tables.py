@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from canzona_compile.codegen.source import HEADER, WORDS, Form, PointwiseProgram
+from canzona_compile.codegen.source import HEADER, WORDS, KernelForm, PointwiseProgram
 from canzona_compile.codegen.values import Spread
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape
@@ -27,17 +27,17 @@ Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TableSegment:
     """One fragment in one program, described by its operands but for their addresses."""
 
     part: int
     entry: int
     sizes: Shape
     strides: tuple[Strides, ...]
-    form: Form
+    form: KernelForm
 
 
-def segment_of(program: PointwiseProgram, part: int, entry: int, operands: Sequence[Tensor]) -> Segment | None:
+def segment_of(program: PointwiseProgram, part: int, entry: int, operands: Sequence[Tensor]) -> TableSegment | None:
     """The segment of some operands that `fits` is true of, None if there is nothing to do.
 
     Raises:
@@ -57,7 +57,7 @@ def segment_of(program: PointwiseProgram, part: int, entry: int, operands: Seque
         and all(merged[i][-1] == 1 and all(n % VECTOR == 0 for n in merged[i][:-1]) for i in full)
         and all(operands[i].data_ptr() % VECTOR == 0 for i in full)
     )
-    return Segment(part, entry, sizes, tuple(merged), (len(sizes), aligned))
+    return TableSegment(part, entry, sizes, tuple(merged), (len(sizes), aligned))
 
 
 def described(program: PointwiseProgram, operands: Sequence[Tensor]) -> tuple[Shape, list[Strides]]:
@@ -109,7 +109,7 @@ class Table:
     """The segments of one grouped kernel: rows of words, and the segment of every block."""
 
     def __init__(
-        self, programs: Sequence[PointwiseProgram], parts: Sequence[int], segments: Sequence[Segment], block: int
+        self, programs: Sequence[PointwiseProgram], parts: Sequence[int], segments: Sequence[TableSegment], block: int
     ) -> None:
         self.segments = list(segments)
         self.branches = sorted({(parts[s.part], s.form) for s in segments}, key=lambda b: (b[0], not b[1][1], b[1][0]))

@@ -48,14 +48,14 @@ class Spread(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadValue:
     name: str
     dtype: torch.dtype
     spread: Spread
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class ScalarValue:
     """A number-valued node of the graph, in one arithmetic type."""
 
     name: str
@@ -64,7 +64,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Assignment:
     """`name` = `text`, where {x} is the value named x."""
 
     name: str
@@ -92,9 +92,9 @@ class Builder:
     """Collects lines, node by node."""
 
     shape: Shape
-    loads: list[Load] = field(default_factory=list)
-    numbers: dict[tuple[str, str], Number] = field(default_factory=dict)
-    lines: list[Line] = field(default_factory=list)
+    loads: list[LoadValue] = field(default_factory=list)
+    numbers: dict[tuple[str, str], ScalarValue] = field(default_factory=dict)
+    lines: list[Assignment] = field(default_factory=list)
 
     def spread(self, shape: Shape) -> Spread:
         if shape == self.shape:
@@ -126,7 +126,7 @@ class Builder:
         held = HELD[dtype]
         if isinstance(value, fx.Node):
             name = value.name if held == "tl.float32" else f"{value.name}_{held.removeprefix('tl.')}"
-            self.numbers.setdefault((value.name, held), Number(name, value.name, held))
+            self.numbers.setdefault((value.name, held), ScalarValue(name, value.name, held))
             text = f"{{{name}}}"
         elif isinstance(value, int | float):
             text = f"tl.full((), {literal(value)}, {held})"

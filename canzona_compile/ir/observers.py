@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from canzona_compile.ir.pipeline import Record
+from canzona_compile.ir.pipeline import PassRecord
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 
@@ -24,7 +24,7 @@ class DumpSteps:
     _count: int = field(default=0, init=False)
     _last: Step | None = field(default=None, init=False)
 
-    def __call__(self, record: Record) -> None:
+    def __call__(self, record: PassRecord) -> None:
         if record.before is not self._last:  # a pipeline begins
             self._write(record.before, record.before.form.name.lower())
         self._write(record.after, record.name)

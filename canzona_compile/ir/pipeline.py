@@ -31,7 +31,7 @@ class Pass(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class PassRecord:
     """What one pass did.
 
     Attributes:
@@ -51,14 +51,14 @@ class Record:
 class Observer(Protocol):
     """Sees every pass from outside, after its result was verified."""
 
-    def __call__(self, record: Record, /) -> None: ...
+    def __call__(self, record: PassRecord, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class PassHistory:
     """What each pass did, in order. Prints as a table (`rich.print`)."""
 
-    records: tuple[Record, ...] = ()
+    records: tuple[PassRecord, ...] = ()
 
     def step_at(self, where: Form | str) -> Step:
         """The last step of a form ("placed"), or the step after a pass ("place").
@@ -123,7 +123,7 @@ def check_order(passes: Sequence[Pass], start: Form) -> None:
         form, source = current.ensures, f"{name} leaves"
 
 
-def run(step: Step, passes: Sequence[Pass], observers: Sequence[Observer] = ()) -> tuple[Step, History]:
+def run(step: Step, passes: Sequence[Pass], observers: Sequence[Observer] = ()) -> tuple[Step, PassHistory]:
     """Apply passes in order and verify the step before the first and after each of them.
 
     Raises:
@@ -136,21 +136,21 @@ def run(step: Step, passes: Sequence[Pass], observers: Sequence[Observer] = ()) 
     except InvalidStep as error:
         error.add_note("before any pass ran")
         raise
-    records: list[Record] = []
+    records: list[PassRecord] = []
     for current in passes:
         begin = time.perf_counter()
         after = call(current, step, records)
         seconds = time.perf_counter() - begin
         checked(current, step, after)
         nodes, ops = difference(step, after)
-        records.append(Record(current.name, seconds, step, after, nodes, ops))
+        records.append(PassRecord(current.name, seconds, step, after, nodes, ops))
         for observer in observers:
             observer(records[-1])
         step = after
-    return step, History(tuple(records))
+    return step, PassHistory(tuple(records))
 
 
-def call(current: Pass, step: Step, records: Sequence[Record]) -> Step:
+def call(current: Pass, step: Step, records: Sequence[PassRecord]) -> Step:
     """Apply one pass; whatever it raises says which pass it was and what ran before it."""
     earlier = ", ".join(record.name for record in records) or "no other pass"
     try:

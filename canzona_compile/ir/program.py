@@ -52,7 +52,7 @@ class Residents:
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class ScalarInput:
     """A hyperparameter of a parameter group, as the oracle of `template` reads it on this step."""
 
     template: str
@@ -115,7 +115,7 @@ class StreamSet:
     events: int
 
 
-Input = Fragments | Residents | Number | EagerTasks | Views | Whole | Indices | Bytes | Group | Watcher | StreamSet
+Input = Fragments | Residents | ScalarInput | EagerTasks | Views | Whole | Indices | Bytes | Group | Watcher | StreamSet
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -199,7 +199,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BlockSlice:
     """One wire value of one task, or the part of it that one message carries."""
 
     task: str
@@ -229,15 +229,15 @@ class Exchange:
     phase: Phase
     items: tuple[Item, ...]
 
-    def block(self, source: tuple[int, int], target: tuple[int, int]) -> tuple[tuple[Piece, ...], int]:
+    def block(self, source: tuple[int, int], target: tuple[int, int]) -> tuple[tuple[BlockSlice, ...], int]:
         """Pieces that `source` sends to `target`, both (replica, shard), and the block's size in bytes."""
-        pieces: list[Piece] = []
+        pieces: list[BlockSlice] = []
         offset = 0
         shard = source[1] if self.phase is Phase.GATHER else target[1]
         for item in self._carried(source, target):
             box = item.wire.box(item.boxes[shard])
             if box.numel:
-                pieces.append(Piece(item.task, item.wire, box, offset))
+                pieces.append(BlockSlice(item.task, item.wire, box, offset))
                 offset += box.numel * item.wire.itemsize
         return tuple(pieces), -(-offset // self.alignment) * self.alignment
 

@@ -20,11 +20,11 @@ from canzona_compile.ir.layout import Box, Grid
 from canzona_compile.ir.step import (
     Act,
     Batch,
+    BlockSlice,
     Exchange,
     Form,
     MicroGroup,
     Phase,
-    Piece,
     Placed,
     Step,
     Strategy,
@@ -32,7 +32,7 @@ from canzona_compile.ir.step import (
     Wire,
 )
 
-Place = tuple[int, int]
+GridPosition = tuple[int, int]
 ALL_PAIRS_RANKS = 16  # of larger grids only some pairs of ranks are checked
 SAMPLED_PAIRS = 128
 
@@ -160,7 +160,7 @@ def fused(exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], gri
         return wire.box(task.layout.boxes[shard])
 
     number = {(task.name, wire.name): i for i, (task, wire) in enumerate(routes)}
-    by_home: dict[Place | int | None, list[int]] = defaultdict(list)  # None: to everywhere
+    by_home: dict[GridPosition | int | None, list[int]] = defaultdict(list)  # None: to everywhere
     for i, (task, _) in enumerate(routes):
         by_home[home(phase, task)].append(i)
     for source, target in pairs:
@@ -181,7 +181,7 @@ def fused(exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], gri
             raise InvalidStep(f"{box_of(first, shard)} of {task.name}.{wire.name} is missing", at=at)
 
 
-def some_pairs(phase: Phase, grid: Grid) -> Iterator[tuple[Place, Place]]:
+def some_pairs(phase: Phase, grid: Grid) -> Iterator[tuple[GridPosition, GridPosition]]:
     """Source and target of blocks, ranks of one replica or holders of one shard: all of them, or a sample."""
     teams, size = (grid.shards, grid.replicas) if phase is Phase.EXCHANGE else (grid.replicas, grid.shards)
     total = teams * size * size
@@ -196,15 +196,15 @@ def some_pairs(phase: Phase, grid: Grid) -> Iterator[tuple[Place, Place]]:
         yield ((source, team), (target, team)) if phase is Phase.EXCHANGE else ((team, source), (team, target))
 
 
-def home(phase: Phase, task: Task) -> Place | int | None:
+def home(phase: Phase, task: Task) -> GridPosition | int | None:
     """Where its values go to or come from: its owner, or for an exchange the owner's replica."""
     return task.owner[0] if phase is Phase.EXCHANGE and task.owner else task.owner
 
 
-def aligned(pieces: Sequence[Piece], size: int, where: str) -> None:
+def aligned(pieces: Sequence[BlockSlice], size: int, where: str) -> None:
     """Pieces lie in their block, one after the other, each where its elements can be read."""
 
-    def fail(piece: Piece, problem: str) -> NoReturn:
+    def fail(piece: BlockSlice, problem: str) -> NoReturn:
         raise InvalidStep(f"{piece.task}.{piece.wire.name} at byte {piece.offset} {problem}", at=where)
 
     end = 0

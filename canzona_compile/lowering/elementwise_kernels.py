@@ -22,12 +22,12 @@ from canzona_compile.ir.fx_utils import outputs, placeholders, subgraph, tensor_
 from canzona_compile.ir.program import Input, Views
 from canzona_compile.ir.step import BufferUse, Phase, Placed, Role, Step
 from canzona_compile.lowering.batch_graph import lift_apply
-from canzona_compile.lowering.rank_view import GroupView, Segment
+from canzona_compile.lowering.rank_view import GroupView, TaskSegment
 
 Lookup = Callable[[str], fx.Node]
 
 
-class Program(Protocol):
+class KernelHost(Protocol):
     """What kernels need of the program that they are written into."""
 
     step: Step
@@ -43,7 +43,7 @@ class Program(Protocol):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Kernel:
+class CutKernels:
     """A cut as kernels.
 
     Attributes:
@@ -57,7 +57,7 @@ class Kernel:
     early: dict[str, str]
 
 
-def kernel_of(placed: Placed) -> Kernel | str:
+def kernel_of(placed: Placed) -> CutKernels | str:
     """How a cut becomes kernels, or why it does not."""
     shape = placed.template.shape
     early = early_commits(placed)
@@ -76,7 +76,7 @@ def kernel_of(placed: Placed) -> Kernel | str:
         expressions(placed.apply, apply, shape)
     except Unsupported as why:
         return str(why)
-    return Kernel(tuple(apply), early)
+    return CutKernels(tuple(apply), early)
 
 
 def one_device(placed: Placed) -> None:
@@ -111,26 +111,26 @@ def early_commits(placed: Placed) -> dict[str, str]:
 class Kernels:
     """Writes the generated kernels of a rank program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: KernelHost) -> None:
         self.program, self.step = program, program.step
         self.eager: dict[str, str] = {}
-        self._made: dict[str, Kernel | None] = {}
+        self._made: dict[str, CutKernels | None] = {}
         self._numbered: dict[tuple[str, str], list[tuple[str, ...]]] = {}
         self._parts: list[tuple[PointwiseProgram, tuple[fx.Node, ...], fx.Node | tuple[()]]] = []
 
-    def of(self, segment: Segment) -> Kernel | None:
+    def of(self, segment: TaskSegment) -> CutKernels | None:
         """The kernels of a segment's cut; None if torch runs it. Empty fragments have counters at most."""
         placed = segment.placed
         if placed.name not in self._made:
             made = kernel_of(placed)
             if isinstance(made, str):
                 self.eager[placed.name] = made
-            self._made[placed.name] = made if isinstance(made, Kernel) else None
+            self._made[placed.name] = made if isinstance(made, CutKernels) else None
         return None if segment.empty else self._made[placed.name]
 
     # -- stages --------------------------------------------------------------------------------------
 
-    def prepare(self, g: GroupView, i: int, segment: Segment) -> bool:
+    def prepare(self, g: GroupView, i: int, segment: TaskSegment) -> bool:
         """Take the prepare graph of a segment; false if torch has to run it."""
         kernel, placed = self.of(segment), segment.placed
         if kernel is None:
@@ -162,7 +162,7 @@ class Kernels:
             self._add(segment, "prepare", placed.prepare, wanted, targets, lambda n: self._leaf(segment, n, where))
         return True
 
-    def apply(self, g: GroupView, i: int, segment: Segment, lookup: Lookup) -> bool:
+    def apply(self, g: GroupView, i: int, segment: TaskSegment, lookup: Lookup) -> bool:
         """Take the apply graph of a segment; false if torch has to run it."""
         kernel, placed = self.of(segment), segment.placed
         if kernel is None:
@@ -173,7 +173,7 @@ class Kernels:
             self._add(segment, "apply", placed.apply, kernel.apply, targets, lookup)
         return True
 
-    def counters(self, segment: Segment, lookup: Lookup) -> None:
+    def counters(self, segment: TaskSegment, lookup: Lookup) -> None:
         """Write the 0-d state of a segment with torch, after the kernel that may read it."""
         kernel, placed = self.of(segment), segment.placed
         if kernel is None:
@@ -222,7 +222,7 @@ class Kernels:
 
     def _add(
         self,
-        segment: Segment,
+        segment: TaskSegment,
         stage: str,
         graph: fx.Graph,
         wanted: Sequence[int],
@@ -257,10 +257,10 @@ class Kernels:
         label = f"{placed.name}_{stage}_numbers{known.index(names) or ''}"
         return self.program.module(label, lambda: numbers_of(graph, names), lookup)
 
-    def _leaf(self, segment: Segment, name: str, where: str) -> fx.Node:
+    def _leaf(self, segment: TaskSegment, name: str, where: str) -> fx.Node:
         return self.program.leaf(segment.placed, segment.group, segment.names, name, where)
 
-    def _send_places(self, g: GroupView, segment: Segment, n: int, label: str) -> list[fx.Node]:
+    def _send_places(self, g: GroupView, segment: TaskSegment, n: int, label: str) -> list[fx.Node]:
         """Lists of views: all places from which a wire of these tasks is sent."""
         wire = segment.placed.gather[n]
         places = [g.places(Phase.GATHER, BufferUse.SEND, t.name, wire) for t in segment.tasks]
@@ -270,7 +270,7 @@ class Kernels:
             found.append(self.program.bind(f"{label}{c}", Views(views)))
         return found
 
-    def _prepared(self, g: GroupView, segment: Segment, node: fx.Node, label: str) -> fx.Node:
+    def _prepared(self, g: GroupView, segment: TaskSegment, node: fx.Node, label: str) -> fx.Node:
         """Memory of the program for a value that is used where it was made."""
         value = tensor_value(node)
         assert value is not None

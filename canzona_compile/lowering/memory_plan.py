@@ -21,7 +21,7 @@ import torch
 
 from canzona_compile.ir.layout import Box, Shape
 from canzona_compile.ir.program import View
-from canzona_compile.ir.step import Act, Buffer, BufferUse, Event, Exchange, MicroGroup, Phase, Piece, Step
+from canzona_compile.ir.step import Act, BlockSlice, Buffer, BufferUse, Event, Exchange, MicroGroup, Phase, Step
 
 # Bytes. Whole matrices and prepared values begin where vector loads of any width may read them; allocators of torch
 # align slots at least so. Pieces of send and receive buffers lie closer: see `Exchange`.
@@ -134,7 +134,7 @@ class ExchangeBuffers:
     """
 
     def __init__(self, exchange: Exchange, at: tuple[int, int], peers: Sequence[tuple[int, int]]) -> None:
-        self._blocks: dict[BufferUse, list[tuple[tuple[Piece, ...], int]]] = {
+        self._blocks: dict[BufferUse, list[tuple[tuple[BlockSlice, ...], int]]] = {
             BufferUse.SEND: [exchange.block(at, peer) for peer in peers],
             BufferUse.RECEIVE: [exchange.block(peer, at) for peer in peers],
         }

@@ -18,7 +18,7 @@ Coordinate = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TaskSegment:
     """Tasks of a micro-group that share graphs and numbers and have fragments on this rank.
 
     Attributes:
@@ -66,7 +66,7 @@ class GroupView:
         self.commits: list[tuple[fx.Node, fx.Node, torch.dtype, torch.dtype]] = []
 
     @cached_property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[TaskSegment]:
         """The tasks that have work on this rank's fragments, in the same order on all ranks."""
         found: dict[tuple[str, int, bool, bool], list[Task]] = {}
         for task in sorted(self.tasks, key=lambda t: t.index):
@@ -75,7 +75,7 @@ class GroupView:
             if not empty or self.step.placed_of(task).counts:
                 found.setdefault((task.placed, task.group, near, empty), []).append(task)
         return [
-            Segment(self.step.placed_of(own[0]), group, near, empty, tuple(own))
+            TaskSegment(self.step.placed_of(own[0]), group, near, empty, tuple(own))
             for (_, group, near, empty), own in sorted(found.items())
         ]
 

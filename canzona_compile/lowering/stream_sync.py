@@ -26,12 +26,12 @@ PACK = "pack"  # elementwise work, and copies from and to buffers
 # The host looks into lists, or makes views: no stream has anything to do.
 LOOKS = (operator.getitem, program_ops.parts, program_ops.unstack, program_ops.repeated)
 
-Resource = Hashable  # a leaf of a task, a computed value, or an `Extent`
-Clock = dict[str, int]  # by stream: how many of its calls are done
+Resource = Hashable  # a leaf of a task, a computed value, or an `SlotRange`
+StreamClock = dict[str, int]  # by stream: how many of its calls are done
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class SlotRange:
     """Bytes [start, end) of a memory slot."""
 
     slot: int
@@ -44,7 +44,7 @@ class Uses:
     """When a resource was used: the last write, and the reads since, as (stream, number of the call)."""
 
     written: tuple[str, int] | None = None
-    read: Clock = field(default_factory=dict)
+    read: StreamClock = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -96,12 +96,12 @@ class Analysis:
     ) -> None:
         self.streams, self.inputs, self.written = streams, inputs, written
         self.uses: dict[Resource, Uses] = {}
-        self.extents: dict[int, list[Extent]] = {}  # of each slot, those that are in `uses`
+        self.extents: dict[int, list[SlotRange]] = {}  # of each slot, those that are in `uses`
         self.behind: dict[fx.Node, frozenset[Resource]] = {}  # what a value may be, or be a view of
         self.homes: dict[fx.Node, frozenset[str]] = {}  # streams whose memory a value may lie in
-        self.clocks: dict[str, Clock] = {}
-        self.at: dict[tuple[str, int], tuple[fx.Node, Clock]] = {}
-        self.flying: dict[fx.Node, tuple[Clock, frozenset[Resource], frozenset[Resource]]] = {}
+        self.clocks: dict[str, StreamClock] = {}
+        self.at: dict[tuple[str, int], tuple[fx.Node, StreamClock]] = {}
+        self.flying: dict[fx.Node, tuple[StreamClock, frozenset[Resource], frozenset[Resource]]] = {}
         self.waited: dict[fx.Node, list[tuple[str, int]]] = {}
         self.lent: set[tuple[Any, str]] = set()  # values that a stream may read: its own, or lent to it
         self.orders = Orders()
@@ -150,7 +150,7 @@ class Analysis:
         else:
             self.used(stream, number, read, written | {("value", node.name)})
 
-    def step(self, node: fx.Node, stream: str, number: int, clock: Clock) -> None:
+    def step(self, node: fx.Node, stream: str, number: int, clock: StreamClock) -> None:
         clock[stream] = number
         self.at[stream, number] = node, dict(clock)
 
@@ -186,14 +186,14 @@ class Analysis:
 
     def overlapping(self, resource: Resource) -> list[Resource]:
         """What was used before and shares memory with a resource."""
-        if not isinstance(resource, Extent):
+        if not isinstance(resource, SlotRange):
             return [resource] if resource in self.uses else []
         known = self.extents.get(resource.slot, ())
         return [e for e in known if e.start < resource.end and resource.start < e.end]
 
     def used(self, stream: str, number: int, read: frozenset[Resource], written: frozenset[Resource]) -> None:
         for resource in read | written:
-            if isinstance(resource, Extent) and resource not in self.uses:
+            if isinstance(resource, SlotRange) and resource not in self.uses:
                 self.extents.setdefault(resource.slot, []).append(resource)
             self.uses.setdefault(resource, Uses()).read[stream] = number
             if resource in written:
@@ -203,7 +203,7 @@ class Analysis:
         """The calls that the caller has to wait for, so that it comes after all."""
         order = {node: i for i, (node, _) in enumerate(self.at.values())}
         last = [(stream, clock[stream]) for stream, clock in self.clocks.items()]
-        found, done = [], Clock()
+        found, done = [], StreamClock()
         for need in sorted(last, key=lambda n: -order[self.at[n][0]]):
             if done.get(need[0], 0) < need[1]:
                 found.append(need)
@@ -255,7 +255,7 @@ def write(
             graph.call_function(program_ops.wait, (handle, event))
 
 
-def join(clock: Clock, other: Mapping[str, int]) -> None:
+def join(clock: StreamClock, other: Mapping[str, int]) -> None:
     for stream, number in other.items():
         clock[stream] = max(clock.get(stream, 0), number)
 
@@ -282,9 +282,9 @@ def resources(value: Input) -> list[Resource]:
 
 def hulls(views: Iterable[View]) -> list[Resource]:
     """From the first byte to the last, by slot."""
-    found: dict[int, Extent] = {}
+    found: dict[int, SlotRange] = {}
     for view in views:
-        own = Extent(view.slot, view.offset, view.offset + math.prod(view.shape) * view.dtype.itemsize)
+        own = SlotRange(view.slot, view.offset, view.offset + math.prod(view.shape) * view.dtype.itemsize)
         old = found.get(view.slot, own)
-        found[view.slot] = Extent(view.slot, min(old.start, own.start), max(old.end, own.end))
+        found[view.slot] = SlotRange(view.slot, min(old.start, own.start), max(old.end, own.end))
     return list(found.values())

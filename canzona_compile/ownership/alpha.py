@@ -20,7 +20,7 @@ from canzona_compile.ownership.buffer import (
     rows_of,
 )
 from canzona_compile.ownership.greedy import Rows, within_rows
-from canzona_compile.ownership.jobs import NOTHING, Job, Load, Place, row_loads
+from canzona_compile.ownership.jobs import NOTHING, GridPosition, Job, LoadByRank, row_loads
 from canzona_compile.ownership.static import StaticStart
 
 
@@ -57,7 +57,7 @@ class AlphaBalanced:
             raise CanzonaError(f"alpha={self.alpha} is not between 0 and 1", hint="1 balances most")
         StaticStart(self.bucket)  # which refuses the same buckets
 
-    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> list[Place]:
+    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         static = rows_of(StaticStart(self.bucket).shards(jobs, rows))
         balanced = rows_of(self.shards(jobs, rows))
         taken = min(static, balanced, key=lambda plan: busiest_row(jobs, plan, rows, load))  # the first one of equals
@@ -89,7 +89,7 @@ class AlphaBalanced:
             cuts.append(max(cuts[-1], nearest(ends, target)))
         return [*cuts, len(ends) - 1]
 
-    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: Load = NOTHING) -> float:
+    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
         k = overhang(jobs, self.bucket)
         more = 1 - self.alpha if self.alpha and columns > 1 else 0.0
         return capped(density_ratio(jobs) * (2 + more + (k - 1) / columns), rows, columns, load, blind=True)
@@ -102,7 +102,7 @@ def nearest(ends: list[int], target: float) -> int:
     return below if target - ends[below] <= abs(ends[above] - target) else above
 
 
-def busiest_row(jobs: Sequence[Job], plan: Rows, rows: int, load: Load) -> float:
+def busiest_row(jobs: Sequence[Job], plan: Rows, rows: int, load: LoadByRank) -> float:
     """Cost of the row that has most, all its columns together, with what they have from elsewhere."""
     total = row_loads(rows, load)
     for job in sorted(jobs, key=lambda j: j.index):

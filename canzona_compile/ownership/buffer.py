@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ownership.jobs import Job, Load
+from canzona_compile.ownership.jobs import Job, LoadByRank
 
 BUCKET = 400_000_000  # elements, as in the authors' scripts
 
@@ -19,7 +19,7 @@ Shards = list[list[list[Job]]]  # of each bucket, for each row, its jobs in the 
 
 
 @dataclass(frozen=True, slots=True)
-class Padding:
+class BucketPadding:
     """What has to be added so that all shards of a bucket are equally long.
 
     Attributes:
@@ -64,12 +64,12 @@ def order(shards: Shards) -> list[Job]:
     return [job for bucket in shards for shard in bucket for job in shard]
 
 
-def padding(shards: Shards) -> Padding:
+def padding(shards: Shards) -> BucketPadding:
     """What uniform collectives would add to these shards."""
     lengths = [[length(shard) for shard in bucket] for bucket in shards]
     added = sum(max(own) * len(own) - sum(own) for own in lengths)
     elements = sum(map(sum, lengths))
-    return Padding(added, added / elements if elements else 0.0)
+    return BucketPadding(added, added / elements if elements else 0.0)
 
 
 def worst_shard(shards: Shards) -> float:
@@ -96,7 +96,7 @@ def overhang(jobs: Sequence[Job], bucket: int) -> float:
     return sum(largest) / max(largest) if any(largest) else 1.0
 
 
-def capped(factor: float, rows: int, columns: int, load: Load, *, blind: bool) -> float:
+def capped(factor: float, rows: int, columns: int, load: LoadByRank, *, blind: bool) -> float:
     """A factor that also holds if places have a load, and is finite.
 
     A planner that is `blind` to loads adds to the fullest place, which is at most the optimum, at worst its own

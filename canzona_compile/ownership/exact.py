@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ownership.jobs import NOTHING, Job, Load, Place, loads, lower_bound, makespan
+from canzona_compile.ownership.jobs import NOTHING, GridPosition, Job, LoadByRank, loads, lower_bound, makespan
 from canzona_compile.ownership.lpt import Joint
 from canzona_compile.ownership.milp import TOLERANCE, Allotment, GaveUp, Kinds, Patterns, by_counts
 
@@ -17,7 +17,7 @@ SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class OptimalityBound:
     """How good a plan is.
 
     Attributes:
@@ -54,16 +54,16 @@ class Exact:
         if not self.seconds > 0:
             raise CanzonaError(f"seconds={self.seconds} leaves no time to solve", hint="pass a positive number")
 
-    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> list[Place]:
+    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         return solve(jobs, rows, columns, load, seconds=self.seconds)[0]
 
-    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: Load = NOTHING) -> float:
+    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
         return Joint().bound(jobs, rows, columns, load)
 
 
 def solve(
-    jobs: Sequence[Job], rows: int, columns: int, load: Load = NOTHING, *, seconds: float = SECONDS
-) -> tuple[list[Place], Bound]:
+    jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING, *, seconds: float = SECONDS
+) -> tuple[list[GridPosition], OptimalityBound]:
     """The best plan found, and how far from the optimum it can be.
 
     Starts from `Joint`. Unless that reaches `lower_bound`, all sums that a place can have in between are tried as
@@ -76,24 +76,24 @@ def solve(
 class Search:
     """Between the best plan so far and the largest makespan that is known to be too small."""
 
-    def __init__(self, jobs: Sequence[Job], rows: int, columns: int, load: Load, deadline: float) -> None:
+    def __init__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank, deadline: float) -> None:
         self.jobs, self.rows, self.columns, self.load, self.deadline = jobs, rows, columns, load, deadline
         self.best = Joint()(jobs, rows, columns, load)
         self.upper = self._makespan(self.best)
         self.lower = min(self.upper, lower_bound(jobs, rows, columns, load))
 
-    def run(self) -> tuple[list[Place], Bound]:
+    def run(self) -> tuple[list[GridPosition], OptimalityBound]:
         for attempt in (self._bisect, self._count):
             if not self._proven():
                 with suppress(GaveUp):  # what is known by then is the answer
                     attempt(Kinds.of(self.jobs, self.rows, self.columns, self.load))
         gap = self.upper / self.lower - 1 if self.lower else 0.0
-        return self.best, Bound(self.upper, self.lower, gap, self._proven())
+        return self.best, OptimalityBound(self.upper, self.lower, gap, self._proven())
 
     def _proven(self) -> bool:
         return self.upper <= self.lower * (1 + TOLERANCE)
 
-    def _makespan(self, owners: list[Place]) -> float:
+    def _makespan(self, owners: list[GridPosition]) -> float:
         return makespan(loads(self.jobs, owners, self.rows, self.columns, self.load))
 
     def _bisect(self, kinds: Kinds) -> None:

@@ -8,11 +8,11 @@ from heapq import heapify, heapreplace
 from operator import attrgetter
 from typing import Literal, TypeVar
 
-from canzona_compile.ownership.jobs import Job, Load, Place
+from canzona_compile.ownership.jobs import GridPosition, Job, LoadByRank
 
 Quantity = Literal["cost", "elements"]
 Rows = Mapping[int, int]  # by index of a job
-Bin = TypeVar("Bin", int, Place)
+Bin = TypeVar("Bin", int, GridPosition)
 
 
 def largest_first(jobs: Iterable[Job], bins: Mapping[Bin, float], by: Quantity) -> dict[int, Bin]:
@@ -31,7 +31,7 @@ def largest_first(jobs: Iterable[Job], bins: Mapping[Bin, float], by: Quantity) 
     return chosen
 
 
-def within_rows(jobs: Sequence[Job], rows: Rows, columns: int, by: Quantity, load: Load) -> list[Place]:
+def within_rows(jobs: Sequence[Job], rows: Rows, columns: int, by: Quantity, load: LoadByRank) -> list[GridPosition]:
     """Second stage: hosts among the columns of the row that owns a job, largest first.
 
     `by="elements"` is what the authors of Canzona do inside a data-parallel rank, for one micro-group. What places have

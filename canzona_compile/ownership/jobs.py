@@ -14,10 +14,10 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import ClassVar, Protocol
 
-Place = tuple[int, int]  # (replica row r, shard column s)
-Load = Mapping[Place, float]
+GridPosition = tuple[int, int]  # (replica row r, shard column s)
+LoadByRank = Mapping[GridPosition, float]
 
-NOTHING: Load = MappingProxyType({})
+NOTHING: LoadByRank = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,18 @@ class Planner(Protocol):
 
     name: ClassVar[str]
 
-    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> list[Place]:
+    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         """The owner (r, s) of each job, in the order of `jobs`; 0 <= r < rows, 0 <= s < columns."""
         ...
 
-    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: Load = NOTHING) -> float:
+    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
         """The proven factor: a makespan is at most this many times the least possible one. Finite, at least 1."""
         ...
 
 
 def loads(
-    jobs: Sequence[Job], owners: Sequence[Place], rows: int, columns: int, load: Load = NOTHING
-) -> dict[Place, float]:
+    jobs: Sequence[Job], owners: Sequence[GridPosition], rows: int, columns: int, load: LoadByRank = NOTHING
+) -> dict[GridPosition, float]:
     """Cost per place, all places in the order of their ranks, `load` included."""
     total = {place: load.get(place, 0.0) for place in places_of(rows, columns)}
     # Floats are summed in one order, whatever the order of the list.
@@ -66,23 +66,23 @@ def loads(
     return total
 
 
-def makespan(own: Load) -> float:
+def makespan(own: LoadByRank) -> float:
     """Cost of the busiest place."""
     return max(own.values())
 
 
-def imbalance(own: Load) -> float:
+def imbalance(own: LoadByRank) -> float:
     """The busiest place, in mean places: 1 is perfect. Also 1 if there is nothing to do."""
     mean = sum(own.values()) / len(own)
     return max(own.values()) / mean if mean else 1.0
 
 
-def places_of(rows: int, columns: int) -> list[Place]:
+def places_of(rows: int, columns: int) -> list[GridPosition]:
     """All places, in the order of their ranks r * columns + s."""
     return [(r, s) for r in range(rows) for s in range(columns)]
 
 
-def row_loads(rows: int, load: Load) -> list[float]:
+def row_loads(rows: int, load: LoadByRank) -> list[float]:
     """What the ranks of each row have together."""
     total = [0.0] * rows
     for (r, _), own in sorted(load.items()):
@@ -90,7 +90,7 @@ def row_loads(rows: int, load: Load) -> list[float]:
     return total
 
 
-def lower_bound(jobs: Sequence[Job], rows: int, columns: int, load: Load = NOTHING) -> float:
+def lower_bound(jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
     """A cost below which no choice of owners can bring the busiest place.
 
     The largest of: the mean over W places; the load that the fullest place has already; the least load plus the

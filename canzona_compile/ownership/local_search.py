@@ -6,33 +6,37 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from canzona_compile.ownership.jobs import Job, Place
+from canzona_compile.ownership.jobs import GridPosition, Job
 
 ROUNDS = 20_000  # one move or swap each
 PAIRS = 500_000  # kinds of swaps looked at, over all rounds: about a second
 NEAR = 16  # kinds on either side of the ideal one
 EQUAL = 1e-12  # loads that differ by less are rounding
 
-Swap = tuple[float, int, int, Place]  # what the busier of two is left with; cost given, cost taken, the other place
+Swap = tuple[
+    float, int, int, GridPosition
+]  # what the busier of two is left with; cost given, cost taken, the other place
 
 
-class Exchange:
+class SwapSearch:
     """An assignment that swaps improve. Jobs of equal cost are one kind; a move is a swap for the kind "nothing".
 
     For each kind a heap knows the least loaded place that holds one. Entries become stale when a load changes and are
     dropped when they come up.
     """
 
-    def __init__(self, jobs: Sequence[Job], owners: Sequence[Place], total: Mapping[Place, float]) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], owners: Sequence[GridPosition], total: Mapping[GridPosition, float]
+    ) -> None:
         self.total = dict(total)
         self.costs = sorted({0.0, *(job.cost for job in jobs)})
         kinds = {cost: kind for kind, cost in enumerate(self.costs)}
-        self.held: dict[Place, dict[int, list[int]]] = {place: {0: []} for place in total}
+        self.held: dict[GridPosition, dict[int, list[int]]] = {place: {0: []} for place in total}
         self.jobs, self.owners = jobs, {job.index: place for job, place in zip(jobs, owners, strict=True)}
         for job in sorted(jobs, key=lambda j: j.index):
             if job.cost:
                 self.held[self.owners[job.index]].setdefault(kinds[job.cost], []).append(job.index)
-        self.idlest: list[list[tuple[float, Place]]] = [[] for _ in self.costs]
+        self.idlest: list[list[tuple[float, GridPosition]]] = [[] for _ in self.costs]
         for place, own in self.held.items():
             for kind in own:
                 self.idlest[kind].append((self.total[place], place))
@@ -41,7 +45,7 @@ class Exchange:
             heapify(heap)
         self.looked = 0
 
-    def run(self, goal: float) -> list[Place]:
+    def run(self, goal: float) -> list[GridPosition]:
         """Swap until nothing helps the busiest place, it has no more than `goal`, or ROUNDS or PAIRS are used up."""
         for _ in range(ROUNDS):
             busiest = self._busiest()
@@ -52,18 +56,18 @@ class Exchange:
             self._do(busiest, swap)
         return [self.owners[job.index] for job in self.jobs]
 
-    def _busiest(self) -> Place:
+    def _busiest(self) -> GridPosition:
         while self.total[self.busiest[0][1]] != -self.busiest[0][0]:
             heappop(self.busiest)
         return self.busiest[0][1]
 
-    def _idlest(self, kind: int) -> tuple[float, Place] | None:
+    def _idlest(self, kind: int) -> tuple[float, GridPosition] | None:
         heap = self.idlest[kind]
         while heap and (self.total[heap[0][1]] != heap[0][0] or kind not in self.held[heap[0][1]]):
             heappop(heap)
         return heap[0] if heap else None
 
-    def _best(self, busiest: Place) -> Swap | None:
+    def _best(self, busiest: GridPosition) -> Swap | None:
         """The swap after which the busier of the two places has least; of equals the cheapest job, the lowest place."""
         most = self.total[busiest]
         idlest = self._idlest(0)
@@ -91,7 +95,7 @@ class Exchange:
         near = list(range(max(cheapest, even - NEAR), min(given, even + NEAR)))
         return near if cheapest or 0 in near or not given else [0, *near]
 
-    def _do(self, busiest: Place, swap: Swap) -> None:
+    def _do(self, busiest: GridPosition, swap: Swap) -> None:
         _, given, taken, other = swap
         change = self.costs[given] - self.costs[taken]
         self._hand_over(given, busiest, other)
@@ -102,7 +106,7 @@ class Exchange:
             for kind in self.held[place]:
                 heappush(self.idlest[kind], (self.total[place], place))
 
-    def _hand_over(self, kind: int, giver: Place, taker: Place) -> None:
+    def _hand_over(self, kind: int, giver: GridPosition, taker: GridPosition) -> None:
         if kind:
             own = self.held[giver][kind]
             job = own.pop(0)

@@ -10,16 +10,16 @@ from canzona_compile.ownership.buffer import capped
 from canzona_compile.ownership.greedy import largest_first, within_rows
 from canzona_compile.ownership.jobs import (
     NOTHING,
+    GridPosition,
     Job,
-    Load,
-    Place,
+    LoadByRank,
     loads,
     lower_bound,
     makespan,
     places_of,
     row_loads,
 )
-from canzona_compile.ownership.local_search import Exchange
+from canzona_compile.ownership.local_search import SwapSearch
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class TwoStageLpt:
 
     name: ClassVar[str] = "lpt"
 
-    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> list[Place]:
+    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         owned = largest_first(jobs, dict(enumerate(row_loads(rows, load))), "cost")
         return within_rows(jobs, owned, columns, "cost", load)
 
-    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: Load = NOTHING) -> float:
+    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
         if 1 in (rows, columns):
             return Joint().bound(jobs, rows, columns, load)
         return capped(2 - 1 / (rows * columns), rows, columns, load, blind=False)
@@ -62,7 +62,7 @@ class Joint:
 
     name: ClassVar[str] = "joint"
 
-    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> list[Place]:
+    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         # Turned around, so that the lowest column comes first among equals, with all of its rows.
         free = largest_first(jobs, {(s, r): load.get((r, s), 0.0) for r, s in places_of(rows, columns)}, "cost")
         owners = [(r, s) for s, r in (free[job.index] for job in jobs)]
@@ -73,16 +73,16 @@ class Joint:
         return best
 
     def _relieved(
-        self, jobs: Sequence[Job], owners: list[Place], rows: int, columns: int, load: Load
-    ) -> tuple[float, list[Place]]:
+        self, jobs: Sequence[Job], owners: list[GridPosition], rows: int, columns: int, load: LoadByRank
+    ) -> tuple[float, list[GridPosition]]:
         """A plan that is no worse, after its makespan."""
         before = loads(jobs, owners, rows, columns, load)
-        swapped = Exchange(jobs, owners, before).run(lower_bound(jobs, rows, columns, load))
+        swapped = SwapSearch(jobs, owners, before).run(lower_bound(jobs, rows, columns, load))
         # Sums in the order of swaps round differently, so that what counts is added up anew.
         after = makespan(loads(jobs, swapped, rows, columns, load))
         return (after, swapped) if after < makespan(before) else (makespan(before), owners)
 
-    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: Load = NOTHING) -> float:
+    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
         places = rows * columns
         factor = 3 / 2 - 1 / (2 * places) if any(load.values()) else 4 / 3 - 1 / (3 * places)
         return capped(factor, rows, columns, load, blind=False)

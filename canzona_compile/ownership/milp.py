@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from canzona_compile.ownership.jobs import Job, Load, Place, places_of
+from canzona_compile.ownership.jobs import GridPosition, Job, LoadByRank, places_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +28,7 @@ COLUMNS = 30_000  # variables of a program of patterns
 ENTRIES = 5_000  # variables of a program of counts
 TOLERANCE = 1e-6  # makespans that differ by less, relatively, count as equal: HiGHS's own tolerance
 
-Allotment = dict[Place, tuple[int, ...]]  # how many jobs of each kind
+Allotment = dict[GridPosition, tuple[int, ...]]  # how many jobs of each kind
 
 
 class GaveUp(Exception):
@@ -46,12 +46,12 @@ class Kinds:
     """
 
     jobs: dict[float, list[Job]]
-    places: dict[float, list[Place]]
+    places: dict[float, list[GridPosition]]
 
     @classmethod
-    def of(cls, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> Kinds:
+    def of(cls, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> Kinds:
         by_cost: dict[float, list[Job]] = defaultdict(list)
-        by_load: dict[float, list[Place]] = defaultdict(list)
+        by_load: dict[float, list[GridPosition]] = defaultdict(list)
         for job in sorted(jobs, key=lambda j: (-j.cost, j.index)):
             if job.cost:
                 by_cost[job.cost].append(job)
@@ -59,10 +59,10 @@ class Kinds:
             by_load[load.get(place, 0.0)].append(place)
         return cls(dict(by_cost), dict(sorted(by_load.items())))
 
-    def owners(self, allotment: Allotment) -> dict[int, Place]:
+    def owners(self, allotment: Allotment) -> dict[int, GridPosition]:
         """Who owns each job that costs something, by its index. Places without a job left to take go without."""
         left = [iter(own) for own in self.jobs.values()]
-        chosen: dict[int, Place] = {}
+        chosen: dict[int, GridPosition] = {}
         for place, counts in sorted(allotment.items()):
             for kind, count in zip(left, counts, strict=True):
                 chosen |= {job.index: place for job in islice(kind, count)}

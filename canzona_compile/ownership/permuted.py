@@ -18,7 +18,7 @@ from canzona_compile.ownership.buffer import (
     rows_of,
 )
 from canzona_compile.ownership.greedy import within_rows
-from canzona_compile.ownership.jobs import NOTHING, Job, Load, Place, row_loads
+from canzona_compile.ownership.jobs import NOTHING, GridPosition, Job, LoadByRank, row_loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class Permuted:
     def __post_init__(self) -> None:
         check_bucket(self.bucket)
 
-    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> list[Place]:
+    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         return within_rows(jobs, rows_of(self.shards(jobs, rows, load)), columns, "cost", load)
 
-    def shards(self, jobs: Sequence[Job], rows: int, load: Load = NOTHING) -> Shards:
+    def shards(self, jobs: Sequence[Job], rows: int, load: LoadByRank = NOTHING) -> Shards:
         """What each row owns of each bucket: within a shard in reverse registration order, as before."""
         cost = row_loads(rows, load)
         found: Shards = []
@@ -65,6 +65,6 @@ class Permuted:
             found.append([sorted(shard, key=lambda j: -j.index) for shard in shards])
         return found
 
-    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: Load = NOTHING) -> float:
+    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
         share = (1 - 1 / rows) * overhang(jobs, self.bucket) / columns
         return capped(density_ratio(jobs) * (1 + share) + 1 - 1 / columns, rows, columns, load, blind=True)

@@ -18,7 +18,7 @@ from canzona_compile.ownership.buffer import (
     rows_of,
 )
 from canzona_compile.ownership.greedy import within_rows
-from canzona_compile.ownership.jobs import NOTHING, Job, Load, Place
+from canzona_compile.ownership.jobs import NOTHING, GridPosition, Job, LoadByRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StaticStart:
     def __post_init__(self) -> None:
         check_bucket(self.bucket)
 
-    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: Load) -> list[Place]:
+    def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         return within_rows(jobs, rows_of(self.shards(jobs, rows)), columns, "elements", load)
 
     def shards(self, jobs: Sequence[Job], rows: int) -> Shards:
@@ -62,6 +62,6 @@ class StaticStart:
                 start += job.elements
         return found
 
-    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: Load = NOTHING) -> float:
+    def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
         k = overhang(jobs, self.bucket)
         return capped(density_ratio(jobs) * (2 + (k - 1) / columns), rows, columns, load, blind=True)

@@ -39,7 +39,7 @@ from canzona_compile.report.schema import (
     GroupReport,
     LoadReport,
     LocalTask,
-    Moment,
+    PredictedEvent,
     TaskReport,
     TemplateReport,
     WireReport,
@@ -274,9 +274,9 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
     )
 
 
-def moments(step: Step) -> tuple[Moment, ...]:
+def moments(step: Step) -> tuple[PredictedEvent, ...]:
     """The predicted timeline of a step."""
     return tuple(
-        Moment(str(one.event.act), one.event.group, "link" if one.on_link else "compute", one.start, one.end)
+        PredictedEvent(str(one.event.act), one.event.group, "link" if one.on_link else "compute", one.start, one.end)
         for one in timeline(step)
     )

@@ -19,7 +19,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.options import Options
-from canzona_compile.session.bind import Binder, Bound, named_params
+from canzona_compile.session.bind import Binder, BoundParam, named_params
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
 
@@ -98,7 +98,7 @@ def explain_session(session: Session) -> Explanation:
 def _explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> Explanation:
     """Before the first step. A collective only where `replicate=` is used with DTensors of another mesh."""
     binder = Binder(optimizer, options, capture)
-    bound: list[Bound] = []
+    bound: list[BoundParam] = []
     rows: list[ExplainedParameter | str] = []
     for name, group, param in named_params(optimizer, options.names):
         try:

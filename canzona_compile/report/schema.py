@@ -156,7 +156,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PredictedEvent:
     """An event of the schedule and when it is predicted, in seconds from the begin of the step.
 
     A `start ...` event lasts as long as its transfer, a `wait ...` event as long as it has to wait;
@@ -209,5 +209,5 @@ class Figures:
     local: tuple[LocalTask, ...]
     fallbacks: Mapping[str, str]
     suggestions: tuple[str, ...]
-    schedule: tuple[Moment, ...]
+    schedule: tuple[PredictedEvent, ...]
     profile: ProfileReport | None

@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel, Laid
 from canzona_compile.ir import program_ops
-from canzona_compile.ir.program import EagerTasks, Fragments, Number, Program, Residents
+from canzona_compile.ir.program import EagerTasks, Fragments, Program, Residents, ScalarInput
 from canzona_compile.runtime.device_scalars import with_device_numbers
 from canzona_compile.runtime.scalar_ops import DeviceNumber
 from canzona_compile.runtime.streams import index_of, stream_named
@@ -35,7 +35,7 @@ from canzona_compile.runtime.streams import index_of, stream_named
 MOST_RECORDINGS = 3
 
 Run = Callable[[], None]
-Record = Callable[[Run], Run]  # records a run and returns what replays it
+Recorder = Callable[[Run], Run]  # records a run and returns what replays it
 
 # Operators that read a value from the device, so that the host waits.
 WAITING = ("nonzero", "_local_scalar_dense", "item", "equal", "masked_select", "geqrf", "ormqr", "cholesky")
@@ -76,7 +76,7 @@ class Replay:
         program: Program,
         device: torch.device,
         entered: Callable[[], AbstractContextManager[None]],
-        record: Record | None = None,
+        record: Recorder | None = None,
         wanted: bool = True,
     ) -> None:
         self.plain, self.entered = program.module, entered
@@ -86,7 +86,7 @@ class Replay:
         self._tried = 0  # recordings since `_prepare` last chose which numbers lie on the device
         inputs = list(program.inputs.values())
         self.program, self.device = program, device
-        self._hypers = [i for i, value in enumerate(inputs) if isinstance(value, Number)]
+        self._hypers = [i for i, value in enumerate(inputs) if isinstance(value, ScalarInput)]
         self._moving = [i for i, value in enumerate(inputs) if isinstance(value, Fragments | Residents)]
         self._numbers: dict[int, Any] | None = None  # hyperparameters of the last step that are no tensors
         self._changing: set[str] = set()  # names of those that have changed since the first step

@@ -24,7 +24,7 @@ from canzona_compile.ir.program import Program
 from canzona_compile.runtime.scalar_ops import FORMS, each_numbered
 
 # How a value reaches its operator: in a 0-d tensor; as a number, which a recording keeps; or in a kernel's table.
-Kind = Literal["device", "kept", "table"]
+ScalarKind = Literal["device", "kept", "table"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,7 +43,7 @@ class DeviceProgram:
 
     host: fx.GraphModule
     module: fx.GraphModule
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ScalarKind, ...]
     tables: Mapping[str, tuple[tuple[int, ...], ...]]
     movable: frozenset[str]
 
@@ -74,7 +74,7 @@ class _Cut:
     """
 
     name: str
-    takes: tuple[tuple[fx.Node, Kind], ...]
+    takes: tuple[tuple[fx.Node, ScalarKind], ...]
 
 
 class _Splitter:
@@ -86,7 +86,7 @@ class _Splitter:
         self.movable: frozenset[str] = frozenset()
         self.host, self.root = fx.Graph(), torch.nn.Module()
         self.graph = fx.Graph()
-        self.values: dict[tuple[fx.Node, Kind], fx.Node] = {}  # by node of `host`
+        self.values: dict[tuple[fx.Node, ScalarKind], fx.Node] = {}  # by node of `host`
         self.results: dict[fx.Node, list[fx.Node]] = {}  # by call of a graph of numbers, its results in `host`
         self.known: dict[Hashable, fx.Node] = {}  # arithmetic that is in `host` already
         self.cuts: dict[Hashable, _Cut] = {}
@@ -187,7 +187,7 @@ class _Splitter:
                 found[node] = self.known[key]
         return found
 
-    def value(self, number: fx.Node, kind: Kind) -> fx.Node:
+    def value(self, number: fx.Node, kind: ScalarKind) -> fx.Node:
         """The placeholder for a value that the host computes; made now if the program has none yet."""
         if (number, kind) not in self.values:
             last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
@@ -216,20 +216,22 @@ class _Splitter:
             return self.cuts[key]
         made = fx.Graph()
         new: dict[fx.Node, fx.Node] = {}
-        takes: dict[tuple[fx.Node, Kind], fx.Node] = {}
+        takes: dict[tuple[fx.Node, ScalarKind], fx.Node] = {}
         last: fx.Node | None = None
         for node in graph.nodes:
             if node in singles:
                 continue
             own = [n for n in node.all_input_nodes if n in singles]
             form = form_of(node) if any(n in moving for n in own) else None
-            kinds: dict[fx.Node, Kind] = {n: "device" if form is not None and n in moving else "kept" for n in own}
+            kinds: dict[fx.Node, ScalarKind] = {
+                n: "device" if form is not None and n in moving else "kept" for n in own
+            }
             for single, kind in kinds.items():
                 if (single, kind) not in takes:
                     with made.inserting_after(last) if last else made.inserting_before(first_of(made)):
                         last = takes[single, kind] = made.placeholder(f"number_{len(takes)}")
 
-            def operand_of(n: fx.Node, kinds: Mapping[fx.Node, Kind] = kinds) -> fx.Node:
+            def operand_of(n: fx.Node, kinds: Mapping[fx.Node, ScalarKind] = kinds) -> fx.Node:
                 return takes[n, kinds[n]] if n in singles else new[n]
 
             new[node] = made.node_copy(node, operand_of)

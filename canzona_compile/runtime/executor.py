@@ -18,9 +18,9 @@ from canzona_compile.ir.program import (
     Group,
     Indices,
     Input,
-    Number,
     Program,
     Residents,
+    ScalarInput,
     StreamSet,
     View,
     Views,
@@ -170,6 +170,6 @@ class Executor:
                 return lambda: [tensors.fragment(role, leaf, t) for t in tasks]
             case Residents(leaf, tasks):
                 return lambda: [tensors.resident(leaf, t) for t in tasks]
-            case Number(template, group, name):
+            case ScalarInput(template, group, name):
                 return lambda: numbers.number(template, group, name)
         return None

@@ -10,12 +10,12 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.runtime.store_agreement import Forum, Waiter
+from canzona_compile.runtime.store_agreement import StoreAgreement, Waiter
 
 Ranks = tuple[int, ...]
 
 
-class Council:
+class RankAgreement:
     """All forums that this rank's parameters need. Every rank of a mesh makes the same calls in the same order.
 
     Args:
@@ -28,7 +28,7 @@ class Council:
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
         self.groups, self.device = groups, device
-        self._forums: dict[Ranks, Forum] = {}
+        self._forums: dict[Ranks, StoreAgreement] = {}
         self.waiter = Waiter(self._forums.values(), device)
 
     def report(self, members: Iterable[Ranks], error: CanzonaError | None) -> None:
@@ -111,7 +111,7 @@ class Council:
         for forum in self._forums.values():
             forum.fail(error, number)
 
-    def _forum(self, ranks: Ranks) -> Forum:
+    def _forum(self, ranks: Ranks) -> StoreAgreement:
         if ranks not in self._forums:
-            self._forums[ranks] = Forum(ranks, self.groups.of(ranks), self.device)
+            self._forums[ranks] = StoreAgreement(ranks, self.groups.of(ranks), self.device)
         return self._forums[ranks]

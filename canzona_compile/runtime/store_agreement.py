@@ -26,7 +26,7 @@ from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 PATIENCE = timedelta(seconds=1)
 
 
-class Forum:
+class StoreAgreement:
     """Some ranks that run collectives together.
 
     Every member makes its forums in the same order, so that their numbers in the store agree.
@@ -170,7 +170,7 @@ class Waiter:
         number: of the step whose collectives it waits for.
     """
 
-    def __init__(self, forums: Collection[Forum], device: torch.device) -> None:
+    def __init__(self, forums: Collection[StoreAgreement], device: torch.device) -> None:
         self.forums, self.device, self.number = forums, device, 0
 
     def wait(self, work: dist.Work) -> None:

@@ -22,7 +22,7 @@ from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.eager_parity import holistic
 from canzona_compile.capture.sharding_rules import missing_rule
-from canzona_compile.capture.templates import Capture, Kind
+from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
 from canzona_compile.ir.layout import (
     Box,
@@ -40,13 +40,13 @@ from canzona_compile.split import check_patterns, chosen, part_of_layout
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Bound:
+class BoundParam:
     """A parameter of the optimizer, or a piece of the parameter `fused`, and what is known of it."""
 
     param: Tensor
     group: int
     task: Task
-    kind: Kind
+    kind: ParamKind
     fused: Fused | None = None
 
 
@@ -91,7 +91,7 @@ class Binder:
         group = given.get_group() if isinstance(given, DeviceMesh) else given
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
-    def bind(self) -> list[Bound]:
+    def bind(self) -> list[BoundParam]:
         """One entry per parameter.
 
         Raises:
@@ -99,12 +99,12 @@ class Binder:
         """
         named = named_params(self.optimizer, self.options.names)
         check_patterns(self.options.split, [name for name, _, _ in named])
-        found: list[Bound] = []
+        found: list[BoundParam] = []
         for own in named:
             found += self.bind_one(len(found), *own)
         return found
 
-    def bind_one(self, index: int, name: str, group: int, param: Tensor) -> list[Bound]:
+    def bind_one(self, index: int, name: str, group: int, param: Tensor) -> list[BoundParam]:
         """The entry of one parameter, or of each of its pieces; raises as `bind`."""
         try:
             return self._bind(index, name, group, param)
@@ -113,7 +113,7 @@ class Binder:
                 raise type(error)(error.problem, at=name, hint=error.hint) from error
             raise
 
-    def _bind(self, index: int, name: str, g: int, param: Tensor) -> list[Bound]:
+    def _bind(self, index: int, name: str, g: int, param: Tensor) -> list[BoundParam]:
         if param.is_complex():
             raise UnsupportedOptimizer(
                 "complex parameters are not supported", hint="hold real and imaginary part apart"
@@ -128,7 +128,7 @@ class Binder:
         elementwise = not kind.template.interpreted and not holistic(kind.template)
         if isinstance(param, DTensor) and elementwise and (reason := self._missing_rule(g, param)):
             kind = self.capture.interpreted(self._spec(layout, param), reason)
-        return [Bound(param, g, Task(name, index, g, kind.template.name, layout), kind)]
+        return [BoundParam(param, g, Task(name, index, g, kind.template.name, layout), kind)]
 
     def _missing_rule(self, g: int, param: DTensor) -> str:
         key = (g, param.shape, param.placements, param.device_mesh)
@@ -136,14 +136,14 @@ class Binder:
             self._rules[key] = missing_rule(self.optimizer, self.optimizer.param_groups[g], param)
         return self._rules[key]
 
-    def _bind_pieces(self, index: int, name: str, g: int, fused: Fused) -> list[Bound]:
+    def _bind_pieces(self, index: int, name: str, g: int, fused: Fused) -> list[BoundParam]:
         states = fused.taken(self.optimizer.state.get(fused.whole) or {})
         found = []
         for i, (piece, state) in enumerate(zip(fused.pieces, states, strict=True)):
             own = f"{name}[{piece.name}]"
             within = partial(part_of_layout, rows=piece.rows, dim=fused.dim)
             layout, kind = self._kind(g, fused.whole, own, state, within)
-            found.append(Bound(piece.param, g, Task(own, index + i, g, kind.template.name, layout), kind, fused))
+            found.append(BoundParam(piece.param, g, Task(own, index + i, g, kind.template.name, layout), kind, fused))
         return found
 
     def _kind(
@@ -153,7 +153,7 @@ class Binder:
         name: str,
         state: dict[str, Any] | None,
         within: Callable[[Layout], Layout] = lambda layout: layout,
-    ) -> tuple[Layout, Kind]:
+    ) -> tuple[Layout, ParamKind]:
         """A matrix's layout and kind; of a stack of independent matrices, those of this rank's entries.
 
         Args:
@@ -168,7 +168,7 @@ class Binder:
                 return own, local
         return layout, kind
 
-    def _captured(self, g: int, layout: Layout, param: Tensor, name: str, state: dict[str, Any] | None) -> Kind:
+    def _captured(self, g: int, layout: Layout, param: Tensor, name: str, state: dict[str, Any] | None) -> ParamKind:
         return self.capture.kind_of(self.optimizer.param_groups[g], self._spec(layout, param), name, state or None)
 
     def _spec(self, layout: Layout, param: Tensor) -> ParameterSpec:
@@ -207,10 +207,10 @@ def cut_along_experts(param: DTensor) -> bool:
     return param.ndim > 2 and any(isinstance(p, Shard) and p.dim == 0 for p in param.placements)
 
 
-def same_but_sizes(whole: Kind, part: Kind) -> bool:
+def same_but_sizes(whole: ParamKind, part: ParamKind) -> bool:
     """Did the optimizer do the same to a part of a stack as to the whole, sizes aside?"""
 
-    def without_sizes(kind: Kind) -> list[Any]:
+    def without_sizes(kind: ParamKind) -> list[Any]:
         calls = [n for n in kind.template.graph.nodes if n.op == "call_function"]
         return [(str(n.target), [a for a in n.args if isinstance(a, float)], sorted(n.kwargs)) for n in calls]
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from canzona_compile.capture.twin import make_twin, step_plainly
-from canzona_compile.session.bind import Bound
+from canzona_compile.session.bind import BoundParam
 
 
-class Elementwise:
+class LocalStep:
     """Steps the elementwise parameters of a plan.
 
     As DTensors where they are such, not on plain fragments: the code may ask for the parameter's shape.
     """
 
-    def __init__(self, optimizer: Optimizer, bounds: Sequence[Bound]) -> None:
+    def __init__(self, optimizer: Optimizer, bounds: Sequence[BoundParam]) -> None:
         self.optimizer, self.bounds = optimizer, bounds
 
     def step(self) -> None:

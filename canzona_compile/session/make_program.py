@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from canzona_compile.ir.pipeline import History, Observer
+from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.step import Step
 from canzona_compile.options import Options
 from canzona_compile.runtime.buffers import SharedSlots
@@ -42,7 +42,7 @@ class ProgramMaker:
     def of_variants(self, key: ProgramKey, memory: SharedSlots) -> BoundProgram:
         """The program in which these tasks do what their code says now. Its history begins with the plan's."""
         made = self._make(self.plan.taking(key.lineup), key.tasks, memory)
-        return BoundProgram(made.executor, made.step, History((*self.plan.history.records, *made.history.records)))
+        return BoundProgram(made.executor, made.step, PassHistory((*self.plan.history.records, *made.history.records)))
 
     def of_first_steps(self, tasks: Names) -> BoundProgram:
         """The program in which these tasks take their first step, eagerly. Its buffers are large, and its own."""
@@ -53,4 +53,4 @@ class ProgramMaker:
         scheduled, history = lower(owned, tasks, self.options, self.observers, symmetric)
         emitted, last = emit(scheduled, self.rank, self.observers)
         executor = Executor(emitted.program, self.sources, memory, self.options.cuda_graphs)
-        return BoundProgram(executor, emitted, History((*history.records, *last.records)))
+        return BoundProgram(executor, emitted, PassHistory((*history.records, *last.records)))

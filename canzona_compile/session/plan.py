@@ -12,11 +12,11 @@ from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.ir.pipeline import History, Observer, run
+from canzona_compile.ir.pipeline import Observer, PassHistory, run
 from canzona_compile.ir.step import Form, Machine, Placed, Step, Task, Template
 from canzona_compile.options import Options
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
-from canzona_compile.session.bind import Bound
+from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.fused_params import Fused
 from canzona_compile.session.stagger import Stagger, stagger
 
@@ -35,14 +35,14 @@ class Plan:
         history: of the passes from CAPTURED to OWNED.
     """
 
-    bound: dict[str, Bound]
+    bound: dict[str, BoundParam]
     owned: Step
     first: Step
-    elementwise: tuple[Bound, ...]
+    elementwise: tuple[BoundParam, ...]
     known: frozenset[str]
     stagger: Stagger
     fused: tuple[Fused, ...]
-    history: History
+    history: PassHistory
 
     def placed(self, task: str) -> Placed:
         return self.owned.placed_of(self.owned.task(task))
@@ -66,7 +66,9 @@ def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) ->
     return Machine(device, backend, torch.get_num_threads() if device == "cpu" else 1, rates)
 
 
-def make_plan(bound: Sequence[Bound], optimizer: str, options: Options, observers: Sequence[Observer] = ()) -> Plan:
+def make_plan(
+    bound: Sequence[BoundParam], optimizer: str, options: Options, observers: Sequence[Observer] = ()
+) -> Plan:
     """Own every task that needs an owner."""
     templates = {t.name: t for b in bound for t in b.kind.templates.values()}
     captured = Step(
@@ -98,7 +100,7 @@ def make_plan(bound: Sequence[Bound], optimizer: str, options: Options, observer
     )
 
 
-def first_steps(owned: Step, bound: dict[str, Bound]) -> Step:
+def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:
     """The first step of every task: interpreted, with the owners and the homes of the state of `owned`."""
     templates: dict[str, Template] = {}
     tasks: list[Task] = []
@@ -121,7 +123,7 @@ def lower(
     options: Options,
     observers: Sequence[Observer] = (),
     symmetric: frozenset[tuple[str, str]] = frozenset(),
-) -> tuple[Step, History]:
+) -> tuple[Step, PassHistory]:
     """Schedule the tasks `names` of an owned step; the same on every rank, but for what `symmetric` says of its own."""
     wanted = set(names)
     tasks = tuple(t for t in step.tasks if t.name in wanted)
@@ -137,6 +139,6 @@ def lower(
     return run(part, lowering_passes(options, symmetric), observers)
 
 
-def emit(step: Step, rank: int, observers: Sequence[Observer] = ()) -> tuple[Step, History]:
+def emit(step: Step, rank: int, observers: Sequence[Observer] = ()) -> tuple[Step, PassHistory]:
     """The program of one rank."""
     return run(step, emission_passes(rank, step.machine), observers)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from canzona_compile.ir.pipeline import History
+from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor
@@ -40,7 +40,7 @@ class BoundProgram:
 
     executor: Executor
     step: Step
-    history: History
+    history: PassHistory
 
 
 class ProgramCache:

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.pipeline import History, Observer
+from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.runtime.rank_agreement import Council
+from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.session.bind import Binder, check_gradient, meshes_of, named_params
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
@@ -51,7 +51,7 @@ class Session:
         self.driver: StepDriver | None = None
         self.number = 0
         self.rehearsed = False
-        self._council: Council | None = None
+        self._council: RankAgreement | None = None
 
     @property
     def rank(self) -> int:
@@ -141,7 +141,7 @@ class Session:
             self.groups.learn([*meshes, *([self.options.replicate] if self.options.replicate else [])])
         binder = Binder(self.optimizer, self.options, self.capture)
         plan, error = self._plan(binder)
-        council = self._council = self._council or Council(self.groups, device)
+        council = self._council = self._council or RankAgreement(self.groups, device)
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {binder.replicas}
         council.report(members, error)
         assert plan is not None
@@ -166,7 +166,7 @@ class Session:
             failure.__cause__ = error
             return None, failure
 
-    def last(self) -> tuple[Step, History]:
+    def last(self) -> tuple[Step, PassHistory]:
         """The step that the next `step()` will run again, emitted, and the passes that made it.
 
         Raises:

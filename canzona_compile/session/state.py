@@ -27,7 +27,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Role, Task
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.session.bind import Bound
+from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.plan import Plan
 
 
@@ -164,7 +164,7 @@ class StateStore:
             if isinstance(bound.param, DTensor):
                 self._adopt_elementwise(bound)
 
-    def _adopt_elementwise(self, bound: Bound) -> None:
+    def _adopt_elementwise(self, bound: BoundParam) -> None:
         """The optimizer's own step takes what is laid out like the parameter, not a whole tensor beside it."""
         state = self.optimizer.state.get(bound.param) or {}
         structure = structure_of(state)
@@ -266,7 +266,7 @@ class StateStore:
                 write(merged, path, value, kind.structure)
         return {**merged, **{k: v for k, v in state.items() if k not in merged}}
 
-    def _distribute(self, task: Task, leaf: Leaf, bound: Bound) -> Tensor:
+    def _distribute(self, task: Task, leaf: Leaf, bound: BoundParam) -> Tensor:
         grid = task.layout.grid
         whole = self.residents.get((task.name, leaf.name))
         if grid.size > 1 and task.owner is not None:

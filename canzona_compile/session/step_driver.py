@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.dynamo_oracle import Untraceable
-from canzona_compile.capture.external_counters import Shadow
+from canzona_compile.capture.external_counters import CounterShadow
 from canzona_compile.capture.templates import Capture
 from canzona_compile.errors import CanzonaError, InvalidGradient
 from canzona_compile.ir.pipeline import Observer
@@ -20,12 +20,12 @@ from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.session.bind import check_gradient
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.eager_context import PlanContext
-from canzona_compile.session.local_step import Elementwise
+from canzona_compile.session.local_step import LocalStep
 from canzona_compile.session.make_program import ProgramMaker
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey
 from canzona_compile.session.state import StateStore
-from canzona_compile.session.variant_selection import Cohorts, Lineup, Names
+from canzona_compile.session.variant_selection import Lineup, Names, VariantSelection
 
 
 class Participants(NamedTuple):
@@ -75,15 +75,15 @@ class StepDriver:
         self.capture, self.plan = capture, plan
         self.optimizer = optimizer = capture.optimizer
         self.store = StateStore(optimizer, plan, groups, rank)
-        self.cohorts = Cohorts(capture, plan, plan.stagger.ahead if options.stagger else {})
+        self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
         context = PlanContext(optimizer, plan, self.store)
         sources = Sources(device, groups, watch, self.store, self.cohorts, context)
         self._maker = ProgramMaker(plan, options, rank, observers, self.store, sources)
         self.programs = ProgramCache(self._maker.of_variants)
         self.last: BoundProgram | None = None
-        self._elementwise = Elementwise(optimizer, plan.elementwise)
-        self._shadow = Shadow(optimizer)
+        self._elementwise = LocalStep(optimizer, plan.elementwise)
+        self._shadow = CounterShadow(optimizer)
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
         self._fused = {b.fused: b.kind.grad_dtype for b in plan.bound.values() if b.fused is not None}
         self._agreed = Participants()  # of the last step

@@ -10,8 +10,8 @@ from typing import Any
 from canzona_compile.capture.dynamo_oracle import Scalars, Untraceable
 from canzona_compile.capture.external_counters import Counter
 from canzona_compile.capture.leaves import read, write
-from canzona_compile.capture.templates import Capture, Kind
-from canzona_compile.session.bind import Bound
+from canzona_compile.capture.templates import Capture, ParamKind
+from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.plan import Plan
 
 Names = tuple[str, ...]
@@ -31,7 +31,7 @@ class Cohort:
         counters: the Python leaves of their state after this step.
     """
 
-    kind: Kind
+    kind: ParamKind
     tasks: Names
     template: str
     label: int
@@ -40,7 +40,7 @@ class Cohort:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Path:
+class VariantPath:
     """What code does on a step: a template, its numbers, and the counters before and after."""
 
     template: str
@@ -49,7 +49,7 @@ class Path:
     counters: Mapping[str, Any]
 
 
-class Cohorts:
+class VariantSelection:
     """Asks what the optimizer's code would do on this step, once per cohort.
 
     Args:
@@ -100,42 +100,42 @@ class Cohorts:
                 for leaf, value in cohort.counters.items():
                     write(state, cohort.kind.paths[leaf], value, cohort.kind.structure)
 
-    def _alike(self, bounds: Sequence[Bound]) -> dict[tuple[int, int, tuple[Any, ...]], list[Bound]]:
-        found: dict[tuple[int, int, tuple[Any, ...]], list[Bound]] = {}
+    def _alike(self, bounds: Sequence[BoundParam]) -> dict[tuple[int, int, tuple[Any, ...]], list[BoundParam]]:
+        found: dict[tuple[int, int, tuple[Any, ...]], list[BoundParam]] = {}
         for b in bounds:
             if b.kind.oracle is not None:
                 found.setdefault((id(b.kind), b.group, self._counters(b)), []).append(b)
         return found
 
-    def _counters(self, bound: Bound) -> tuple[Any, ...]:
+    def _counters(self, bound: BoundParam) -> tuple[Any, ...]:
         kind = bound.kind
         if not kind.python_state:
             return ()
         state = self.optimizer.state[bound.param]
         return tuple(read(state, kind.paths[name]) for name in kind.python_state)
 
-    def _elementwise(self) -> list[Bound]:
+    def _elementwise(self) -> list[BoundParam]:
         """Those that the optimizer's own step updates: their code may come to do more than that."""
         present = [b for b in self.plan.elementwise if b.param.grad is not None]
         return [b for b in present if self.optimizer.state.get(b.param) or not b.kind.state]
 
     def _paths(
-        self, kind: Kind, group: int, counters: tuple[Any, ...], members: Sequence[Bound]
-    ) -> list[tuple[Path, list[Bound]]]:
+        self, kind: ParamKind, group: int, counters: tuple[Any, ...], members: Sequence[BoundParam]
+    ) -> list[tuple[VariantPath, list[BoundParam]]]:
         """The ways that parameters with equal counters go: one, unless some do their periodic work earlier."""
-        own: dict[int, list[Bound]] = {}
+        own: dict[int, list[BoundParam]] = {}
         for b in members:
             own.setdefault(self.ahead.get(b.task.name, 0), []).append(b)
         others = {steps: self._ask_ahead(kind, group, counters, steps) for steps in own if steps}
         here = self._ask(kind, group, counters)  # last, so that the twin has counted as the parameters do
-        found: dict[str, tuple[Path, list[Bound]]] = {}
+        found: dict[str, tuple[VariantPath, list[BoundParam]]] = {}
         for steps, bounds in own.items():
             other = others.get(steps)
             path = here if other is None else counting_as(here, other, kind)
             found.setdefault(path.template, (path, []))[1].extend(bounds)
         return list(found.values())
 
-    def _ask(self, kind: Kind, group: int, counters: tuple[Any, ...], ahead: int = 0) -> Path:
+    def _ask(self, kind: ParamKind, group: int, counters: tuple[Any, ...], ahead: int = 0) -> VariantPath:
         """What the code does, by its counters, or as if these were `ahead`."""
         assert kind.oracle is not None
         leaves = dict(zip(kind.python_state, counters, strict=False))
@@ -149,9 +149,9 @@ class Cohorts:
         template = kind.templates.get(variant)
         if template is None or template.name not in self.plan.known:
             raise Untraceable("hyperparameters or counters lead to other code")
-        return Path(template.name, scalars, known, kind.oracle.counters() if counters else {})
+        return VariantPath(template.name, scalars, known, kind.oracle.counters() if counters else {})
 
-    def _ask_ahead(self, kind: Kind, group: int, counters: tuple[Any, ...], ahead: int) -> Path | None:
+    def _ask_ahead(self, kind: ParamKind, group: int, counters: tuple[Any, ...], ahead: int) -> VariantPath | None:
         """The same for a task that is ahead; None where its code does not repeat itself yet, or is new there."""
         leaves = dict(zip(kind.python_state, counters, strict=False))
         known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, self.capture.elsewhere())
@@ -162,7 +162,7 @@ class Cohorts:
         return None
 
 
-def counting_as(here: Path, other: Path, kind: Kind) -> Path:
+def counting_as(here: VariantPath, other: VariantPath, kind: ParamKind) -> VariantPath:
     """The other path, with the counters of this one and with the numbers that follow from them."""
     assert kind.course is not None
     scalars = dict(other.scalars)
@@ -175,4 +175,4 @@ def counting_as(here: Path, other: Path, kind: Kind) -> Path:
             if name.endswith(key) and value == other.before[counter]:
                 scalars[name] = here.before[counter]
     after = {**other.counters, **{k: v for k, v in here.counters.items() if k in kind.course.counters}}
-    return Path(other.template, scalars, here.before, after)
+    return VariantPath(other.template, scalars, here.before, after)

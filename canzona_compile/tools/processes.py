@@ -38,7 +38,7 @@ UNGUARDED = "if a script starts this, do so below `if __name__ == '__main__':`; 
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ProcessCall:
     """What one process does.
 
     Attributes:
@@ -52,7 +52,7 @@ class Job:
     args: tuple[Any, ...]
 
 
-def run(jobs: Sequence[Job], limit: float) -> list[Any]:
+def run(jobs: Sequence[ProcessCall], limit: float) -> list[Any]:
     """Run all jobs at the same time, each in a process with one thread.
 
     A job's standard output goes to standard error: the caller's standard output is for data. No process is left when
@@ -95,7 +95,12 @@ def run(jobs: Sequence[Job], limit: float) -> list[Any]:
 
 
 def failure(
-    jobs: Sequence[Job], answers: Sequence[Path], context: ProcessContext, first: int, deadline: float, limit: float
+    jobs: Sequence[ProcessCall],
+    answers: Sequence[Path],
+    context: ProcessContext,
+    first: int,
+    deadline: float,
+    limit: float,
 ) -> CanzonaError:
     """The failure that the others follow from: a process that died, otherwise the exception that was raised first.
 
@@ -120,7 +125,7 @@ def failure(
     return late(jobs, answers, limit)
 
 
-def death(job: Job, code: int) -> CanzonaError:
+def death(job: ProcessCall, code: int) -> CanzonaError:
     """The error of a process that ended without an answer, by its exit code."""
     if code < 0:
         memory = "is there memory for a copy of the model per process?"
@@ -129,7 +134,7 @@ def death(job: Job, code: int) -> CanzonaError:
     return CanzonaError(f"{job.name} ended by itself with exit code {code}", hint=UNGUARDED)
 
 
-def late(jobs: Sequence[Job], answers: Sequence[Path], limit: float) -> CanzonaError:
+def late(jobs: Sequence[ProcessCall], answers: Sequence[Path], limit: float) -> CanzonaError:
     """The error of processes that did not answer in time."""
     names = ", ".join(job.name for job, path in zip(jobs, answers, strict=True) if not path.exists())
     hint = "allow more with limit=; where they were is above"
@@ -139,7 +144,7 @@ def late(jobs: Sequence[Job], answers: Sequence[Path], limit: float) -> CanzonaE
 # -- in a process ----------------------------------------------------------------------------------
 
 
-def serve(index: int, jobs: Sequence[Job], folder: str, deadline: float, level: int) -> None:
+def serve(index: int, jobs: Sequence[ProcessCall], folder: str, deadline: float, level: int) -> None:
     """Run one of the jobs, leave its result or its error in a file of `folder`, and end this process.
 
     The process ends itself, and says on standard error where it is, once the deadline is over: then none outlives a

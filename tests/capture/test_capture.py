@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.separability import check_separable
-from canzona_compile.capture.templates import Capture, Kind
+from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.fx_utils import placeholders
 from canzona_compile.ir.layout import Shape
@@ -45,7 +45,7 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> ParameterSpec:
     return ParameterSpec(shape, dtype, dtype, torch.device("cpu"))
 
 
-def kinds_of(optimizer: Optimizer, *specs: ParameterSpec) -> tuple[Capture, list[Kind]]:
+def kinds_of(optimizer: Optimizer, *specs: ParameterSpec) -> tuple[Capture, list[ParamKind]]:
     capture = Capture(optimizer)
     return capture, [capture.kind_of(optimizer.param_groups[0], s, "w") for s in specs]
 

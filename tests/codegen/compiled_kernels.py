@@ -22,14 +22,14 @@ from triton.compiler import ASTSource
 
 from canzona_compile.codegen.expressions import copying, expressions
 from canzona_compile.codegen.launch import BLOCK, OPTIONS, loaded
-from canzona_compile.codegen.source import Form, PointwiseProgram, source
+from canzona_compile.codegen.source import KernelForm, PointwiseProgram, source
 from tests.codegen.pointwise import one_call
 from tests.harness.samples import Builder, empty
 
 aten = torch.ops.aten
 SHAPE = (64, 64)
-FLAT: tuple[Form, ...] = ((1, True),)
-ALL: tuple[Form, ...] = ((1, True), (2, True), (1, False), (2, False), (4, False))
+FLAT: tuple[KernelForm, ...] = ((1, True),)
+ALL: tuple[KernelForm, ...] = ((1, True), (2, True), (1, False), (2, False), (4, False))
 
 
 def muon_prepare() -> PointwiseProgram:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, UnsupportedOptimizer
 from canzona_compile.ir.observers import DumpSteps
-from canzona_compile.ir.pipeline import History, Pass, Record, check_order, run
+from canzona_compile.ir.pipeline import Pass, PassHistory, PassRecord, check_order, run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Form, Step
 from tests.harness.samples import toy_step
@@ -85,7 +85,7 @@ def test_run_returns_the_last_step_and_a_history() -> None:
 
 def test_run_without_passes() -> None:
     step = toy_step(Form.CAPTURED)
-    assert run(step, []) == (step, History())
+    assert run(step, []) == (step, PassHistory())
 
 
 def test_records_count_nodes_and_operators() -> None:
@@ -113,7 +113,7 @@ def test_history_finds_steps_by_form_and_by_pass() -> None:
         history.step_at(Form.ROUTED)
     assert caught.value.hint == "there are cut, own, captured, placed, owned"
     with pytest.raises(CanzonaError, match="no step 'captured' was kept"):
-        History().step_at("captured")
+        PassHistory().step_at("captured")
 
 
 def test_history_prints_as_a_table() -> None:
@@ -150,7 +150,7 @@ def test_order() -> None:
 
 
 def test_a_wrong_order_is_found_before_any_pass_runs() -> None:
-    seen: list[Record] = []
+    seen: list[PassRecord] = []
     with pytest.raises(PipelineError, match="cut needs form captured"):
         run(toy_step(Form.CAPTURED), [Cut(), Fail(ValueError()), Cut()], [seen.append])
     assert not seen
@@ -204,7 +204,7 @@ def test_errors_of_ours_pass_through_with_a_note() -> None:
 
 
 def test_observers_see_verified_steps_only() -> None:
-    seen: list[Record] = []
+    seen: list[PassRecord] = []
     with pytest.raises(InvalidStep):
         run(toy_step(Form.CAPTURED), [Cut(), Own(owner=(5, 5))], [seen.append])
     assert [record.name for record in seen] == ["cut"]

@@ -16,7 +16,7 @@ from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.ir import plan_file
 from canzona_compile.ir.layout import Grid, Layout
-from canzona_compile.ir.pipeline import History, Pass, run
+from canzona_compile.ir.pipeline import Pass, PassHistory, run
 from canzona_compile.ir.printer import (
     differences,
     dtype_name,
@@ -71,7 +71,7 @@ def passes(groups: int) -> list[Pass]:
 
 
 @cache
-def history(case: str) -> History:
+def history(case: str) -> PassHistory:
     """FSDP2 in two micro-groups, which overlap; HSDP in one, where rank 0 stacks two tasks."""
     if case == "fsdp2":
         return run(muon_step(grid_of(1, 4), MATRIX, MATRIX, WIDE), passes(2))[1]

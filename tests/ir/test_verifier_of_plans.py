@@ -14,12 +14,12 @@ from canzona_compile.ir.layout import Box
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import (
     Act,
+    BlockSlice,
     Event,
     Exchange,
     Form,
     Item,
     Phase,
-    Piece,
     Stacked,
     Step,
     Strategy,
@@ -95,7 +95,7 @@ def first_item(phase: Phase, **changes: object) -> Change:
 class Shifted(Exchange):
     """Its pieces all begin at the start of the block."""
 
-    def block(self, source: tuple[int, int], target: tuple[int, int]) -> tuple[tuple[Piece, ...], int]:
+    def block(self, source: tuple[int, int], target: tuple[int, int]) -> tuple[tuple[BlockSlice, ...], int]:
         pieces, size = Exchange.block(self, source, target)
         return tuple(replace(piece, offset=0) for piece in pieces), size
 
@@ -103,7 +103,7 @@ class Shifted(Exchange):
 class Shortened(Exchange):
     """Its blocks are four bytes shorter than what is in them."""
 
-    def block(self, source: tuple[int, int], target: tuple[int, int]) -> tuple[tuple[Piece, ...], int]:
+    def block(self, source: tuple[int, int], target: tuple[int, int]) -> tuple[tuple[BlockSlice, ...], int]:
         pieces, size = Exchange.block(self, source, target)
         return pieces, size - 4
 

@@ -33,12 +33,12 @@ from canzona_compile.kernels.dispatch import (
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tensor_args import alignment, decide, forget_decisions
 from canzona_compile.kernels.tune import LIBRARY, Trial, tune, winner
-from canzona_compile.kernels.tuning_cache import Machine
+from canzona_compile.kernels.tuning_cache import GpuKind
 from canzona_compile.tools.tuning.command import describe, problems
 from tests.kernels.kernel_cases import interpreted
 
 HALF = torch.bfloat16
-HERE = Machine(90, "a card")
+HERE = GpuKind(90, "a card")
 POINTER = Choice("pointer", Tile(16, 16, 16, warps=4, stages=2))
 
 
@@ -189,8 +189,8 @@ def test_verdicts_of_other_machines_and_sources_do_not_hold(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuning_cache.store(HERE, square(1024), Choice("tma", WIDE), {})
-    assert tuning_cache.load(Machine(90, "another card")) == {}
-    assert tuning_cache.load(Machine(100, "a card")) == {}
+    assert tuning_cache.load(GpuKind(90, "another card")) == {}
+    assert tuning_cache.load(GpuKind(100, "a card")) == {}
     monkeypatch.setattr(tuning_cache, "source_digest", lambda: "of changed kernels")
     assert tuning_cache.load(HERE) == {}
 

@@ -27,9 +27,9 @@ from canzona_compile.ir.program import (
     Group,
     Indices,
     Input,
-    Number,
     Program,
     Residents,
+    ScalarInput,
     StreamSet,
     View,
     Views,
@@ -245,7 +245,7 @@ class Bound:
                 return [self.leaf(leaf, task, whole=False) for task in tasks]
             case Residents(leaf, tasks):
                 return [self.leaf(leaf, task, whole=True) for task in tasks]
-            case Number():
+            case ScalarInput():
                 return 0.5
             case Group() | Watcher():
                 return None

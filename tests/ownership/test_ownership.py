@@ -20,9 +20,18 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ownership import NAMES, greedy, local_search, milp, planner_named
 from canzona_compile.ownership.alpha import AlphaBalanced, busiest_row, nearest
 from canzona_compile.ownership.buffer import in_buckets, order, padding, worst_shard
-from canzona_compile.ownership.exact import Bound, solve
+from canzona_compile.ownership.exact import OptimalityBound, solve
 from canzona_compile.ownership.greedy import largest_first, within_rows
-from canzona_compile.ownership.jobs import NOTHING, Job, Place, imbalance, loads, lower_bound, makespan, places_of
+from canzona_compile.ownership.jobs import (
+    NOTHING,
+    GridPosition,
+    Job,
+    imbalance,
+    loads,
+    lower_bound,
+    makespan,
+    places_of,
+)
 from canzona_compile.ownership.lpt import Joint, TwoStageLpt
 from canzona_compile.ownership.permuted import Permuted
 from canzona_compile.ownership.static import StaticStart
@@ -36,20 +45,20 @@ class Instance:
     jobs: list[Job]
     rows: int
     columns: int
-    load: Mapping[Place, float]
+    load: Mapping[GridPosition, float]
     bucket: int
     alpha: float
 
     def planner(self, name: str) -> Any:
         return planner_named(name, alpha=self.alpha, bucket=self.bucket, seconds=10)
 
-    def plan(self, planner: Any) -> list[Place]:
+    def plan(self, planner: Any) -> list[GridPosition]:
         return planner(self.jobs, self.rows, self.columns, self.load)
 
-    def makespan(self, owners: Sequence[Place]) -> float:
+    def makespan(self, owners: Sequence[GridPosition]) -> float:
         return makespan(loads(self.jobs, owners, self.rows, self.columns, self.load))
 
-    def solve(self) -> tuple[list[Place], Bound]:
+    def solve(self) -> tuple[list[GridPosition], OptimalityBound]:
         return solve(self.jobs, self.rows, self.columns, self.load, seconds=10)
 
 
@@ -79,7 +88,7 @@ def names(shards: list[list[list[Job]]]) -> list[list[list[int]]]:
     return [[[job.elements for job in shard] for shard in bucket] for bucket in shards]
 
 
-def rows(owners: Sequence[Place]) -> list[int]:
+def rows(owners: Sequence[GridPosition]) -> list[int]:
     return [r for r, _ in owners]
 
 
@@ -364,8 +373,8 @@ def test_work_of_36000_jobs_on_4096_places(monkeypatch: pytest.MonkeyPatch, dist
     costs = [dice.uniform(1, 10) for _ in range(36_000 if distinct else 12)]
     jobs = [Job(f"m{i}", i, costs[i % len(costs)], 10**6) for i in range(36_000)]
     dealt = counted(monkeypatch, greedy, "heapreplace")
-    looked = counted(monkeypatch, local_search.Exchange, "_idlest")
-    swapped = counted(monkeypatch, local_search.Exchange, "_do")
+    looked = counted(monkeypatch, local_search.SwapSearch, "_idlest")
+    swapped = counted(monkeypatch, local_search.SwapSearch, "_do")
     owners = Joint()(jobs, 512, 8, {})
     assert len(dealt) == 3 * len(jobs), "all places at once, then rows, then columns"
     assert len(swapped) <= 2 * local_search.ROUNDS

@@ -21,7 +21,7 @@ from canzona_compile.analysis.roofline import product_flops
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.hardware import named_hardware
-from canzona_compile.ir.pipeline import History, run
+from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.ir.step import Machine
 from canzona_compile.kernels.ops import SYM_GEMM
 from canzona_compile.options import Numerics, Options
@@ -299,7 +299,7 @@ def test_iterations_that_leave_the_range() -> None:
 GRID = grid_of(1, 2)
 
 
-def scheduled(numerics: Numerics, *shapes: tuple[int, int]) -> History:
+def scheduled(numerics: Numerics, *shapes: tuple[int, int]) -> PassHistory:
     options = Options(numerics=numerics, strategy="owner", micro_groups=1)
     step = replace(muon_step(GRID, *shapes), machine=Machine("cuda", "nccl", 1))
     return run(step, [*planning_passes(options), *lowering_passes(options)])[1]

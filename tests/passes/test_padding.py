@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from canzona_compile.ir.fx_utils import tensor_value
-from canzona_compile.ir.pipeline import History, run
+from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.ir.step import Machine, Placed
 from canzona_compile.kernels.ops import PAD_CAST, SYM_GEMM
 from canzona_compile.options import Options
@@ -31,7 +31,7 @@ PRODUCTS = (SYM_GEMM, torch.ops.canzona.gemm_axpby.default, aten.mm.default, ate
 
 
 @cache
-def muon_history(numerics: str, *shapes: tuple[int, int]) -> History:
+def muon_history(numerics: str, *shapes: tuple[int, int]) -> PassHistory:
     step = replace(muon_step(grid_of(1, 2), *shapes), machine=GPU)
     options = Options(numerics=numerics)  # type: ignore[arg-type]
     return run(step, [*planning_passes(options), *lowering_passes(options)])[1]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from canzona_compile.ir.pipeline import History, run
+from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Form, Step, Strategy
 from canzona_compile.options import Options
@@ -54,7 +54,7 @@ def test_other_options_make_other_groups(grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize("grid", [(4, 1), (2, 2)], ids=str)
 def test_only_the_replica_of_the_owner_updates(grid: tuple[int, int], mixed: bool) -> None:
     step = scheduled(grid, mixed)
-    history: History = run(step, relowering_passes(OWNERS, owner_replica=True))[1]
+    history: PassHistory = run(step, relowering_passes(OWNERS, owner_replica=True))[1]
     moved = history.step_at(Form.SCHEDULED)
     for before, after in zip(step.tasks, moved.tasks, strict=True):
         if before.owner is None:

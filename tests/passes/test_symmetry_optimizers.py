@@ -18,7 +18,7 @@ from canzona_compile.analysis.symmetry_proof import symmetric_leaves
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.hardware import named_hardware
-from canzona_compile.ir.pipeline import History, run
+from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.ir.printer import differences, show
 from canzona_compile.ir.step import Form, Leaf, Machine, Placed, Role, Step, Task, Template
 from canzona_compile.kernels import gemm_axpby, sym_gemm
@@ -166,7 +166,7 @@ def test_eigenvalue_roots_are_symmetric_products() -> None:
 
 
 @cache
-def muon_history(numerics: str) -> History:
+def muon_history(numerics: str) -> PassHistory:
     step = replace(muon_step(grid_of(1, 2), (64, 32), (6, 20), (32, 32)), machine=GPU)
     options = Options(numerics=numerics)  # type: ignore[arg-type]
     return run(step, [*planning_passes(options), *lowering_passes(options)])[1]

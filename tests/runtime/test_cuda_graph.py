@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
-from canzona_compile.codegen.launch import GroupedKernel, Part
+from canzona_compile.codegen.launch import GroupedKernel, LaunchPart
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.program_ops import copy
@@ -116,7 +116,7 @@ def tables_only(run: Callable[[], None]) -> Callable[[], None]:
     """
     refresh, first = GroupedKernel.refresh, [True]
 
-    def keeping(kernel: GroupedKernel, parts: Sequence[Part]) -> bool:
+    def keeping(kernel: GroupedKernel, parts: Sequence[LaunchPart]) -> bool:
         return refresh(kernel, [(lists, known) for (lists, _), known in zip(parts, kernel._numbers, strict=True)])
 
     def replay() -> None:

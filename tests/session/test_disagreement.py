@@ -69,7 +69,7 @@ def test_ranks_that_differ(case: Case, differ: tuple[dict[str, Any], list[str]])
 
 def tuned_on_one_rank(folder: str) -> Outcome:
     """The first step on GPUs of one kind, where one rank's cache folder holds a verdict of the tuner."""
-    machine = tuning_cache.Machine(90, "H200")
+    machine = tuning_cache.GpuKind(90, "H200")
     with (
         mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{dist.get_rank()}"),
         mock.patch.object(tensor_args, "machine", return_value=machine),

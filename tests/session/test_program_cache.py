@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from canzona_compile.ir.pipeline import History
+from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.session import program_cache
 from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey
@@ -30,7 +30,7 @@ class Maker:
         self.made.append(wanted)
         executor: Any = SimpleNamespace(slots=memory.of([10] * len(wanted.tasks), CPU))
         step: Any = wanted
-        return BoundProgram(executor, step, History(()))
+        return BoundProgram(executor, step, PassHistory(()))
 
 
 def test_a_program_is_made_once() -> None:

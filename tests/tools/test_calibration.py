@@ -18,9 +18,9 @@ from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.calibrate import EXTENTS, calibrate
 from canzona_compile.tools.calibration.clock import Clock
-from canzona_compile.tools.calibration.measure import Extent, dims_of, products, transposed
+from canzona_compile.tools.calibration.measure import MeasurementSizes, dims_of, products, transposed
 
-TINY = Extent((16, 64, 256), (16, 32), (64, 256), 2**20, 3)
+TINY = MeasurementSizes((16, 64, 256), (16, 32), (64, 256), 2**20, 3)
 CPU = torch.device("cpu")
 
 

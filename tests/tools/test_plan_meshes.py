@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout, Shape, dtensor_layout
-from canzona_compile.tools.planning.mesh import DIMS, Sharding, check, parse_mesh
-from canzona_compile.tools.planning.weights import Model, Weight, from_shapes, preset
+from canzona_compile.tools.planning.mesh import DIMS, WeightSharding, check, parse_mesh
+from canzona_compile.tools.planning.weights import Model, ModelWeight, from_shapes, preset
 from tests.harness.layouts import mesh_of
 from tests.harness.ranks import run
 from tests.harness.untimed import untimed
@@ -27,14 +27,14 @@ SHAPES: tuple[Shape, ...] = ((8, 12), (7, 5), (10, 3), (3, 9), (1, 4))
 Cuts = Sequence[int | None]
 
 
-def offline(mesh: str, weight: Weight, layers: int = 1, experts: int = 0) -> tuple[Layout, ...]:
-    return Sharding(parse_mesh(mesh), layers, experts).layouts(weight)
+def offline(mesh: str, weight: ModelWeight, layers: int = 1, experts: int = 0) -> tuple[Layout, ...]:
+    return WeightSharding(parse_mesh(mesh), layers, experts).layouts(weight)
 
 
 # -- what torch makes of a mesh --------------------------------------------------------------------
 
 
-def laid(mesh: str, weights: list[Weight]) -> list[Layout]:
+def laid(mesh: str, weights: list[ModelWeight]) -> list[Layout]:
     """On a rank: the layouts that weights have once they are parallelized."""
     sizes = dict(parse_mesh(mesh).dims)
     whole = mesh_of(tuple(sizes.values()), tuple(sizes))
@@ -78,7 +78,7 @@ def laid(mesh: str, weights: list[Weight]) -> list[Layout]:
     ],
 )
 def test_layouts_are_those_of_torch(mesh: str, cuts: Cuts) -> None:
-    weights = [Weight("w", shape, 0, cut) for cut in cuts for shape in SHAPES]
+    weights = [ModelWeight("w", shape, 0, cut) for cut in cuts for shape in SHAPES]
     expected = [list(offline(mesh, weight)) for weight in weights]
     for real in run(parse_mesh(mesh).ranks, laid, mesh, weights):
         assert [[layout] for layout in real] == expected
@@ -96,7 +96,7 @@ def test_layouts_are_those_of_torch(mesh: str, cuts: Cuts) -> None:
     ],
 )
 def test_stacks_of_experts_are_dealt_out_as_torch_does_it(mesh: str, shape: Shape) -> None:
-    weight = Weight("w", shape, experts=True)
+    weight = ModelWeight("w", shape, experts=True)
     parts = {rank: part for part in offline(mesh, weight) for rank in part.grid.members()}
     real = [layout for (layout,) in run(4, laid, mesh, [weight])]
     assert [parts.get(rank) for rank in range(4)] == [layout if math.prod(layout.shape) else None for layout in real]
@@ -119,15 +119,15 @@ def test_an_expert_s_matrices_lie_on_one_coordinate_of_ep_and_dense_ones_on_all(
 
 
 def test_without_fsdp_experts_have_replicas_over_dp_alone() -> None:
-    (dense,) = offline("dp=2,ep=4", Weight("w", (8, 8)), experts=8)
-    (own,) = offline("dp=2,ep=4", Weight("w", (8, 8), expert=6), experts=8)
+    (dense,) = offline("dp=2,ep=4", ModelWeight("w", (8, 8)), experts=8)
+    (own,) = offline("dp=2,ep=4", ModelWeight("w", (8, 8), expert=6), experts=8)
     assert (dense.grid.replicas, dense.grid.shards) == (8, 1)
     assert own.grid.ranks == ((3,), (7,))
 
 
 def test_stages_are_runs_of_layers_on_ranks_of_their_own() -> None:
-    sharding = Sharding(parse_mesh("pp=3,fsdp=2"), layers=8)
-    weights = [Weight(f"layers.{i}.w", (8, 8), layer=i) for i in range(8)]
+    sharding = WeightSharding(parse_mesh("pp=3,fsdp=2"), layers=8)
+    weights = [ModelWeight(f"layers.{i}.w", (8, 8), layer=i) for i in range(8)]
     assert [sharding.stage(weight) for weight in weights] == [0, 0, 0, 1, 1, 1, 2, 2]
     ranks = [sharding.layouts(weight)[0].grid.ranks for weight in weights]
     assert ranks == [((0, 1),)] * 3 + [((2, 3),)] * 3 + [((4, 5),)] * 2
@@ -146,7 +146,7 @@ def test_stages_are_runs_of_layers_on_ranks_of_their_own() -> None:
     ],
 )
 def test_the_last_dim_varies_fastest_from_rank_to_rank(mesh: str, ranks: tuple[tuple[int, ...], ...]) -> None:
-    (layout,) = offline(mesh, Weight("w", (12, 12), tensor_dim=1))
+    (layout,) = offline(mesh, ModelWeight("w", (12, 12), tensor_dim=1))
     assert layout.grid.ranks == ranks
 
 
@@ -176,8 +176,8 @@ def test_fragments_tile_every_weight(
     mesh = parse_mesh(sizes)
     stack = len(shape) > 2
     cut = None if dim < stack or dim >= len(shape) else dim
-    weight = Weight("w", shape, layer, cut, experts=stack)
-    sharding = Sharding(mesh, 4, shape[0])
+    weight = ModelWeight("w", shape, layer, cut, experts=stack)
+    sharding = WeightSharding(mesh, 4, shape[0])
     parts = sharding.layouts(weight)
     seen = [rank for part in parts for rank in part.grid.members()]
     stage = mesh.ranks // mesh.size("pp")

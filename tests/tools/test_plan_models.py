@@ -14,7 +14,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.planning.plan import hidden_matrix
 from canzona_compile.tools.planning.weights import (
     Model,
-    Weight,
+    ModelWeight,
     from_config,
     from_module,
     from_shapes,
@@ -77,10 +77,10 @@ def test_splits_change_matrices_and_no_elements(split: tuple[str, ...], matrices
 def test_weights_of_a_layer() -> None:
     fused, apart = (preset("qwen3-0.6b", split).weights for split in ((), BOTH))
     assert fused[:4] == (
-        Weight("layers.0.self_attn.qkv_proj.weight", (4096, 1024), 0, 0),
-        Weight("layers.0.self_attn.o_proj.weight", (1024, 2048), 0, 1),
-        Weight("layers.0.mlp.gate_up_proj.weight", (6144, 1024), 0, 0),
-        Weight("layers.0.mlp.down_proj.weight", (1024, 3072), 0, 1),
+        ModelWeight("layers.0.self_attn.qkv_proj.weight", (4096, 1024), 0, 0),
+        ModelWeight("layers.0.self_attn.o_proj.weight", (1024, 2048), 0, 1),
+        ModelWeight("layers.0.mlp.gate_up_proj.weight", (6144, 1024), 0, 0),
+        ModelWeight("layers.0.mlp.down_proj.weight", (1024, 3072), 0, 1),
     )
     assert [(w.name.split(".")[3], w.shape, w.tensor_dim) for w in apart[-7:]] == [
         ("q_proj", (2048, 1024), 0),
@@ -97,7 +97,7 @@ def test_weights_of_a_layer() -> None:
 def test_experts_are_matrices_of_their_own() -> None:
     layer = preset("qwen3-30b-a3b", BOTH).weights[: 4 + 3 * 128]
     assert [weight.expert for weight in layer] == [None] * 4 + [e for e in range(128) for _ in range(3)]
-    assert layer[-1] == Weight("layers.0.mlp.experts.127.down_proj.weight", (2048, 768), 0, 1, 127)
+    assert layer[-1] == ModelWeight("layers.0.mlp.experts.127.down_proj.weight", (2048, 768), 0, 1, 127)
 
 
 def test_a_preset_that_there_is_not_names_all_that_there_are() -> None:
@@ -285,11 +285,11 @@ def test_shapes_by_name() -> None:
         "shapes",
     )
     assert model.weights == (
-        Weight("layers.0.q", (8, 4)),
-        Weight("layers.12.o", (4, 8), 12, 1),
-        Weight("experts", (6, 4, 8), 3, 2, None, True),
-        Weight("more", (9, 4, 8), 0, None, None, True),
-        Weight("block2.w", (3, 3, 3, 3)),
+        ModelWeight("layers.0.q", (8, 4)),
+        ModelWeight("layers.12.o", (4, 8), 12, 1),
+        ModelWeight("experts", (6, 4, 8), 3, 2, None, True),
+        ModelWeight("more", (9, 4, 8), 0, None, None, True),
+        ModelWeight("block2.w", (3, 3, 3, 3)),
     )
     assert (model.name, model.layers, model.elements) == ("mine", 13, 32 + 32 + 192 + 288 + 81)
     assert (model.experts, model.heads, model.others) == (3, 0, 0)  # what divides 6 and 9
@@ -365,9 +365,9 @@ def test_the_matrices_of_a_module_on_no_device() -> None:
     with torch.device("meta"):
         model = from_module(Decoder(), hidden_matrix)
     assert model.weights == (
-        Weight("experts", (4, 8, 8)),
-        Weight("layers.0.weight", (8, 8)),
-        Weight("layers.1.weight", (8, 8), 1),
+        ModelWeight("experts", (4, 8, 8)),
+        ModelWeight("layers.0.weight", (8, 8)),
+        ModelWeight("layers.1.weight", (8, 8), 1),
     )
     assert model.name == "Decoder"
     assert model.others == 2 * 32 * 8 + 4 * 8  # embedding and head, norm and biases

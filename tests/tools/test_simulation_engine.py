@@ -9,32 +9,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_compile.tools.simulation.engine import Collective, Engine, Operation, Outcome, Part, Start, Wait, Work
+from canzona_compile.tools.simulation.engine import (
+    Collective,
+    CollectiveShare,
+    ComputeOp,
+    Engine,
+    SimulatedOp,
+    SimulatedRun,
+    Start,
+    Wait,
+)
 from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE
 from tests.harness.untimed import untimed
 
 
-def work(seconds: float) -> Work:
-    return Work("compute", 0, seconds)
+def work(seconds: float) -> ComputeOp:
+    return ComputeOp("compute", 0, seconds)
 
 
 def among(*members: int, node: float = 0.0, network: float = 0.0, latency: float = 0.0) -> Collective:
     """A collective that asks the same of all members."""
-    return Collective("gather", 0, members, tuple(Part(node, network, 8) for _ in members), latency)
+    return Collective("gather", 0, members, tuple(CollectiveShare(node, network, 8) for _ in members), latency)
 
 
 def play(
-    operations: Sequence[Sequence[Operation]],
+    operations: Sequence[Sequence[SimulatedOp]],
     collectives: Sequence[Collective] = (),
     processors: int = 8,
     ranks_per_node: int = 8,
     alone: bool = False,
-) -> Outcome:
+) -> SimulatedRun:
     shown = frozenset(range(len(operations)))
     return Engine(operations, collectives, processors, ranks_per_node, alone, shown).run()
 
 
-def accounts(found: Outcome) -> list[tuple[float, float, float]]:
+def accounts(found: SimulatedRun) -> list[tuple[float, float, float]]:
     return [tuple(map(float, rank)) for rank in zip(found.compute, found.exposed, found.bubble, strict=True)]
 
 
@@ -86,7 +95,7 @@ def test_a_collective_begins_when_the_last_member_starts_it() -> None:
 
 
 def test_members_wait_for_their_own_part_only() -> None:
-    uneven = Collective("scatter", 0, (0, 1), (Part(1, 0), Part(4, 0)), 0)
+    uneven = Collective("scatter", 0, (0, 1), (CollectiveShare(1, 0), CollectiveShare(4, 0)), 0)
     found = play([[Start(0), Wait(0), work(1)], [Start(0), Wait(0), work(1)]], [uneven])
     assert found.finish == [2, 5]
     assert accounts(found) == [(1, 1, 3), (1, 4, 0)]
@@ -163,7 +172,7 @@ def test_a_deadlock_is_found(alone: bool) -> None:
 class Program:
     """Ranks that cannot deadlock: all of them meet the same collectives in one order."""
 
-    operations: list[list[Operation]]
+    operations: list[list[SimulatedOp]]
     collectives: list[Collective]
     processors: int
     ranks_per_node: int
@@ -173,11 +182,11 @@ class Program:
 def programs(draw: st.DrawFn) -> Program:
     ranks = draw(st.integers(1, 5))
     seconds = st.integers(0, 6).map(float)
-    operations: list[list[Operation]] = [[] for _ in range(ranks)]
+    operations: list[list[SimulatedOp]] = [[] for _ in range(ranks)]
     collectives: list[Collective] = []
     for number in range(draw(st.integers(0, 4))):
         members = tuple(sorted(draw(st.sets(st.integers(0, ranks - 1), min_size=1))))
-        parts = tuple(Part(draw(seconds), draw(seconds)) for _ in members)
+        parts = tuple(CollectiveShare(draw(seconds), draw(seconds)) for _ in members)
         collectives.append(Collective("gather", 0, members, parts, draw(seconds)))
         for rank in range(ranks):
             operations[rank].append(work(draw(seconds)))
@@ -188,8 +197,8 @@ def programs(draw: st.DrawFn) -> Program:
     return Program(operations, collectives, draw(st.integers(1, 4)), draw(st.integers(1, 5)))
 
 
-def load(own: Sequence[Operation]) -> float:
-    return sum(o.seconds for o in own if isinstance(o, Work))
+def load(own: Sequence[SimulatedOp]) -> float:
+    return sum(o.seconds for o in own if isinstance(o, ComputeOp))
 
 
 @untimed(300)

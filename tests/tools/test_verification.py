@@ -22,7 +22,7 @@ from torch.optim import SGD, Adagrad
 import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
-from canzona_compile.tools.processes import Job, run
+from canzona_compile.tools.processes import ProcessCall, run
 from canzona_compile.tools.verification import Leaf
 from canzona_compile.tools.verification.check import OPTIONS
 from canzona_compile.tools.verification.layouts import shard
@@ -235,7 +235,7 @@ def test_the_console_script_exists() -> None:
 )
 def test_a_process_that_fails_ends_the_others(function: Callable[[], Any], says: str, before: Children) -> None:
     with pytest.raises(CanzonaError, match=says) as caught:
-        run([Job("one", sleeps, (os.devnull,)), Job("other", function, ())], 100.0)
+        run([ProcessCall("one", sleeps, (os.devnull,)), ProcessCall("other", function, ())], 100.0)
     assert set(multiprocessing.active_children()) == before
     notes = "\n".join(getattr(caught.value, "__notes__", ()))
     assert (f"in {function.__name__}" in notes and "in the process 'other'" in notes) == ("raised" in says)
@@ -246,7 +246,7 @@ def test_a_process_that_fails_ends_the_others(function: Callable[[], Any], says:
 def test_processes_that_hang_say_where(tmp_path: Path, before: Children) -> None:
     said = [tmp_path / "one", tmp_path / "other"]
     with pytest.raises(CanzonaError, match="no result within 4 seconds") as caught:
-        run([Job("quick", pid, ()), *(Job(path.name, sleeps, (path,)) for path in said)], 4.0)
+        run([ProcessCall("quick", pid, ()), *(ProcessCall(path.name, sleeps, (path,)) for path in said)], 4.0)
     assert caught.value.at == "one, other"
     assert all("in sleeps" in path.read_text() for path in said)
     assert set(multiprocessing.active_children()) == before
@@ -255,7 +255,7 @@ def test_processes_that_hang_say_where(tmp_path: Path, before: Children) -> None
 @pytest.mark.ranks
 def test_results_come_in_order_and_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
     """In processes that start as those of users do."""
-    assert len(set(run([Job("one", pid, ()), Job("two", pid, ())], 100.0))) == 2
+    assert len(set(run([ProcessCall("one", pid, ()), ProcessCall("two", pid, ())], 100.0))) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("not data") == 2

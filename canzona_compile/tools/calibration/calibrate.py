@@ -14,7 +14,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware, hardware_from, named_hardware
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.clock import Clock
-from canzona_compile.tools.calibration.measure import ALONE, Extent, Points
+from canzona_compile.tools.calibration.measure import ALONE, MeasurementSizes, Points
 from canzona_compile.tools.calibration.ranks import Measured
 
 ONE_NODE = 1024  # ranks_per_node on CPU: all ranks share this machine, however many there are
@@ -22,12 +22,14 @@ FALLBACK = "h100"  # what an unknown GPU is taken for where nothing was measured
 
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 EXTENTS = {
-    ("cpu", False): Extent(SIZES, (16, 32, 64, 128, 256, 512), (64, 256, 512, 768, 1024, 1280, 1536, 2048), 2**26, 7),
-    ("cpu", True): Extent((16, 32, 64, 128, 256, 512, 1024), (16, 64, 256), (64, 512, 1024, 1536), 2**25, 5),
-    ("cuda", False): Extent(
+    ("cpu", False): MeasurementSizes(
+        SIZES, (16, 32, 64, 128, 256, 512), (64, 256, 512, 768, 1024, 1280, 1536, 2048), 2**26, 7
+    ),
+    ("cpu", True): MeasurementSizes((16, 32, 64, 128, 256, 512, 1024), (16, 64, 256), (64, 512, 1024, 1536), 2**25, 5),
+    ("cuda", False): MeasurementSizes(
         (64, 128, 256, 512, 1024, 2048, 4096, 8192), (64, 256, 1024, 4096), (256, 1024, 4096, 8192), 2**32, 15
     ),
-    ("cuda", True): Extent((256, 1024, 4096), (256, 1024), (1024, 4096), 2**31, 5),
+    ("cuda", True): MeasurementSizes((256, 1024, 4096), (256, 1024), (1024, 4096), 2**31, 5),
 }
 
 
@@ -37,7 +39,7 @@ def calibrate(
     base: str | None = None,
     ranks: int = 2,
     quick: bool = False,
-    extent: Extent | None = None,
+    extent: MeasurementSizes | None = None,
 ) -> tuple[Hardware, bool]:
     """Measure this machine.
 
@@ -85,7 +87,7 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def on_cpu(found: Measured, base: Hardware, extent: Extent, ranks: int) -> dict[str, Any]:
+def on_cpu(found: Measured, base: Hardware, extent: MeasurementSizes, ranks: int) -> dict[str, Any]:
     """The fields of a machine whose ranks are processes that share its cores."""
     cores = processors()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
@@ -109,7 +111,7 @@ def on_cpu(found: Measured, base: Hardware, extent: Extent, ranks: int) -> dict[
     return together(base, {"name": f"cpu-{cores}", "processors": cores, **shape}, measured, sources)
 
 
-def on_cuda(found: Measured, base: Hardware, extent: Extent) -> dict[str, Any]:
+def on_cuda(found: Measured, base: Hardware, extent: MeasurementSizes) -> dict[str, Any]:
     """The fields of a machine whose nodes have GPUs."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     how = f"{Clock(torch.device('cuda'), extent.repetitions).how}, torch {torch.__version__}"

@@ -19,7 +19,7 @@ MANY = 8  # times as many repetitions of the smallest, whose times vary most
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class TimedAllToAll:
     """An all-to-all in which a rank sends equally much to each other rank, and nothing to itself."""
 
     group: dist.ProcessGroup
@@ -28,7 +28,7 @@ class Exchange:
     splits: list[int]
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, size: int, device: torch.device) -> Exchange:
+    def of(cls, group: dist.ProcessGroup, size: int, device: torch.device) -> TimedAllToAll:
         """An exchange in which every rank sends about `size` bytes, at least one to each peer."""
         ranks, own = dist.get_world_size(group), dist.get_rank(group)
         splits = [0 if rank == own else max(1, size // (ranks - 1)) for rank in range(ranks)]
@@ -55,14 +55,14 @@ class Exchange:
 
 def smallest(group: dist.ProcessGroup, device: torch.device, repetitions: int) -> float:
     """Seconds of an all-to-all in which every rank sends one byte to each peer."""
-    return Exchange.of(group, 1, device).seconds(MANY * repetitions)
+    return TimedAllToAll.of(group, 1, device).seconds(MANY * repetitions)
 
 
 def bandwidth(group: dist.ProcessGroup, device: torch.device, repetitions: int) -> float:
     """Bytes per second that a rank sends while it receives as many."""
     seconds = moved = 0.0
     for size in BYTES[device.type]:
-        exchange = Exchange.of(group, size, device)
+        exchange = TimedAllToAll.of(group, size, device)
         seconds += exchange.seconds(repetitions)
         moved += sum(exchange.splits)
     return moved / seconds

@@ -31,7 +31,7 @@ FACTORED = 8  # matrices in a stack, whose factorizations are one call
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class MeasurementSizes:
     """How much is measured.
 
     Attributes:

@@ -19,8 +19,8 @@ from canzona_compile.ir.hardware import Link
 from canzona_compile.tools.calibration import links, measure
 from canzona_compile.tools.calibration.bookkeeping import bookkeeping
 from canzona_compile.tools.calibration.clock import Clock
-from canzona_compile.tools.calibration.measure import Extent, Points, Products
-from canzona_compile.tools.processes import Job, join_ranks, run
+from canzona_compile.tools.calibration.measure import MeasurementSizes, Points, Products
+from canzona_compile.tools.processes import ProcessCall, join_ranks, run
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Measured:
     network: Link | None = None
 
 
-def alone(clock: Clock, extent: Extent, dtypes: Sequence[torch.dtype]) -> Measured:
+def alone(clock: Clock, extent: MeasurementSizes, dtypes: Sequence[torch.dtype]) -> Measured:
     """Measure everything that a rank can measure by itself."""
     found = {}
     for dtype in dtypes:
@@ -100,7 +100,7 @@ def merged(found: Sequence[Measured]) -> Measured:
 # -- on CPU ----------------------------------------------------------------------------------------
 
 
-def cpu(ranks: int, extent: Extent) -> Measured:
+def cpu(ranks: int, extent: MeasurementSizes) -> Measured:
     """Start gloo ranks of one thread, which all measure at once.
 
     More ranks than cores take turns, as they would in a step, and lose what they had in the caches.
@@ -116,7 +116,7 @@ def cpu(ranks: int, extent: Extent) -> Measured:
         CanzonaError: a rank failed.
     """
     with tempfile.TemporaryDirectory(prefix="canzona-calibrate-") as folder:
-        jobs = [Job(f"rank {rank}", cpu_rank, (rank, ranks, extent, folder)) for rank in range(ranks)]
+        jobs = [ProcessCall(f"rank {rank}", cpu_rank, (rank, ranks, extent, folder)) for rank in range(ranks)]
         try:
             found: list[Measured] = run(jobs, LIMIT)
         except CanzonaError as error:
@@ -125,7 +125,7 @@ def cpu(ranks: int, extent: Extent) -> Measured:
     return found[0]
 
 
-def cpu_rank(rank: int, ranks: int, extent: Extent, folder: str) -> Measured:
+def cpu_rank(rank: int, ranks: int, extent: MeasurementSizes, folder: str) -> Measured:
     """Measure in one of the processes; every rank returns the same."""
     level = log.getEffectiveLevel()
     logging.getLogger().setLevel(logging.WARNING)
@@ -175,7 +175,7 @@ def link_among(teams: Sequence[Sequence[int]], device: torch.device, repetitions
 # -- on CUDA ---------------------------------------------------------------------------------------
 
 
-def cuda(extent: Extent) -> tuple[int, Measured]:
+def cuda(extent: MeasurementSizes) -> tuple[int, Measured]:
     """Measure this process's GPU, and links together with the other processes that torchrun started, if it did.
 
     Every node has equally many ranks, whose numbers follow one another, as torchrun starts them. Links are measured

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import read_plan
-from canzona_compile.options import Numerics, Strategy
+from canzona_compile.options import Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
 from canzona_compile.tools.planning.difference import difference, difference_table
 from canzona_compile.tools.planning.page import check_installed
@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--optimizer", default="muon", metavar="NAME", help="muon, soap, shampoo or module:Class (%(default)s)")
     add("--hardware", default="h100", metavar="NAME", help="h100, h200, gb300, a100, cpu or file.json (%(default)s)")
     add("--split", default="qkv,gate-up", metavar="PARTS", help="matrices of their own (%(default)s), or none")
-    add("--strategy", choices=get_args(Strategy), default="auto", help="(%(default)s)")
+    add("--strategy", choices=get_args(StrategyOption), default="auto", help="(%(default)s)")
     add("--planner", choices=NAMES, default="joint", help="of owners (%(default)s)")
     add("--exact", action="store_true", help="the planner exact: an optimum, or a bound and the gap to it")
     add("--alpha", type=float, metavar="A", help="the planner alpha, from 0, even exchanges, to 1, even load")

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Box, Grid, Layout, fragment, short
-from canzona_compile.tools.planning.weights import Model, Weight
+from canzona_compile.tools.planning.weights import Model, ModelWeight
 
 DIMS = {
     "dp": "replicas that torch does not see (DDP): wrap(..., replicate=)",
@@ -105,21 +105,21 @@ def check(mesh: Mesh, model: Model) -> None:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class WeightSharding:
     """How weights of a kind lie on a mesh; layouts are made once for all weights alike."""
 
     mesh: Mesh
     layers: int
     experts: int = 0
 
-    def stage(self, weight: Weight) -> int:
+    def stage(self, weight: ModelWeight) -> int:
         return weight.layer * self.mesh.size("pp") // self.layers
 
     @cached_property
     def _layouts(self) -> dict[tuple[object, ...], tuple[Layout, ...]]:
         return {}
 
-    def layouts(self, weight: Weight) -> tuple[Layout, ...]:
+    def layouts(self, weight: ModelWeight) -> tuple[Layout, ...]:
         """One; of a stack of experts, one for each part of the mesh that has entries of its own, if it has any."""
         fixed = {"pp": self.stage(weight)}
         if weight.expert is not None:
@@ -132,12 +132,12 @@ class Sharding:
             self._layouts[key] = tuple(layout for layout in found if prod(layout.shape))
         return self._layouts[key]
 
-    def _expert_dims(self, weight: Weight) -> tuple[str, ...]:
+    def _expert_dims(self, weight: ModelWeight) -> tuple[str, ...]:
         """The dims that deal the entries of a stack out; FSDP does so too, as long as there are enough of them."""
         enough = self.mesh.size("ep") * self.mesh.size("fsdp") <= weight.shape[0]
         return ("ep", "fsdp") if enough else ("ep",)
 
-    def _layout(self, weight: Weight, fixed: Mapping[str, int], dealt: tuple[str, ...]) -> Layout:
+    def _layout(self, weight: ModelWeight, fixed: Mapping[str, int], dealt: tuple[str, ...]) -> Layout:
         shape = weight.shape
         for name in dealt:
             shape = Box.whole(shape).cut(0, self.mesh.size(name), fixed[name]).size
@@ -173,7 +173,7 @@ class Sharding:
     def _dims(self) -> list[str]:
         return sorted((name for name, _ in self.mesh.dims), key=ORDER.__getitem__)
 
-    def _placements(self, weight: Weight, dealt: tuple[str, ...]) -> dict[str, Placement]:
+    def _placements(self, weight: ModelWeight, dealt: tuple[str, ...]) -> dict[str, Placement]:
         """As FSDP2 and `parallelize_module` place it: FSDP on dim 0 of what tensor parallelism left."""
         cut, first = weight.tensor_dim, int(weight.experts)
         tensor = self.mesh.size("tp") if cut == first and "tp" in dict(self.mesh.dims) else 1

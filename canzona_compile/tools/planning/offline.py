@@ -12,13 +12,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
-from canzona_compile.capture.templates import Capture, Kind
+from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout, Shape
 from canzona_compile.ir.step import Form, Machine, Step, Task
-from canzona_compile.tools.planning.mesh import Mesh, Sharding, check
-from canzona_compile.tools.planning.weights import Model, Weight
+from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
+from canzona_compile.tools.planning.weights import Model, ModelWeight
 
 SMALL = 32  # dims of matrices on which captured graphs are tried out
 NAMED = {
@@ -82,10 +82,10 @@ def captured_step(
     check(mesh, model)
     capture = Capture(optimizer)
     group = optimizer.param_groups[0]
-    sharding = Sharding(mesh, model.layers, model.experts)
-    kinds: dict[tuple[int, ...], Kind] = {}
+    sharding = WeightSharding(mesh, model.layers, model.experts)
+    kinds: dict[tuple[int, ...], ParamKind] = {}
 
-    def kind_of(shape: Shape, name: str) -> Kind:
+    def kind_of(shape: Shape, name: str) -> ParamKind:
         return capture.kind_of(group, ParameterSpec(shape, dtype, dtype, torch.device("cpu")), name)
 
     tasks: list[Task] = []
@@ -109,7 +109,7 @@ def miniature(shape: Shape) -> Shape:
     return tuple(SMALL * (1 + sizes.index(n)) for n in shape)
 
 
-def parts(weight: Weight, sharding: Sharding) -> list[tuple[str, Layout]]:
+def parts(weight: ModelWeight, sharding: WeightSharding) -> list[tuple[str, Layout]]:
     """A weight's layouts, and what their names have at the end where there are several."""
     layouts = sharding.layouts(weight)
     return [(f"@{i}" if len(layouts) > 1 else "", layout) for i, layout in enumerate(layouts)]

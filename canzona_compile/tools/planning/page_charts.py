@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from canzona_compile.analysis.flops import readable, readable_bytes
 from canzona_compile.report.charts import plural
+from canzona_compile.report.units import format_bytes, format_flops
 from canzona_compile.tools.planning.figures import Forecast, TemplateForecast
 from canzona_compile.tools.planning.page_style import BLUE, GREEN, GREY, ORANGE, PALE, finished, literal, period, said
 from canzona_compile.tools.planning.page_timeline import timelines
@@ -61,7 +61,7 @@ class Metric:
         return [sum(values) for values in zip(*(values for _, values, _ in self.parts), strict=True)]
 
     def say(self, value: float) -> str:
-        return {"FLOP": readable, "s": period, "B": readable_bytes}[self.unit](value)
+        return {"FLOP": format_flops, "s": period, "B": format_bytes}[self.unit](value)
 
     @property
     def summary(self) -> str:
@@ -80,7 +80,7 @@ def metrics(forecast: Forecast) -> Iterator[Metric]:
         more = [
             [
                 plural(load.tasks, "matrix", "matrices"),
-                *(f"micro-group {g}: {readable(n)}" for g, n in list(load.by_group.items())[:MOST_GROUPS]),
+                *(f"micro-group {g}: {format_flops(n)}" for g, n in list(load.by_group.items())[:MOST_GROUPS]),
             ]
             for load in loads
         ]
@@ -173,7 +173,7 @@ def axis_of(unit: str, most: float) -> dict[str, object]:
         return {"tickformat": "~s", "ticksuffix": unit}
     step = 2.0 ** math.ceil(math.log2(most / 4))
     marks = [i * step for i in range(math.floor(most / step) + 1)]
-    return {"tickvals": marks, "ticktext": [readable_bytes(mark) for mark in marks]}
+    return {"tickvals": marks, "ticktext": [format_bytes(mark) for mark in marks]}
 
 
 # -- bars side by side -------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def strategies(template: TemplateForecast) -> go.Figure:
 
 def pair(otherwise: str, planned: int, other: int) -> go.Figure:
     """Bytes as planned, and otherwise."""
-    rows = [("as planned", readable_bytes(planned), True), (otherwise, readable_bytes(other), False)]
+    rows = [("as planned", format_bytes(planned), True), (otherwise, format_bytes(other), False)]
     return side_by_side(rows, [("", [planned, other], BLUE)], unit="B")
 
 
@@ -219,7 +219,7 @@ def side_by_side(
     positive = [total for total in sums if total > 0]
     longest = min(max(sums, default=0), LONGEST * min(positive, default=0)) if unit == "s" else max(sums)
     figure = go.Figure()
-    say = {"s": period, "B": readable_bytes}[unit]
+    say = {"s": period, "B": format_bytes}[unit]
     for name, values, colour in parts:
         figure.add_bar(
             name=name,

@@ -18,9 +18,9 @@ import jinja2
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
-from canzona_compile.analysis.flops import readable, readable_bytes
 from canzona_compile.ir.hardware import RATES, Curve, Hardware, Link
 from canzona_compile.report.charts import plural
+from canzona_compile.report.units import format_bytes, format_flops
 from canzona_compile.tools.planning.figures import Alternative, Forecast
 from canzona_compile.tools.planning.page_charts import charts, metrics
 from canzona_compile.tools.planning.page_style import period, share, themes
@@ -46,7 +46,7 @@ def document(forecast: Forecast) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    environment.filters |= {"period": period, "bytes": readable_bytes, "flops": readable, "share": share}
+    environment.filters |= {"period": period, "bytes": format_bytes, "flops": format_flops, "share": share}
     environment.filters |= {"formula": formula, "against": against}
     environment.globals |= {"plural": plural, "digest": digest, "strategy_words": STRATEGY_WORDS}
     figures = {name: figure.to_plotly_json() for name, figure in charts(forecast).items()}
@@ -92,7 +92,7 @@ def matrices(forecast: Forecast) -> dict[str, Any]:
     rows = []
     for t in tasks:
         shape = " \u00d7 ".join(f"{n:,}" for n in t.shape)
-        kind = (shape, t.strategy, readable(t.flops), t.template, t.layout)
+        kind = (shape, t.strategy, format_flops(t.flops), t.template, t.layout)
         rows.append((kinds.setdefault(kind, len(kinds)), t.owner, t.group))
     return {
         "names": list(number),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from canzona_compile.report.charts import duration
+from canzona_compile.report.units import format_seconds
 
 # Okabe and Ito's hues, which colour-blind people tell apart, in shades that read on light and dark.
 BLUE, PALE, ORANGE, GREEN, PINK, GREY = "#2a86c0", "#86bfe2", "#e39a1f", "#1fa37b", "#c76dab", "#969ca6"
@@ -49,7 +49,7 @@ def period(seconds: float) -> str:
     """Seconds in words: 4.9 ms, 0, or impossible where they are infinite."""
     if not math.isfinite(seconds):
         return "impossible"
-    return duration(seconds).replace("us", "µs") if seconds else "0"
+    return format_seconds(seconds).replace("us", "µs") if seconds else "0"
 
 
 def share(part: float, whole: float) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import plotly.graph_objects as go
 
-from canzona_compile.analysis.flops import readable_bytes
 from canzona_compile.report.charts import plural
+from canzona_compile.report.units import format_bytes
 from canzona_compile.tools.planning.page_style import (
     BLUE,
     GREEN,
@@ -146,7 +146,7 @@ def describe(span: Span, total: float, members: int) -> str:
         f"lasts {period(length)}, {share(length, total)} of the step",
     ]
     if span.flow >= 0:
-        lines.append(f"sends {readable_bytes(span.bytes)}")
+        lines.append(f"sends {format_bytes(span.bytes)}")
         lines.append(f"collective {span.flow}, {plural(members, 'rank')} of those shown")
     lines += [literal(name, 44) for name in span.tasks[:MOST_NAMES]]
     if len(span.tasks) > MOST_NAMES:
@@ -172,7 +172,7 @@ def add_buffers(
         width=[round(height, 4) for _, _, height in bars],
         marker={"color": GREY, "line": {"width": 0}, "opacity": 0.6},
         hovertext=[
-            said(f"buffers of rank {m.rank}", [f"{period(m.at)} to {period(end)}", f"holds {readable_bytes(m.bytes)}"])
+            said(f"buffers of rank {m.rank}", [f"{period(m.at)} to {period(end)}", f"holds {format_bytes(m.bytes)}"])
             for m, end, _ in bars
         ],
         customdata=[-1] * len(bars),

@@ -16,7 +16,7 @@ from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Machine, Step
-from canzona_compile.options import Numerics, Options, Strategy
+from canzona_compile.options import Numerics, Options, StrategyOption
 from canzona_compile.passes import lowering_passes, planning_passes
 from canzona_compile.tools.planning.forecast import forecast
 from canzona_compile.tools.planning.gc_pause import paused
@@ -40,7 +40,7 @@ def plan(
     arguments: Mapping[str, Any] | None = None,
     hardware: str | Path | Hardware = "h100",
     split: str = "qkv,gate-up",
-    strategy: Strategy = "auto",
+    strategy: StrategyOption = "auto",
     planner: str = "joint",
     alpha: float = 1.0,
     capacity: int | None = None,

@@ -20,7 +20,7 @@ MOST_ARROWS = 16  # of one collective
 TRACKS = 100  # threads that a stream may take, so that thread ids say which stream it is
 TITLES = {COMPUTE: "compute", NODE: "links within the node", NETWORK: "links to other nodes"}
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 def trace(forecast: Forecast) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def tracks(all_spans: Sequence[Span]) -> list[int]:
     return rows
 
 
-def names(forecast: Forecast, rows: Sequence[int]) -> Iterator[Event]:
+def names(forecast: Forecast, rows: Sequence[int]) -> Iterator[TraceEvent]:
     """What processes and threads are called, and their order."""
     simulation = forecast.simulation
     used = {(s.rank, thread(s, row)): s.stream for s, row in zip(simulation.spans, rows, strict=True)}
@@ -77,7 +77,7 @@ def names(forecast: Forecast, rows: Sequence[int]) -> Iterator[Event]:
         yield named(rank, tid, "thread_sort_index", sort_index=tid)
 
 
-def named(pid: int, tid: int, what: str, /, **args: object) -> Event:
+def named(pid: int, tid: int, what: str, /, **args: object) -> TraceEvent:
     return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
 
 
@@ -89,7 +89,7 @@ def micro(seconds: float) -> float:
     return round(seconds * 1e6, 6)  # to a picosecond
 
 
-def spans(simulation: Simulation, rows: Sequence[int]) -> Iterator[Event]:
+def spans(simulation: Simulation, rows: Sequence[int]) -> Iterator[TraceEvent]:
     """A complete event each."""
     for span, row in zip(simulation.spans, rows, strict=True):
         args: dict[str, Any] = {"micro-group": span.group}
@@ -112,7 +112,7 @@ def spans(simulation: Simulation, rows: Sequence[int]) -> Iterator[Event]:
         }
 
 
-def arrows(simulation: Simulation, rows: Sequence[int]) -> Iterator[Event]:
+def arrows(simulation: Simulation, rows: Sequence[int]) -> Iterator[TraceEvent]:
     """From the span of a collective that starts first, on the lowest rank, to one span of each other rank.
 
     Each arrow has a number of its own, since viewers follow one number from span to span like a chain.
@@ -132,12 +132,12 @@ def arrows(simulation: Simulation, rows: Sequence[int]) -> Iterator[Event]:
             yield arrow("f", number, name, other, other_row) | {"bp": "e"}
 
 
-def arrow(phase: str, number: int, name: str, span: Span, row: int) -> Event:
+def arrow(phase: str, number: int, name: str, span: Span, row: int) -> TraceEvent:
     where = {"pid": span.rank, "tid": thread(span, row), "ts": micro(span.start)}
     return {"ph": phase, "id": number, **where, "name": name, "cat": "collective"}
 
 
-def buffers(simulation: Simulation) -> Iterator[Event]:
+def buffers(simulation: Simulation) -> Iterator[TraceEvent]:
     """A counter per rank: its bytes of buffers, from nothing to nothing."""
     ordered = sorted(simulation.memory, key=attrgetter("rank", "at"))
     for rank, moments in groupby(ordered, key=attrgetter("rank")):
@@ -147,5 +147,5 @@ def buffers(simulation: Simulation) -> Iterator[Event]:
         yield counter(Memory(rank, simulation.seconds, 0))
 
 
-def counter(moment: Memory) -> Event:
+def counter(moment: Memory) -> TraceEvent:
     return {"ph": "C", "pid": moment.rank, "ts": micro(moment.at), "name": "buffers", "args": {"bytes": moment.bytes}}

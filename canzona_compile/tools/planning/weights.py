@@ -31,7 +31,7 @@ USUAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class ModelWeight:
     """A matrix, or a stack of experts' matrices, that the matrix optimizer updates.
 
     Attributes:
@@ -61,7 +61,7 @@ class Model:
     """
 
     name: str
-    weights: tuple[Weight, ...]
+    weights: tuple[ModelWeight, ...]
     layers: int
     others: int = 0
     heads: int = 0
@@ -112,22 +112,22 @@ class Decoder:
         active = dense + (routed * self.top_k // self.experts if self.experts else 0) + embedding
         return Model(name, weights, self.layers, others, self.heads, self.kv_heads, self.experts, active)
 
-    def layer(self, split: tuple[str, ...]) -> Iterator[Weight]:
+    def layer(self, split: tuple[str, ...]) -> Iterator[ModelWeight]:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         if "qkv" in split:
             for name, rows in (("q", query), ("k", key), ("v", key)):
-                yield Weight(f"self_attn.{name}_proj.weight", (rows, self.hidden), tensor_dim=0)
+                yield ModelWeight(f"self_attn.{name}_proj.weight", (rows, self.hidden), tensor_dim=0)
         else:
-            yield Weight("self_attn.qkv_proj.weight", (query + 2 * key, self.hidden), tensor_dim=0)
-        yield Weight("self_attn.o_proj.weight", (self.hidden, query), tensor_dim=1)
+            yield ModelWeight("self_attn.qkv_proj.weight", (query + 2 * key, self.hidden), tensor_dim=0)
+        yield ModelWeight("self_attn.o_proj.weight", (self.hidden, query), tensor_dim=1)
         apart = "gate-up" in split
         first = ("gate_proj", "up_proj") if apart else ("gate_up_proj",)
         rows = self.intermediate * (1 if apart else 2)
         for expert in range(self.experts) if self.experts else [None]:
             place = "mlp" if expert is None else f"mlp.experts.{expert}"
             for name in first:
-                yield Weight(f"{place}.{name}.weight", (rows, self.hidden), 0, 0, expert)
-            yield Weight(f"{place}.down_proj.weight", (self.hidden, self.intermediate), 0, 1, expert)
+                yield ModelWeight(f"{place}.{name}.weight", (rows, self.hidden), 0, 0, expert)
+            yield ModelWeight(f"{place}.down_proj.weight", (self.hidden, self.intermediate), 0, 1, expert)
 
 
 @cache
@@ -289,7 +289,7 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
                 at=place,
                 hint="true says that the first of three or more dims is one of experts",
             )
-        weights.append(Weight(key, tuple(shape), layer, cut, None, stack))
+        weights.append(ModelWeight(key, tuple(shape), layer, cut, None, stack))
     if not weights:
         raise CanzonaError("it names no parameters", at=at, hint='as in {"layers.0.q": [4096, 4096]}')
     layers = 1 + max(w.layer for w in weights)

@@ -16,7 +16,7 @@ from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, Spa
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ComputeOp:
     """Seconds of a processor."""
 
     act: str
@@ -39,11 +39,11 @@ class Wait:
     collective: int
 
 
-Operation = Work | Start | Wait
+SimulatedOp = ComputeOp | Start | Wait
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CollectiveShare:
     """What a collective asks of one member: seconds of its links within the node and to others, and bytes sent."""
 
     node: float
@@ -62,11 +62,11 @@ class Collective:
     act: str
     group: int
     members: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[CollectiveShare, ...]
     latency: float
 
 
-class Outcome:
+class SimulatedRun:
     """What happened, by rank.
 
     Attributes:
@@ -116,7 +116,7 @@ class Engine:
 
     def __init__(
         self,
-        operations: Sequence[Sequence[Operation]],
+        operations: Sequence[Sequence[SimulatedOp]],
         collectives: Sequence[Collective],
         processors: int,
         ranks_per_node: int,
@@ -137,9 +137,9 @@ class Engine:
         self.index = [{rank: i for i, rank in enumerate(c.members)} for c in collectives]
         self.queue: list[tuple[float, int, Callable[[float], None]]] = []
         self.count = 0
-        self.out = Outcome(ranks, shown)
+        self.out = SimulatedRun(ranks, shown)
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedRun:
         for rank in range(len(self.operations)):
             self.go_on(rank, 0.0)
         while self.queue:
@@ -163,7 +163,7 @@ class Engine:
         while self.place[rank] < len(own):
             operation = own[self.place[rank]]
             match operation:
-                case Work(seconds=seconds) if seconds > 0:
+                case ComputeOp(seconds=seconds) if seconds > 0:
                     self.work(rank, now, seconds, lambda end, o=operation, b=now: self.worked(rank, o, b, end))  # type: ignore[misc]
                     return
                 case Start(number):
@@ -184,7 +184,7 @@ class Engine:
         if rank in self.shown:
             self.out.moments[rank].append((begin, end))
 
-    def worked(self, rank: int, operation: Work, begin: float, end: float) -> None:
+    def worked(self, rank: int, operation: ComputeOp, begin: float, end: float) -> None:
         self.out.compute[rank] += end - begin
         if rank in self.shown:
             span = Span(rank, COMPUTE, operation.act, operation.group, begin, end, operation.tasks)

@@ -18,7 +18,16 @@ from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Act, Buffer, BufferUse, Event, Form, Phase, Step
-from canzona_compile.tools.simulation.engine import Collective, Engine, Operation, Outcome, Part, Start, Wait, Work
+from canzona_compile.tools.simulation.engine import (
+    Collective,
+    CollectiveShare,
+    ComputeOp,
+    Engine,
+    SimulatedOp,
+    SimulatedRun,
+    Start,
+    Wait,
+)
 from canzona_compile.tools.simulation.figures import Memory, RankSummary, Simulation
 from canzona_compile.tools.simulation.traffic import Boxes, GroupTraffic, traffic
 
@@ -111,7 +120,7 @@ class Player:
         visible: frozenset[int],
     ) -> None:
         self.step, self.hardware, self.groups, self.without = step, hardware, groups, without
-        self.operations: list[list[Operation]] = [[] for _ in range(ranks)]
+        self.operations: list[list[SimulatedOp]] = [[] for _ in range(ranks)]
         self.collectives: list[Collective] = []
         self.sent = [0] * ranks
         self.totals: dict[tuple[int, Phase], int] = {}  # bytes of a group's exchange, over all ranks
@@ -133,7 +142,7 @@ class Player:
             else:
                 self.work(event, own)
 
-    def add(self, event: Event, rank: int, operation: Operation) -> None:
+    def add(self, event: Event, rank: int, operation: SimulatedOp) -> None:
         if rank in self.visible:
             self.position[event, rank] = len(self.operations[rank])
         self.operations[rank].append(operation)
@@ -145,7 +154,7 @@ class Player:
         for r, row in enumerate(own.grid.ranks):
             for s, rank in enumerate(row):
                 tasks = (*everywhere, *computed.get((r, s), ()))
-                self.add(event, rank, Work(act, event.group, seconds[r][s], tasks))
+                self.add(event, rank, ComputeOp(act, event.group, seconds[r][s], tasks))
 
     def start(self, event: Event, own: GroupTraffic, phase: Phase) -> None:
         ends, grid = own.ends[phase], own.grid
@@ -156,7 +165,10 @@ class Player:
         self.totals[event.group, phase] = sum(map(sum, sent))
         for members in teams(grid, phase):
             ranks = tuple(grid.ranks[r][s] for r, s in members)
-            parts = tuple(Part(0.0, 0.0) if free else Part(node[r][s], network[r][s], sent[r][s]) for r, s in members)
+            parts = tuple(
+                CollectiveShare(0.0, 0.0) if free else CollectiveShare(node[r][s], network[r][s], sent[r][s])
+                for r, s in members
+            )
             self.collectives.append(
                 Collective(str(phase), event.group, ranks, parts, 0.0 if free else self.latency(ranks))
             )
@@ -168,7 +180,7 @@ class Player:
     def meet(self, event: Event, grid: Grid) -> None:
         ranks = grid.members()
         self.collectives.append(
-            Collective("meet", event.group, ranks, (Part(0.0, 0.0),) * len(ranks), self.latency(ranks))
+            Collective("meet", event.group, ranks, (CollectiveShare(0.0, 0.0),) * len(ranks), self.latency(ranks))
         )
         for rank in ranks:
             self.add(event, rank, Start(len(self.collectives) - 1))
@@ -208,7 +220,7 @@ def static_bytes(step: Step, groups: dict[int, GroupTraffic], ranks: int) -> lis
 
 
 def live_bytes(
-    step: Step, groups: dict[int, GroupTraffic], player: Player, outcome: Outcome, rank: int
+    step: Step, groups: dict[int, GroupTraffic], player: Player, outcome: SimulatedRun, rank: int
 ) -> Iterator[Memory]:
     """What a rank's buffers hold over time, from the first event of each to its last."""
     changes: dict[float, int] = defaultdict(int)

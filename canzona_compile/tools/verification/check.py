@@ -15,13 +15,13 @@ import torch
 from rich.console import RenderableType
 
 from canzona_compile.options import NOT_YET_OPTIONS, Options
-from canzona_compile.tools.processes import Job, run
+from canzona_compile.tools.processes import ProcessCall, run
 from canzona_compile.tools.verification.failure import CannotVerify
 from canzona_compile.tools.verification.findings import Findings, merged
-from canzona_compile.tools.verification.layouts import Layout
+from canzona_compile.tools.verification.layouts import LayoutName
 from canzona_compile.tools.verification.table import table
 from canzona_compile.tools.verification.user_model import Build, name_of, packed
-from canzona_compile.tools.verification.workers import Order, Outcome, run_plain, run_wrapped
+from canzona_compile.tools.verification.workers import Order, RankOutcome, run_plain, run_wrapped
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def verify(
     *,
     steps: int = 5,
     ranks: int = 2,
-    layout: Layout = "fsdp",
+    layout: LayoutName = "fsdp",
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
     json: str | Path | None = None,
@@ -90,10 +90,10 @@ def verify(
     log.info("verify %s: %d ranks and the plain optimizer, %d steps", name_of(build), ranks, steps)
     with tempfile.TemporaryDirectory(prefix="canzona-journal-") as folder:
         order = Order(source, steps, ranks, layout, seed, options, limit, folder)
-        jobs = [Job("plain", run_plain, (order,))]
-        jobs += [Job(f"rank {rank}", run_wrapped, (rank, order)) for rank in range(ranks)]
+        jobs = [ProcessCall("plain", run_plain, (order,))]
+        jobs += [ProcessCall(f"rank {rank}", run_wrapped, (rank, order)) for rank in range(ranks)]
         _, *outcomes = run(jobs, limit)
-    first: Outcome = outcomes[0]
+    first: RankOutcome = outcomes[0]
     found = Verification(
         build=name_of(build),
         optimizer=first.optimizer,
@@ -115,7 +115,7 @@ def verify(
     return found
 
 
-def check_arguments(steps: int, ranks: int, layout: Layout, limit: float, options: dict[str, Any]) -> None:
+def check_arguments(steps: int, ranks: int, layout: LayoutName, limit: float, options: dict[str, Any]) -> None:
     """Refuse arguments with which every process would fail alike.
 
     Raises:
@@ -125,8 +125,8 @@ def check_arguments(steps: int, ranks: int, layout: Layout, limit: float, option
         raise CannotVerify(f"steps={steps} checks nothing", hint="take 2 or more: the first step is eager")
     if ranks < 1:
         raise CannotVerify(f"ranks={ranks} is not positive")
-    if layout not in get_args(Layout):
-        raise CannotVerify(f"there is no layout {layout!r}", hint=f"one of {', '.join(get_args(Layout))}")
+    if layout not in get_args(LayoutName):
+        raise CannotVerify(f"there is no layout {layout!r}", hint=f"one of {', '.join(get_args(LayoutName))}")
     if layout == "hsdp" and ranks % 2:
         raise CannotVerify(f"hsdp halves the ranks, and {ranks} is odd", hint="take an even number")
     if limit <= 0:

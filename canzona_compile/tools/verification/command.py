@@ -8,10 +8,10 @@ from typing import get_args
 
 from rich.console import Console
 
-from canzona_compile.options import MissingGrads, Numerics, Strategy
+from canzona_compile.options import MissingGrads, Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
 from canzona_compile.tools.verification.check import OPTIONS, verify
-from canzona_compile.tools.verification.layouts import Layout
+from canzona_compile.tools.verification.layouts import LayoutName
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -20,12 +20,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("build", metavar="module:function", help="returns (model, optimizer) or (model, optimizer, loss), on the CPU")
     add("--steps", type=int, default=5, help="to compare (%(default)s)")
     add("--ranks", type=int, default=2, help="gloo processes (%(default)s)")
-    add("--layout", choices=get_args(Layout), default="fsdp", help="of the parameters (%(default)s)")
+    add("--layout", choices=get_args(LayoutName), default="fsdp", help="of the parameters (%(default)s)")
     add("--seed", type=int, default=0, help="of build and of random gradients (%(default)s)")
     add("--limit", type=float, default=600.0, metavar="SECONDS", help="until the processes are ended (%(default)s)")
     add("--json", action="store_true", help="print JSON instead of a table")
     wrap = parser.add_argument_group("options of wrap")
-    for name, kind in (("strategy", Strategy), ("numerics", Numerics), ("missing-grads", MissingGrads)):
+    for name, kind in (("strategy", StrategyOption), ("numerics", Numerics), ("missing-grads", MissingGrads)):
         wrap.add_argument(f"--{name}", choices=get_args(kind))
     for name in ("capacity", "micro-groups", "depth"):
         wrap.add_argument(f"--{name}", type=int, metavar="N")

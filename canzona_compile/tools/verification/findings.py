@@ -16,7 +16,7 @@ ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class LeafDifference:
     """A parameter, or a leaf of its state, over all steps and ranks.
 
     Attributes:
@@ -42,7 +42,7 @@ class Leaf:
     ranks: tuple[int, ...] = ()
     remark: str = ""
 
-    def seen(self, found: Distance, step: int | None, ranks: Iterable[int]) -> Leaf:
+    def seen(self, found: Distance, step: int | None, ranks: Iterable[int]) -> LeafDifference:
         """This leaf with one more observation."""
         if found.equal:
             return self
@@ -90,7 +90,7 @@ class Findings:
     interpreted: Mapping[str, str] = field(default_factory=dict)
     local: Mapping[str, str] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
-    leaves: tuple[Leaf, ...] = ()
+    leaves: tuple[LeafDifference, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -98,7 +98,7 @@ class Findings:
         return all(leaf.equal for leaf in self.leaves)
 
     @property
-    def differing(self) -> tuple[Leaf, ...]:
+    def differing(self) -> tuple[LeafDifference, ...]:
         """The leaves that are not equal."""
         return tuple(leaf for leaf in self.leaves if not leaf.equal)
 
@@ -108,7 +108,7 @@ class Tally:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._rows: dict[tuple[str, str], Leaf] = {}
+        self._rows: dict[tuple[str, str], LeafDifference] = {}
 
     def add(self, step: int, found: Leaves, expected: Leaves) -> None:
         """Compare this rank's parts with the same parts of the plain run."""
@@ -119,15 +119,15 @@ class Tally:
             self._rows[key] = self._rows[key].seen(apart(mine, whole), step, [self.rank])
 
     @property
-    def rows(self) -> tuple[Leaf, ...]:
+    def rows(self) -> tuple[LeafDifference, ...]:
         """One row per leaf, in the order in which they were seen."""
         return tuple(self._rows.values())
 
 
-def described(key: tuple[str, str], value: object) -> Leaf:
+def described(key: tuple[str, str], value: object) -> LeafDifference:
     """A row for a leaf that has not been compared yet."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-    return Leaf(*key, shape, dtype_name(value))
+    return LeafDifference(*key, shape, dtype_name(value))
 
 
 def apart(found: object, expected: object) -> Distance:
@@ -139,9 +139,9 @@ def apart(found: object, expected: object) -> Distance:
     return distance(*fragments(found, expected))
 
 
-def merged(ranks: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
+def merged(ranks: Sequence[Sequence[LeafDifference]]) -> tuple[LeafDifference, ...]:
     """One row per leaf from the rows of every rank."""
-    rows: dict[tuple[str, str], Leaf] = {}
+    rows: dict[tuple[str, str], LeafDifference] = {}
     for own in ranks:
         for row in own:
             key = row.parameter, row.leaf

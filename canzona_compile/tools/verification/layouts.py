@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-Layout = Literal["fsdp", "fsdp_columns", "hsdp", "ddp"]
+LayoutName = Literal["fsdp", "fsdp_columns", "hsdp", "ddp"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class VerifiedSharding:
     """How some ranks share a parameter.
 
     Attributes:
@@ -29,15 +29,15 @@ class Sharding:
     placements: tuple[Placement, ...]
 
 
-SHARDINGS: dict[Layout, Sharding] = {
-    "fsdp": Sharding(lambda ranks: (ranks,), (Shard(0),)),
-    "fsdp_columns": Sharding(lambda ranks: (ranks,), (Shard(1),)),
-    "hsdp": Sharding(lambda ranks: (2, ranks // 2), (Replicate(), Shard(0))),
-    "ddp": Sharding(lambda ranks: (ranks,), ()),
+SHARDINGS: dict[LayoutName, VerifiedSharding] = {
+    "fsdp": VerifiedSharding(lambda ranks: (ranks,), (Shard(0),)),
+    "fsdp_columns": VerifiedSharding(lambda ranks: (ranks,), (Shard(1),)),
+    "hsdp": VerifiedSharding(lambda ranks: (2, ranks // 2), (Replicate(), Shard(0))),
+    "ddp": VerifiedSharding(lambda ranks: (ranks,), ()),
 }
 
 
-def shard(optimizer: Optimizer, layout: Layout) -> dist.ProcessGroup | None:
+def shard(optimizer: Optimizer, layout: LayoutName) -> dist.ProcessGroup | None:
     """Replace an optimizer's parameters by shards, as `fully_shard` does with those of a model.
 
     Groups keep their order, options and names, and state that exists already follows its parameter. A parameter without

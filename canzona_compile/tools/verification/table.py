@@ -12,7 +12,7 @@ from rich.text import Text
 from canzona_compile.errors import some
 from canzona_compile.report.sections import columns, names_by_reason
 from canzona_compile.report.units import format_dtype, plural
-from canzona_compile.tools.verification.findings import Findings, Leaf
+from canzona_compile.tools.verification.findings import Findings, LeafDifference
 
 MOST_ROWS = 40  # all leaves that differ are shown, and equal ones up to so many rows
 
@@ -48,7 +48,7 @@ def sections(findings: Findings) -> Iterator[RenderableType]:
     yield Text(f"torch {f.torch}, seed {f.seed}, {f.seconds:.1f} s", "dim")
 
 
-def rows(leaves: list[Leaf]) -> Table:
+def rows(leaves: list[LeafDifference]) -> Table:
     found = columns("parameter", "leaf", "shape", "dtype", ">ulps", ">relative", ">from step", "ranks")
     for column in found.columns[:2]:  # long names go on in the next line, no letter is lost
         column.no_wrap, column.overflow, column.min_width = False, "fold", 10
@@ -57,7 +57,7 @@ def rows(leaves: list[Leaf]) -> Table:
     return found
 
 
-def cells(leaf: Leaf) -> tuple[str, ...]:
+def cells(leaf: LeafDifference) -> tuple[str, ...]:
     shape = "x".join(map(str, leaf.shape)) or "-"
     dtype = format_dtype(leaf.dtype)
     if leaf.equal:

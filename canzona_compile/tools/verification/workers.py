@@ -19,8 +19,8 @@ from canzona_compile.session.bind import check_gradient, named_params
 from canzona_compile.tools.processes import join_ranks
 from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
-from canzona_compile.tools.verification.findings import Leaf, Tally
-from canzona_compile.tools.verification.layouts import Layout, like, shard
+from canzona_compile.tools.verification.findings import LeafDifference, Tally
+from canzona_compile.tools.verification.layouts import LayoutName, like, shard
 from canzona_compile.tools.verification.reference_log import Journal, Page
 from canzona_compile.tools.verification.user_model import PARAMETER, Built, Leaves, built
 
@@ -40,7 +40,7 @@ class Order:
     build: str | bytes
     steps: int
     ranks: int
-    layout: Layout
+    layout: LayoutName
     seed: int
     options: Mapping[str, Any]
     limit: float
@@ -48,11 +48,11 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RankOutcome:
     """What a rank saw; see `Findings` for the fields."""
 
     optimizer: str
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[LeafDifference, ...]
     compiled: tuple[str, ...]
     interpreted: dict[str, str]
     local: dict[str, str]
@@ -121,7 +121,7 @@ def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple
 # -- wrapped ---------------------------------------------------------------------------------------
 
 
-def run_wrapped(rank: int, order: Order) -> Outcome:
+def run_wrapped(rank: int, order: Order) -> RankOutcome:
     """Run the same steps by the wrapped optimizer on this rank's part, and compare after each of them."""
     join_ranks(rank, order.ranks, order.folder, timedelta(seconds=order.limit))
     made, journal = built(order.build, order.seed), Journal(order.folder)
@@ -140,7 +140,7 @@ def run_wrapped(rank: int, order: Order) -> Outcome:
         if rank == 0:
             differing = [f"{row.parameter} {row.leaf}" for row in tally.rows if not row.equal]
             log.info("step %d of %d: %s", step, order.steps, f"differs: {some(differing)}" if differing else "equal")
-    outcome = Outcome(kind, tally.rows, **roles(made, given))
+    outcome = RankOutcome(kind, tally.rows, **roles(made, given))
     dist.barrier()  # nobody leaves while others may need its connections
     dist.destroy_process_group()
     return outcome
