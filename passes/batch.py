@@ -53,8 +53,8 @@ class Batching:
     def __call__(self, step: Step) -> Step:
         placed = tuple(self._stacked(p, step.machine) for p in step.placed)
         by_name = {p.name: p for p in placed}
-        groups = tuple(replace(g, batches=batches(step, g, by_name)) for g in step.groups)
-        return replace(step, form=Form.BATCHED, placed=placed, groups=groups)
+        groups = tuple(replace(g, batches=batches(step, g, by_name)) for g in step.micro_groups)
+        return replace(step, form=Form.BATCHED, placed=placed, micro_groups=groups)
 
     def _stacked(self, placed: Placed, machine: Machine) -> Placed:
         def stackable(node: fx.Node) -> bool:
@@ -120,10 +120,10 @@ def batches(step: Step, group: MicroGroup, placed: dict[str, Placed]) -> tuple[B
     """The batches of a micro-group: tasks of one owner, one cut and one parameter group."""
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for task in sorted(map(step.task, group.tasks), key=lambda t: t.index):
-        alike[task.owner is not None, task.owner or (), task.placed, task.group].append(task.name)
+        alike[task.owner is not None, task.owner or (), task.placed, task.param_group].append(task.name)
     found = []
     for key in sorted(alike, key=repr):
         first = step.task(alike[key][0])
         stacked = placed[first.placed].stacked is not None and len(alike[key]) > 1
-        found.append(Batch(first.placed, first.group, first.owner, tuple(alike[key]), stacked))
+        found.append(Batch(first.placed, first.param_group, first.owner, tuple(alike[key]), stacked))
     return tuple(found)

@@ -86,7 +86,7 @@ class ProgramWriter(ProgramBuilder):
         super().__init__()
         self.step = step
         self.memory = RankMemory(step)
-        self.views = {g.index: GroupView(step, g, rank, self.memory) for g in step.groups}
+        self.views = {g.index: GroupView(step, g, rank, self.memory) for g in step.micro_groups}
         self.foreach = step.machine.device == "cpu"
         self.kernels = Kernels(self) if generate else None
 
@@ -103,7 +103,7 @@ class ProgramWriter(ProgramBuilder):
             Act.WAIT_EXCHANGE: lambda g: self.finish(g, Phase.EXCHANGE),
             Act.APPLY: self.apply,
         }
-        group = self.views[event.group]
+        group = self.views[event.micro_group]
         with self.on(self.lane(event.act, group)):
             actions[event.act](group)
 
@@ -236,7 +236,7 @@ class ProgramWriter(ProgramBuilder):
         """The whole wire values of a batch, by name."""
         if Phase.GATHER in g.exchanges:
             return {wire.name: self.unpack(g, batch, wire, f"g{g.group.index}_b{b}") for wire in placed.gather}
-        segment = (batch.placed, batch.group)
+        segment = (batch.placed, batch.param_group)
         i = next((i for i, s in enumerate(g.segments) if s.near and (s.placed.name, s.group) == segment), -1)
         return {wire.name: g.wires[i, wire.name] for wire in placed.gather}
 
@@ -244,7 +244,7 @@ class ProgramWriter(ProgramBuilder):
         where = f"g{g.group.index}_b{b}"
 
         def lookup(name: str) -> fx.Node:
-            return inputs.get(name) or self.leaf(placed, batch.group, batch.tasks, name, where)
+            return inputs.get(name) or self.leaf(placed, batch.param_group, batch.tasks, name, where)
 
         if batch.stacked and placed.stacked is not None:
             whole = placed.stacked.graph
@@ -334,7 +334,7 @@ class ProgramWriter(ProgramBuilder):
                 node = self.call(program_ops.unstack, node)
             value = outputs(placed.compute)[len(placed.scatter) + place].meta["val"]
             known = {leaf.name: leaf.dtype for leaf in (*placed.template.state, *placed.template.inputs)}
-            target = self.leaf(placed, batch.group, batch.tasks, name, where)
+            target = self.leaf(placed, batch.param_group, batch.tasks, name, where)
             g.commits.append((target, node, known.get(name) or value.dtype, value.dtype))
 
     def apply(self, g: GroupView) -> None:

@@ -79,4 +79,6 @@ class FollowGroups:
         found = [kept for names in self.plan.groups if (kept := tuple(n for n in names if n in present))]
         if lost := present - {name for names in found for name in names}:
             raise CanzonaError("the plan has it in no micro-group", at=min(lost))
-        return replace(step, form=Form.GROUPED, groups=tuple(MicroGroup(i, names) for i, names in enumerate(found)))
+        return replace(
+            step, form=Form.GROUPED, micro_groups=tuple(MicroGroup(i, names) for i, names in enumerate(found))
+        )

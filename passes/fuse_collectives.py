@@ -23,7 +23,7 @@ class FuseCollectives:
     ensures: ClassVar[Form] = Form.ROUTED
 
     def __call__(self, step: Step) -> Step:
-        return replace(step, form=Form.ROUTED, groups=tuple(route(step, group) for group in step.groups))
+        return replace(step, form=Form.ROUTED, micro_groups=tuple(route(step, group) for group in step.micro_groups))
 
 
 def route(step: Step, group: MicroGroup) -> MicroGroup:
@@ -47,7 +47,7 @@ def exchange(phase: Phase, tasks: Iterable[Task], placed: dict[str, Placed]) -> 
         own = placed[task.placed]
         wires: tuple[Wire, ...] = own.gather if phase is Phase.GATHER else own.scatter
         for i, wire in enumerate(wires):
-            key = (-wire.itemsize, order[task.placed], task.group, i, task.index)
+            key = (-wire.itemsize, order[task.placed], task.param_group, i, task.index)
             items.append((key, Item(task.name, wire, task.owner, task.layout.boxes)))
     items.sort(key=lambda pair: pair[0])
     return Exchange(phase, tuple(item for _, item in items)) if items else None

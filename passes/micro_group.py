@@ -64,7 +64,7 @@ class FormMicroGroups:
             tasks = sorted(grids[grid], key=lambda t: (-placed[t.placed].flops, t.index))
             bins += self._best(tasks, grid, placed, step)
         groups = tuple(MicroGroup(i, tuple(t.name for t in own)) for i, own in enumerate(bins))
-        return replace(step, form=Form.GROUPED, groups=groups)
+        return replace(step, form=Form.GROUPED, micro_groups=groups)
 
     def _best(self, tasks: Sequence[Task], grid: Grid, placed: dict[str, Placed], step: Step) -> list[list[Task]]:
         total, largest = makespan(tasks, placed), max(placed[t.placed].flops for t in tasks)

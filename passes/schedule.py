@@ -34,16 +34,16 @@ class Schedule:
     def __call__(self, step: Step) -> Step:
         meetings = (Event(Act.MEET, group.index) for group in silent(step))
         apart = step.machine.device != "cpu" and self.depth > 1
-        events = (*meetings, *pipelined(step.groups, self.depth, apart))
+        events = (*meetings, *pipelined(step.micro_groups, self.depth, apart))
         buffers = plan_buffers(step, events, apart)
         return replace(step, form=Form.SCHEDULED, schedule=events, buffers=buffers, depth=self.depth)
 
 
 def silent(step: Step) -> Iterator[MicroGroup]:
     """One group for each set of ranks that share tasks and that no exchanges connect."""
-    grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.groups}
-    met = {grids[group.index].members() for group in step.groups if group.joins(grids[group.index])}
-    for group in step.groups:
+    grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.micro_groups}
+    met = {grids[group.index].members() for group in step.micro_groups if group.joins(grids[group.index])}
+    for group in step.micro_groups:
         members = grids[group.index].members()
         if len(members) > 1 and members not in met:
             met.add(members)

@@ -227,7 +227,7 @@ def timeline(step: Step) -> tuple[TimedEvent, ...]:
     overlap = rates_of(step.machine).overlap
     lasts: dict[tuple[int, Act], float] = {}
     placed = {p.name: p for p in step.placed}
-    for group in step.groups:
+    for group in step.micro_groups:
         tasks = [step.task(name) for name in group.tasks]
         grid = tasks[0].layout.grid
         load, rates = load_of(tasks, grid, placed), rates_of(step.machine, grid.members())
@@ -242,13 +242,13 @@ def timeline(step: Step) -> tuple[TimedEvent, ...]:
     arrival: dict[tuple[int, Act], float] = {}
     timed: list[TimedEvent] = []
     for event in step.schedule:
-        seconds = lasts.get((event.group, event.act), 0.0)
+        seconds = lasts.get((event.micro_group, event.act), 0.0)
         if event.act in TRANSFERS:
             start = max(rank.processor, rank.link)
-            end = arrival[event.group, TRANSFERS[event.act]] = rank.transfer(seconds, since=start)
+            end = arrival[event.micro_group, TRANSFERS[event.act]] = rank.transfer(seconds, since=start)
             rank.processor = rank.processor if overlap else end
         else:
             start = rank.processor
-            end = rank.compute(seconds, since=arrival.get((event.group, event.act), 0.0))
+            end = rank.compute(seconds, since=arrival.get((event.micro_group, event.act), 0.0))
         timed.append(TimedEvent(event, start, end))
     return tuple(timed)

@@ -62,7 +62,7 @@ class PlanFile:
             step.optimizer,
             step.depth,
             tuple(PlannedTask(t.name, t.shape, layout_text(t), str(t.strategy), t.owner, t.reason) for t in step.tasks),
-            tuple(group.tasks for group in step.groups),
+            tuple(group.tasks for group in step.micro_groups),
             tuple(digests(printed).items()),
             fingerprint(printed),
         )

@@ -64,7 +64,7 @@ def parts(step: Step, reasons: bool = True) -> dict[str, list[str]]:
     blocks += [("graphs", show_placed(placed)) for placed in step.placed]
     blocks.append(("tasks" if layouts.lines else "graphs", layouts.lines))  # where there are none, an empty line
     blocks.append(("tasks", ["tasks {", *indented(tasks), "}"]))
-    blocks += [("groups", show_group(step, group)) for group in step.groups]
+    blocks += [("groups", show_group(step, group)) for group in step.micro_groups]
     if step.form >= Form.SCHEDULED:
         blocks += [("schedule", show_schedule(step)), ("schedule", show_buffers(step))]
     if step.program is not None:
@@ -263,7 +263,7 @@ def show_grid(grid: Grid) -> str:
 
 def show_task(form: Form, task: Task, layout: str, reasons: bool = True) -> str:
     line = (
-        f"{task.name} : {'x'.join(map(str, task.shape))} index={task.index} group={task.group} "
+        f"{task.name} : {'x'.join(map(str, task.shape))} index={task.index} group={task.param_group} "
         f"template={task.template} layout={layout} {task.layout.placements} "
         f"on {show_grid(task.layout.grid)}"
     )
@@ -286,7 +286,7 @@ def show_group(step: Step, group: MicroGroup) -> list[str]:
     for batch in group.batches:
         how = "stacked" if batch.stacked else "looped"
         lines.append(
-            f"  batch {batch.placed} group={batch.group} owner={show_place(batch.owner)} {how}: "
+            f"  batch {batch.placed} group={batch.param_group} owner={show_place(batch.owner)} {how}: "
             f"{', '.join(batch.tasks)}"
         )
     return [*lines, "}"]
@@ -332,14 +332,14 @@ def show_blocks(exchange: Exchange, grid: Grid) -> Iterator[str]:
 
 def show_schedule(step: Step) -> Iterator[str]:
     yield f"schedule depth={step.depth} {{"
-    yield from (f"  {i} {event.act} {event.group}" for i, event in enumerate(step.schedule))
+    yield from (f"  {i} {event.act} {event.micro_group}" for i, event in enumerate(step.schedule))
     yield "}"
 
 
 def show_buffers(step: Step) -> Iterator[str]:
     yield "buffers {"
     for buffer in step.buffers:
-        yield (f"  slot {buffer.slot} : group {buffer.group} {buffer.title} from {buffer.first} to {buffer.last}")
+        yield (f"  slot {buffer.slot} : group {buffer.micro_group} {buffer.title} from {buffer.first} to {buffer.last}")
     yield "}"
 
 

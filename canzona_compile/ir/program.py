@@ -56,7 +56,7 @@ class ScalarInput:
     """A hyperparameter of a parameter group, as the oracle of `template` reads it on this step."""
 
     template: str
-    group: int
+    param_group: int
     name: str
 
 

@@ -169,14 +169,14 @@ class Task:
     Attributes:
         name: the parameter's name, for people.
         index: position of the parameter in the optimizer.
-        group: position of its parameter group: tasks of one group share their scalars.
+        param_group: position of its parameter group: tasks of one group share their scalars.
         template, placed: names; `placed` from PLACED on.
         owner: (replica, shard) coordinate, None where every rank computes; from OWNED on.
     """
 
     name: str
     index: int
-    group: int
+    param_group: int
     template: str
     layout: Layout
     placed: str = ""
@@ -261,7 +261,7 @@ class Batch:
     """Tasks alike of one owner that are computed together; None as owner: on every rank."""
 
     placed: str
-    group: int
+    param_group: int
     owner: tuple[int, int] | None
     tasks: tuple[str, ...]
     stacked: bool
@@ -303,7 +303,7 @@ class Act(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Event:
     act: Act
-    group: int
+    micro_group: int
 
 
 class BufferUse(StrEnum):
@@ -317,12 +317,12 @@ class Buffer:
     """Memory that one exchange of a micro-group needs between two events.
 
     Attributes:
-        group: index of the micro-group.
+        micro_group: index of the micro-group.
         first, last: positions in the schedule of the events between which it is in use, both included.
         slot: index of the memory slot that holds it; -1 while none is assigned.
     """
 
-    group: int
+    micro_group: int
     phase: Phase
     use: BufferUse
     first: int
@@ -355,7 +355,7 @@ class Step:
     templates: tuple[Template, ...]
     tasks: tuple[Task, ...]
     placed: tuple[Placed, ...] = ()
-    groups: tuple[MicroGroup, ...] = ()
+    micro_groups: tuple[MicroGroup, ...] = ()
     schedule: tuple[Event, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     depth: int = 1

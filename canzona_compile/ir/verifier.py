@@ -55,7 +55,11 @@ def verify(step: Step, before: Step | None = None) -> None:
 
 def same_routes(step: Step, before: Step) -> bool:
     """Do two steps carry the same wires of the same tasks in the same exchanges?"""
-    if before.form < Form.ROUTED or step.tasks is not before.tasks or len(step.groups) != len(before.groups):
+    if (
+        before.form < Form.ROUTED
+        or step.tasks is not before.tasks
+        or len(step.micro_groups) != len(before.micro_groups)
+    ):
         return False
     wires, known = ([(p.name, p.gather, p.scatter) for p in one.placed] for one in (step, before))
     return wires == known and all(
@@ -63,7 +67,7 @@ def same_routes(step: Step, before: Step) -> bool:
         and a.gather is b.gather
         and a.scatter is b.scatter
         and a.exchange is b.exchange
-        for a, b in zip(step.groups, before.groups, strict=True)
+        for a, b in zip(step.micro_groups, before.micro_groups, strict=True)
     )
 
 
@@ -92,7 +96,7 @@ def owned(step: Step) -> None:
 
 def grouped(step: Step) -> None:
     known, home = {t.name for t in step.tasks}, dict[str, int]()
-    for i, group in enumerate(step.groups):
+    for i, group in enumerate(step.micro_groups):
         if group.index != i:
             raise InvalidStep(f"group {i} calls itself {group.index}", at=f"group {i}")
         if not group.tasks:
@@ -119,7 +123,7 @@ def grid_of(step: Step, group: MicroGroup) -> Grid:
 
 def routed(step: Step) -> None:
     cuts = {p.name: p for p in step.placed}
-    for group in step.groups:
+    for group in step.micro_groups:
         tasks, grid = [step.task(name) for name in group.tasks], grid_of(step, group)
         for phase, exchange in (
             (Phase.GATHER, group.gather),
@@ -229,7 +233,7 @@ def batched(step: Step) -> None:
             sound(cut.stacked.graph, where)
             returns(cut.stacked.graph, len(outputs(cut.compute)), where)
             returns(cut.stacked.graph, len(cut.stacked.outputs), where)
-    for group in step.groups:
+    for group in step.micro_groups:
         counts = Counter(name for batch in group.batches for name in batch.tasks)
         for name in (*group.tasks, *counts):
             if name not in group.tasks:
@@ -250,7 +254,7 @@ def alike(batch: Batch, task: Task) -> None:
     for what, own, expected in (
         ("owner", task.owner, batch.owner),
         ("cut", task.placed, batch.placed),
-        ("parameter group", task.group, batch.group),
+        ("parameter group", task.param_group, batch.param_group),
     ):
         if own != expected:
             raise InvalidStep(f"its {what} is {own}, that of its batch {expected}", at=task.name)
@@ -260,15 +264,15 @@ def alike(batch: Batch, task: Task) -> None:
 
 
 def scheduled(step: Step) -> None:
-    at: dict[int, dict[Act, int]] = {group.index: {} for group in step.groups}
+    at: dict[int, dict[Act, int]] = {group.index: {} for group in step.micro_groups}
     for i, event in enumerate(step.schedule):
-        where = f"event {i}, {event.act} of group {event.group}"
-        if event.group not in at:
+        where = f"event {i}, {event.act} of group {event.micro_group}"
+        if event.micro_group not in at:
             raise InvalidStep("there is no such group", at=where)
-        if event.act in at[event.group]:
+        if event.act in at[event.micro_group]:
             raise InvalidStep("it happens twice", at=where)
-        at[event.group][event.act] = i
-    for group in step.groups:
+        at[event.micro_group][event.act] = i
+    for group in step.micro_groups:
         found, expected = at[group.index], list(acts(group))
         if Act.MEET in found and not group.joins(step.task(group.tasks[0]).layout.grid):
             expected.insert(0, Act.MEET)
@@ -287,14 +291,16 @@ def scheduled(step: Step) -> None:
 
 def meetings(step: Step) -> None:
     """Ranks that share tasks are connected by exchanges, or meet before one of them writes."""
-    grids = {g.index: step.task(g.tasks[0]).layout.grid for g in step.groups}
-    met = {grids[g.index].members() for g in step.groups if g.joins(grids[g.index])}
+    grids = {g.index: step.task(g.tasks[0]).layout.grid for g in step.micro_groups}
+    met = {grids[g.index].members() for g in step.micro_groups if g.joins(grids[g.index])}
     for event in step.schedule:
-        ranks = grids[event.group].members()
+        ranks = grids[event.micro_group].members()
         if event.act is Act.MEET:
             met.add(ranks)
         elif event.act is Act.APPLY and len(ranks) > 1 and ranks not in met:
-            raise InvalidStep("its ranks are neither connected by exchanges nor meet before", at=f"group {event.group}")
+            raise InvalidStep(
+                "its ranks are neither connected by exchanges nor meet before", at=f"group {event.micro_group}"
+            )
 
 
 def acts(group: MicroGroup) -> Iterator[Act]:
@@ -316,13 +322,13 @@ def slots(step: Step) -> None:
         if not 0 <= buffer.first <= buffer.last < len(step.schedule):
             raise InvalidStep(
                 f"buffer {buffer.title!r} lives from event {buffer.first} to {buffer.last}",
-                at=f"group {buffer.group}",
+                at=f"group {buffer.micro_group}",
             )
     order = sorted(step.buffers, key=lambda b: (b.slot, b.first))
     for a, b in pairwise(order):
         if a.slot == b.slot and b.first <= a.last:
             raise InvalidStep(
-                f"{a.title!r} of group {a.group} and {b.title!r} of group {b.group} overlap",
+                f"{a.title!r} of group {a.micro_group} and {b.title!r} of group {b.micro_group} overlap",
                 at=f"slot {a.slot}",
             )
 

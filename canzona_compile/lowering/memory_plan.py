@@ -64,7 +64,7 @@ def lives(step: Step, events: Sequence[Event], apart: bool) -> Iterator[Buffer]:
         return Buffer(group.index, phase, use, at[Event(first, group.index)], at[Event(last, group.index)], -1)
 
     resident = {p.name for p in step.placed if p.resident}
-    for group in step.groups:
+    for group in step.micro_groups:
         tasks = [step.task(name) for name in group.tasks]
         late = not group.scatter or any(t.owner is None or t.placed in resident for t in tasks)
         if group.gather:
@@ -86,15 +86,15 @@ def lives(step: Step, events: Sequence[Event], apart: bool) -> Iterator[Buffer]:
 
 def successors(step: Step, events: Sequence[Event]) -> Iterator[tuple[int, int]]:
     """Pairs of micro-groups that the same ranks compute one after the other."""
-    grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.groups}
-    order = [event.group for event in events if event.act is Act.COMPUTE]
+    grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.micro_groups}
+    order = [event.micro_group for event in events if event.act is Act.COMPUTE]
     for grid in dict.fromkeys(grids.values()):
         yield from pairwise(index for index in order if grids[index] == grid)
 
 
 def assign_slots(buffers: Iterable[Buffer]) -> Iterator[Buffer]:
     """Give every buffer the lowest slot that is free for its whole life, in order of first use."""
-    ordered = sorted(buffers, key=lambda b: (b.first, b.group, b.title))
+    ordered = sorted(buffers, key=lambda b: (b.first, b.micro_group, b.title))
     slots = lowest_free([(b.first, b.last) for b in ordered])
     return (replace(buffer, slot=slot) for buffer, slot in zip(ordered, slots, strict=True))
 
@@ -103,7 +103,9 @@ def prepared_slots(step: Step) -> dict[int, int]:
     """A slot per micro-group, by index, for what prepare leaves to compute and apply; they come after the buffers'."""
     first = 1 + max((b.slot for b in step.buffers), default=-1)
     at = {event: i for i, event in enumerate(step.schedule)}
-    ordered = sorted((at[Event(Act.PREPARE, g.index)], at[Event(Act.APPLY, g.index)], g.index) for g in step.groups)
+    ordered = sorted(
+        (at[Event(Act.PREPARE, g.index)], at[Event(Act.APPLY, g.index)], g.index) for g in step.micro_groups
+    )
     slots = lowest_free([(start, end) for start, end, _ in ordered])
     return {group: first + slot for (*_, group), slot in zip(ordered, slots, strict=True)}
 
@@ -166,7 +168,7 @@ class RankMemory:
     def __init__(self, step: Step) -> None:
         self._sizes: dict[int, int] = {}  # bytes, by slot
         self._count = 1 + max((b.slot for b in step.buffers), default=-1)
-        self._slots = {(b.group, b.phase, b.use): b.slot for b in step.buffers}
+        self._slots = {(b.micro_group, b.phase, b.use): b.slot for b in step.buffers}
         self._prepared = prepared_slots(step)
         self._filled: dict[tuple[int, int], int] = {}  # bytes that are laid out, by micro-group and slot
 

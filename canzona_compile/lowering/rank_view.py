@@ -73,7 +73,7 @@ class GroupView:
             near = task.owner is None or task.owner[0] == self.at[0]
             empty = not task.layout.boxes[self.at[1]].numel and bool(self.group.exchanges)
             if not empty or self.step.placed_of(task).counts:
-                found.setdefault((task.placed, task.group, near, empty), []).append(task)
+                found.setdefault((task.placed, task.param_group, near, empty), []).append(task)
         return [
             TaskSegment(self.step.placed_of(own[0]), group, near, empty, tuple(own))
             for (_, group, near, empty), own in sorted(found.items())

@@ -95,8 +95,8 @@ def make_report(step: Step, facts: Facts) -> Report:
     if step.form < Form.SCHEDULED:
         raise InvalidStep(f"a step of form {step.form.name} has no schedule to report")
     placed = {p.name: p for p in step.placed}
-    group_of = {name: group.index for group in step.groups for name in group.tasks}
-    groups = tuple(report_group(step, group, placed) for group in step.groups)
+    group_of = {name: group.index for group in step.micro_groups for name in group.tasks}
+    groups = tuple(report_group(step, group, placed) for group in step.micro_groups)
     loads = rank_loads(step, placed, group_of)
     shared = [t for t in step.tasks if t.layout.grid.size > 1]
     elements = sum(Box.whole(t.shape).numel for t in shared)
@@ -277,6 +277,8 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
 def moments(step: Step) -> tuple[PredictedEvent, ...]:
     """The predicted timeline of a step."""
     return tuple(
-        PredictedEvent(str(one.event.act), one.event.group, "link" if one.on_link else "compute", one.start, one.end)
+        PredictedEvent(
+            str(one.event.act), one.event.micro_group, "link" if one.on_link else "compute", one.start, one.end
+        )
         for one in timeline(step)
     )

@@ -44,7 +44,7 @@ class BoundParam:
     """A parameter of the optimizer, or a piece of the parameter `fused`, and what is known of it."""
 
     param: Tensor
-    group: int
+    param_group: int
     task: Task
     kind: ParamKind
     fused: Fused | None = None

@@ -26,7 +26,7 @@ class PlanContext:
 
     def param_group_of(self, task: str) -> dict[str, Any]:
         """The parameter group of a task, as it is now."""
-        return self.optimizer.param_groups[self.plan.bound[task].group]
+        return self.optimizer.param_groups[self.plan.bound[task].param_group]
 
     def state_of(self, task: str) -> dict[str, Any]:
         """The state that the eager step of a task reads and writes, see `StateStore.eager_state`."""

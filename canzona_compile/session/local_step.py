@@ -25,9 +25,10 @@ class LocalStep:
             return
         state = self.optimizer.state
         twin = make_twin(self.optimizer, {}, [], {b.param: state[b.param] for b in present if b.param in state})
-        groups = sorted({b.group for b in present})
+        groups = sorted({b.param_group for b in present})
         twin.param_groups = [
-            {**self.optimizer.param_groups[g], "params": [b.param for b in present if b.group == g]} for g in groups
+            {**self.optimizer.param_groups[g], "params": [b.param for b in present if b.param_group == g]}
+            for g in groups
         ]
         step_plainly(twin)
         state.update({b.param: twin.state[b.param] for b in present if b.param in twin.state})

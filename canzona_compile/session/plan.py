@@ -53,9 +53,9 @@ class Plan:
         taken = {name: (template, label) for template, label, names in lineup for name in names}
         tasks = []
         for task in self.owned.tasks:
-            template, label = taken.get(task.name, (task.template, task.group))
+            template, label = taken.get(task.name, (task.template, task.param_group))
             placed = cuts[template, self.placed(task.name).kind]
-            tasks.append(replace(task, template=template, placed=placed, group=label))
+            tasks.append(replace(task, template=template, placed=placed, param_group=label))
         return replace(self.owned, tasks=tuple(tasks))
 
 
@@ -112,7 +112,7 @@ def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:
             spec = ParameterSpec(task.shape, kind.template.dtype, kind.grad_dtype, device)
             made = interpreted_template(name, spec, "first step: creates the state", kind.state)
             templates[name] = replace(made, resident=placed.resident)
-        tasks.append(Task(task.name, task.index, task.group, name, task.layout))
+        tasks.append(Task(task.name, task.index, task.param_group, name, task.layout))
     first = Step(Form.CAPTURED, owned.optimizer, owned.machine, tuple(templates.values()), tuple(tasks))
     return run(first, first_step_passes(owned))[0]
 

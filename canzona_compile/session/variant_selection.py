@@ -104,7 +104,7 @@ class VariantSelection:
         found: dict[tuple[int, int, tuple[Any, ...]], list[BoundParam]] = {}
         for b in bounds:
             if b.kind.oracle is not None:
-                found.setdefault((id(b.kind), b.group, self._counters(b)), []).append(b)
+                found.setdefault((id(b.kind), b.param_group, self._counters(b)), []).append(b)
         return found
 
     def _counters(self, bound: BoundParam) -> tuple[Any, ...]:

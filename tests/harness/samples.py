@@ -252,7 +252,7 @@ def toy_schedule(groups: tuple[MicroGroup, ...]) -> tuple[Event, ...]:
 
 
 def toy_buffers(schedule: tuple[Event, ...]) -> tuple[Buffer, ...]:
-    at = {event.act: i for i, event in enumerate(schedule) if event.group == 0}
+    at = {event.act: i for i, event in enumerate(schedule) if event.micro_group == 0}
     if Act.START_GATHER not in at:
         return ()
     return (

@@ -54,15 +54,15 @@ def cut(**changes: Any) -> Change:
 
 def group(number: int, /, **changes: Any) -> Change:
     def change(step: Step) -> Step:
-        groups = [replace(g, **changes) if g.index == number else g for g in step.groups]
-        return replace(step, groups=tuple(groups))
+        groups = [replace(g, **changes) if g.index == number else g for g in step.micro_groups]
+        return replace(step, micro_groups=tuple(groups))
 
     return change
 
 
 def exchange(phase: Phase, edit: Callable[[Exchange], Exchange | None]) -> Change:
     def change(step: Step) -> Step:
-        found = getattr(step.groups[0], phase.value)
+        found = getattr(step.micro_groups[0], phase.value)
         return group(0, **{phase.value: edit(found)})(step)
 
     return change

@@ -256,7 +256,7 @@ def test_small_grids_print_blocks_and_large_ones_totals() -> None:
     assert "blocks of replica 1\n" in show(small)
     assert "blocks" not in show(large)
     grid = large.tasks[0].layout.grid
-    exchange = large.groups[0].gather
+    exchange = large.micro_groups[0].gather
     assert isinstance(exchange, Exchange)
     moved = [exchange.block(a, b)[0] for a, b in some_pairs(Phase.GATHER, grid)]
     carried = sum(p.box.numel * p.wire.itemsize for pieces in moved for p in pieces)
@@ -265,13 +265,13 @@ def test_small_grids_print_blocks_and_large_ones_totals() -> None:
 
 def test_wires_that_broadcast_are_counted_by_what_travels() -> None:
     step = toy_step(Form.ROUTED, 1, 16)
-    exchange = step.groups[0].scatter
+    exchange = step.micro_groups[0].scatter
     assert isinstance(exchange, Exchange)
     row = replace(exchange.items[0].wire, shape=(1, 3))
     narrow = replace(exchange, items=(replace(exchange.items[0], wire=row),))
-    group = replace(step.groups[0], scatter=narrow)
+    group = replace(step.micro_groups[0], scatter=narrow)
     # Six of sixteen ranks have a row, and each of them needs the row of 12 bytes.
-    assert "a %update f32[1x3] 72 B" in show(replace(step, groups=(group, *step.groups[1:])))
+    assert "a %update f32[1x3] 72 B" in show(replace(step, micro_groups=(group, *step.micro_groups[1:])))
 
 
 def test_differences() -> None:

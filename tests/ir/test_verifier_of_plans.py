@@ -69,7 +69,7 @@ GROUPED: list[Case] = [
     ("miscounted", group(1, index=7), "group 1 calls itself 7", "group 1"),
     (
         "two grids",
-        lambda step: group(0, tasks=("a", "b", "c"))(replace(step, groups=step.groups[:1])),
+        lambda step: group(0, tasks=("a", "b", "c"))(replace(step, micro_groups=step.micro_groups[:1])),
         "not that of the others in group 0",
         "c",
     ),
@@ -124,7 +124,7 @@ ROUTED: list[Case] = [
     *((f"no {phase}", exchange(phase, lambda _: None), "is missing", f"{phase} of group 0") for phase in Phase),
     (
         "gather of what is whole",
-        lambda step: group(1, gather=step.groups[0].gather)(step),
+        lambda step: group(1, gather=step.micro_groups[0].gather)(step),
         "nothing to carry",
         "gather of group 1",
     ),
@@ -262,7 +262,7 @@ def batch(**changes: object) -> Change:
     """Change the batch of task a."""
 
     def change(step: Step) -> Step:
-        first, *others = step.groups[0].batches
+        first, *others = step.micro_groups[0].batches
         return group(0, batches=(replace(first, **changes), *others))(step)  # type: ignore[arg-type]
 
     return change
@@ -284,7 +284,7 @@ BATCHED: list[Case] = [
     ("a stranger", batch(tasks=("a", "c")), "has a task of another", "c"),
     ("other owner", batch(owner=(1, 1)), "its owner is (0, 0), that of its batch (1, 1)", "a"),
     ("other cut", batch(placed="toy@whole"), "its cut is toy, that of its batch toy@whole", "a"),
-    ("other group", batch(group=3), "its parameter group is 0, that of its batch 3", "a"),
+    ("other group", batch(param_group=3), "its parameter group is 0, that of its batch 3", "a"),
     (
         "stacked result missing",
         stacked((True,)),
@@ -326,7 +326,7 @@ def swapped(first: Act, second: Act) -> Change:
     names = {first: second, second: first}
 
     def edit(found: tuple[Event, ...]) -> tuple[Event, ...]:
-        return tuple(Event(names.get(e.act, e.act), 0) if e.group == 0 else e for e in found)
+        return tuple(Event(names.get(e.act, e.act), 0) if e.micro_group == 0 else e for e in found)
 
     return events(edit)
 
@@ -387,7 +387,7 @@ def test_ranks_without_collectives_meet(shards: int, late: bool) -> None:
     passes = [Place(), AssignOwners(strategy="replicated"), FormMicroGroups(capacity=80), FuseCollectives()]
     for own in (*passes, Batching(), Schedule()):
         step = own(step)
-    assert len(step.groups) == 2
+    assert len(step.micro_groups) == 2
     assert [e for e in step.schedule if e.act is Act.MEET] == [step.schedule[0]] == [Event(Act.MEET, 0)]
     verify(step)
     with pytest.raises(

@@ -101,9 +101,9 @@ def test_optimizers_take_the_plain_ones_steps(name: str) -> None:
             emitted = pair.wrapped.canzona.step
             assert emitted.program.eager == {}
             stages = Counter(n.split("_", 1)[1] for n in own)
-            assert stages["apply"] == len(emitted.groups)
+            assert stages["apply"] == len(emitted.micro_groups)
             whole = name in ("soap", "shampoo")  # all that they prepare needs the whole matrix
-            assert stages["prepare"] == (0 if whole else len(emitted.groups))
+            assert stages["prepare"] == (0 if whole else len(emitted.micro_groups))
             assert set(stages) <= {"prepare", "apply"}
 
 
@@ -158,7 +158,7 @@ def test_what_is_prepared_shares_memory_only_with_what_it_never_meets(groups: in
     at = {event: i for i, event in enumerate(step.schedule)}
     slots = prepared_slots(step)
     assert min(slots.values()) > max(b.slot for b in step.buffers)
-    lives = {g.index: (at[Event(Act.PREPARE, g.index)], at[Event(Act.APPLY, g.index)]) for g in step.groups}
+    lives = {g.index: (at[Event(Act.PREPARE, g.index)], at[Event(Act.APPLY, g.index)]) for g in step.micro_groups}
     for a, b in combinations(lives, 2):
         meet = lives[a][0] <= lives[b][1] and lives[b][0] <= lives[a][1]
         assert not (meet and slots[a] == slots[b])

@@ -50,7 +50,7 @@ def train(case: Case, dtype: torch.dtype, options: dict[str, Any]) -> Outcome:
         optimizer, found = trained(TRAINING, [case], dtype, **options)
     launches = {name: kernel.launches / (STEPS - 1) for name, kernel in kernels_of(optimizer).items()}
     assert optimizer.canzona.step.program.eager == {}
-    return Outcome(found.different, launches, len(optimizer.canzona.step.groups))
+    return Outcome(found.different, launches, len(optimizer.canzona.step.micro_groups))
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_the_program_shows_its_streams() -> None:
 def test_consecutive_groups_gather_into_different_memory() -> None:
     """Unpacking one group does not wait until the group before is computed."""
     step = emitted("muon", (1, 2), strategy="owner", micro_groups=4, matrices=8)
-    slots = {b.group: b.slot for b in step.buffers if b.use is BufferUse.GATHERED}
-    order = [e.group for e in step.schedule if e.act is Act.COMPUTE]
+    slots = {b.micro_group: b.slot for b in step.buffers if b.use is BufferUse.GATHERED}
+    order = [e.micro_group for e in step.schedule if e.act is Act.COMPUTE]
     assert len(order) > 2
     assert all(slots[a] != slots[b] for a, b in pairwise(order))

@@ -191,10 +191,10 @@ def test_micro_groups_cover_all_tasks_at_the_least_predicted_time(
     owned = AssignOwners(strategy="owner")(step_of(scaled, grids, machine))
     step = FormMicroGroups(capacity, depth=depth)(owned)
     placed = {p.name: p for p in step.placed}
-    assert sorted(name for g in step.groups for name in g.tasks) == sorted(t.name for t in step.tasks)
-    assert [g.index for g in step.groups] == list(range(len(step.groups)))
+    assert sorted(name for g in step.micro_groups for name in g.tasks) == sorted(t.name for t in step.tasks)
+    assert [g.index for g in step.micro_groups] == list(range(len(step.micro_groups)))
     for grid in {t.layout.grid for t in step.tasks}:
-        bins = [tasks for g in step.groups if (tasks := [step.task(n) for n in g.tasks])[0].layout.grid == grid]
+        bins = [tasks for g in step.micro_groups if (tasks := [step.task(n) for n in g.tasks])[0].layout.grid == grid]
         ordered = [t for own in bins for t in own]
         assert {t.layout.grid for t in ordered} == {grid}
         assert ordered == sorted(ordered, key=lambda t: (-placed[t.placed].flops, t.index))
@@ -213,22 +213,22 @@ def test_micro_groups_cover_all_tasks_at_the_least_predicted_time(
 def test_groups_that_communicate_come_first() -> None:
     owned = AssignOwners(strategy="owner")(step_of([(9, 8)] * 4, [Grid(((0,),)), grid_of(1, 2)]))
     step = FormMicroGroups(10**6)(owned)
-    assert [step.task(g.tasks[0]).layout.grid.size for g in step.groups] == [2, 1]
+    assert [step.task(g.tasks[0]).layout.grid.size for g in step.micro_groups] == [2, 1]
 
 
 def test_where_nothing_overlaps_one_group_is_fastest() -> None:
     owned = AssignOwners(strategy="owner")(step_of([(10**12, 10**7)] * 16, [grid_of(1, 4)]))
-    assert len(FormMicroGroups(10**12)(owned).groups) == 1
-    assert len(FormMicroGroups(10**12)(replace(owned, machine=GPU)).groups) > 1
-    assert len(FormMicroGroups(10**12, groups=4)(owned).groups) == 4
-    assert len(FormMicroGroups(2 * 10**7)(owned).groups) == 2
+    assert len(FormMicroGroups(10**12)(owned).micro_groups) == 1
+    assert len(FormMicroGroups(10**12)(replace(owned, machine=GPU)).micro_groups) > 1
+    assert len(FormMicroGroups(10**12, groups=4)(owned).micro_groups) == 4
+    assert len(FormMicroGroups(2 * 10**7)(owned).micro_groups) == 2
 
 
 def test_of_plans_as_fast_the_one_that_holds_least() -> None:
     owned = AssignOwners(strategy="owner")(step_of([(10**13, 10**7)] * 64, [grid_of(1, 4)], GPU))
     step = FormMicroGroups(10**12)(owned)
     placed = {p.name: p for p in step.placed}
-    bins = [[step.task(n) for n in g.tasks] for g in step.groups]
+    bins = [[step.task(n) for n in g.tasks] for g in step.micro_groups]
     assert live_bytes(bins, placed, 2) == 2 * (2 + 2) * 10**7, "one matrix per owner in each of two groups"
     one = [[t for own in bins for t in own]]
     assert live_bytes(one, placed, 2) == 16 * (2 + 2) * 10**7
@@ -293,18 +293,18 @@ def test_more_of_anything_never_takes_less(groups: list[GroupLoad], depth: int, 
 @untimed()
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_the_pipeline_keeps_every_groups_order(count: int, depth: int) -> None:
-    first = toy_step(Form.BATCHED).groups[0]
+    first = toy_step(Form.BATCHED).micro_groups[0]
     groups = tuple(replace(first, index=i) for i in range(count))
     alone = MicroGroup(count, ("c",))
     events = list(pipelined((*groups, alone), depth))
     assert len(events) == len(set(events))
     for group in (*groups, alone):
-        acts = [e.act for e in events if e.group == group.index]
+        acts = [e.act for e in events if e.micro_group == group.index]
         assert acts == [act for stage in stages(group) for act in stage]
-    assert {e.group for e in events[-3:]} == {count}  # what nobody waits for comes last
+    assert {e.micro_group for e in events[-3:]} == {count}  # what nobody waits for comes last
     in_flight = most = 0
     for event in events:
-        in_flight += (event.act is Act.START_GATHER) - (event.act is Act.APPLY and event.group != count)
+        in_flight += (event.act is Act.START_GATHER) - (event.act is Act.APPLY and event.micro_group != count)
         most = max(most, in_flight)
     assert (most > 1) == (depth > 1 and count > 1)
 
@@ -316,7 +316,7 @@ def test_buffers_share_slots_as_well_as_can_be(spans: list[tuple[int, int]]) -> 
         Buffer(i, Phase.GATHER, BufferUse.SEND, first, first + length, -1) for i, (first, length) in enumerate(spans)
     ]
     buffers = list(assign_slots(wanted))
-    assert sorted(replace(b, slot=-1).group for b in buffers) == list(range(len(spans)))
+    assert sorted(replace(b, slot=-1).micro_group for b in buffers) == list(range(len(spans)))
     for i, a in enumerate(buffers):
         for b in buffers[:i]:
             assert a.slot != b.slot or a.last < b.first or b.last < a.first

@@ -47,7 +47,7 @@ def test_with_the_same_options_it_is_the_same_step(grid: tuple[int, int]) -> Non
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_other_options_make_other_groups(grid: tuple[int, int]) -> None:
     again, _ = run(scheduled(grid), relowering_passes(replace(OWNERS, micro_groups=1)))
-    assert len(again.groups) == 1
+    assert len(again.micro_groups) == 1
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -66,4 +66,4 @@ def test_only_the_replica_of_the_owner_updates(grid: tuple[int, int], mixed: boo
         assert not moved.placed_of(after).kind.replicated
         assert moved.placed_of(after).flops == step.placed_of(before).flops
     assert {p.name for p in moved.placed} == {t.placed for t in moved.tasks}
-    assert all(group.exchange is None for group in moved.groups)
+    assert all(group.exchange is None for group in moved.micro_groups)

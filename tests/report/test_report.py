@@ -127,7 +127,7 @@ def test_bytes_are_those_of_all_blocks(replicas: int, shards: int, case: str) ->
         shapes = ((7, 5), (64, 32), (3, 9), (64, 32))
         step = scheduled(grid_of(replicas, shards), *shapes, strategy=case)
     report = make_report(step, FACTS)
-    for group, figures in zip(step.groups, report.micro_groups, strict=True):
+    for group, figures in zip(step.micro_groups, report.micro_groups, strict=True):
         grid = grid_behind(step, group)
         assert figures.gather_bytes == sent(group.gather, grid)
         assert figures.scatter_bytes == sent(group.scatter, grid)
@@ -177,7 +177,7 @@ def test_a_step_without_a_schedule_has_no_report() -> None:
 
 def loads_of(step: Step) -> list[GroupLoad]:
     placed = {p.name: p for p in step.placed}
-    return [load_of([step.task(n) for n in g.tasks], grid_behind(step, g), placed) for g in step.groups]
+    return [load_of([step.task(n) for n in g.tasks], grid_behind(step, g), placed) for g in step.micro_groups]
 
 
 @pytest.mark.parametrize("machine", [Machine("cpu", "gloo", 1), GPU], ids=["cpu", "cuda"])
@@ -193,7 +193,7 @@ def test_the_timeline_ends_when_the_planner_said(machine: Machine, groups: int) 
 def test_the_timeline_has_every_event_once_and_no_stream_does_two_things_at_once() -> None:
     step = scheduled(grid_of(2, 2), *[(64, 64)] * 12, groups=3, machine=GPU)
     moments = make_report(step, FACTS).schedule
-    assert [(m.act, m.micro_group) for m in moments] == [(str(e.act), e.group) for e in step.schedule]
+    assert [(m.act, m.micro_group) for m in moments] == [(str(e.act), e.micro_group) for e in step.schedule]
     for stream in ("compute", "link"):
         own = [m for m in moments if m.stream == stream]
         assert all(a.end <= b.start for a, b in pairwise(own))
@@ -259,7 +259,7 @@ def test_headlines() -> None:
 
 
 def test_a_step_without_matrices() -> None:
-    step = replace(scheduled(grid_of(1, 4), (64, 64)), tasks=(), groups=(), schedule=())
+    step = replace(scheduled(grid_of(1, 4), (64, 64)), tasks=(), micro_groups=(), schedule=())
     report = make_report(step, FACTS)
     assert headline(report) == ("canzona: no matrices to distribute, 1 parameter without communication, 1 interpreted")
     assert "norm.weight" in report.to_text()

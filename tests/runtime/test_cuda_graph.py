@@ -136,7 +136,7 @@ def test_tables_of_generated_kernels_are_written_before_a_replay(name: str) -> N
     assert replay.recordings == 1
     kernels = [m for m in replay.plain.modules() if isinstance(m, GroupedKernel)]
     uploads = [kernel.uploads for kernel in kernels]
-    assert len(kernels) == 2 * len(steps.ours.canzona.step.groups), "prepare and apply of each micro-group"
+    assert len(kernels) == 2 * len(steps.ours.canzona.step.micro_groups), "prepare and apply of each micro-group"
     assert steps.step(lr=0.1 / 6) < 1e-5
     assert steps.step(lr=0.3) < 1e-5
     assert sum(kernel.uploads for kernel in kernels) > sum(uploads)

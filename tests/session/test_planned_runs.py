@@ -216,10 +216,10 @@ def test_both_in_one_micro_group(mesh: str, groups: int, tmp_path: Path) -> None
     )
     follow = Options(plan=mixed)
     path = tmp_path / "plan.json"
-    placed = replace(made.step, form=Form.PLACED, groups=(), schedule=(), buffers=())
+    placed = replace(made.step, form=Form.PLACED, micro_groups=(), schedule=(), buffers=())
     step, _ = pipeline.run(placed, [FollowOwners(mixed), *lowering_passes(follow)])
     path.write_text(PlanFile.of(step).to_json())
-    assert groups > 1 or len({step.task(n).strategy for n in step.groups[0].tasks}) == 2
+    assert groups > 1 or len({step.task(n).strategy for n in step.micro_groups[0].tasks}) == 2
     plain = train_alone(torch.optim.Muon)
     for text, weights in run(4, train, mesh, torch.optim.Muon, {"plan": str(path)}):
         assert {t["strategy"] for t in json.loads(text)["tasks"]} == {"owner", "replicated"}

@@ -67,7 +67,7 @@ def nodes_of(ranks: int, name: str = "h100") -> Hardware:
 def traffics(step: Step, hardware: Hardware) -> Iterator[tuple[GroupTraffic, dict[Phase, Exchange]]]:
     times = {p.name: placed_time(p, hardware) for p in step.placed}
     boxes = Boxes()
-    for group in step.groups:
+    for group in step.micro_groups:
         yield traffic(step, group, times, hardware, boxes), {e.phase: e for e in group.exchanges}
 
 
@@ -109,7 +109,7 @@ def counted(exchange: Exchange, grid: Grid, phase: Phase, per_node: int) -> dict
 def test_totals_are_those_of_the_report(grid: tuple[int, int], shapes: tuple[Shape, ...], strategy: str) -> None:
     step = scheduled(grid, shapes, strategy)
     found = simulate(step, nodes_of(2))
-    expected = {(g.index, str(e.phase)): wire_bytes(e, grid_of(*grid)) for g in step.groups for e in g.exchanges}
+    expected = {(g.index, str(e.phase)): wire_bytes(e, grid_of(*grid)) for g in step.micro_groups for e in g.exchanges}
     assert {(group, phase): total for group, phase, total in found.sent} == expected
     assert sum(rank.sent for rank in found.ranks) == sum(expected.values())
     spans = [s for s in found.spans if s.flow >= 0 and s.bytes]

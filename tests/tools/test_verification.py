@@ -23,7 +23,7 @@ import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
 from canzona_compile.tools.processes import ProcessCall, run
-from canzona_compile.tools.verification import Leaf
+from canzona_compile.tools.verification import LeafDifference
 from canzona_compile.tools.verification.check import OPTIONS
 from canzona_compile.tools.verification.layouts import shard
 from canzona_compile.tools.verification.user_model import built, names_of, packed, state_leaves
@@ -64,7 +64,7 @@ def test_equal_on_fragments_of_uneven_size(tmp_path: Path, before: Children, cap
     assert [(leaf.parameter, leaf.leaf) for leaf in found.leaves] == [
         (name, leaf) for name in names for leaf in ("parameter", "momentum_buffer")
     ]
-    assert found.leaves[0] == Leaf("0.weight", "parameter", (33, 24), "float32")
+    assert found.leaves[0] == LeafDifference("0.weight", "parameter", (33, 24), "float32")
     assert json.loads(file.read_text()) == json.loads(found.to_json())
     assert set(multiprocessing.active_children()) == before
     assert capfd.readouterr().out == ""

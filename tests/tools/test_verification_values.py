@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from canzona_compile.tools.verification import Leaf, Verification
+from canzona_compile.tools.verification import LeafDifference, Verification
 from canzona_compile.tools.verification.compare import MOST, Distance, distance, ulps
 from canzona_compile.tools.verification.findings import Tally, merged
 
@@ -121,17 +121,19 @@ def test_every_leaf_has_its_row() -> None:
     found = {("w", "parameter"): two, ("w", "step"): 4, ("w", "new"): 5}
     tally.add(2, found, expected)
     rows = {row.leaf: row for row in merged([tally.rows, tally.rows])}
-    assert rows["parameter"] == Leaf("w", "parameter", (2, 3), "float32", False, 2**23, 0.5, 2, (1,))
-    assert rows["step"] == Leaf("w", "step", (), "int", False, None, None, 2, (1,), "4, expected 3")
+    assert rows["parameter"] == LeafDifference("w", "parameter", (2, 3), "float32", False, 2**23, 0.5, 2, (1,))
+    assert rows["step"] == LeafDifference("w", "step", (), "int", False, None, None, 2, (1,), "4, expected 3")
     assert rows["lost"].remark == "only in the plain optimizer"
     assert rows["new"].remark == "only in the wrapped optimizer"
 
 
 def test_ranks_are_merged_by_the_worst() -> None:
-    row = Leaf("w", "parameter", (2,), "float32")
+    row = LeafDifference("w", "parameter", (2,), "float32")
     late = row.seen(Distance(False, 7, 0.5), 4, [2])
     early = row.seen(Distance(False, 3, 0.75), 2, [0])
-    assert merged([[row], [late], [early]]) == (Leaf("w", "parameter", (2,), "float32", False, 7, 0.75, 2, (0, 2)),)
+    assert merged([[row], [late], [early]]) == (
+        LeafDifference("w", "parameter", (2,), "float32", False, 7, 0.75, 2, (0, 2)),
+    )
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -151,8 +153,8 @@ def text_of(found: Verification, width: int = 80) -> str:
 
 def test_the_table_shows_what_differs_first_and_in_full() -> None:
     long = ".".join(["a_module_with_a_long_name"] * 3)
-    equal = [Leaf(f"w{i}", "parameter", (2, 3), "float32") for i in range(50)]
-    odd = Leaf(long, "parameter", (2, 3), "bfloat16", False, None, None, 2, (0, 1), "NaN on one side only")
+    equal = [LeafDifference(f"w{i}", "parameter", (2, 3), "float32") for i in range(50)]
+    odd = LeafDifference(long, "parameter", (2, 3), "bfloat16", False, None, None, 2, (0, 1), "NaN on one side only")
     text = text_of(result(leaves=(*equal, odd), interpreted={"w1": "it prints"}, compiled=("w0",), idle=("w2",)))
     assert text.isascii()
     assert max(map(len, text.splitlines())) <= 80
@@ -166,8 +168,8 @@ def test_the_table_shows_what_differs_first_and_in_full() -> None:
 
 
 def test_the_json_is_plain() -> None:
-    found = result(leaves=(Leaf("w", "parameter", (2,), "float32", False, None, None, 1, (0,), "NaN"),))
+    found = result(leaves=(LeafDifference("w", "parameter", (2,), "float32", False, None, None, 1, (0,), "NaN"),))
     said = json.loads(found.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert said["leaves"][0]["max_ulps"] is None
     assert said["ok"] is False
-    assert result(leaves=(Leaf("w", "parameter", (2,), "float32"),)).ok
+    assert result(leaves=(LeafDifference("w", "parameter", (2,), "float32"),)).ok

@@ -68,7 +68,7 @@ def forecast(
     say("simulating the step")
     simulation = simulated(step, request, () if request.rank is None else (request.rank,))
     placed = {p.name: p for p in step.placed}
-    group_of = {name: group.index for group in step.groups for name in group.tasks}
+    group_of = {name: group.index for group in step.micro_groups for name in group.tasks}
     loads = rank_loads(step, placed, group_of)
     used = {t.placed for t in step.tasks}
     times = {name: placed_time(p, hardware) for name, p in placed.items() if name in used}
@@ -80,7 +80,7 @@ def forecast(
         exposed=max((r.exposed for r in simulation.ranks), default=0.0),
         sent=sum(count for *_, count in simulation.sent),
         peak=max((r.peak for r in simulation.ranks), default=0),
-        groups=len(step.groups),
+        groups=len(step.micro_groups),
         chosen=True,
     )
     alternatives = [chosen]
@@ -100,7 +100,7 @@ def forecast(
         options=option_texts(request),
         imbalance=chosen.imbalance,
         depth=step.depth,
-        collectives=sum(len(group.exchanges) for group in step.groups),
+        collectives=sum(len(group.exchanges) for group in step.micro_groups),
         hidden=hidden_seconds(step.tasks, request),
         templates=tuple(
             template_forecast(p, [t for t in step.tasks if t.placed == p.name], times[p.name], request)
@@ -138,12 +138,12 @@ def alternative(name: str, step: Step, request: Request) -> Alternative:
     return Alternative(
         name=name,
         about=ABOUT[name],
-        imbalance=imbalance(rank_loads(step, placed, {n: g.index for g in step.groups for n in g.tasks})),
+        imbalance=imbalance(rank_loads(step, placed, {n: g.index for g in step.micro_groups for n in g.tasks})),
         seconds=found.seconds,
         exposed=max((r.exposed for r in found.ranks), default=0.0),
         sent=sum(count for *_, count in found.sent),
         peak=max((r.peak for r in found.ranks), default=0),
-        groups=len(step.groups),
+        groups=len(step.micro_groups),
     )
 
 
@@ -203,7 +203,7 @@ def group_forecasts(step: Step, simulation: Simulation, placed: Mapping[str, Pla
     for index, phase, count in simulation.sent:
         sent[index, phase] += count
     found = []
-    for group in step.groups:
+    for group in step.micro_groups:
         tasks = [step.task(name) for name in group.tasks]
         work: dict[object, int] = defaultdict(int)
         for task in tasks:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from canzona_compile.report.charts import plural
-from canzona_compile.report.units import format_bytes, format_flops
+from canzona_compile.report.units import format_bytes, format_flops, plural
 from canzona_compile.tools.planning.figures import Forecast, TemplateForecast
 from canzona_compile.tools.planning.page_style import BLUE, GREEN, GREY, ORANGE, PALE, finished, literal, period, said
 from canzona_compile.tools.planning.page_timeline import timelines

@@ -19,8 +19,7 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from canzona_compile.ir.hardware import RATES, Curve, Hardware, Link
-from canzona_compile.report.charts import plural
-from canzona_compile.report.units import format_bytes, format_flops
+from canzona_compile.report.units import format_bytes, format_flops, plural
 from canzona_compile.tools.planning.figures import Alternative, Forecast
 from canzona_compile.tools.planning.page_charts import charts, metrics
 from canzona_compile.tools.planning.page_style import period, share, themes

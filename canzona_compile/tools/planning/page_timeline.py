@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import plotly.graph_objects as go
 
-from canzona_compile.report.charts import plural
-from canzona_compile.report.units import format_bytes
+from canzona_compile.report.units import format_bytes, plural
 from canzona_compile.tools.planning.page_style import (
     BLUE,
     GREEN,

@@ -63,7 +63,7 @@ def simulate(
     used = {t.placed for t in step.tasks}
     times = {p.name: placed_time(p, hardware) for p in step.placed if p.name in used}
     boxes = Boxes()
-    groups = {g.index: traffic(step, g, times, hardware, boxes) for g in step.groups}
+    groups = {g.index: traffic(step, g, times, hardware, boxes) for g in step.micro_groups}
     ranks = 1 + max((r for own in groups.values() for row in own.grid.ranks for r in row), default=-1)
     visible = frozenset(shown) & set(range(ranks)) | chosen(groups.values(), ranks)
     player = Player(step, hardware, groups, ranks, frozenset(without), visible)
@@ -130,11 +130,11 @@ class Player:
 
     def write(self) -> None:
         for event in self.step.schedule:
-            own = self.groups[event.group]
+            own = self.groups[event.micro_group]
             if event.act in STARTS:
                 self.start(event, own, STARTS[event.act])
             elif event.act in WAITS:
-                numbers = self.numbers[event.group, WAITS[event.act]]
+                numbers = self.numbers[event.micro_group, WAITS[event.act]]
                 for rank in own.grid.members():
                     self.add(event, rank, Wait(numbers[rank]))
             elif event.act is Act.MEET:
@@ -154,15 +154,15 @@ class Player:
         for r, row in enumerate(own.grid.ranks):
             for s, rank in enumerate(row):
                 tasks = (*everywhere, *computed.get((r, s), ()))
-                self.add(event, rank, ComputeOp(act, event.group, seconds[r][s], tasks))
+                self.add(event, rank, ComputeOp(act, event.micro_group, seconds[r][s], tasks))
 
     def start(self, event: Event, own: GroupTraffic, phase: Phase) -> None:
         ends, grid = own.ends[phase], own.grid
         free = phase in self.without
         node, network = (part.tolist() for part in ends.seconds(self.hardware))
         sent = (ends.sent_node + ends.sent_network).astype(np.int64).tolist()
-        numbers = self.numbers[event.group, phase] = {}
-        self.totals[event.group, phase] = sum(map(sum, sent))
+        numbers = self.numbers[event.micro_group, phase] = {}
+        self.totals[event.micro_group, phase] = sum(map(sum, sent))
         for members in teams(grid, phase):
             ranks = tuple(grid.ranks[r][s] for r, s in members)
             parts = tuple(
@@ -170,7 +170,7 @@ class Player:
                 for r, s in members
             )
             self.collectives.append(
-                Collective(str(phase), event.group, ranks, parts, 0.0 if free else self.latency(ranks))
+                Collective(str(phase), event.micro_group, ranks, parts, 0.0 if free else self.latency(ranks))
             )
             for rank, (r, s) in zip(ranks, members, strict=True):
                 numbers[rank] = len(self.collectives) - 1
@@ -180,7 +180,7 @@ class Player:
     def meet(self, event: Event, grid: Grid) -> None:
         ranks = grid.members()
         self.collectives.append(
-            Collective("meet", event.group, ranks, (CollectiveShare(0.0, 0.0),) * len(ranks), self.latency(ranks))
+            Collective("meet", event.micro_group, ranks, (CollectiveShare(0.0, 0.0),) * len(ranks), self.latency(ranks))
         )
         for rank in ranks:
             self.add(event, rank, Start(len(self.collectives) - 1))
@@ -212,7 +212,7 @@ def static_bytes(step: Step, groups: dict[int, GroupTraffic], ranks: int) -> lis
     """What the runtime allocates on each rank: every slot as large as the largest buffer that it ever holds."""
     slots: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = defaultdict(lambda: np.zeros(ranks))
     for buffer in step.buffers:
-        own = groups[buffer.group]
+        own = groups[buffer.micro_group]
         where = np.array(own.grid.ranks)
         slots[buffer.slot][where] = np.maximum(slots[buffer.slot][where], buffer_bytes(own, buffer))
     total = sum(slots.values(), np.zeros(ranks))
@@ -225,7 +225,7 @@ def live_bytes(
     """What a rank's buffers hold over time, from the first event of each to its last."""
     changes: dict[float, int] = defaultdict(int)
     for buffer in step.buffers:
-        own = groups[buffer.group]
+        own = groups[buffer.micro_group]
         if rank not in own.grid.members():
             continue
         size = int(buffer_bytes(own, buffer)[own.grid.find(rank)])
