@@ -22,6 +22,8 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+DRAWN = """() => [...document.querySelectorAll(".chart")].every((chart) =>
+    !chart.checkVisibility() || chart.getBoundingClientRect().top > innerHeight || chart.querySelector(".point"))"""
 
 
 def main() -> int:
@@ -46,8 +48,11 @@ def main() -> int:
             color_scheme="dark" if options.dark else "light",
         )
         view.goto(options.page.resolve().as_uri())
-        view.wait_for_timeout(300)  # a frame or two, until all is drawn
-        view.screenshot(path=options.out, full_page=options.whole)
+        if options.whole:  # charts are drawn when they come into sight
+            height = view.evaluate("document.documentElement.scrollHeight")
+            view.set_viewport_size({"width": options.width, "height": height})
+        view.wait_for_function(DRAWN, timeout=60_000)
+        view.screenshot(path=options.out)
         running.close()
     return 0
 
