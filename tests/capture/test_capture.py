@@ -14,6 +14,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch.optim import AdamW, Optimizer
 
+import canzona_compile
 from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.separability import check_separable
