@@ -14,6 +14,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch.optim import AdamW, Optimizer
 
+import canzona_compile
 from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.separability import check_separable
@@ -25,7 +26,7 @@ from canzona_compile.ir.step import Form, Leaf, Role, Step, Template
 from canzona_compile.passes import Canonicalize
 from tests.harness import toy_optimizers as toys
 from tests.harness.optimizers import EntriesMuon, StackMuon
-from tests.harness.pairs import Pair, feed, muon, parameters, wrapped_muon
+from tests.harness.pairs import Pair, feed, muon, parameters
 from tests.harness.random_graphs import equal, evaluate, templates, values_for
 from tests.harness.samples import CPU, Builder, empty
 from tests.harness.untimed import untimed
@@ -94,7 +95,7 @@ def test_numbers_stay_symbolic() -> None:
 
 @pytest.mark.usefixtures("untouched_dynamo")
 def test_no_recapture_in_fifty_scheduled_steps() -> None:
-    wrapped = wrapped_muon()
+    wrapped: Any = canzona_compile.wrap(muon(parameters()))
     for step in range(52):
         group = wrapped.param_groups[0]
         group["lr"], group["momentum"], group["weight_decay"] = 0.1 / (1 + step), 0.9 + step / 1000, 0.1 + step / 100

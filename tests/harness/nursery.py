@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
@@ -69,11 +70,15 @@ class Nursery:
         self._process.start()
         theirs.close()
 
-    def do(self, call: bytes) -> None:
-        """Make a call there, unless it was made before. Ranks that are forked afterwards have it behind them."""
+    def do(self, call: bytes, strictly: bool = False) -> None:
+        """Make a call there, unless it was made before. Ranks that are forked afterwards have it behind them.
+
+        Args:
+            strictly: warnings are errors, as they are in tests.
+        """
         if call in self.done:
             return
-        well, said = self._ask("do", call)
+        well, said = self._ask("do", call, strictly)
         if not well:
             raise AssertionError(f"before any rank was forked, {pickle.loads(call)[1]} raised\n{said}")
         self.done |= {call}
@@ -155,7 +160,12 @@ def live(end: Connection, log: str) -> None:
             os._exit(0)
         match kind:
             case "do":
-                well, said = answer(*request)
+                call, strictly = request
+                with warnings.catch_warnings():
+                    if strictly:
+                        warnings.simplefilter("error")
+                        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # as in tests/conftest.py
+                    well, said = answer(call)
                 end.send((well, None if well else said))
                 gc.collect()
                 gc.freeze()  # so that ranks need not copy what they never change

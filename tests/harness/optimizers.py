@@ -141,12 +141,12 @@ def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
 PARTS = ("kinds", "counts", "_separable")  # of a Capture
 # Attributes that every optimizer has, or that wrap() and schedulers add.
 STANDARD = {*vars(Optimizer([torch.nn.Parameter(torch.zeros(1))], {})), "canzona", "step"}
-Shared = dict[Any, Any]  # by class and attributes: what optimizers of it captured
+Shared = dict[Any, Any]  # by class, attributes and groups: what optimizers alike captured
 _captured: Shared = {}
 
 
 def share_captures(optimizer: Any, among: Shared = _captured) -> None:
-    """Let a wrapped optimizer use what others of its class and with its attributes captured in this process.
+    """Let a wrapped optimizer use what others like it captured in this process.
 
     A capture takes a third of a second, that of an optimizer with periodic work many; it depends on no layout, and
     tests need the same ones over and over. All ranks must do the same, as templates are numbered. What this must not
@@ -159,20 +159,23 @@ def share_captures(optimizer: Any, among: Shared = _captured) -> None:
 
 
 def offline_capture(optimizer: Optimizer) -> Capture:
-    """A `Capture` as `plan()` makes one, that shares as well.
-
-    Names of templates are part of a plan, and must not depend on plans before it: those share whose groups are alike.
-    """
+    """A `Capture` as `plan()` makes one, that shares as well."""
     capture = Capture(optimizer)
-    adopt(capture, _captured, signature(optimizer.param_groups[0]))
+    adopt(capture, _offline)
     return capture
 
 
-def adopt(capture: Capture, among: Shared, *more: Any) -> None:
-    own = {k: v for k, v in vars(capture.optimizer).items() if k not in STANDARD}
+_offline: Shared = {}
+
+
+def adopt(capture: Capture, among: Shared) -> None:
+    """Replace what a capture has learned by what others have; the first one of its like gives its own."""
+    optimizer = capture.optimizer
+    own = {k: v for k, v in vars(optimizer).items() if k not in STANDARD}
     if not all(isinstance(v, int | float | str | None) for v in own.values()):
         return  # its step may depend on them in any way
-    key = (plain_class(capture.optimizer), tuple(sorted((k, repr(v)) for k, v in own.items())), *more)
+    attributes = tuple(sorted((k, repr(v)) for k, v in own.items()))
+    groups = frozenset(signature(group) for group in optimizer.param_groups)
     mine = [getattr(capture, name) for name in PARTS]
-    for name, part in zip(PARTS, among.setdefault(key, mine), strict=True):
+    for name, part in zip(PARTS, among.setdefault((plain_class(optimizer), attributes, groups), mine), strict=True):
         setattr(capture, name, part)

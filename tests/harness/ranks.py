@@ -99,6 +99,14 @@ def run(
         raise
 
 
+def do_alone(call: functools.partial[Any]) -> None:
+    """Make a call in the process that ranks are forked from.
+
+    A test of one process that does so captures what tests on ranks need after it.
+    """
+    nursery().do(call_of(call.func, *call.args, **call.keywords), strictly=True)
+
+
 # -- pools -----------------------------------------------------------------------------------------
 
 _pools: dict[tuple[int, bool], Pool] = {}

@@ -14,7 +14,6 @@ from tests.harness.layouts import Case
 from tests.harness.optimizers import GroupSpec, Scheduler, muon, param_groups, shapes_of
 from tests.harness.ranks import run
 from tests.harness.training import ALONE, Training, trained
-from tests.harness.training import train as train_alone
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.ranks
@@ -53,6 +52,10 @@ def train(case: Case, dtype: torch.dtype, options: dict[str, Any]) -> Outcome:
     return Outcome(found.different, launches, len(optimizer.canzona.step.micro_groups))
 
 
+def train_alone(dtype: torch.dtype) -> None:
+    trained(TRAINING, [ALONE], dtype)
+
+
 @pytest.mark.parametrize(
     ("case", "dtype", "options", "stages"),
     [
@@ -67,7 +70,7 @@ def train(case: Case, dtype: torch.dtype, options: dict[str, Any]) -> Outcome:
 )
 def test_muon(case: Case, dtype: torch.dtype, options: dict[str, Any], stages: str) -> None:
     """Equal bits; per micro-group and step one launch for each stage that there is on a rank."""
-    outcomes = run(case.world, train, case, dtype, options, after=partial(train_alone, TRAINING, [ALONE], dtype))
+    outcomes = run(case.world, train, case, dtype, options, after=partial(train_alone, dtype))
     assert [o.different for o in outcomes] == [[]] * case.world
     for outcome in outcomes:
         assert set(outcome.launches.values()) == {1.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ SHAPES = {
         ("down", [HIDDEN, WIDE], 1),
     )
 }
-OURS: dict[type[torch.optim.Optimizer], Any] = {}  # captures of this file, whose names are in its plans
+OURS: dict[Any, Any] = {}  # captures of this file, whose names are in its plans
 MESHES = ("fsdp=4", "hsdp=2,fsdp=2", "dp=4", "tp=4", "fsdp=2,tp=2", "dp=2,tp=2")
 
 
@@ -100,6 +101,11 @@ def train(mesh: str, kind: Any, options: dict[str, Any]) -> tuple[str, list[Tens
     return optimizer.canzona.plan().to_json(), [w.detach().clone() for w in weights]
 
 
+def on_ranks(mesh: str, kind: Any, options: dict[str, Any]) -> list[tuple[str, list[Tensor]]]:
+    """`train` on four ranks; what they share is captured once, before."""
+    return run(4, train, mesh, kind, options, after=partial(train_alone, kind, True))
+
+
 def offline(mesh: str, kind: Any = torch.optim.Muon, **options: Any) -> canzona_compile.OfflinePlan:
     return canzona_compile.plan(SHAPES, mesh=mesh, optimizer=kind, hardware="cpu", alternatives=False, **options)
 
@@ -107,7 +113,7 @@ def offline(mesh: str, kind: Any = torch.optim.Muon, **options: Any) -> canzona_
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", MESHES)
 def test_offline_and_real_plans_are_equal(mesh: str) -> None:
-    real = [json.loads(text) for text, _ in run(4, train, mesh, torch.optim.Muon, {})]
+    real = [json.loads(text) for text, _ in on_ranks(mesh, torch.optim.Muon, {})]
     planned = offline(mesh)
     assert [plan["digests"] for plan in real] == [dict(planned.file.digests)] * 4
     assert {plan["fingerprint"] for plan in real} == {planned.fingerprint}
@@ -115,7 +121,7 @@ def test_offline_and_real_plans_are_equal(mesh: str) -> None:
 
 @pytest.mark.ranks
 def test_of_an_optimizer_with_variants_too() -> None:
-    (text, _), *_ = run(4, train, "fsdp=4", SOAP, {"strategy": "owner"})
+    (text, _), *_ = on_ranks("fsdp=4", SOAP, {"strategy": "owner"})
     assert json.loads(text)["fingerprint"] == offline("fsdp=4", SOAP, strategy="owner").fingerprint
 
 
@@ -133,11 +139,13 @@ def test_a_run_follows_the_plan_of_any_planner(planner: str, tmp_path: Path) -> 
         assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
 
 
-def train_alone(kind: Any) -> list[Tensor]:
+def train_alone(kind: Any, wrapped: bool = False) -> list[Tensor]:
     torch.manual_seed(0)
     model = Model()
     params = list(model.parameters())
     optimizer = kind(params)
+    if wrapped:
+        share_captures(canzona_compile.wrap(optimizer, model=model), OURS)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for _ in range(2):
@@ -149,10 +157,10 @@ def train_alone(kind: Any) -> list[Tensor]:
 
 @pytest.mark.ranks
 def test_a_run_s_own_plan_can_be_followed(tmp_path: Path) -> None:
-    text = run(4, train, "fsdp=4", torch.optim.Muon, {"strategy": "owner"})[0][0]
+    text = on_ranks("fsdp=4", torch.optim.Muon, {"strategy": "owner"})[0][0]
     path = tmp_path / "plan.json"
     path.write_text(text)
-    assert json.loads(run(4, train, "fsdp=4", torch.optim.Muon, {"plan": path})[0][0])["fingerprint"] in text
+    assert json.loads(on_ranks("fsdp=4", torch.optim.Muon, {"plan": path})[0][0])["fingerprint"] in text
 
 
 def refused(mesh: str, options: dict[str, Any]) -> str:
@@ -182,7 +190,7 @@ def test_plans_that_do_not_fit_are_refused_by_all_ranks(tmp_path: Path) -> None:
     for name, (plan, words) in cases.items():
         path = tmp_path / "plan.json"
         path.write_text(json.dumps(plan))
-        found = run(4, refused, "fsdp=4", {"plan": str(path)})
+        found = run(4, refused, "fsdp=4", {"plan": str(path)}, after=partial(train_alone, torch.optim.Muon, True))
         assert all(words in text for text in found), (name, found)
         assert dist.is_available()
 
@@ -198,7 +206,7 @@ def test_some_matrices_everywhere_others_on_owners(tmp_path: Path) -> None:
     made = canzona_compile.plan(SHAPES, mesh="dp=4", optimizer=torch.optim.Muon, hardware=path, alternatives=False)
     assert {(t.strategy, t.shape[0] == t.shape[1]) for t in made.file.tasks} == {("owner", True), ("replicated", False)}
     plain = train_alone(torch.optim.Muon)
-    for text, weights in run(4, train, "dp=4", torch.optim.Muon, {"hardware": str(path)}):
+    for text, weights in on_ranks("dp=4", torch.optim.Muon, {"hardware": str(path)}):
         assert json.loads(text)["fingerprint"] == made.fingerprint
         assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
 
@@ -221,6 +229,6 @@ def test_both_in_one_micro_group(mesh: str, groups: int, tmp_path: Path) -> None
     path.write_text(PlanFile.of(step).to_json())
     assert groups > 1 or len({step.task(n).strategy for n in step.micro_groups[0].tasks}) == 2
     plain = train_alone(torch.optim.Muon)
-    for text, weights in run(4, train, mesh, torch.optim.Muon, {"plan": str(path)}):
+    for text, weights in on_ranks(mesh, torch.optim.Muon, {"plan": str(path)}):
         assert {t["strategy"] for t in json.loads(text)["tasks"]} == {"owner", "replicated"}
         assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))

@@ -25,7 +25,7 @@ from tests.harness.layouts import Case, Laid, full, replicate_of
 from tests.harness.marks import crossed
 from tests.harness.optimizers import StackMuon, share_captures
 from tests.harness.pairs import params_of, same_bits
-from tests.harness.ranks import run
+from tests.harness.ranks import do_alone, run
 from tests.harness.toy_optimizers import HostReading
 
 Splits = Mapping[str, Split | Mapping[str, int]]
@@ -132,7 +132,11 @@ class Both:
 def train_on_ranks(make: str, splits: Splits, case: Case, **options: Any) -> list[dict[str, Any]]:
     """`train` on all ranks; what they share is captured once, before."""
     shapes = {"shapes": options["shapes"]} if "shapes" in options else {}
-    return run(case.world, train, make, splits, case, after=partial(train, make, splits, None, **shapes), **options)
+    return run(case.world, train, make, splits, case, after=alone(make, splits, **shapes), **options)
+
+
+def alone(make: str, splits: Splits, **options: Any) -> partial[Any]:
+    return partial(train, make, splits, None, restored=True, **options)
 
 
 def train(make: str, splits: Splits, case: Case | None, restored: bool = False, **options: Any) -> dict[str, Any]:
@@ -151,7 +155,7 @@ def train(make: str, splits: Splits, case: Case | None, restored: bool = False, 
     [*crossed(["muon", "soap"], list(SPLITS)), ("normuon", "block"), ("interpreted", "heads")],
 )
 def test_in_one_process(make: str, splits: str) -> None:
-    train(make, SPLITS[splits], None, restored=True)
+    do_alone(alone(make, SPLITS[splits]))
 
 
 CASES = [
@@ -217,7 +221,7 @@ def save(make: str, layout: str) -> tuple[list[Tensor], dict[str, Any]]:
 @pytest.mark.parametrize("make", ["muon", "soap"])
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
 def test_saved_on_ranks_and_loaded_in_one_process(make: str, layout: str) -> None:
-    params, saved = run(2, save, make, layout, after=partial(train, make, BLOCK, None))[0]
+    params, saved = run(2, save, make, layout, after=alone(make, BLOCK))[0]
     both = Both(make, BLOCK, None)
     for _ in range(4):
         both.step()
@@ -312,6 +316,8 @@ def test_copies_go_on_alike(make: str) -> None:
     both.step()
     assert canzona_compile.wrap(both.wrapped, split=SPLITS["interleaved"]) is both.wrapped
     copies = [copy.deepcopy(both.wrapped), pickle.loads(pickle.dumps(both.wrapped))]
+    for other in copies:
+        share_captures(other)
     both.step()
     for other in copies:
         for mine, param in zip(params_of(other), both.laid.params, strict=True):

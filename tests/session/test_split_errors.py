@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import canzona_compile
 from canzona_compile import CanzonaError, Split
 from tests.harness.layouts import Case, local
 from tests.harness.ranks import run
-from tests.session.test_split import BLOCK, SHAPES, SPLITS, Both, Splits, train
+from tests.session.test_split import BLOCK, SHAPES, SPLITS, Both, Splits, alone
 
 BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: Split({}), "there are no parts"),
@@ -94,6 +93,6 @@ def bad_gradient(what: str) -> str:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("what", "says"), [("none", "no gradient for attention.qkv[q]"), ("dtype", "torch.bfloat16")])
 def test_a_bad_gradient_on_one_rank_is_an_error_on_all(what: str, says: str) -> None:
-    for said in run(2, bad_gradient, what, fresh=True, after=partial(train, "muon", BLOCK, None)):
+    for said in run(2, bad_gradient, what, fresh=True, after=alone("muon", BLOCK)):
         assert says in said
         assert "attention.qkv" in said
