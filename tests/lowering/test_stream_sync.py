@@ -199,8 +199,8 @@ def test_the_program_shows_its_streams() -> None:
     assert {v for k, s in where.items() for v in s if k.endswith(("_prepare", "_apply")) or k == "finish"} == {PACK}
     assert current == "caller"
     text = show(step)
-    assert "instructions_on_stream(streams, 'pack')" in text
-    assert "instructions_wait(streams, 0)" in text
+    assert "program_ops_on_stream(streams, 'pack')" in text
+    assert "program_ops_wait(streams, 0)" in text
 
 
 def test_consecutive_groups_gather_into_different_memory() -> None:
