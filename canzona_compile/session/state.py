@@ -300,9 +300,7 @@ class StateStore:
         if not isinstance(bound.param, DTensor) or leaf.shape != task.shape:
             return whole.clone()
         _, shard = grid.find(self.rank)
-        part = whole[
-            task.layout.boxes[shard].slices()
-        ]  # cloned below, because a view would keep the whole tensor alive
+        part = whole[task.layout.boxes[shard].slices()]  # cloned below: a view would keep the whole tensor alive
         return like_param(part.clone(memory_format=torch.contiguous_format), bound.param, leaf)
 
     def _from_owner(self, task: Task, state: dict[str, Any]) -> dict[str, Any]:

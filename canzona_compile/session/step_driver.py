@@ -59,7 +59,8 @@ class StepDriver:
         plan: the plan.
         store: the tensors of its tasks.
         programs: the cache of programs.
-        last: the program that the next step runs if nothing changes; None if there is none yet.
+        last: the program that the next step runs if nothing changes; None if there is none yet, or if the plan does not
+            know the code of that step.
     """
 
     def __init__(
