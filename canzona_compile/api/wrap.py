@@ -144,9 +144,7 @@ def wrap(
         unwrap(optimizer)
     kind = type(optimizer)
     check_step_signature(kind)
-    if "_optimizer_step_pre_hooks" not in vars(
-        optimizer
-    ):  # `hasattr` on a proxy would find those of its inner optimizer
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a proxy passes `hasattr` on to its inner optimizer
         raise UnsupportedOptimizer(
             f"{kind.__name__} has not called torch.optim.Optimizer.__init__",
             hint="if it goes around another optimizer, wrap that one",
