@@ -1,4 +1,4 @@
-"""What can go wrong, said in three parts: the problem, where it is, and what to do about it."""
+"""The errors of canzona_compile. Each has three parts: the problem, where it is, and what to do about it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class CanzonaError(RuntimeError):
     """Base of every error that canzona_compile raises on purpose.
 
     Args:
-        problem: what is wrong, one sentence.
-        at: where: a parameter name, a graph node, a task.
+        problem: what is wrong, in one sentence.
+        at: where it is wrong: a parameter name, a graph node or a task.
         hint: what the reader can do about it.
     """
 
@@ -41,15 +41,15 @@ class RankMismatch(CanzonaError):
 
 
 class InvalidStep(CanzonaError):
-    """A step does not keep the promises of its form: a bug in a pass, never of the user."""
+    """A step breaks the invariants of its form. This is a bug in a pass and never an error of the user."""
 
 
 class PipelineError(CanzonaError):
-    """Passes were put in an order in which one of them cannot run."""
+    """The passes are in an order in which one of them cannot run."""
 
 
 def some(names: Iterable[str], limit: int = 3) -> str:
-    """The first few names and how many more there are: "a, b, c and 4 more"."""
+    """Join the first few names and say how many more there are: "a, b, c and 4 more"."""
     listed = list(names)
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"

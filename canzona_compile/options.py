@@ -1,4 +1,4 @@
-"""What a caller of `wrap` may choose."""
+"""The options of `wrap`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from canzona_compile.split import Split
 StrategyOption = Literal["auto", "owner", "replicated"]
 Numerics = Literal["exact", "fast"]
 MissingGrads = Literal["skip", "zero"]
-# Arguments of `wrap` that are no options yet: it makes others of them, or reads their files.
+# Arguments of `wrap` that it converts before it makes `Options` of them: it reads files and computes names.
 NOT_YET_OPTIONS = ("split", "model", "hardware", "plan")
 
 
@@ -26,25 +26,29 @@ class Options:
     """Validated keyword arguments of `wrap`.
 
     Attributes:
-        replicate: ranks that hold the same plain (or TP-only DTensor) parameters, as DDP does.
-            None: such parameters belong to their rank alone.
-        strategy: "owner" computes each matrix once, "replicated" on every rank, "auto" picks the
-            cheaper one per set of ranks by predicted time.
-        numerics: "exact" keeps every bit of the plain optimizer on one device, but on CUDA for the order of sums in
-            products that are symmetric; "fast" also allows rewrites that change rounding: batched matrix products
-            wherever they exist, and iterations on Gram matrices, in float16 where matrices have 16 bits.
-        capacity: most bytes that one micro-group may gather to its busiest owner.
-        micro_groups: number of them per set of ranks to aim at; None picks it by predicted time.
-        depth: micro-groups in flight at once (1: gather, compute and scatter never overlap).
-        missing_grads: "skip": a parameter whose `grad` is None on all ranks is left alone, one that lacks
-            it on some ranks is an error. "zero": a missing gradient counts as zeros, everywhere.
-        stagger: offset periodic work (refreshes) per matrix, so that no step does it for all of them.
-        split: patterns of parameter names, and the logical matrices in parameters that they fit.
-        names: of the parameters by group, where the groups themselves have none.
-        planner: which rule chooses owners, one of `ownership.NAMES`; alpha is that of the rule "alpha".
-        hardware: rates that predictions stand on; None: assumed for the kind of device.
-        plan: owners and micro-groups to take instead of planning.
-        cuda_graphs: on CUDA, record steps and replay them where that is possible.
+        replicate: the ranks that hold equal copies of parameters, as under DDP. The parameters are plain tensors, or
+            DTensors of a tensor-parallel mesh. None means that each rank computes such parameters alone.
+        strategy: "owner" computes each matrix on one rank, "replicated" computes it on every rank, and "auto" picks
+            the strategy with the shorter predicted time for each set of ranks.
+        numerics: "exact" keeps every bit of the plain optimizer on one device; on CUDA it may change the order of
+            sums in symmetric products. "fast" also allows rewrites that change rounding: batched matrix products
+            wherever they exist, and iterations on Gram matrices, in float16 if the matrices have 16 bits.
+        capacity: the most bytes that one micro-group may gather to its busiest owner rank.
+        micro_groups: how many micro-groups to aim at per set of ranks; None picks the number by predicted time.
+        depth: how many micro-groups are in flight at once. With 1, gather, compute and scatter never overlap.
+        missing_grads: with "skip", a parameter whose `grad` is None on all ranks is left alone, and it is an error
+            if `grad` is None on some ranks only. With "zero", a missing gradient counts as zeros on every rank.
+        stagger: whether to shift periodic work (refreshes) per matrix, so that no step does it for all matrices.
+        split: patterns of parameter names, each with the logical matrices of the parameters that it matches.
+        names: the names of the parameters in each parameter group, for parameter groups without `param_names`.
+        planner: the rule that chooses owner ranks, one of `ownership.NAMES`.
+        alpha: the parameter of the rule "alpha", from 0 (even communication) to 1 (even load).
+        hardware: the rates that predictions use; None takes those that are assumed for the kind of device.
+        plan: owner ranks and micro-groups that are taken instead of planning them.
+        cuda_graphs: on CUDA, whether to record steps as CUDA graphs and replay them if that is possible.
+
+    Raises:
+        CanzonaError: an option has an impossible value.
     """
 
     replicate: DeviceMesh | ProcessGroup | None = None
@@ -65,7 +69,7 @@ class Options:
 
     @property
     def text(self) -> str:
-        """What ranks must have in common."""
+        """The options that must be equal on all ranks, as text for comparison."""
         apart = ("replicate", "split", "names", "hardware", "plan", "cuda_graphs")
         names = [f.name for f in fields(self) if f.name not in apart]
         splits = [f"{pattern} is {split}" for pattern, split in self.split]

@@ -1,4 +1,4 @@
-"""Which rows of a fused weight are which logical matrix: q, k and v of qkv, gate and up of fc1."""
+"""Divide the rows of a fused weight into logical matrices, such as q, k and v of qkv, or gate and up of fc1."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ WHERE = "wrap(..., split=)"
 
 @dataclass(frozen=True, init=False, slots=True)
 class Split:
-    """The parts of a fused weight, each of which the optimizer shall see as a parameter of its own.
+    """The parts of a fused weight. The optimizer sees each part as a parameter of its own.
 
-    The rows of the parts, one part after the other, are numbered 0, 1, ... Where they lie in the weight is
-    said by `interleaved` or by `order`; without either they lie there as they are numbered.
+    The rows of all parts, one part after the other, are numbered 0, 1, 2 and so on. `interleaved` or `order` says
+    where these rows lie in the weight. Without either, row i of the parts is row i of the weight.
 
     Args:
-        parts: rows by name, in order: {"q": 4096, "k": 1024, "v": 1024}.
-        interleaved: the weight is this many blocks of equal size, and each block holds its share of every
-            part: [q, k, v, q, k, v, ...]. So does a fused weight that was sharded by hand over as many
-            tensor-parallel ranks, and Megatron's qkv with as many query groups.
-        order: any other arrangement: `order[i]` is the row of the weight that is row i of the parts.
-        head: cut every part further, in matrices of so many rows: one per attention head.
-        dim: the dim that is cut; 0 are the rows of torch's linear layers, 1 those of a stack of them.
+        parts: the number of rows of each part by its name, in order: {"q": 4096, "k": 1024, "v": 1024}.
+        interleaved: the number of equal blocks in the weight, each of which holds its share of every part:
+            [q, k, v, q, k, v, ...]. A fused weight that was sharded by hand over that many tensor-parallel ranks
+            has this form, and so has Megatron's qkv with that many query groups.
+        order: any other arrangement: row i of the parts is row `order[i]` of the weight.
+        head: the number of rows per attention head. Every part is cut further, into one matrix per head.
+        dim: the dimension that is cut: 0 for the rows of torch's linear layers, 1 for the rows in a stack of them.
 
     Raises:
-        CanzonaError: names or sizes that cannot be; what depends on the weight is found at the first step.
+        CanzonaError: a name or a size is impossible. What depends on the weight is checked at the first step.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -75,6 +75,7 @@ class Split:
 
     @property
     def length(self) -> int:
+        """The number of rows of all parts together."""
         return sum(rows for _, rows in self.parts)
 
     def __str__(self) -> str:
@@ -85,7 +86,15 @@ class Split:
 
 @functools.lru_cache(maxsize=64)
 def rows_of(split: Split) -> dict[str, Tensor]:
-    """By logical matrix: the rows of the weight that it consists of, in its own order."""
+    """Find the rows of each logical matrix in the weight.
+
+    Args:
+        split: the parts of the weight.
+
+    Returns:
+        By the name of the logical matrix, the indices of its rows in the weight (int64), in the matrix's own order.
+        With `head`, the matrices have names such as "q.0".
+    """
     found: dict[str, Tensor] = {}
     start, blocks = 0, split.interleaved
     for name, rows in split.parts:
@@ -103,10 +112,18 @@ def rows_of(split: Split) -> dict[str, Tensor]:
 
 
 def part_of_layout(layout: Layout, rows: Tensor, dim: int) -> Layout:
-    """How a logical matrix lies on the ranks, given how the weight does.
+    """Derive the layout of a logical matrix from the layout of its weight.
+
+    Args:
+        layout: the layout of the weight.
+        rows: the rows of the weight that the matrix consists of, see `rows_of`.
+        dim: the dimension that is cut.
+
+    Returns:
+        The layout of the matrix, over the same ranks.
 
     Raises:
-        UnsupportedLayout: a fragment of the weight holds rows of it that are no neighbours in the matrix.
+        UnsupportedLayout: a fragment of the weight holds rows of the matrix that are not contiguous in the matrix.
     """
     boxes = []
     for box in layout.boxes:
@@ -126,19 +143,34 @@ def part_of_layout(layout: Layout, rows: Tensor, dim: int) -> Layout:
 
 
 def entries_in(box: Box, rows: Tensor, dim: int) -> Tensor:
-    """Which entries along `dim` of a fragment of the weight are rows of the matrix, in the matrix's order."""
+    """Find the entries of a fragment that are rows of a logical matrix.
+
+    Args:
+        box: the region of the weight that the fragment covers.
+        rows: the rows of the weight that the matrix consists of, see `rows_of`.
+        dim: the dimension that is cut.
+
+    Returns:
+        Indices along `dim` of the fragment (int64), in the matrix's order.
+    """
     return rows[held_in(box, rows, dim)] - box.start[dim]
 
 
 def held_in(box: Box, rows: Tensor, dim: int) -> Tensor:
+    """Tell for each row of a logical matrix whether a region of the weight contains it, as a bool tensor."""
     return (rows >= box.start[dim]) & (rows < box.start[dim] + box.size[dim])
 
 
 def chosen(splits: Sequence[tuple[str, Split]], name: str, shape: Sequence[int]) -> Split | None:
-    """The split of a parameter, None if it is not to be split.
+    """Return the split of a parameter; None if no pattern matches its name.
+
+    Args:
+        splits: patterns of parameter names, each with its split.
+        name: the name of the parameter.
+        shape: the shape of the whole parameter.
 
     Raises:
-        UnsupportedLayout: two patterns fit, or the sizes do not.
+        UnsupportedLayout: several patterns match, or the split does not fit the shape.
     """
     fitting = [(pattern, split) for pattern, split in splits if fnmatchcase(name, pattern)]
     if not fitting:
@@ -158,7 +190,7 @@ def chosen(splits: Sequence[tuple[str, Split]], name: str, shape: Sequence[int])
 
 
 def check_patterns(splits: Sequence[tuple[str, Split]], names: Sequence[str]) -> None:
-    """Raise CanzonaError for a pattern that fits no parameter."""
+    """Raise CanzonaError if a pattern of `split=` matches no parameter name."""
     for pattern, _ in splits:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise CanzonaError(

@@ -1,4 +1,4 @@
-"""`optimizer.canzona`: everything that a person may want to look at."""
+"""`optimizer.canzona`: access to the graphs, passes, plan and report of a wrapped optimizer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""`wrap`: the same optimizer object, of a class that steps through canzona_compile.
+"""`wrap`: make an optimizer step through canzona_compile without replacing the object.
 
-A delegating wrapper would break schedulers, hooks, pickling and checkpoints. So `wrap` swaps the class, as
-`fully_shard` does to modules, and keeps them (docs/architecture.md has the contract). Everything that canzona_compile
-adds hangs on one attribute, `optimizer.canzona`; it adds nothing to `state` or `param_groups`.
+An object that delegates to the optimizer would break schedulers, hooks, pickling and checkpoints. So `wrap` swaps the
+class of the optimizer, as `fully_shard` swaps the class of modules, and all of these keep working
+(docs/architecture.md has the contract). canzona_compile adds one attribute, `optimizer.canzona`, and adds nothing to
+`state` or `param_groups`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def wrap(
             each part by its name, {"q": 4096, "k": 1024, "v": 1024}, or a `Split`, which also says how the parts lie.
             The optimizer sees each part as a parameter of its own. Checkpoints hold state that is not shaped like the
             parameter per part, so that only the same split can load it.
-        model: gives the parameters their names, for `split` and for reports, where groups have no `param_names`.
+        model: gives the parameters their names, for `split` and for reports, if a parameter group has no
+            `param_names`.
         planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
         alpha: for the planner "alpha", from 0 (even communication) to 1 (even load).
         hardware: the rates that decisions use: a name, or a file that `canzona-compile calibrate` wrote. By default
@@ -98,7 +100,7 @@ def wrap(
     Raises:
         CanzonaError: `optimizer` is no optimizer, evaluates its closure several times per step, or is wrapped with
             other options; `model` lacks some of its parameters; `split` is impossible; a file holds no plan.
-            What depends on parameters and gradients, the first `step` finds.
+            The first `step` checks what depends on parameters and gradients.
     """
     if not isinstance(optimizer, Optimizer):
         raise CanzonaError(
@@ -142,7 +144,7 @@ def wrap(
         unwrap(optimizer)
     kind = type(optimizer)
     check_step_signature(kind)
-    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a proxy would find those of the optimizer in it
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a proxy passes `hasattr` on to its inner optimizer
         raise UnsupportedOptimizer(
             f"{kind.__name__} has not called torch.optim.Optimizer.__init__",
             hint="if it goes around another optimizer, wrap that one",
@@ -162,13 +164,18 @@ def wrap(
 
 
 def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
-    """The model's names of the optimizer's parameters.
+    """Find the names that a model gives to the optimizer's parameters.
+
+    Args:
+        model: the model.
+        optimizer: the optimizer.
 
     Returns:
-        Per parameter group the names by position, not by parameter: frameworks replace parameters later.
+        For each parameter group, the names of its parameters in order. They are kept by position and not by
+        parameter, because frameworks replace parameters later.
 
     Raises:
-        CanzonaError: a parameter is none of the model's.
+        CanzonaError: the model lacks one of the parameters.
     """
     known = {id(param): name for name, param in model.named_parameters()}
     for g, group in enumerate(optimizer.param_groups):
@@ -183,7 +190,7 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], .
 
 
 def unwrap(optimizer: Opt) -> Opt:
-    """Undo `wrap`. A collective if owners hold state.
+    """Undo `wrap`. This is a collective if owner ranks hold state.
 
     Args:
         optimizer: wrapped or not; a plain one stays as it is.
@@ -209,7 +216,7 @@ def unwrap(optimizer: Opt) -> Opt:
 
 
 def explain(optimizer: Optimizer) -> Explanation:
-    """Tell what `wrap` makes of every parameter, and why, without a step.
+    """Tell what `wrap` does with every parameter, and why, without taking a step.
 
     Before the first step this captures the optimizer's code.
 
@@ -227,7 +234,7 @@ def explain(optimizer: Optimizer) -> Explanation:
 
 
 def is_wrapped(optimizer: object) -> bool:
-    """Does an optimizer step through canzona_compile?"""
+    """Tell whether an object is an optimizer that steps through canzona_compile."""
     return hasattr(type(optimizer), "_canzona_plain_class")
 
 
@@ -242,12 +249,12 @@ def _attach(optimizer: Opt, options: Options, lost: str = "") -> Opt:
 def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Give loaded state the dtypes that it was saved with.
 
-    Torch casts loaded state to the dtype of the parameter, but preconditioners may be wider. It also makes generators
-    of strings.
+    Torch casts loaded state to the dtype of the parameter, but preconditioners may be wider. Torch also turns strings
+    in the state into generators.
 
     Args:
-        optimizer: has just loaded `state_dict`.
-        state_dict: what it loaded.
+        optimizer: the optimizer that has just loaded `state_dict`.
+        state_dict: the state dict that it loaded.
     """
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -264,21 +271,21 @@ def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
-    """Make tuples in parameter groups tuples again.
+    """Turn lists in parameter groups back into tuples if they were tuples before the load.
 
-    Full state dicts of torch.distributed.checkpoint turn them into lists, for which the optimizer's code would be
-    captured anew.
+    Full state dicts of torch.distributed.checkpoint turn tuples into lists, and the optimizer's code would be captured
+    anew for lists.
 
     Args:
-        optimizer: has just loaded a state dict.
-        before: its parameter groups before that.
+        optimizer: the optimizer that has just loaded a state dict.
+        before: its parameter groups before the load.
     """
     for group, old in zip(optimizer.param_groups, before, strict=True):
         group.update({k: tuple(v) for k, v in group.items() if isinstance(v, list) and isinstance(old.get(k), tuple)})
 
 
 def _rebind_scheduled_step(optimizer: Optimizer) -> None:
-    """Make the counting `step` that a scheduler put on the instance, before `wrap`, call the new class."""
+    """Make the counting `step` that a scheduler put on the instance before `wrap` call the new class."""
     patched = optimizer.__dict__.get("step")
     if patched is None or not getattr(patched, "_wrapped_by_lr_sched", False):
         return
@@ -362,5 +369,5 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
 
 
 def _restore(plain: type[Optimizer], options: Options, lost: str) -> Any:
-    """An empty wrapped optimizer, for pickle and deepcopy to fill."""
+    """Make an empty wrapped optimizer, which pickle and deepcopy fill."""
     return _attach(object.__new__(plain), options, lost)

@@ -1,4 +1,4 @@
-"""`wrap_cls`: for frameworks that build the optimizer themselves and so ask for its class."""
+"""`wrap_cls`: for frameworks that take the class of an optimizer and build the optimizer themselves."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def wrap_cls(optimizer_class: type[Opt], **options: Any) -> type[Opt]:
 
 
 def told(thing: object) -> str:
-    """What was given instead of a class, in a word."""
+    """Name what was given instead of a class, for an error message."""
     return thing.__name__ if isinstance(thing, type) else f"a {type(thing).__name__}"

@@ -1,7 +1,7 @@
-"""Prove that the first dim of a stack is a batch dim: entry e of the result depends on entries e alone.
+"""Prove that the first dimension of a stack is a batch dimension: entry e of a result depends only on entries e.
 
-Then experts on different ranks are different matrices, and nothing needs to move. The proof follows the
-dim through the graph by a few rules. An operator without a rule ends the proof without success.
+If it is, experts on different ranks are independent matrices, and nothing needs to be communicated. The proof follows
+the dimension through the graph with a few rules. It fails at an operator that has no rule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REDUCTIONS = frozenset(
 
 
 def first_dim_is_batch(template: Template) -> bool:
-    """Does every written leaf keep the entries of dim 0 of its inputs apart?"""
+    """Tell whether entry e of every leaf that a template writes depends only on entries e of its inputs."""
     if template.interpreted:
         return False
     batch: dict[fx.Node, int | None] = {}  # the batch dim of every value, None if it has none
@@ -45,7 +45,15 @@ def first_dim_is_batch(template: Template) -> bool:
 
 
 def follow(node: fx.Node, batch: dict[fx.Node, int | None]) -> int | None:
-    """The batch dim of a node's result; None if the node mixes entries or has no rule."""
+    """Find the batch dimension of a node's result.
+
+    Args:
+        node: a call with at least one operand that has a batch dimension.
+        batch: the batch dimension of every earlier value; None for a value that has none.
+
+    Returns:
+        The index of the dimension; None if the node mixes entries or has no rule.
+    """
     value = tensor_value(node)
     if value is None:
         return None
@@ -76,7 +84,16 @@ def follow(node: fx.Node, batch: dict[fx.Node, int | None]) -> int | None:
 
 
 def reduced(node: fx.Node, place: int, ndim: int) -> int | None:
-    """The batch dim after a reduction over other dims."""
+    """Find the batch dimension of the result of a reduction.
+
+    Args:
+        node: the reduction.
+        place: the batch dimension of its operand.
+        ndim: the number of dimensions of its operand.
+
+    Returns:
+        The index of the dimension in the result; None if the reduction covers it.
+    """
     arguments: dict[str, Any] = dict(node.kwargs)
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [a.name for a in node.target._schema.arguments]

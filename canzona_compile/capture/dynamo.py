@@ -1,4 +1,4 @@
-"""How Dynamo is called for its answers: apart from the user's own compiles, quietly, below no mode."""
+"""Call Dynamo as an oracle: apart from the user's own compiles, without messages, and outside dispatch modes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ StepFunction = Callable[[Any], Any]
 
 @contextlib.contextmanager
 def as_oracle() -> Iterator[None]:
-    """Surround every call of a compiled step with this."""
+    """Set up what Dynamo needs. Every call of a compiled step must run inside this context."""
     with torch.no_grad(), quiet(), undecomposed(), outside_modes(), traceable_pow():
         yield
 
@@ -31,8 +31,8 @@ def compiled(step: StepFunction, backend: Callable[..., Any]) -> StepFunction:
     """Compile the step function of an optimizer class, apart from the compiles of the user.
 
     Args:
-        step: takes an optimizer.
-        backend: as that of `torch.compile`.
+        step: the step function, which takes an optimizer.
+        backend: a backend as `torch.compile` takes it.
 
     Returns:
         The compiled step, to be called within `as_oracle`.
@@ -42,7 +42,7 @@ def compiled(step: StepFunction, backend: Callable[..., Any]) -> StepFunction:
 
 
 def own_code(step: StepFunction) -> StepFunction:
-    """The same function with a code object of its own: Dynamo counts recompiles per code object."""
+    """Copy a function with a code object of its own, because Dynamo counts recompiles per code object."""
     assert isinstance(step, types.FunctionType)
     twin = types.FunctionType(
         step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__
@@ -52,7 +52,7 @@ def own_code(step: StepFunction) -> StepFunction:
 
 
 def isolation() -> dict[str, Any]:
-    """Options that keep this compile's cache entries apart from the user's, where torch can (2.13)."""
+    """Return the options that keep this compile's cache entries apart from the user's, if torch has them (2.13)."""
     known = inspect.signature(torch.compile).parameters
     return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
 
@@ -67,10 +67,10 @@ def undecomposed() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """Lift dispatch modes of the caller (FLOP counters, ...): Dynamo runs nothing compiled below them.
+    """Leave the caller's dispatch modes (FLOP counters, ...), because Dynamo runs no compiled code inside them.
 
-    The base class's own methods do this. They keep flags that Dynamo asks for, and leave out what a mode itself does
-    on entry and exit.
+    This calls the methods of the base class. They maintain the flags that Dynamo reads, and they skip what a mode
+    itself does on entry and exit.
     """
     modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
     for mode in reversed(modes):
@@ -87,10 +87,10 @@ _pow = math.pow
 
 @contextlib.contextmanager
 def traceable_pow() -> Iterator[None]:
-    """While open, Dynamo traces `math.pow(beta, step)` as `beta ** step`. Of itself it makes a constant of the step.
+    """Inside this context, Dynamo traces `math.pow(beta, step)` as `beta ** step`. Otherwise it bakes in the step.
 
-    `math.pow` is another function only from the start of a trace until this closes; steps that Dynamo knows already
-    leave it alone. The compiled code must not ask for it afterwards, see `without_guards_on_power`.
+    `math.pow` is replaced only from the start of a trace until the context ends. A step that Dynamo has traced already
+    does not replace it. Compiled code must have no guard on the replacement, see `without_guards_on_power`.
 
     Torch could make this unnecessary with a `torch._sym_pow`, which Dynamo would take as it takes `torch._sym_sqrt`,
     or if `torch.compiler.substitute_in_graph` did not refuse functions that Dynamo knows. A copy of the step's globals
@@ -106,23 +106,23 @@ def traceable_pow() -> Iterator[None]:
 
 
 def put_power(_args: CallbackArgs) -> None:
-    """Replace `math.pow`: Dynamo begins to trace."""
+    """Replace `math.pow`. Dynamo calls this when it begins to trace."""
     math.pow = power
 
 
 def power(x: Any, y: Any) -> Any:
-    """`math.pow` for Dynamo, which sees a power of floats. Other threads, which trace nothing, get the real one."""
+    """Stand in for `math.pow`. Dynamo sees a power of floats; threads that trace nothing get the real function."""
     return x**y * 1.0 if torch.compiler.is_dynamo_compiling() else _pow(x, y)
 
 
 def without_guards_on_power(guards: Sequence[GuardFilterEntry]) -> list[bool]:
-    """Which guards to keep: not those on `power`, which stands in `math` only while Dynamo traces."""
+    """Tell for each guard whether to keep it. Guards on `power` go, because it replaces `math.pow` only in traces."""
     return [not (guard.has_value and guard.value is power) for guard in guards]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what Dynamo says of a twin: that it ignores profiler ranges, and deprecations of its own.
+    """Silence Dynamo's messages about a twin: that it ignores profiler ranges, and its own deprecation warnings.
 
     This adds a filter and sets no level: setting a level empties the caches of every logger of the process.
     """
@@ -137,5 +137,5 @@ def quiet() -> Iterator[None]:
 
 
 def nothing(_record: logging.LogRecord) -> bool:
-    """A filter of records that keeps none."""
+    """Reject a log record; this is a filter that rejects all of them."""
     return False

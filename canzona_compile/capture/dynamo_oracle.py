@@ -1,8 +1,8 @@
 """Dynamo as tracer and as control-flow oracle.
 
-The optimizer's own step is compiled on a twin with fake tensors, with a backend that computes
-nothing. The first call yields the graph. Every later call only evaluates Dynamo's guards and answers:
-this variant, these values of lr, momentum, ... So guards, recompiles and dynamic scalars are Dynamo's.
+The optimizer's own step is compiled on a twin with fake tensors, with a backend that computes nothing. The first call
+captures the graph. Every later call only evaluates Dynamo's guards, and tells which variant the step takes and with
+which values of lr, momentum and so on. So guards, recompiles and dynamic scalars are those of Dynamo.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from canzona_compile.capture.twin import (
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import Shape
 
-MOST_CONSTANTS = 16  # graphs of one path that differ in constants
+MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
 
 Scalars = dict[str, Any]
 Source = tuple[Any, ...]
@@ -50,7 +50,7 @@ Source = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What of a parameter the step can see: its shape, dtypes and device."""
+    """What the step can see of a parameter besides its values."""
 
     shape: Shape
     dtype: torch.dtype
@@ -59,10 +59,13 @@ class ParameterSpec:
 
 
 class StepInputs(NamedTuple):
-    """What code sees on a step of one parameter, tensors aside.
+    """What the optimizer's code sees on a step of one parameter besides tensors.
 
-    `counters` are the Python leaves of its state, `elsewhere` the numbers that the optimizer keeps outside of
-    groups and states of parameters.
+    Attributes:
+        group: the parameter group.
+        spec: the shape, the dtypes and the device of the parameter.
+        counters: the Python leaves of the parameter's state.
+        elsewhere: the numbers that the optimizer keeps outside of parameter groups and of the state of parameters.
     """
 
     group: Mapping[str, Any]
@@ -75,11 +78,12 @@ class StepInputs(NamedTuple):
 class Variant:
     """One captured graph of the step.
 
-    `graph` has the placeholders `sources`; `results` maps a source to the position in the graph's output
-    tuple of its new value: its own final value (itself where the step does not write it), or where the
-    step replaces a state tensor what it puts there. Such a tensor need not be read, so it may be in
-    `results` only.
-    Sources are ("param", i), ("grad", i), ("state", i, leaf) or ("scalar", name).
+    Attributes:
+        graph: the functional graph.
+        sources: what each placeholder stands for: ("param", i), ("grad", i), ("state", i, leaf) or ("scalar", name).
+        results: by source, the position of its new value in the output tuple. A source that the step does not write
+            keeps its value. A state tensor that the step replaces without reading it appears here only.
+        baked: by position of a scalar input, the value that the graph holds as a constant.
     """
 
     graph: fx.Graph
@@ -89,7 +93,7 @@ class Variant:
 
 
 class Untraceable(Exception):
-    """The step cannot be captured; the message says why. The task will be interpreted."""
+    """The step cannot be captured, and the message says why. The task is interpreted instead."""
 
 
 class _NoCollectives(TorchDispatchMode):
@@ -110,7 +114,7 @@ class _NoCollectives(TorchDispatchMode):
 
 
 class Oracle:
-    """Captures the step of one kind of parameter and is asked about it on every later step."""
+    """Captures the step of one kind of parameter, and answers on every later step which variant it takes."""
 
     def __init__(
         self,
@@ -121,12 +125,19 @@ class Oracle:
         bake: set[str] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Capture now.
+        """Capture the step now.
 
         Args:
-            count: how many parameters alike the twin holds.
-            state: what a parameter's state looks like; None: as the first step leaves it.
-            bake: names of scalars known to have to be constants; what is learned is added.
+            optimizer: the optimizer, of which a twin is made.
+            group: the parameter group.
+            spec: the shape, the dtypes and the device of the parameter.
+            count: the number of such parameters that the twin holds.
+            bake: the names of scalars that graphs must hold as constants. This adds the names that it finds.
+            state: an example of a parameter's state; None takes the state that the first step leaves.
+
+        Raises:
+            Untraceable: the step cannot be captured.
+            UnsupportedOptimizer: the optimizer communicates by itself, or keeps statistics outside of its state.
         """
         self._bake = set() if bake is None else bake
         self.variants: list[Variant] = []
@@ -154,7 +165,7 @@ class Oracle:
         self.rewind()
 
     def twin_state(self) -> dict[str, Any]:
-        """The state of the twin's first parameter."""
+        """Return the state of the twin's first parameter."""
         state: dict[str, Any] = self.twin.state[self._params[0]]
         return state
 
@@ -166,7 +177,7 @@ class Oracle:
         return param
 
     def _first_step(self) -> None:
-        """Let the twin create its state, eagerly, on fake tensors."""
+        """Create the twin's state by an eager step on fake tensors."""
         try:
             self.counts = step_alone(self.twin)
         except CanzonaError:
@@ -175,16 +186,21 @@ class Oracle:
             raise Untraceable(f"its step needs tensor values: {first_line(error)}{blamed(error)}") from error
 
     def consult(self, group: Mapping[str, Any], counts: Counts | None = None) -> tuple[Variant, Scalars]:
-        """Run the guards for the hyperparameters of `group`: which variant, and the scalars' values.
+        """Evaluate Dynamo's guards for the present hyperparameters. Counters in the state advance on the twin.
 
         Args:
-            counts: numbers that the optimizer keeps elsewhere, see `surroundings`.
+            group: the parameter group.
+            counts: the numbers that the optimizer keeps elsewhere, see `surroundings`.
 
-        Python side effects of the step (counters in the state) happen on the twin.
+        Returns:
+            The variant that the step takes, and the values of its scalars by name.
+
+        Raises:
+            Untraceable: the step takes a path that cannot be captured.
         """
         give_counts(self.twin, counts or {}, self.counts)
         own, group = self.twin.param_groups[0], one_by_one(group)
-        for counter in own.keys() - group.keys() - {"params"}:  # that the twin's last step made
+        for counter in own.keys() - group.keys() - {"params"}:  # the twin's last step made these
             del own[counter]
         own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
         before = self._snapshot()
@@ -245,7 +261,7 @@ class Oracle:
         return call
 
     def _tensors(self) -> list[tuple[Tensor, tuple[Any, ...]]]:
-        """The twin's own tensors and what they are."""
+        """List the twin's own tensors, each with its source."""
         known: list[tuple[Tensor, tuple[Any, ...]]] = []
         for i, param in enumerate(self._params):
             known += [(param, ("param", i)), (param.grad, ("grad", i))]  # type: ignore[list-item]
@@ -271,26 +287,25 @@ class Oracle:
         return [dict(state_leaves(self.twin.state.get(p, {}))) for p in self._params]
 
     def rewind(self) -> None:
-        """Put the twin back to where its first step left it."""
+        """Give the twin the state that its first step left."""
         for param, own in zip(self._params, self.first_state, strict=True):
             for name, value in own.items():
                 write(self.twin.state[param], self.paths[name], value, {})
 
     def count(self, counters: Mapping[str, Any]) -> None:
-        """Give the twin these Python leaves of a state."""
+        """Write Python leaves to the twin's state. Names that the state lacks are ignored."""
         for name, value in counters.items():
             if name in self.paths:
                 write(self.twin_state(), self.paths[name], value, {})
 
     def counters(self) -> dict[str, Any]:
-        """The Python leaves of the twin's state."""
+        """Return the Python leaves of the twin's state, by name."""
         return {name: read(self.twin_state(), self.paths[name]) for name in self._counters}
 
     def _put_back(self, before: list[dict[str, Any]], variant: Variant) -> None:
-        """Undo what the step did to the twin's state, tensors only, so that inputs stay identifiable.
+        """Put back the state tensors that the step replaced on the twin, so that inputs stay identifiable.
 
-        A tensor that the step put in place of another is one that the graph returns; its variant learns
-        that this is the new value.
+        The graph returns each tensor that the step put in place of another one. The variant records its position.
         """
         for i, (param, own, now) in enumerate(zip(self._params, before, self._snapshot(), strict=True)):
             if own.keys() != now.keys():
@@ -312,7 +327,7 @@ class Oracle:
 
 
 def check_leaves(state: dict[str, Any], paths: LeafPaths) -> None:
-    """Raise Untraceable for state whose leaves cannot be inputs and outputs of a graph."""
+    """Raise Untraceable if leaves of a state cannot be inputs and outputs of a graph."""
     leaves = list(state_leaves(state))
     names = [name for name, _ in leaves]
     if clash := {name for name in names if names.count(name) > 1 or name in ("param", "grad")}:
@@ -327,16 +342,16 @@ def check_leaves(state: dict[str, Any], paths: LeafPaths) -> None:
 
 
 def one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group whose step uses plain operators, not those of `foreach` and `fused` implementations.
+    """Copy a parameter group so that its step uses plain operators, not `foreach` or `fused` implementations.
 
-    The graph tells what work there is. Elementwise work then runs by the optimizer's own step, with the
-    group as it is; other graphs have to give the bits of that step (`faithful`).
+    The graph of such a step shows what work there is. Elementwise work runs in the optimizer's own step with the
+    unchanged parameter group. Other graphs must give the bits of that step (`eager_parity`).
     """
     return {**group, **{key: False for key in ("foreach", "fused") if key in group}}
 
 
 def blank_like(leaf: Any) -> Any:
-    """A whole tensor like a leaf of a real state, which may be a DTensor; other leaves as they are."""
+    """Make a whole tensor like a leaf of a real state, which may be a DTensor. Return other leaves unchanged."""
     if isinstance(leaf, DTensor):
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     if isinstance(leaf, Tensor):
@@ -345,11 +360,12 @@ def blank_like(leaf: Any) -> Any:
 
 
 def matches(variant: Variant, values: Mapping[int, float]) -> bool:
+    """Tell whether the constants of a variant have the present values of the scalars, by position."""
     return all(values[i] == value for i, value in variant.baked.items())
 
 
 def number(value: Any) -> Any:
-    """The Python number behind an argument that Dynamo passes, None for the twin's tensors."""
+    """Return the Python number in an argument that Dynamo passes; None for the twin's tensors."""
     if isinstance(value, FakeTensor):
         return None
     if isinstance(value, Tensor):
@@ -358,7 +374,7 @@ def number(value: Any) -> Any:
 
 
 def result_of(node: fx.Node, given: Mapping[fx.Node, Any]) -> Any:
-    """What Dynamo's graph returns for `node`: a fake tensor as it is, a number (a counter) computed."""
+    """Return what Dynamo's graph returns for a node: its fake tensor, or the number (a counter) that it computes."""
     example = node.meta.get("example_value")
     if not isinstance(example, torch.SymInt | torch.SymFloat | torch.SymBool):
         return example
@@ -370,11 +386,11 @@ def result_of(node: fx.Node, given: Mapping[fx.Node, Any]) -> Any:
 
 
 def scalar_name(target: str) -> str:
-    """Dynamo's name of an input without the path to it: `L_self_param_groups_0_lr_` is lr."""
+    """Strip the path from Dynamo's name of an input: `L_self_param_groups_0_lr_` becomes lr."""
     name = re.sub(r"^L_(self|args_0)_+", "", target, flags=re.IGNORECASE)
     return re.sub(r"^param_groups_0_+", "", name).strip("_")
 
 
 def unlike(name: str, taken: set[str]) -> str:
-    """A hyperparameter's name if no tensor of the step has it, else one that tells them apart."""
+    """Return a hyperparameter's name, with a suffix if a tensor of the step has the same name."""
     return f"{name}_hyper" if name in taken else name

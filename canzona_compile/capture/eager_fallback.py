@@ -1,7 +1,7 @@
 """Interpreted tasks: the optimizer's own eager step on gathered tensors, as a graph of one opaque node.
 
-Eager steps have two uses. A task that Dynamo cannot trace runs so on every step. And the first step of every task
-runs so, because the optimizer's own code then creates the state, however lazily it does that.
+Eager steps have two uses. A task that Dynamo cannot trace runs eagerly on every step. And every task that has state
+runs its first step eagerly, because then the optimizer's own code creates the state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from canzona_compile.ir.step import Leaf, Role, Template
 class EagerStep:
     """Target of a graph node: (task, param, grad) -> (new param, *tensor leaves of the new state).
 
-    It runs on the owner. Leaves that are no tensors stay in the state of the task, which is the optimizer's own on
-    this rank.
+    It runs on the owner rank. Leaves that are no tensors stay in the state of the task on that rank.
 
     Args:
-        leaves: names of the tensor leaves of the state that the graph returns.
+        leaves: the names of the tensor leaves of the state that the graph returns.
     """
 
     __name__ = __qualname__ = "eager_step"
@@ -66,7 +65,7 @@ class EagerStep:
 
 def _getitem(graph: fx.Graph, node: fx.Node, index: int, example: Tensor) -> fx.Node:
     item = graph.call_function(operator.getitem, (node, index))
-    item.meta["val"] = example  # by hand: the eager step cannot run on fake tensors
+    item.meta["val"] = example  # set by hand, because the eager step cannot run on fake tensors
     return item
 
 

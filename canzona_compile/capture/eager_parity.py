@@ -1,7 +1,8 @@
-"""Compare the bits of a captured graph with those of the eager step. Code may ask whether it is being compiled.
+"""Compare the bits of a captured graph with the bits of the eager step.
 
-torch's own optimizers ask: under Dynamo, bias corrections become tensors and additions become fused
-multiply-adds. Such a graph is right but gives other bits, so exact numerics run the eager step instead.
+They may differ, because code can ask whether it is being compiled. torch's own optimizers do: under Dynamo their bias
+corrections become tensors and their additions become fused multiply-adds. Such a graph is correct but gives other
+bits, so the eager step runs instead.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from canzona_compile.ir.fx_utils import from_numbers, graph_module, pointwise, t
 from canzona_compile.ir.step import Role, Template
 
 SAMPLES = 3
-LARGEST = 2**24  # elements; whether code asks does not depend on the size
+LARGEST = 2**24  # elements; larger matrices are not compared, because what code asks does not depend on the size
 
 
 def holistic(template: Template) -> bool:
-    """Does a graph do more than elementwise work?"""
+    """Tell whether the graph of a template does more than elementwise work."""
     numbers = from_numbers(template.graph)
     work = [n for n in template.graph.nodes if n.op == "call_function" and n not in numbers]
     calls = [n for n in work if tensor_value(n) is not None]
@@ -35,12 +36,20 @@ def holistic(template: Template) -> bool:
 
 
 def same_bits(optimizer: Optimizer, template: Template, oracle: Oracle, moment: StepInputs) -> bool:
-    """Run a step of a random matrix both ways and compare every leaf that it writes.
+    """Run one step of a random matrix by graph and eagerly, and compare every leaf that the step writes.
 
-    It is the step after the first one. The counters of `moment` lead the code to the template's variant.
+    The step is the one after the first step. The counters of `moment` lead the code to the template's variant. Every
+    rank does the same on the same numbers, so all ranks get the same result. Matrices of more than `LARGEST` elements
+    are not compared and count as equal.
 
-    Every rank does the same on the same numbers, so all ranks come to the same result. Tensors of more than
-    `LARGEST` elements are not compared and count as equal.
+    Args:
+        optimizer: the optimizer.
+        template: the template with the captured graph.
+        oracle: the oracle that captured it.
+        moment: what the code sees on the step besides tensors.
+
+    Returns:
+        Whether all bits are equal.
     """
     if math.prod(moment.spec.shape) > LARGEST:
         return True
@@ -49,7 +58,7 @@ def same_bits(optimizer: Optimizer, template: Template, oracle: Oracle, moment: 
 
 
 def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, moment: StepInputs, seed: int) -> bool:
-    """The comparison for one random matrix."""
+    """Do the comparison of `same_bits` for the random matrix of one seed."""
     group, spec, counters, elsewhere = moment
     generator = torch.Generator().manual_seed(seed)
 
@@ -85,7 +94,7 @@ def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, mom
 
 
 def alike(state: dict[str, Any], oracle: Oracle, generator: torch.Generator) -> dict[str, Any]:
-    """A state with the leaves of the oracle's state: the leaves of `state` if they fit, else random ones."""
+    """Make a state with the leaves of the oracle's state. Each is the leaf of `state` if it fits, else random."""
     made: dict[str, Any] = copy.deepcopy(oracle.structure)  # with its empty containers
     for name, path in oracle.paths.items():
         like, value = oracle.first_state[0][name], read(state, path)
@@ -98,5 +107,5 @@ def alike(state: dict[str, Any], oracle: Oracle, generator: torch.Generator) -> 
 
 
 def as_input(value: Any) -> Any:
-    """A number as the 0-d float64 tensor that `.item()` in the captured graph expects."""
+    """Turn a float into the 0-d float64 tensor that the captured graph calls `.item()` on; keep other values."""
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""Which line of the optimizer's own code an exception comes from."""
+"""Find the line of the optimizer's own code that an exception comes from."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 
 import torch
 
-# Frames of these are how we got there, not why.
+# Frames in these folders belong to torch and to this package, and are not the cause of an error.
 MACHINERY = (Path(torch.__file__).parent, Path(__file__).parents[1])
 OPTIMIZERS = MACHINERY[0] / "optim"
 
 
 def first_line(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its message."""
     text = str(error).strip() or type(error).__name__
     return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 def blamed(error: BaseException) -> str:
-    """The last line of the optimizer that led to `error`, as "; file.py, line 12: code"; or nothing."""
+    """Return the last line of the optimizer's code that led to `error`, as "; file.py, line 12: code", or ""."""
     frames = [frame for frame in frames_behind(error) if is_optimizer(Path(frame.filename))]
     if not frames:
         return ""
@@ -28,12 +29,13 @@ def blamed(error: BaseException) -> str:
 
 
 def frames_behind(error: BaseException) -> Iterator[traceback.FrameSummary]:
-    """Frames of the exception; where Dynamo met it while tracing, those of the traced code."""
+    """Yield the frames of an exception, then the frames of traced code if Dynamo raised it in a trace."""
     yield from traceback.extract_tb(error.__traceback__)
     yield from getattr(error, "real_stack", None) or ()
 
 
 def is_optimizer(path: Path) -> bool:
+    """Tell whether a source file may hold the code of an optimizer."""
     if path.name.startswith("<"):
         return False
     return OPTIMIZERS in path.parents or not any(folder in path.parents for folder in MACHINERY)

@@ -1,8 +1,8 @@
-"""What of an optimizer belongs to no parameter: counters and statistics in its groups and on itself.
+"""Counters and statistics that belong to no parameter: in parameter groups and on the optimizer itself.
 
-Twins step in place of the optimizer, several per step or none, so none of these follows by itself.
-Numbers that count steps are supported: a shadow of the optimizer, with one tiny matrix per group, counts
-along. Everything else is refused.
+Twins step in place of the optimizer, several of them per step or none, so these values do not advance by themselves.
+Numbers that count steps are supported: a shadow of the optimizer with one tiny matrix per parameter group takes every
+step too, and its counts are copied. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Counts = dict[Counter, Any]
 
 
 def step_alone(twin: Optimizer) -> Counts:
-    """Run the twin's step and tell what it counted outside of its parameters' state.
+    """Run a twin's step and find what it counted outside of the state of its parameters.
 
     Returns:
         The new value of each number that changed.
 
     Raises:
-        UnsupportedOptimizer: it changed something there that is no plain number.
+        UnsupportedOptimizer: the step changed something there that is not a plain number.
     """
     vars(twin).update({k: copy.copy(v) for k, v in vars(twin).items() if isinstance(v, list | dict | set)})
     before = surroundings(twin)
@@ -65,10 +65,10 @@ def step_alone(twin: Optimizer) -> Counts:
 
 
 def surroundings(twin: Optimizer) -> dict[Counter, Any]:
-    """Everything around parameters by its place.
+    """Record everything that an optimizer holds outside of the state of its parameters.
 
     Returns:
-        For a tensor what tells whether it was written, for other values their text.
+        By place, the identity and the version of a tensor, and the text of any other value.
     """
     found: dict[Counter, Any] = {}
     for home, values in around(twin):
@@ -81,7 +81,7 @@ def surroundings(twin: Optimizer) -> dict[Counter, Any]:
 
 
 def counts_of(optimizer: Optimizer) -> Counts:
-    """Plain numbers directly in a group or on the optimizer."""
+    """Return the plain numbers directly in a parameter group, on the optimizer, or under odd keys of its state."""
     return {
         Counter(home, str(key)): value
         for home, values in around(optimizer)
@@ -91,18 +91,23 @@ def counts_of(optimizer: Optimizer) -> Counts:
 
 
 def around(optimizer: Optimizer) -> list[tuple[Home, Mapping[str, Any]]]:
-    """What the optimizer holds around parameters: its attributes, odd keys of its state, then each group."""
+    """List what an optimizer holds outside of the state of parameters.
+
+    Returns:
+        Its attributes, the entries of its state whose keys are no parameters, and then each parameter group.
+    """
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
     groups: list[tuple[Home, Mapping[str, Any]]] = [("group", hypers(group)) for group in optimizer.param_groups]
     return [("self", attributes), ("state", odd_state(optimizer)), *groups]
 
 
 def give_counts(twin: Optimizer, counts: Mapping[Counter, Any], known: Iterable[Counter] = ()) -> None:
-    """Give a twin the numbers that an optimizer keeps outside of groups.
+    """Give a twin the numbers that an optimizer keeps outside of parameter groups.
 
     Args:
-        counts: the numbers; those of groups are left out.
-        known: counters that the twin must not have where `counts` has them not.
+        twin: the twin.
+        counts: the numbers. Those of parameter groups are ignored.
+        known: counters that are removed from the twin if `counts` lacks them.
     """
     homes: dict[Home, dict[Any, Any]] = {"self": vars(twin), "state": twin.state}
     for counter, value in counts.items():
@@ -114,7 +119,7 @@ def give_counts(twin: Optimizer, counts: Mapping[Counter, Any], known: Iterable[
 
 
 def counts_elsewhere(optimizer: Optimizer, counters: Iterable[Counter]) -> Counts:
-    """The values that those of these counters have now which are not in a group."""
+    """Return the current values of those counters that are not in a parameter group."""
     own = {counter: value for counter, value in counts_of(optimizer).items() if counter.home != "group"}
     for counter in counters:  # one may begin as an attribute of the class
         if counter.home == "self" and hasattr(optimizer, counter.key):
@@ -123,7 +128,7 @@ def counts_elsewhere(optimizer: Optimizer, counters: Iterable[Counter]) -> Count
 
 
 class CounterShadow:
-    """A copy of an optimizer with one tiny matrix per group. The optimizer counts what its shadow counts."""
+    """A copy of an optimizer with one tiny matrix per parameter group, whose counts the optimizer takes over."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -132,7 +137,7 @@ class CounterShadow:
         self._state: dict[Tensor, dict[str, Any]] = {}
 
     def count(self) -> None:
-        """Take one step and copy what it changed, for groups in which some parameter has a gradient."""
+        """Take one step and copy the counts that it changed. Parameter groups without gradients do not step."""
         groups = self.optimizer.param_groups
         self._params += [self._like(group["params"]) for group in groups[len(self._params) :]]
         for param, group in zip(self._params, groups, strict=True):
@@ -150,7 +155,7 @@ class CounterShadow:
             home.update(changed)
 
     def _like(self, params: list[Tensor]) -> Tensor:
-        """A parameter with as many dims as the group's first one."""
+        """Make a tiny parameter with as many dimensions as the first of some parameters."""
         first = params[0] if params else torch.zeros(2, 3)
         shape = tuple(min(n, 2 + i) for i, n in enumerate(first.shape))
         return torch.nn.Parameter(torch.ones(shape, dtype=first.dtype))  # on the CPU, so that no device is waited for

@@ -1,6 +1,6 @@
-"""The leaves of one parameter's state, by names that are identifiers.
+"""The leaves of one parameter's state, under names that are identifiers, because inputs of graphs have these names.
 
-`state["sides"]["left"]` is sides_left, `state["factors"][0]` is factors_0: graphs have inputs of these names.
+The name of `state["sides"]["left"]` is sides_left, and the name of `state["factors"][0]` is factors_0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LeafPaths = Mapping[str, LeafPath]
 
 
 def state_leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values, in a stable order."""
+    """Yield the name and the value of every leaf of a state, in a stable order."""
     if not any(isinstance(value, CONTAINERS) for value in state.values()):
         yield from ((leaf_name((key,)), value) for key, value in state.items())
         return
@@ -28,23 +28,23 @@ def state_leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def python_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves that are no tensors: counters."""
+    """Return the leaves of a state that are no tensors, such as counters, by name."""
     return {name: v for name, v in state_leaves(state) if not isinstance(v, Tensor)}
 
 
 def paths_of(state: Mapping[str, Any]) -> dict[str, LeafPath]:
-    """Where the leaves are."""
+    """Return the path of every leaf of a state, by the name of the leaf."""
     paths = [keys_of(path) for path, _ in pytree.tree_flatten_with_path(dict(state))[0]]
     return {leaf_name(path): path for path in paths}
 
 
 def structure_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same containers with None for every leaf."""
+    """Copy the containers of a state, with None for every leaf."""
     return {key: pytree.tree_map(lambda _: None, value) for key, value in state.items()}
 
 
 def empty_containers(structure: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries that hold no leaves, such as the empty list of a vector's preconditioners."""
+    """Copy the entries that hold no leaves, such as the empty list of a vector's preconditioners."""
     return {key: copy.deepcopy(value) for key, value in structure.items() if not pytree.tree_leaves(value)}
 
 
@@ -58,7 +58,7 @@ def leaf_name(path: LeafPath) -> str:
 
 
 def read(state: Mapping[str, Any], path: LeafPath) -> Any:
-    """The leaf, None where there is none."""
+    """Return the leaf at a path; None if the state has none there."""
     found: Any = state
     for key in path:
         if found is None or (isinstance(found, Mapping) and key not in found):
@@ -68,10 +68,16 @@ def read(state: Mapping[str, Any], path: LeafPath) -> Any:
 
 
 def write(state: dict[str, Any], path: LeafPath, value: Any, structure: Mapping[str, Any]) -> None:
-    """Put a leaf in its place; containers that are missing there are made as in `structure`.
+    """Put a leaf in its place in a state.
+
+    Args:
+        state: the state to write to.
+        path: the keys and indices that lead to the leaf.
+        value: the new leaf.
+        structure: a copy of the containers, from which an entry is made that the state lacks.
 
     Raises:
-        TypeError: it lies in a tuple.
+        TypeError: the leaf lies in a tuple.
     """
     if path[0] not in state:
         state[path[0]] = copy.deepcopy(structure[path[0]])

@@ -1,4 +1,7 @@
-"""Does a step draw random numbers? Then its bits depend on what else draws from the generator, and on which rank."""
+"""Find out whether a step draws random numbers.
+
+The bits of such a step depend on its rank and on all other code that draws from the same generator.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,20 @@ from torch import Tensor, fx
 
 
 def draws(graph: fx.Graph) -> bool:
-    """Is there an operator in it that takes numbers from a generator?"""
+    """Tell whether an operator of a graph draws from a random generator."""
     return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes)
 
 
 @dataclass(slots=True)
 class Dice:
-    """Were numbers drawn while `watched`?"""
+    """Whether random numbers were drawn inside `watched`; set when that context ends."""
 
     rolled: bool = False
 
 
 @contextlib.contextmanager
 def watched(device: torch.device) -> Iterator[Dice]:
+    """Watch the generators of the CPU and of a device, and tell on exit whether numbers were drawn from them."""
     dice, before = Dice(), generators(device)
     yield dice
     dice.rolled = any(not torch.equal(a, b) for a, b in zip(before, generators(device), strict=True))
@@ -31,13 +35,13 @@ def watched(device: torch.device) -> Iterator[Dice]:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[Dice]:
-    """Trial runs: as `watched`, and the generators are put back."""
+    """Do the same as `watched` for a trial run: on exit the generators get their earlier states back."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), watched(device) as dice:
         yield dice
 
 
 def generators(device: torch.device) -> list[Tensor]:
-    """Their states: of the CPU, on which code for a GPU may draw as well, and of the device."""
+    """Return the generator states of the CPU, on which code for a GPU may draw as well, and of a CUDA device."""
     found: list[Tensor] = [torch.get_rng_state()]
     if device.type == "cuda":
         found.append(torch.cuda.get_rng_state(device))

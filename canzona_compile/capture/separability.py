@@ -1,4 +1,4 @@
-"""Are parameters updated independently of one another? Everything here rests on a yes."""
+"""Check that an optimizer updates its parameters independently of one another. The whole package relies on it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,22 @@ from canzona_compile.ir.fx_utils import outputs, placeholders
 
 
 def check_separable(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, name: str) -> Counts:
-    """Capture two parameters alike and check that no value of one reaches the other.
+    """Capture the step of two equal parameters and check that no value of one reaches the other.
 
-    What cannot be traced is run instead, on small matrices: two parameters together must give the
-    bits that each gives alone.
+    A step that cannot be traced is run on small matrices instead: two parameters together must give the bits that
+    each of them gives alone.
+
+    Args:
+        optimizer: the optimizer.
+        group: the parameter group.
+        spec: the shape, the dtypes and the device of the parameters.
+        name: the name of the parameter, for the error.
 
     Returns:
-        What a step with two parameters counts outside of their state; a step with one has to count the same.
+        What a step with two parameters counts outside of their state. A step with one must count the same.
 
     Raises:
-        UnsupportedOptimizer: they depend on one another.
+        UnsupportedOptimizer: the parameters depend on one another.
     """
     try:
         oracle = Oracle(optimizer, group, spec, count=2)
@@ -44,6 +50,7 @@ def check_separable(optimizer: Optimizer, group: Mapping[str, Any], spec: Parame
 
 
 def coupled(optimizer: Optimizer, name: str) -> UnsupportedOptimizer:
+    """Make the error for an optimizer that couples parameters."""
     return UnsupportedOptimizer(
         f"{plain_class(optimizer).__name__} couples parameters: the update of one depends on others",
         at=name,
@@ -52,7 +59,7 @@ def coupled(optimizer: Optimizer, name: str) -> UnsupportedOptimizer:
 
 
 def mixes(variant: Variant) -> bool:
-    """Does some output of the graph depend on tensors of two parameters?"""
+    """Tell whether an output of a variant's graph depends on tensors of two parameters."""
     net: nx.DiGraph[Any] = nx.DiGraph()
     for node in variant.graph.nodes:
         net.add_node(node)
@@ -71,7 +78,7 @@ def mixes(variant: Variant) -> bool:
 
 
 def dependencies(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a value depends on; entry i of a `_foreach_` result depends on entries i alone."""
+    """Return the nodes that a value depends on. Entry i of a `_foreach_` result depends only on entries i."""
     if node.op == "output":
         return []
     source = node.args[0] if node.args else None

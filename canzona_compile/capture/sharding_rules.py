@@ -1,4 +1,4 @@
-"""Can the optimizer's own step run on DTensors? torch has sharding rules for most operators, not for all."""
+"""Find out whether the optimizer's own step runs on DTensors. torch lacks sharding rules for some operators."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from canzona_compile.capture.twin import make_twin, step_plainly
 
 
 def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor) -> str:
-    """Take two steps of a parameter like this one, which is thrown away. No collective, if the work is elementwise.
+    """Try two steps on a copy of a parameter and drop the copy. This is no collective if the work is elementwise.
 
-    It has the same shape, as rules may depend on whether shards are equal.
+    The copy has the same shape, because rules may depend on whether all shards have equal sizes.
 
     Returns:
-        What torch says of the operator that it has no rule for; nothing if it knows all of them.
+        Why the step fails, with torch's message about the operator; empty if the step runs.
     """
     like = torch.nn.Parameter(torch.zeros_like(param))
     dtype = param.dtype if param.grad is None else param.grad.dtype

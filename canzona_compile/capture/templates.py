@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 KindKey = tuple[Any, ...]
 Held = tuple[str, Shape | None, torch.dtype | None]
-LOOKAHEAD = 128  # steps; periods above that are met when they come, at the price of a new plan
+LOOKAHEAD = 128  # steps; periodic work with a longer period is captured when it comes, which costs a new plan
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
 
 
 @dataclass(eq=False)
 class ParamKind:
-    """All parameters alike: one oracle (none where the step is interpreted) and a template per variant.
+    """A kind of parameters: one oracle (None if the step is interpreted) and one template per variant.
 
-    Variants are learned as the step's control flow takes them: with and without periodic work, ...
+    Variants are added when the step's control flow first takes them, such as with and without periodic work.
     """
 
     oracle: Oracle | None
@@ -49,7 +49,7 @@ class ParamKind:
 
     @property
     def template(self) -> Template:
-        """That of the variant that was captured first."""
+        """The template of the variant that was captured first."""
         return next(iter(self.templates.values()))
 
     @property
@@ -88,17 +88,20 @@ class Capture:
 
     @property
     def captures(self) -> int:
-        """Graphs that Dynamo was asked for."""
+        """The number of graphs that Dynamo captured."""
         return sum(len(kind.oracle.variants) for kind in self.kinds.values() if kind.oracle is not None)
 
     def kind_of(
         self, group: Mapping[str, Any], spec: ParameterSpec, name: str, state: Mapping[str, Any] | None = None
     ) -> ParamKind:
-        """The kind of a parameter `name` of `group`, with the variant of its next step; captured now if new.
+        """Find the kind of a parameter, with the variant of its next step. Capture what is new.
 
         Args:
-            state: its state, portable; None if it has none yet. Where it is not what a first step leaves
-                (it was loaded, or hyperparameters that decide about it changed since) the kind is another.
+            group: its parameter group.
+            spec: its shape, dtypes and device.
+            name: its name, for errors.
+            state: its portable state; None if it has none yet. State that differs from what a first step leaves
+                makes another kind. It may have been loaded, or hyperparameters that decide about it changed since.
 
         Raises:
             UnsupportedOptimizer: the optimizer couples parameters or communicates by itself.
@@ -112,7 +115,7 @@ class Capture:
         if kind.oracle is None:
             return kind
         try:
-            if state or not kind.held:  # without any state every step is alike, the first one too
+            if state or not kind.held:  # without state the first step is like all others
                 self._learn(kind, kind.oracle, StepInputs(group, spec, python_leaves(state or {}), self.elsewhere()))
             if not state:
                 self._learn(kind, kind.oracle, after_first_step(kind, kind.oracle, group, spec))
@@ -146,11 +149,11 @@ class Capture:
         return kind
 
     def group_counters(self) -> frozenset[str]:
-        """Keys of what the step counts in its groups."""
+        """Return the keys of parameter groups in which the step counts."""
         return frozenset(counter.key for counter in self.counts if counter.home == "group")
 
     def elsewhere(self) -> Counts:
-        """The counters that are neither in a group nor in the state of a parameter, now."""
+        """Return the current counters that are neither in a parameter group nor in the state of a parameter."""
         return counts_elsewhere(self.optimizer, self.counts)
 
     def _capture(self, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None) -> ParamKind:
@@ -174,7 +177,7 @@ class Capture:
         kind.course = course_of(path, counters)
 
     def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Counts) -> dict[Any, Any]:
-        """All counters: leaves of the state by name, others by `Counter`."""
+        """Join all counters into one dict: leaves of the state by name, others by `Counter`."""
         own = {
             counter: group[counter.key] for counter in self.counts if counter.home == "group" and counter.key in group
         }
@@ -219,7 +222,7 @@ class Capture:
         return True
 
     def interpreted(self, spec: ParameterSpec, reason: str) -> ParamKind:
-        """The kind of parameters whose every step is the optimizer's own eager one, on an owner."""
+        """Make a kind whose every step is the optimizer's own eager step, on an owner rank."""
         label = self._label(spec)
         log.info("%s is interpreted: %s", label, reason)
         return ParamKind(None, {None: interpreted_template(label, spec, reason)}, (), {})
@@ -233,19 +236,19 @@ class Capture:
 
 
 def is_torch_s_own(optimizer: Optimizer) -> bool:
-    """Then its `foreach` is an implementation; elsewhere it may mean another formula."""
+    """Tell whether torch wrote the optimizer. If not, its `foreach` may select another formula."""
     return plain_class(optimizer).__module__.startswith("torch.optim")
 
 
 def after_first_step(kind: ParamKind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> StepInputs:
-    """What the code will see of counters when a parameter without state takes its second step."""
+    """Return what the code will see when a parameter that has no state yet takes its second step."""
     own = {counter.key: value for counter, value in oracle.counts.items() if counter.home == "group"}
     elsewhere = {counter: value for counter, value in oracle.counts.items() if counter.home != "group"}
     return StepInputs({**group, **own}, spec, kind.python_state, elsewhere)
 
 
 def held(state: Mapping[str, Any]) -> frozenset[Held]:
-    """Names, shapes and dtypes of the leaves of a state."""
+    """Return the names, shapes and dtypes of the leaves of a state."""
     return frozenset(
         (name, tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else (name, None, None)
         for name, v in state_leaves(state)
@@ -258,7 +261,7 @@ def state_leaf(name: str, value: torch.Tensor) -> Leaf:
 
 
 def template_of(variant: Variant, name: str, spec: ParameterSpec) -> Template:
-    """The template of a variant: leaves by name, and only the leaves that the step writes as outputs."""
+    """Make the template of a variant. Its inputs are named leaves; its outputs are the leaves that it writes."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     inputs: list[Leaf] = []

@@ -19,13 +19,13 @@ TORCH_DECORATORS = ("torch/optim/optimizer.py", "torch/utils/_contextlib.py")
 
 
 def plain_class(optimizer: Optimizer) -> type[Optimizer]:
-    """The class that the user wrote, whether the optimizer is wrapped or not."""
+    """Return the class that the user wrote, whether or not the optimizer is wrapped."""
     kind = type(optimizer)
     return getattr(kind, "_canzona_plain_class", kind)
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The step function of an optimizer class without the decorators that torch added."""
+    """Return the step function of an optimizer class without the decorators that torch added."""
     step: Callable[..., Any] = kind.step
     while hasattr(step, "__wrapped__"):
         source = inspect.getsourcefile(step.__code__) or ""
@@ -61,9 +61,9 @@ def make_twin(
     params: Sequence[Tensor],
     state: Mapping[Tensor, dict[str, Any]] | None = None,
 ) -> Optimizer:
-    """An optimizer of the same class and attributes with one group that holds `params`.
+    """Make an optimizer of the same class with the same attributes and one parameter group that holds `params`.
 
-    `copy.copy` would not do: Optimizer.__getstate__ drops the attributes that subclasses add.
+    `copy.copy` cannot do this, because `Optimizer.__getstate__` drops the attributes that subclasses add.
     """
     kind = plain_class(optimizer)
     twin = object.__new__(kind)
@@ -76,17 +76,17 @@ def make_twin(
 
 
 def odd_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """Entries of the state whose keys are no parameters."""
+    """Return the entries of an optimizer's state whose keys are no parameters."""
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
 def hypers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
+    """Return a parameter group without its parameters and their names."""
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def signature(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[Any, ...]:
-    """What of a group's hyperparameters makes graphs differ: all but the values of floats, and counters."""
+    """Return a key of the hyperparameters that may change graphs: not the values of floats, and no counters."""
 
     def shape(value: Any) -> Any:
         if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""How a kind's code goes on: which variant each step takes, and from where that repeats itself."""
+"""Which variant the code of a kind takes on each step, and from which step on the variants repeat themselves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Course:
     """The variants of a kind, step by step.
 
     Attributes:
-        counters: those that grow by one with every step, and their values at the second step of a parameter
-            (which is number 0 here: the first one makes the state).
-        start: the step from which on variants repeat themselves.
-        period: names of their templates from there on.
+        counters: the counters that grow by one on every step, with their values at the second step of a parameter.
+            That step has number 0 here, because the first step creates the state.
+        start: the number of the step from which on the variants repeat themselves.
+        period: the names of their templates, for one period that begins at `start`.
     """
 
     counters: Mapping[Any, int]
@@ -26,24 +26,27 @@ class Course:
 
     @property
     def periodic(self) -> bool:
-        """Is there work that only some steps do, again and again?"""
+        """Whether some work is done periodically, on some steps only."""
         return len(set(self.period)) > 1
 
     def number(self, counters: Counters) -> int:
-        """Which step it is, by the counters before it."""
+        """Return the number of a step, given the counters before it."""
         return next(int(counters[name]) - first for name, first in self.counters.items() if name in counters)
 
     def ahead(self, counters: Counters, steps: int) -> dict[Any, Any]:
-        """The counters some steps later."""
+        """Return the counters as they will be some steps later."""
         return {name: value + steps if name in self.counters else value for name, value in counters.items()}
 
 
 def course_of(path: Sequence[str], counters: Sequence[Counters]) -> Course | None:
-    """The course that explains a path best; None if nothing counts.
+    """Find the shortest course that explains a path.
 
     Args:
-        path: the templates that steps 0, 1, ... took.
-        counters: before each of these steps.
+        path: the names of the templates that steps 0, 1, ... took.
+        counters: the counters before each of these steps.
+
+    Returns:
+        The course; None if no counter grows by one on every step.
     """
     counting = {
         name: value
@@ -57,7 +60,7 @@ def course_of(path: Sequence[str], counters: Sequence[Counters]) -> Course | Non
 
 
 def repetition(path: Sequence[str]) -> tuple[int, int]:
-    """Start and length of what repeats itself: the shortest beginning and period, together, that give the path."""
+    """Find the start and the length of the period of a path, with the least sum of both."""
     found = []
     for length in range(1, len(path) + 1):
         unlike = [i for i in range(len(path) - length) if path[i] != path[i + length]]

@@ -1,4 +1,4 @@
-"""Memory of programs that never run at the same time, which they share."""
+"""Memory that several programs share, because they never run at the same time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,26 @@ from torch import Tensor
 
 
 class SharedSlots:
-    """Slots of bytes. Steps that take other variants of the code are other programs with buffers much alike."""
+    """Slots of bytes that programs share.
+
+    Steps on which the optimizer's code takes different variants run different programs. Their buffers have similar
+    sizes, so one set of slots serves all of them.
+    """
 
     def __init__(self) -> None:
         self._slots: list[Tensor] = []
 
     def of(self, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-        """A slot per size, at least as large and each another one: the smallest that is there and fits, or a new one.
+        """Return one slot per size. No slot is returned twice by one call.
 
-        Returns: [bytes] of uint8 on `device`, on which all slots are.
+        Each size gets the smallest existing slot that is large enough, or a new slot. Larger sizes choose first.
+
+        Args:
+            sizes: the least size of each slot in bytes.
+            device: the device of new slots. All slots of one object lie on the same device.
+
+        Returns:
+            The slots in the order of `sizes`, each a one-dimensional uint8 tensor of at least that many elements.
         """
         free = sorted(self._slots, key=Tensor.numel)
         found: dict[int, Tensor] = {}

@@ -49,11 +49,11 @@ class DeviceProgram:
 
 
 def with_device_numbers(program: Program, numbers: Sequence[str], changing: Collection[str]) -> DeviceProgram:
-    """Split a program in the arithmetic on its numbers and the rest.
+    """Split a program into the arithmetic on its numbers and the rest.
 
     Args:
-        program: as emitted; it is not changed.
-        numbers: names of its inputs that are Python numbers. Hyperparameters that are tensors are not among them.
+        program: the program as it was emitted; it is not changed.
+        numbers: the names of its inputs that are Python numbers. Hyperparameters that are tensors are not among them.
         changing: those of `numbers` that may change from step to step. Values that come from the others alone are
             of kind "kept".
 

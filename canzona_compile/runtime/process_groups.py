@@ -1,4 +1,4 @@
-"""Process groups by their ranks: the user's where there is one, else a new one."""
+"""Find the process group of some ranks: one that the user made if there is one, else a new one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Ranks = tuple[int, ...]
 
 
 class Groups:
-    """Finds or makes the process group of some ranks, ascending, and warms its communicator up.
+    """Finds or makes the process group of some ranks, and warms up its communicator.
 
-    A new group is made by its members alone, so ranks of other pipeline stages need not take part.
+    Ranks are global and ascending. Only its own members make a new process group, so ranks of other pipeline stages
+    need not take part.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,11 @@ class Groups:
         self._warm: set[Ranks] = set()
 
     def learn(self, candidates: Iterable[DeviceMesh | dist.ProcessGroup]) -> None:
-        """Remember the groups of meshes, and groups, that the user made."""
+        """Remember process groups that the user made. Those whose ranks are not ascending are left out.
+
+        Args:
+            candidates: process groups, and meshes with one process group per dimension.
+        """
         for candidate in candidates:
             if isinstance(candidate, DeviceMesh):
                 groups = [candidate.get_group(i) for i in range(candidate.ndim)]
@@ -34,6 +39,7 @@ class Groups:
                     self._known.setdefault(ranks, group)
 
     def of(self, ranks: Ranks) -> dist.ProcessGroup:
+        """Return the process group of these ranks. If it is new, all of them must call this."""
         if ranks not in self._known:
             if dist.group.WORLD is not None and ranks == tuple(range(dist.get_world_size())):
                 self._known[ranks] = dist.group.WORLD
@@ -44,8 +50,14 @@ class Groups:
         return self._known[ranks]
 
     def warm_up(self, ranks: Ranks, device: torch.device) -> None:
-        """One tiny all-to-all: NCCL connects peers lazily, and the first uneven exchange of many ranks
-        may otherwise deadlock."""
+        """Run one tiny all-to-all among these ranks, the first time that they are asked for. This is a collective.
+
+        NCCL connects peers lazily. Without this, the first uneven exchange of many ranks may deadlock.
+
+        Args:
+            ranks: the members of the process group.
+            device: the device of the communicator.
+        """
         if ranks in self._warm:
             return
         self._warm.add(ranks)

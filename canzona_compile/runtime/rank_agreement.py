@@ -1,4 +1,4 @@
-"""The ranks of one optimizer in agreement: the forums of its meshes, and what is compared there."""
+"""Agreement among all ranks of one optimizer: the forums of its meshes, and what the ranks compare in them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ Ranks = tuple[int, ...]
 
 
 class RankAgreement:
-    """All forums that this rank's parameters need. Every rank of a mesh makes the same calls in the same order.
+    """Holds all forums that this rank's parameters need.
+
+    Every rank of a mesh must make the same calls in the same order.
 
     Args:
         groups: finds the process group of each forum.
-        device: of the parameters.
+        device: the device of the parameters.
 
     Attributes:
-        waiter: waits for collectives, and meanwhile listens in all forums.
+        waiter: waits for collectives and listens in all forums meanwhile.
     """
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
@@ -32,14 +34,14 @@ class RankAgreement:
         self.waiter = Waiter(self._forums.values(), device)
 
     def report(self, members: Iterable[Ranks], error: CanzonaError | None) -> None:
-        """Tell the ranks of every mesh whether this rank could plan.
+        """Tell the ranks of every mesh whether this rank could make a plan. This is a collective.
 
         Args:
-            members: the ranks of each mesh.
-            error: what kept this rank from planning.
+            members: the global ranks of each mesh.
+            error: the error that kept this rank from planning; None if it made a plan.
 
         Raises:
-            CanzonaError: on all of these ranks, if one of them could not plan.
+            CanzonaError: one of these ranks could not make a plan. All of them raise.
         """
         for ranks in sorted(r for r in members if len(r) > 1):
             error = self._agree(ranks, "", error)
@@ -47,18 +49,19 @@ class RankAgreement:
             raise error
 
     def compare(self, owned: Step, options: str, present: Mapping[str, str]) -> None:
-        """Compare plans among the ranks that run them together.
+        """Compare plans among the ranks that run them together. This is a collective.
 
-        Ranks may hold further parameters on other meshes, so where there are several sets of ranks each
-        compares its own tasks.
+        A rank may hold further parameters on other meshes. So if there are several sets of ranks, each set compares
+        only the tasks that its ranks share.
 
         Args:
-            owned: the plan's step, with owners.
-            options: the options, as text.
-            present: by task, in the plan's order, what it has on this step ("a gradient", ...).
+            owned: the step of the plan, with owner ranks.
+            options: the options as text.
+            present: for each task, in the order of the plan, what it has on this step: "a gradient",
+                "a first gradient" or "no gradient".
 
         Raises:
-            RankMismatch: on all of these ranks, if plans differ.
+            RankMismatch: the plans differ. All ranks of the set raise.
         """
         grids = {t.layout.grid.members() for t in owned.tasks if t.layout.grid.size > 1}
         error: CanzonaError | None = None
@@ -75,7 +78,10 @@ class RankAgreement:
             raise error
 
     def _agree(self, ranks: Ranks, text: str, error: CanzonaError | None) -> CanzonaError | None:
-        """Agree in one forum. Returns what failed here, for the next forum: its ranks may not be in this one."""
+        """Agree in one forum and return the error that it raises, or None.
+
+        The caller passes this error on to the next forum, whose ranks may not be members of this one.
+        """
         try:
             self._forum(ranks).agree(text, error)
         except CanzonaError as found:
@@ -83,18 +89,18 @@ class RankAgreement:
         return None
 
     def call(self, number: int, change: str, error: CanzonaError | None) -> None:
-        """In a steady state: make sure that everybody saw the change that this rank saw.
+        """Make sure, during steady steps, that every rank saw the change that this rank saw.
 
         Args:
-            number: of the step.
-            change: the change, as text; ranks that saw the same have the same text.
-            error: what keeps this rank from taking the step.
+            number: the number of the step.
+            change: the change as text. Ranks that saw the same change have the same text.
+            error: the error that keeps this rank from taking the step; None if it can take it.
 
         Raises:
-            CanzonaError: on every rank, if one did not see the change or cannot take the step.
+            CanzonaError: a rank did not see the change or cannot take the step. Every rank raises.
         """
         forums = list(self._forums.values())
-        for forum in forums:  # all of them before waiting for any: who hears one raises in all
+        for forum in forums:  # call in all before waiting in any: a rank that hears one raises in all
             forum.call(number, change, error)
         if error is not None:
             raise error
@@ -107,7 +113,7 @@ class RankAgreement:
             raise
 
     def fail(self, number: int, error: CanzonaError) -> None:
-        """Tell everybody that this rank raised in the midst of step `number`, so that nobody waits for it."""
+        """Tell all ranks that this rank raised `error` during step `number`, so that no rank waits for it."""
         for forum in self._forums.values():
             forum.fail(error, number)
 

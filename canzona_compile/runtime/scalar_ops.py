@@ -1,6 +1,10 @@
-"""Numbers in tensors, and operators that take them, rounding as ATen's CUDA kernels do with numbers.
+"""Numbers that lie in 0-d tensors, and forms of ATen's operators that take such numbers.
 
-In 32 bits where tensors have 16, with one rounding for a product and its sum.
+The forms round as ATen's CUDA kernels round when they take Python numbers. They compute in 32 bits where tensors
+have 16 bits, and they round a product and its sum once.
+
+In the functions below a number is a Python number or a `DeviceNumber`. Results have the dtype that ATen gives them.
+The forms whose names end in an underscore write their result to the first tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +24,13 @@ aten = torch.ops.aten
 
 
 class DeviceNumber:
-    """A number as 0-d tensors, in 32 and in 64 bits."""
+    """A number in two 0-d tensors on a device, one float32 and one float64.
+
+    Attributes:
+        single: the float32 tensor.
+        double: the float64 tensor.
+        value: the value of both; None before the first `fill`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.single = torch.zeros((), dtype=torch.float32, device=device)
@@ -28,30 +38,32 @@ class DeviceNumber:
         self.value: float | None = None
 
     def fill(self, value: float) -> None:
-        """Give it a value, on the current stream; nothing is launched where it has that already."""
+        """Write a value to both tensors on the current stream. Nothing is launched if they hold it already."""
         if value != self.value:
             self.single.fill_(value)
             self.double.fill_(value)
             self.value = value
 
     def beside(self, tensor: Tensor) -> Tensor:
-        """As precise as arithmetic with `tensor` is."""
+        """Return the 0-d tensor whose precision fits arithmetic with `tensor`: float64 for float64, else float32."""
         return self.double if tensor.dtype == torch.float64 else self.single
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In the precision in which ATen computes: 16-bit formats in 32 bits."""
+    """Convert a tensor to the precision in which ATen computes: float64 stays, all others become float32."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def operand(value: Any, tensor: Tensor) -> Any:
+    """Return what arithmetic with `tensor` takes for `value`: a 0-d tensor for a `DeviceNumber`, a wide tensor for a
+    tensor, and a Python number as it is."""
     if isinstance(value, DeviceNumber):
         return value.beside(tensor)
     return wide(value) if isinstance(value, Tensor) else value
 
 
 def result_dtype(*values: Any) -> torch.dtype:
-    """Of an operator on floating-point tensors; numbers do not count."""
+    """Return the dtype of the result of an operator on these values. Only tensors among them count."""
     tensors = [v for v in values if isinstance(v, Tensor)]
     found = tensors[0].dtype
     for tensor in tensors[1:]:
@@ -60,17 +72,18 @@ def result_dtype(*values: Any) -> torch.dtype:
 
 
 def tensor_among(*values: Any) -> Tensor:
+    """Return the first tensor among some values."""
     return next(v for v in values if isinstance(v, Tensor))
 
 
 def mul(x: Any, y: Any) -> Tensor:
-    """x * y; either may be a number."""
+    """Return x * y. Either operand may be a number."""
     like = tensor_among(x, y)
     return torch.mul(operand(x, like), operand(y, like)).to(result_dtype(x, y))
 
 
 def div(x: Any, y: Any) -> Tensor:
-    """x / y. By a number ATen's CUDA kernel multiplies with its reciprocal."""
+    """Return x / y. To divide by a number, this multiplies with its reciprocal on CUDA, as ATen's kernel does."""
     like = tensor_among(x, y)
     a, b = operand(x, like), operand(y, like)
     by_reciprocal = isinstance(y, DeviceNumber) and like.is_cuda
@@ -78,16 +91,17 @@ def div(x: Any, y: Any) -> Tensor:
 
 
 def add(x: Any, y: Any, *, alpha: Any = 1) -> Tensor:
-    """x + alpha y, in one rounding on CUDA."""
+    """Return x + alpha * y, with one rounding on CUDA."""
     return scaled_sum(x, y, alpha, 1)
 
 
 def sub(x: Any, y: Any, *, alpha: Any = 1) -> Tensor:
-    """x - alpha y, in one rounding on CUDA."""
+    """Return x - alpha * y, with one rounding on CUDA."""
     return scaled_sum(x, y, alpha, -1)
 
 
 def scaled_sum(x: Any, y: Any, alpha: Any, sign: int) -> Tensor:
+    """Return x + sign * alpha * y, where `sign` is 1 or -1."""
     like = tensor_among(x, y)
     a, b = operand(x, like), operand(y, like)
     if isinstance(alpha, DeviceNumber):
@@ -100,17 +114,17 @@ def scaled_sum(x: Any, y: Any, alpha: Any, sign: int) -> Tensor:
 
 
 def lerp(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """x + weight (end - x), as ATen does it."""
+    """Return x + weight * (end - x), computed as ATen computes it."""
     return torch.lerp(wide(x), wide(end), operand(weight, x)).to(result_dtype(x, end))
 
 
 def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
-    """x + value a b, with a b rounded first, as CUDA's kernel does it."""
+    """Return x + value * a * b. The product a * b is rounded first, as in ATen's CUDA kernel."""
     return torch.addcmul(wide(x), torch.mul(wide(a), wide(b)), operand(value, x)).to(result_dtype(x, a, b))
 
 
 def addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
-    """x + value a / b."""
+    """Return x + value * a / b."""
     quotient, factor = torch.div(wide(a), wide(b)), operand(value, x)
     if isinstance(value, DeviceNumber):
         total = torch.addcmul(wide(x), quotient, factor)
@@ -129,13 +143,16 @@ def sym_gemm(
     diag: Any = 0.0,
     trans: bool = False,
 ) -> Tensor:
-    """`canzona::sym_gemm`, whose kernels take numbers in tensors, but not its schema."""
+    """Compute `canzona::sym_gemm` with numbers that may be device numbers.
+
+    The schema of the operator takes Python numbers only, so this calls the kernels directly.
+    """
     first, second, third = (operand(number, a) for number in (alpha, beta, diag))
     return sym_kernel.sym_gemm(a, b, c, alpha=first, beta=second, diag=third, trans=trans)
 
 
 def gemm_axpby(factor: Tensor, x: Tensor, *, alpha: Any = 1.0, beta: Any = 1.0, right: bool = False) -> Tensor:
-    """`canzona::gemm_axpby`, likewise."""
+    """Compute `canzona::gemm_axpby` with numbers that may be device numbers, as `sym_gemm` above does."""
     return axpby_kernel.gemm_axpby(factor, x, alpha=operand(alpha, x), beta=operand(beta, x), right=right)
 
 
@@ -188,5 +205,14 @@ FORMS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 def each_numbered(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The form of `op` for every task, see `program_ops.each`."""
+    """Run the form of an operator once for every task of a loop.
+
+    Args:
+        op: an operator that `FORMS` has a form for.
+        args: the arguments of `program_ops.each` after its first one.
+        kwargs: the keyword arguments of `program_ops.each`.
+
+    Returns:
+        What `program_ops.each` returns.
+    """
     return program_ops.each(FORMS[op], *args, **kwargs)

@@ -1,11 +1,11 @@
-"""How ranks agree: before they run a plan, and when one of them cannot go on with it.
+"""Agreement among ranks, before they run a plan and when one of them cannot continue with it.
 
-Planning ends with a collective comparison. In a steady step nothing is compared: a rank whose
-gradients are the same ones as before just goes on. A rank that finds a change does not start the
-agreed collectives. It *calls* the others through the store (a key-value server on the host, no
-collective) and waits for them. If all call, because all saw the same change, they go on with another
-program. Ranks that did not see it are waiting for a collective by then; after a second of waiting they
-look for a call, answer it, and every rank raises the same error.
+Planning ends with a collective that compares the plans of all ranks. In a steady step nothing is compared: a rank
+that has gradients for the same parameters as before continues without asking. A rank that finds a change does not
+start the agreed collectives. It *calls* the other ranks through the store (a key-value server on the host, which
+needs no collective) and waits for them. If all ranks call, they have all seen the same change, and they continue
+with another program. A rank that did not see the change is waiting for a collective by then. After one second of
+waiting it looks for a call and answers it, and every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ PATIENCE = timedelta(seconds=1)
 
 
 class StoreAgreement:
-    """Some ranks that run collectives together.
+    """A forum: a set of ranks that run collectives together and agree on what they run.
 
-    Every member makes its forums in the same order, so that their numbers in the store agree.
+    The constructor runs a collective, so every member must create its forums in the same order.
+
+    Args:
+        ranks: the global ranks of the members, ascending.
+        group: the process group of these ranks.
+        device: the device of the tensors that the collectives of a step move.
     """
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -38,23 +43,30 @@ class StoreAgreement:
         token = self.share(f"{time.time_ns()}")[0]
         store = dist.distributed_c10d._get_default_store()
         self.store = PrefixStore(f"canzona/{token}/{'-'.join(map(str, self.ranks))}", store)
-        self.settled = 0  # the last step in which all called with the same finding
+        self.settled = 0  # the last step in which all members called with the same finding
 
     def share(self, value: str) -> list[str]:
-        """Everybody's value, by member; a collective."""
+        """Gather one string from every member. This is a collective.
+
+        Args:
+            value: the string of this rank.
+
+        Returns:
+            The strings of all members, in the order of `ranks`.
+        """
         values: list[str | None] = [None] * len(self.ranks)
         dist.all_gather_object(values, value, group=self.group)
         return [v or "" for v in values]
 
     def agree(self, text: str, error: CanzonaError | None) -> None:
-        """Compare plans before the first collective of a plan.
+        """Compare the plans of all members before the first step of a plan. This is a collective.
 
         Args:
-            text: the plan, line by line.
-            error: what kept this rank from making one.
+            text: the plan as text, line by line.
+            error: the error that kept this rank from making a plan; None if it made one.
 
         Raises:
-            CanzonaError: on every member, if any member failed or plans differ.
+            CanzonaError: a member failed, or the plans differ. Every member raises.
         """
         failures = self.share(str(error or ""))
         if error is not None:
@@ -73,15 +85,26 @@ class StoreAgreement:
     # -- when something changes in a steady state ---------------------------------------------------
 
     def call(self, number: int, finding: str, error: CanzonaError | None) -> None:
-        """Tell the others what this rank found, and that it does not start what was agreed for step `number`."""
+        """Tell the other members that this rank does not start the collectives that were agreed for a step.
+
+        Args:
+            number: the number of the step.
+            finding: what this rank found changed.
+            error: the error that keeps this rank from taking the step; None if it can take it.
+        """
         self.store.set(f"{number}/{self.rank}", json.dumps([finding, str(error or "")]))
         self.store.set(f"call/{number}", str(self.rank))
 
     def hear(self, number: int, finding: str) -> None:
-        """After a call: return when every member called with the same finding.
+        """After a call, wait until every member has called with the same finding.
+
+        Args:
+            number: the number of the step.
+            finding: what this rank found changed, as it was given to `call`.
 
         Raises:
-            CanzonaError: on every member otherwise; nothing was updated.
+            CanzonaError: a member failed, found something else, or did not answer within the timeout of the process
+                group. Every member raises, and nothing was updated.
         """
         others = [r for r in self.ranks if r != self.rank]
         findings = {self.rank: finding}
@@ -102,7 +125,14 @@ class StoreAgreement:
         self.settled = number
 
     def listen(self, number: int) -> None:
-        """While waiting for a collective of step `number`: has anybody called? Then answer and raise."""
+        """Answer a call, if there is one, while this rank waits for a collective.
+
+        Args:
+            number: the number of the step whose collective this rank waits for.
+
+        Raises:
+            CanzonaError: a member called or failed, so the collective will not complete.
+        """
         self._hear_failure(number)
         if self.settled == number or not self.store.check([f"call/{number}"]):
             return
@@ -114,9 +144,11 @@ class StoreAgreement:
         raise self._disagreement({caller: finding, self.rank: ""})
 
     def fail(self, error: CanzonaError, number: int | None = None) -> None:
-        """Tell the others that this rank raised in step `number`, perhaps for something in another forum.
+        """Tell the other members that this rank raised an error, possibly because of another forum.
 
-        None: a collective broke, so no later step can work either.
+        Args:
+            error: the error that this rank raises.
+            number: the number of the step. None means that a collective broke, so no later step can work either.
         """
         with contextlib.suppress(RuntimeError):  # the store may have died with its host
             self.store.set("broken" if number is None else f"failed/{number}", str(error))
@@ -140,7 +172,15 @@ def hash_of(text: str) -> str:
 
 
 def first_difference(ranks: Sequence[int], texts: Sequence[str]) -> str:
-    """The first line in which two members' plans differ."""
+    """Find the first line in which the plan of a member differs from the plan of the first member.
+
+    Args:
+        ranks: the global ranks of the members.
+        texts: the plan of each member as text, in the order of `ranks`.
+
+    Returns:
+        A text for an error message, with both lines.
+    """
     base = texts[0].splitlines()
     for rank, text in zip(ranks[1:], texts[1:], strict=True):
         lines = text.splitlines()
@@ -153,7 +193,7 @@ def first_difference(ranks: Sequence[int], texts: Sequence[str]) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """The timeout of a process group in seconds."""
+    """Return the timeout of a process group on a device, in seconds."""
     options = getattr(group._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout.total_seconds()
@@ -163,35 +203,38 @@ class Waiter:
     """Waits for the collectives of a step and listens for calls meanwhile. Implements `program_ops.Watch`.
 
     Args:
-        forums: where it listens; the collection may grow later.
-        device: of the collectives' tensors.
+        forums: the forums in which it listens; the collection may grow later.
+        device: the device of the tensors that the collectives move.
 
     Attributes:
-        number: of the step whose collectives it waits for.
+        number: the number of the step whose collectives it waits for. The caller sets it before each step.
     """
 
     def __init__(self, forums: Collection[StoreAgreement], device: torch.device) -> None:
         self.forums, self.device, self.number = forums, device, 0
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective: the host on CPU, the current stream elsewhere.
+        """Wait for a collective. On the CPU the host waits; on other devices the current stream waits.
+
+        Args:
+            work: the collective, which was started asynchronously.
 
         Raises:
             CanzonaError: the collective failed, or a peer called and will not take part in it.
         """
-        if self.device.type != "cpu":  # NCCL's watchdog ends a hang
+        if self.device.type != "cpu":  # the watchdog of NCCL ends a collective that hangs
             work.wait()
             return
         while True:
             try:
                 work.wait(PATIENCE)
                 return
-            except RuntimeError:  # `wait` has the same type of error for a timeout and for a failure
+            except RuntimeError:  # `wait` raises the same type for a timeout and for a failure
                 if work.is_completed():
                     break
             self._listen()
         try:
-            work.wait()  # at once: it succeeded as patience ended, or it raises the reason
+            work.wait()  # returns at once: the work succeeded as the timeout ran out, or this raises the reason
         except RuntimeError as error:
             failure = CanzonaError(
                 f"a collective of this step failed: {str(error).splitlines()[0]}",

@@ -1,10 +1,10 @@
-"""The streams of a rank program: real ones on CUDA, elsewhere the order of the program itself.
+"""The streams of a rank program: CUDA streams on a GPU, and the order of the program itself on other devices.
 
-Nothing here lets the host wait. The caller's stream is the one that is current when a program begins: gradients and
-parameters come from it, and it waits for all others at the end.
+Nothing here makes the host wait. The caller's stream is the stream that is current when a program begins. It
+produces the gradients and parameters, and it waits for all other streams at the end of the program.
 
-Memory. Buffers are made once, so that events alone decide who may use them. Values that one stream computes and
-another reads are lent (`Tensor.record_stream`), which is what torch's allocator asks for.
+Buffers are allocated once, so events alone decide which stream may use a buffer. A tensor that one stream computes
+and another stream reads is lent to the reader with `Tensor.record_stream`, as torch's allocator requires.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from torch import Tensor
 from canzona_compile.ir.program import StreamSet
 from canzona_compile.lowering.stream_sync import CALLER, PACK
 
-FIRST = -1  # CUDA's higher priority
+FIRST = -1  # a higher priority than 0, which is the default of CUDA
 
 
 class InOrder:
-    """One stream, or none: every call is done after those before it, so that events say nothing."""
+    """Streams of a program that runs on one stream, or on a device without streams.
+
+    Every call takes effect after the calls before it, so events have nothing to do.
+    """
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -44,7 +47,12 @@ class InOrder:
 
 
 class CudaStreams:
-    """CUDA streams and events. Events are made once and recorded anew on each run."""
+    """CUDA streams and events of one program. Each event is created once and recorded anew on every run.
+
+    Args:
+        wanted: the names of the streams and the number of events that the program uses.
+        device: the CUDA device.
+    """
 
     def __init__(self, wanted: StreamSet, device: torch.device) -> None:
         self.device = device
@@ -53,13 +61,13 @@ class CudaStreams:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """While open a program runs; afterwards the caller's stream is current again, also if it raised."""
+        """Run a program inside this context. On exit, also after an error, the caller's stream is current again."""
         caller = self._streams[CALLER] = torch.cuda.current_stream(self.device)
         try:
             yield
         except BaseException:
             torch.cuda.set_stream(caller)
-            if not torch.cuda.is_current_stream_capturing():  # what was begun still reads the caller's tensors
+            if not torch.cuda.is_current_stream_capturing():  # work that was launched still reads the caller's tensors
                 for name in self._streams.keys() - {CALLER}:
                     caller.wait_stream(self._streams[name])
             raise
@@ -68,33 +76,52 @@ class CudaStreams:
             del self._streams[CALLER]
 
     def switch(self, name: str) -> None:
+        """Make the stream with this name the current one."""
         torch.cuda.set_stream(self._streams[name])
 
     def record(self, event: int) -> None:
+        """Record the event with this index on the current stream."""
         self._events[event].record()
 
     def wait(self, event: int) -> None:
+        """Make the current stream wait for the event with this index."""
         self._events[event].wait()
 
     def lend(self, tensors: Sequence[Tensor]) -> None:
+        """Tell torch's allocator that the current stream uses these tensors of another stream."""
         current = torch.cuda.current_stream(self.device)
         for tensor in tensors:
             tensor.record_stream(current)
 
 
 def streams_for(wanted: StreamSet | None, device: torch.device) -> InOrder | CudaStreams:
-    """What `wanted` is on a device."""
+    """Create the streams of a program on a device.
+
+    Args:
+        wanted: the streams and events of the program; None if it uses one stream.
+        device: the device of the program.
+
+    Returns:
+        `CudaStreams` if the program asks for streams and the device is a CUDA device, else `InOrder`.
+    """
     return InOrder() if wanted is None or device.type != "cuda" else CudaStreams(wanted, device)
 
 
 def index_of(device: torch.device) -> int:
+    """Return the index of a CUDA device; the current device stands for a device without an index."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 @functools.cache
 def stream_named(name: str, device: int) -> Any:
-    """The stream of this name, one per process and device, so that all programs share its memory.
+    """Return the CUDA stream with this name.
 
-    Copies feed collectives, and are short beside products: they go first.
+    There is one such stream per process and device, so all programs share the memory that is cached for it. The
+    stream of copies has the higher priority: copies feed collectives, and they are short compared with matrix
+    products.
+
+    Args:
+        name: the name of the stream.
+        device: the index of the CUDA device.
     """
     return torch.cuda.Stream(device, priority=FIRST if name == PACK else 0)

@@ -1,1 +1,1 @@
-"""A wrapped optimizer from step to step: binding, planning, choosing programs, running them, keeping state."""
+"""The steps of a wrapped optimizer: bind parameters, plan, choose and run programs, and keep the state."""

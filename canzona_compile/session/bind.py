@@ -1,7 +1,7 @@
-"""From an optimizer's parameters to tasks: names, layouts, kinds.
+"""Bind an optimizer's parameters to tasks: find the name, the layout and the kind of each.
 
-Parameters are bound when they are needed, at the first step: Accelerate and others replace them after
-the optimizer was built.
+Parameters are bound at the first step and no earlier, because Accelerate and other frameworks replace parameters
+after the optimizer was built.
 """
 
 from __future__ import annotations
@@ -41,7 +41,15 @@ from canzona_compile.split import check_patterns, chosen, part_of_layout
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BoundParam:
-    """A parameter of the optimizer, or a piece of the parameter `fused`, and what is known of it."""
+    """A parameter of the optimizer, or one piece of a fused parameter, with its task.
+
+    Attributes:
+        param: the parameter; for a piece, the parameter that stands for it.
+        param_group: the index of its parameter group.
+        task: its task, with the layout.
+        kind: its captured code and the leaves of its state.
+        fused: the fused parameter that it is a piece of; None for a whole parameter.
+    """
 
     param: Tensor
     param_group: int
@@ -51,10 +59,14 @@ class BoundParam:
 
 
 def named_params(optimizer: Optimizer, names: Sequence[Sequence[str]] = ()) -> list[tuple[str, int, Tensor]]:
-    """(name, group, parameter) of every parameter.
+    """Name every parameter of an optimizer, with unique names.
 
     Args:
-        names: by group, for those without `param_names`.
+        optimizer: the optimizer.
+        names: the names of the parameters in each parameter group that has no `param_names`.
+
+    Returns:
+        For each parameter its name, the index of its parameter group, and the parameter.
     """
     found = []
     for g, group in enumerate(optimizer.param_groups):
@@ -70,18 +82,30 @@ def named_params(optimizer: Optimizer, names: Sequence[Sequence[str]] = ()) -> l
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient, or of the parameter if it has no gradient."""
     return param.dtype if param.grad is None else param.grad.dtype
 
 
 class Binder:
-    """Makes the tasks of an optimizer."""
+    """Makes the tasks of an optimizer on this rank.
+
+    Args:
+        optimizer: the optimizer.
+        options: the options of `wrap`.
+        capture: the captured code of the optimizer.
+
+    Attributes:
+        distributed: whether there is a default process group.
+        rank: this rank, global; 0 without a process group.
+        replicas: the global ranks of `replicate=`, ascending; empty without it.
+    """
 
     def __init__(self, optimizer: Optimizer, options: Options, capture: Capture) -> None:
         self.optimizer, self.options, self.capture = optimizer, options, capture
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.replicas = self._replica_ranks()
-        self._rules: dict[Any, str] = {}  # what torch says of the elementwise work of parameters alike
+        self._rules: dict[Any, str] = {}  # by kind of parameter, the reason that `missing_rule` gives
         self._rows: dict[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = {}
 
     def _replica_ranks(self) -> tuple[int, ...]:
@@ -92,10 +116,14 @@ class Binder:
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
     def bind(self) -> list[BoundParam]:
-        """One entry per parameter.
+        """Bind all parameters of the optimizer.
+
+        Returns:
+            One entry per parameter, and one per piece of a fused parameter.
 
         Raises:
-            UnsupportedLayout, UnsupportedOptimizer: with the parameter's name.
+            CanzonaError: a pattern of `split=` fits no parameter, or a parameter has a layout or an update that is
+                not supported. The error then names the parameter.
         """
         named = named_params(self.optimizer, self.options.names)
         check_patterns(self.options.split, [name for name, _, _ in named])
@@ -105,7 +133,20 @@ class Binder:
         return found
 
     def bind_one(self, index: int, name: str, group: int, param: Tensor) -> list[BoundParam]:
-        """The entry of one parameter, or of each of its pieces; raises as `bind`."""
+        """Bind one parameter.
+
+        Args:
+            index: the index of its first task.
+            name: its name.
+            group: the index of its parameter group.
+            param: the parameter.
+
+        Returns:
+            One entry, or one entry per piece if the parameter is fused.
+
+        Raises:
+            CanzonaError: the parameter is not supported; the error names it.
+        """
         try:
             return self._bind(index, name, group, param)
         except CanzonaError as error:
@@ -123,7 +164,7 @@ class Binder:
         if split is not None:
             pieces = self._bind_pieces(index, name, g, Fused(name, param, split, self._box(layout)))
             if any(b.kind.template.interpreted or holistic(b.kind.template) for b in pieces):
-                return pieces  # elementwise work is the same on the parts as on the whole
+                return pieces  # elementwise work gives the same result on the pieces as on the whole
         layout, kind = self._kind(g, param, name, self.optimizer.state.get(param))
         elementwise = not kind.template.interpreted and not holistic(kind.template)
         if isinstance(param, DTensor) and elementwise and (reason := self._missing_rule(g, param)):
@@ -154,10 +195,17 @@ class Binder:
         state: dict[str, Any] | None,
         within: Callable[[Layout], Layout] = lambda layout: layout,
     ) -> tuple[Layout, ParamKind]:
-        """A matrix's layout and kind; of a stack of independent matrices, those of this rank's entries.
+        """Find the layout and the kind of a matrix.
+
+        If the parameter is a stack of independent matrices whose first dimension is sharded, the result describes
+        this rank's entries of the stack only.
 
         Args:
-            within: from the layout of the parameter to that of the matrix.
+            g: the index of the parameter group.
+            param: the parameter that holds the matrix.
+            name: the name of the matrix.
+            state: the portable state of the matrix; None or empty if it has none.
+            within: maps the layout of the parameter to the layout of the matrix.
         """
         layout = within(self.layout(param))
         kind = self._captured(g, layout, param, name, state)
@@ -175,7 +223,7 @@ class Binder:
         return ParameterSpec(layout.shape, param.dtype, grad_dtype(param), param.device)
 
     def layout(self, param: Tensor) -> Layout:
-        """How a parameter lies on the ranks."""
+        """Return how a parameter is laid out over ranks."""
         if isinstance(param, DTensor):
             return self._spread(dtensor_layout(param, self.rank))
         if self.replicas:
@@ -183,7 +231,7 @@ class Binder:
         return local_layout(param.shape, self.rank)
 
     def _spread(self, layout: Layout) -> Layout:
-        """A DTensor's layout, repeated over `replicate=` where its own mesh does not reach there."""
+        """Repeat a DTensor's layout over the ranks of `replicate=`, unless its own mesh contains them all."""
         if not self.replicas or set(self.replicas) <= set(layout.grid.members()):
             return layout
         rows = self._rows_of_replicas(layout.grid.ranks)
@@ -203,12 +251,12 @@ class Binder:
 
 
 def cut_along_experts(param: DTensor) -> bool:
-    """Is it a stack of matrices whose first dim is sharded?"""
+    """Tell whether a parameter is a stack of matrices whose first dimension is sharded."""
     return param.ndim > 2 and any(isinstance(p, Shard) and p.dim == 0 for p in param.placements)
 
 
 def same_but_sizes(whole: ParamKind, part: ParamKind) -> bool:
-    """Did the optimizer do the same to a part of a stack as to the whole, sizes aside?"""
+    """Tell whether the optimizer treats a part of a stack as it treats the whole, apart from sizes."""
 
     def without_sizes(kind: ParamKind) -> list[Any]:
         calls = [n for n in kind.template.graph.nodes if n.op == "call_function"]
@@ -218,14 +266,21 @@ def same_but_sizes(whole: ParamKind, part: ParamKind) -> bool:
 
 
 def meshes_of(params: Sequence[Tensor]) -> list[DeviceMesh]:
+    """Return the device meshes of the DTensors among some parameters, each mesh once."""
     return list({id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values())
 
 
 def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
-    """Refuse a gradient that cannot be part of this step.
+    """Refuse a gradient that cannot take part in this step.
+
+    Args:
+        param: a parameter with a gradient.
+        name: the name of the parameter, for the error.
+        expected: the dtype of the gradient that the plan was made for.
 
     Raises:
-        InvalidGradient: sparse, complex, partial, or of another shape or dtype than planned.
+        InvalidGradient: the gradient is sparse or complex, has other placements than its parameter, or has another
+            shape or dtype than planned.
     """
     grad = param.grad
     assert grad is not None

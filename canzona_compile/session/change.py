@@ -1,4 +1,4 @@
-"""What a rank finds changed before a step, so that the other ranks must have seen it as well."""
+"""The changes that a rank finds before a step, and that the other ranks must have found as well."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 
 class ChangeKind(enum.Enum):
-    """What a change asks for."""
+    """What a change requires before the step can run."""
 
-    REPLAN = enum.auto()  # a new plan
-    PRESENCE = enum.auto()  # a program for other tasks
-    VARIANTS = enum.auto()  # a program for other variants
+    REPLAN = enum.auto()  # it requires a new plan
+    PRESENCE = enum.auto()  # it requires a program for other tasks
+    VARIANTS = enum.auto()  # it requires a program for other variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class StepChange:
     """A change that ranks compare before they go on.
 
     Attributes:
-        kind: what the change asks for.
-        text: what changed, for comparison and for people. Ranks that saw the same change have the same text.
+        kind: what the change requires.
+        text: what changed. Ranks compare it, and errors show it. Ranks that saw the same change have the same text.
     """
 
     kind: ChangeKind
@@ -28,5 +28,5 @@ class StepChange:
 
     @classmethod
     def replan(cls, reason: str) -> StepChange:
-        """The plan does not fit any more, for this reason."""
+        """Make the change that requires a new plan, for this reason."""
         return cls(ChangeKind.REPLAN, f"re-plan: {reason}")

@@ -1,8 +1,8 @@
-"""The step that torch.distributed.checkpoint takes with a fresh optimizer, to see what its state looks like.
+"""The dummy step that torch.distributed.checkpoint takes with a new optimizer, to learn the form of its state.
 
-Torch's `_init_optim_state` sets all gradients and every lr to zero and calls `step`. A plain optimizer has
-counted a step then, and SOAP has used up the step that only finds its basis. A wrapped optimizer has state
-afterwards, and is as it was in every other respect. The next step forgets that state unless it was loaded.
+Torch's `_init_optim_state` sets all gradients and every lr to zero and calls `step`. After that a plain optimizer
+has counted one step, and SOAP has used up the step that only finds its basis. A wrapped optimizer has state after
+the dummy step and is otherwise unchanged. Its next step drops that state unless a checkpoint was loaded into it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from canzona_compile.ir.layout import local_part
 
 
 def is_dummy_step(optimizer: Optimizer) -> bool:
-    """Is the step that is about to be taken a dummy step?
+    """Tell whether the step that is about to be taken is a dummy step.
 
-    Zeros alone do not tell: a warm-up from lr 0 of a model whose last layer is initialised with zeros begins
-    with such a step as well, and that one counts. The call itself is that of any user too, `step(closure=None)`.
-    So the caller decides, by its name, which copies of torch's function in training frameworks have kept.
+    Zero gradients and a zero lr do not decide this. A warm-up from lr 0, of a model whose last layer is initialised
+    with zeros, also begins with such a step, and that step counts. The call `step(closure=None)` does not decide it
+    either, because any user may write it. So this looks for a caller with the name of torch's function. Copies of
+    that function in training frameworks have kept the name.
 
     Torch could make this unnecessary with a method of `Optimizer` that creates state without a step, or with a mark
     on the step that `_init_optim_state` takes.
@@ -34,16 +35,16 @@ def is_dummy_step(optimizer: Optimizer) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_name.endswith("init_optim_state"):
         frame = frame.f_back
-    # The rates last: one that is a tensor on a device would let the host wait.
+    # Look at the lrs last: the host would wait for an lr that is a tensor on a device.
     return frame is not None and all(group.get("lr", 0.0) == 0.0 for group in optimizer.param_groups)
 
 
 @contextlib.contextmanager
 def undone(optimizer: Optimizer) -> Iterator[None]:
-    """While open, a step may be taken; afterwards everything but the state of parameters is as it was before.
+    """Allow a step inside this context, and undo it on exit except for the state of parameters.
 
-    Each lr is the default one meanwhile. Otherwise code that depends on hyperparameters would be captured for a lr of
-    zero, and nobody would use that capture again.
+    Inside the context each lr has its default value. Otherwise code that depends on hyperparameters would be captured
+    for an lr of zero, and no later step would use that capture.
     """
     params = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
     values = [p.detach().clone() for p in params]

@@ -1,4 +1,4 @@
-"""What eager steps ask for beside tensors: the optimizer, parameter groups, and whether they may draw numbers."""
+"""What eager steps need besides tensors: the optimizer, its parameter groups, and the rule on random numbers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,38 @@ from canzona_compile.session.state import StateStore
 
 
 class PlanContext:
-    """The context of eager steps of one plan. Implements `program_ops.EagerContext`."""
+    """The context of the eager steps of one plan. Implements `program_ops.EagerContext`.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        plan: the plan.
+        store: the tensors of the plan's tasks.
+    """
 
     def __init__(self, optimizer: Optimizer, plan: Plan, store: StateStore) -> None:
         self.optimizer, self.plan, self.store = optimizer, plan, store
         self._warned = False
 
     def eager_optimizer(self) -> Optimizer:
-        """The optimizer whose own code takes the step."""
+        """Return the optimizer whose own code takes the step."""
         return self.optimizer
 
     def param_group_of(self, task: str) -> dict[str, Any]:
-        """The parameter group of a task, as it is now."""
+        """Return the current parameter group of a task."""
         return self.optimizer.param_groups[self.plan.bound[task].param_group]
 
     def state_of(self, task: str) -> dict[str, Any]:
-        """The state that the eager step of a task reads and writes, see `StateStore.eager_state`."""
+        """Return the state that the eager step of a task reads and writes, see `StateStore.eager_state`."""
         return self.store.eager_state(task)
 
     def drew_random_numbers(self, task: str) -> None:
-        """Warn once that the step of a task drew random numbers.
+        """Warn, once per plan, that the step of a task drew random numbers.
+
+        Args:
+            task: the name of the task.
 
         Raises:
-            UnsupportedOptimizer: several ranks compute the task, each with numbers of its own.
+            UnsupportedOptimizer: several ranks compute the task, and each would draw different numbers.
         """
         own, kind = self.plan.owned.task(task), plain_class(self.optimizer).__name__
         if own.owner is None and own.layout.grid.size > 1:

@@ -1,12 +1,13 @@
-"""Fused parameters: each of their logical matrices stands before the optimizer as a parameter of its own.
+"""Fused parameters: the optimizer sees each of their logical matrices as a parameter of its own.
 
-A piece's parameter holds this rank's rows of it: a view of the fused fragment where they lie there in one
-run, else a copy that goes back after the step. Of a DTensor it is a DTensor of the piece's shape, whose
-fragments lie as the piece's layout says and not as its placements would. No DTensor operation ever sees it.
+The parameter of a piece holds this rank's rows of the piece. If these rows are contiguous in the fused fragment, it
+is a view of that fragment; otherwise it is a copy that is written back after the step. A piece of a DTensor is a
+DTensor of the piece's shape. Its fragments follow the layout of the piece, not its placements, so no DTensor
+operation may run on it.
 
-While a plan is at work the state of a piece is under that parameter in `optimizer.state`. Portable state
-is under the fused one: leaves that are shaped like the pieces are put together to one shaped like the
-fused parameter, all others are there once per piece, as "q.left", "k.left".
+While a plan is in use, `optimizer.state` holds the state of a piece under the piece's parameter. Portable state is
+held under the fused parameter. Leaves that have the shape of their pieces are joined into one leaf with the shape
+of the fused parameter. All other leaves are kept once per piece, with keys such as "q.left" and "k.left".
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class Piece:
     """One logical matrix of a fused parameter, on this rank.
 
     Attributes:
-        rows: of the fused parameter that it consists of, see `split.rows_of`.
-        entries: those of them that this rank holds, as indices into the fused fragment.
-        first: the first of these if they are one run.
+        name: its name within the fused parameter, such as "q".
+        rows: the rows of the fused parameter that it consists of, in its own order (int64), see `split.rows_of`.
+        entries: the rows that this rank holds, as indices into the fused fragment (int64).
+        first: the first of `entries` if they are consecutive; None otherwise.
         param: this rank's fragment of the matrix, as a parameter.
     """
 
@@ -46,13 +48,16 @@ class Piece:
 
 
 class Fused:
-    """A parameter of several logical matrices, and their parameters."""
+    """A parameter that holds several logical matrices, and the parameters that stand for them."""
 
     def __init__(self, name: str, whole: Tensor, split: Split, box: Box) -> None:
         """Make the pieces.
 
         Args:
-            box: this rank's fragment of `whole`.
+            name: the name of the fused parameter.
+            whole: the fused parameter.
+            split: how its rows divide into logical matrices.
+            box: the region of `whole` that this rank holds.
         """
         self.name, self.whole, self.dim = name, whole, split.dim
         self.pieces: list[Piece] = []
@@ -68,7 +73,7 @@ class Fused:
     # -- around a step -----------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Give the pieces what the fused parameter and its gradient hold now."""
+        """Give the pieces the current values of the fused parameter and of its gradient."""
         values, grad = local_part(self.whole), self.whole.grad
         for piece in self.pieces:
             local = self._part(values, piece.entries, piece.first)
@@ -84,7 +89,7 @@ class Fused:
             piece.param.grad = self._like(self._part(local_part(grad), piece.entries, piece.first), piece.param.shape)
 
     def give_back(self) -> None:
-        """Write what is no view back to the fused parameter, and let go of the gradients."""
+        """Write pieces that are copies back to the fused parameter, and drop the gradients of all pieces."""
         values = local_part(self.whole)
         for piece in self.pieces:
             piece.param.grad = None
@@ -93,13 +98,13 @@ class Fused:
                 values.index_copy_(self.dim, piece.entries, local)
 
     def _part(self, values: Tensor, entries: Tensor, first: int | None) -> Tensor:
-        """Entries of a fragment: a view where that is contiguous."""
+        """Take some entries of a fragment: as a view if that view is contiguous, else as a copy."""
         if first is None:
             return values.index_select(self.dim, entries)
         return values.narrow(self.dim, first, len(entries)).contiguous()
 
     def _like(self, local: Tensor, shape: Sequence[int]) -> Tensor:
-        """A fragment as what the fused parameter is."""
+        """Make a fragment a DTensor of this shape if the fused parameter is a DTensor."""
         if not isinstance(self.whole, DTensor):
             return local
         mesh, placements = self.whole.device_mesh, self.whole.placements
@@ -109,10 +114,17 @@ class Fused:
     # -- state -------------------------------------------------------------------------------------
 
     def taken(self, state: Mapping[str, Any]) -> list[State]:
-        """Portable state of the fused parameter to portable states of its pieces.
+        """Divide portable state of the fused parameter among its pieces.
+
+        Args:
+            state: the portable state of the fused parameter.
+
+        Returns:
+            The portable state of each piece.
 
         Raises:
-            CanzonaError: it holds statistics of the fused matrix as a whole.
+            CanzonaError: the state holds statistics of the fused matrix as a whole, or a plain tensor beside a
+                sharded parameter.
         """
         return [self._taken(state, piece) for piece in self.pieces]
 
@@ -154,11 +166,15 @@ class Fused:
         return self._like(local, piece.param.shape)
 
     def merged(self, states: Sequence[State], whole_of: Callable[[Tensor, str, Tensor], Tensor]) -> State:
-        """The other way round.
+        """Join the portable states of the pieces, the inverse of `taken`.
 
         Args:
-            states: portable, one per piece.
-            whole_of: gathers a leaf (of the piece with this parameter, by name) that is laid out like its piece.
+            states: one portable state per piece.
+            whole_of: gathers a leaf that is a DTensor. It takes the parameter of the piece, the name of the leaf and
+                the leaf, and returns the whole tensor.
+
+        Returns:
+            The portable state of the fused parameter.
         """
         made: State = {}
         paths = {name: path for state in states for name, path in paths_of(state).items()}
@@ -175,7 +191,7 @@ class Fused:
         return made
 
     def _alike(self, value: Any, piece: Piece) -> bool:
-        """Is a leaf laid out like its piece?"""
+        """Tell whether a leaf has the shape and the layout of its piece."""
         if not isinstance(value, Tensor) or value.shape != piece.param.shape:
             return False
         return isinstance(value, DTensor) == isinstance(self.whole, DTensor)
@@ -188,9 +204,11 @@ class Fused:
 
 
 def first_of_run(entries: Tensor) -> int | None:
+    """Return the first of some indices if they are consecutive (0 if there are none); None otherwise."""
     first = int(entries[0]) if len(entries) else 0
     return first if torch.equal(entries, torch.arange(first, first + len(entries))) else None
 
 
 def shares_memory(part: Tensor, whole: Tensor) -> bool:
+    """Tell whether two tensors have the same storage."""
     return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Parameters whose update is elementwise: the optimizer's own step, fragment by fragment."""
+"""The optimizer's own step for parameters whose update is elementwise; each rank updates its own fragments."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ from canzona_compile.session.bind import BoundParam
 class LocalStep:
     """Steps the elementwise parameters of a plan.
 
-    As DTensors where they are such, not on plain fragments: the code may ask for the parameter's shape.
+    The optimizer sees DTensors as DTensors and not as plain fragments, because its code may read the parameter's
+    shape.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        bounds: the elementwise parameters.
     """
 
     def __init__(self, optimizer: Optimizer, bounds: Sequence[BoundParam]) -> None:
         self.optimizer, self.bounds = optimizer, bounds
 
     def step(self) -> None:
+        """Update the parameters that have gradients, and keep their state in `optimizer.state`."""
         present = [b for b in self.bounds if b.param.grad is not None]
         if not present:
             return

@@ -1,4 +1,4 @@
-"""Makes programs: lowers some tasks of an owned step, emits this rank's program and binds it."""
+"""Make programs: lower some tasks of an owned step, emit this rank's program, and bind it to memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ProgramMaker:
 
     Args:
         plan: the plan.
-        options: of the wrapped optimizer.
+        options: the options of the wrapped optimizer.
         rank: this rank, global.
         observers: see every pass that runs; the list may grow later.
-        store: tells which state is symmetric.
+        store: the tensors of the tasks; it tells which state is symmetric.
         sources: what the inputs of programs are bound to.
     """
 
@@ -40,12 +40,26 @@ class ProgramMaker:
         self.store, self.sources = store, sources
 
     def of_variants(self, key: ProgramKey, memory: SharedSlots) -> BoundProgram:
-        """The program in which these tasks do what their code says now. Its history begins with the plan's."""
+        """Make the program of some tasks and the variants that their code takes.
+
+        Args:
+            key: the tasks and their variants.
+            memory: the slots from which the program takes its buffers.
+
+        Returns:
+            The program. Its history begins with the passes that made the plan.
+        """
         made = self._make(self.plan.taking(key.lineup), key.tasks, memory)
         return BoundProgram(made.executor, made.step, PassHistory((*self.plan.history.records, *made.history.records)))
 
     def of_first_steps(self, tasks: Names) -> BoundProgram:
-        """The program in which these tasks take their first step, eagerly. Its buffers are large, and its own."""
+        """Make the program in which some tasks take their first step, by the optimizer's own eager code.
+
+        Its buffers are large and are not shared with other programs.
+
+        Args:
+            tasks: the names of the tasks.
+        """
         return self._make(self.plan.first, tasks, SharedSlots())
 
     def _make(self, owned: Step, tasks: Names, memory: SharedSlots) -> BoundProgram:

@@ -1,4 +1,4 @@
-"""From bound parameters to plans: which passes run, in which order, on which tasks."""
+"""Make plans from bound parameters: which passes run, in which order, on which tasks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from canzona_compile.session.stagger import Stagger, stagger
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """What does not change until parameters do.
+    """The decisions that stay the same until the parameters change.
 
     Attributes:
-        owned: every task that has holistic work, with its owner.
-        first: the same tasks as they run before they have state: interpreted.
-        elementwise: parameters that the optimizer's own step updates on their fragments.
-        known: names of all templates, variants included.
-        stagger: which tasks do their periodic work earlier, and what that changes.
-        fused: parameters of several logical matrices, whose pieces are among `bound`.
-        history: of the passes from CAPTURED to OWNED.
+        bound: all parameters, and pieces of fused parameters, by the name of their task.
+        owned: the step with every task that does more than elementwise work, and its owner rank.
+        first: the step with the same tasks before they have state; all of them are interpreted.
+        elementwise: the parameters that the optimizer's own step updates, each rank on its own fragments.
+        known: the names of all templates, those of further variants included.
+        stagger: which tasks do their periodic work earlier, and the predicted effect.
+        fused: the parameters that hold several logical matrices. Their pieces are in `bound`.
+        history: the record of the passes from CAPTURED to OWNED.
     """
 
     bound: dict[str, BoundParam]
@@ -45,10 +46,18 @@ class Plan:
     history: PassHistory
 
     def placed(self, task: str) -> Placed:
+        """Return the placed template of a task."""
         return self.owned.placed_of(self.owned.task(task))
 
     def taking(self, lineup: Iterable[tuple[str, int, Sequence[str]]]) -> Step:
-        """The owned step, with the variant (and the label of its numbers) that the tasks of a lineup take."""
+        """Return the owned step with the variants that the tasks take on one step.
+
+        Args:
+            lineup: the name of a template, the label of its numbers, and the names of the tasks that take it.
+
+        Returns:
+            A copy of the owned step. Tasks that the lineup does not name keep their template.
+        """
         cuts = {(p.template.name, p.kind): p.name for p in self.owned.placed}
         taken = {name: (template, label) for template, label, names in lineup for name in names}
         tasks = []
@@ -60,6 +69,12 @@ class Plan:
 
 
 def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) -> Machine:
+    """Describe the machine that parameters lie on.
+
+    Args:
+        params: the parameters.
+        rates: the rates of the hardware; None takes those that are assumed for the kind of device.
+    """
     kinds = sorted({p.device.type for p in params})
     device = kinds[0] if kinds else "cpu"
     backend = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else ""
@@ -69,7 +84,21 @@ def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) ->
 def make_plan(
     bound: Sequence[BoundParam], optimizer: str, options: Options, observers: Sequence[Observer] = ()
 ) -> Plan:
-    """Own every task that needs an owner."""
+    """Make the plan of an optimizer: give every task that needs one an owner rank.
+
+    Args:
+        bound: the parameters, bound to tasks.
+        optimizer: the name of the optimizer's class.
+        options: the options of `wrap`.
+        observers: callables that see every pass that runs.
+
+    Returns:
+        The plan, which is the same on all ranks of a mesh.
+
+    Raises:
+        CanzonaError: a pass cannot handle a task, or the optimizer's work is elementwise on some pieces of a fused
+            parameter and not on others.
+    """
     templates = {t.name: t for b in bound for t in b.kind.templates.values()}
     captured = Step(
         Form.CAPTURED,
@@ -101,7 +130,12 @@ def make_plan(
 
 
 def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:
-    """The first step of every task: interpreted, with the owners and the homes of the state of `owned`."""
+    """Make the step in which every task runs interpreted, before it has state.
+
+    Args:
+        owned: the owned step. The result has its owner ranks, and keeps state where it keeps state.
+        bound: the parameters by the name of their task.
+    """
     templates: dict[str, Template] = {}
     tasks: list[Task] = []
     for task in owned.tasks:
@@ -124,7 +158,20 @@ def lower(
     observers: Sequence[Observer] = (),
     symmetric: frozenset[tuple[str, str]] = frozenset(),
 ) -> tuple[Step, PassHistory]:
-    """Schedule the tasks `names` of an owned step; the same on every rank, but for what `symmetric` says of its own."""
+    """Schedule some tasks of an owned step.
+
+    The result is the same on every rank, except for what depends on `symmetric`.
+
+    Args:
+        step: the owned step.
+        names: the names of the tasks.
+        options: the options of `wrap`.
+        observers: callables that see every pass that runs.
+        symmetric: (template family, leaf) of the state on this rank that is symmetric, see `StateStore.symmetric`.
+
+    Returns:
+        The scheduled step and the record of the passes.
+    """
     wanted = set(names)
     tasks = tuple(t for t in step.tasks if t.name in wanted)
     placed, variants = {p.name: p for p in step.placed}, step.variants()
@@ -140,5 +187,5 @@ def lower(
 
 
 def emit(step: Step, rank: int, observers: Sequence[Observer] = ()) -> tuple[Step, PassHistory]:
-    """The program of one rank."""
+    """Emit the program of one rank from a scheduled step; return the step with it and the record of the passes."""
     return run(step, emission_passes(rank, step.machine), observers)

@@ -1,4 +1,4 @@
-"""Programs by the tasks and variants that take part in a step: kept while they are used, on shared memory."""
+"""A cache of programs, keyed by the tasks and variants of a step. All of its programs share their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor
 from canzona_compile.session.variant_selection import Lineup, Names
 
-MOST_PROGRAMS = 32  # the least recently used one is made anew when it is needed again
+MOST_PROGRAMS = 32  # beyond this the least recently used one is dropped, and made anew when needed
 
 
 class ProgramKey(NamedTuple):
@@ -35,7 +35,7 @@ class BoundProgram:
     Attributes:
         executor: the program, bound to this rank's memory and tensors.
         step: the step that the program was emitted from, with the program.
-        history: of all passes that made it.
+        history: the record of all passes that made it.
     """
 
     executor: Executor
@@ -44,7 +44,7 @@ class BoundProgram:
 
 
 class ProgramCache:
-    """Programs by their keys. All of them share one set of slots, since one runs at a time.
+    """Programs by their keys. All of them share one set of slots, because only one runs at a time.
 
     Args:
         make: makes the program of a key, with buffers among the given slots.
@@ -56,10 +56,10 @@ class ProgramCache:
         self._programs: OrderedDict[ProgramKey, BoundProgram] = OrderedDict()
 
     def get(self, key: ProgramKey) -> BoundProgram:
-        """The program of a key, made now if it is not kept.
+        """Return the program of a key; make it now if the cache does not hold it.
 
-        The cache then holds it as the most recently used one, and gives up the least recently used one where it
-        would hold more than `MOST_PROGRAMS`.
+        The program becomes the most recently used one. If the cache holds more than `MOST_PROGRAMS` then, it drops
+        the least recently used one.
         """
         program = self._programs.get(key)
         if program is None:
@@ -71,7 +71,7 @@ class ProgramCache:
         return program
 
     def forget(self) -> None:
-        """Give up all programs and their buffers now, recordings included."""
+        """Drop all programs, their buffers and their recordings."""
         self._programs.clear()
         self._memory = SharedSlots()
 
@@ -79,11 +79,11 @@ class ProgramCache:
         return len(self._programs)
 
     def __iter__(self) -> Iterator[BoundProgram]:
-        """The programs, the least recently used one first."""
+        """Iterate over the programs, the least recently used one first."""
         return iter(self._programs.values())
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the slots of all kept programs; a slot that several share counts once."""
+        """The bytes of the slots of all programs. A slot that several programs share counts once."""
         slots = {id(slot): slot.numel() for program in self for slot in program.executor.slots}
         return sum(slots.values())

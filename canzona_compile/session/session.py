@@ -29,17 +29,19 @@ from canzona_compile.session.step_driver import StepDriver
 class Session:
     """Steps a wrapped optimizer.
 
-    Until the first step nothing is bound: parameters may still be replaced, and no rank waits.
+    Nothing is bound before the first step, so until then parameters may be replaced and no rank waits for another.
 
     Args:
         optimizer: the wrapped optimizer.
-        options: what `wrap` was given.
+        options: the options of `wrap`.
         lost: why the optimizer cannot step until it is wrapped again; empty if it can.
 
     Attributes:
         capture: the captured code of the optimizer.
         observers: callables that see every pass, see `ir.pipeline`; users may add their own.
-        driver: takes the steps of the plan at work; None before the first step.
+        groups: finds process groups by their ranks.
+        driver: takes the steps of the current plan; None before the first step and after `close`.
+        number: the number of steps that were begun.
         rehearsed: whether `optimizer.state` holds the state of a dummy step.
     """
 
@@ -55,18 +57,18 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This rank, global; 0 where nothing is distributed."""
+        """The global rank of this process; 0 without a default process group."""
         return dist.get_rank() if distributed() else 0
 
     def step(self) -> bool:
         """Update all parameters once.
 
         Returns:
-            Whether there is something new to report: the plan, or some parameters, took their first step.
+            Whether there is something new to report: the plan, or some of the parameters, took the first step.
 
         Raises:
-            CanzonaError: on every rank that shares tasks with this one. Nothing was updated then; only where
-                a collective broke, micro-groups before it were.
+            CanzonaError: the step cannot be taken. Every rank that shares tasks with this one raises. Nothing was
+                updated then, unless a collective broke: the micro-groups before that collective were updated.
         """
         if self.lost:
             raise CanzonaError(self.lost, hint="call canzona_compile.wrap(optimizer, replicate=...) again")
@@ -82,7 +84,7 @@ class Session:
                     self.driver.end_step()
 
     def _rehearse(self) -> None:
-        """Leave state for a checkpoint to be loaded into, portable on every rank, and nothing else."""
+        """Take a dummy step that leaves only portable state, into which a checkpoint can be loaded."""
         with undone(self.optimizer):
             self._step()
             self.close()
@@ -90,7 +92,7 @@ class Session:
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[None]:
-        """While open, parameters without a gradient have zeros where that was asked for."""
+        """Inside this context, give parameters without a gradient zeros if `missing_grads` is "zero"."""
         params = [p for _, _, p in named_params(self.optimizer)] if self.options.missing_grads == "zero" else []
         bare = [p for p in params if p.grad is None]
         for param in bare:
@@ -113,13 +115,13 @@ class Session:
             return driver.step() and driver.last is not None
         except CanzonaError:
             raise
-        except Exception as error:  # of the optimizer's own code, on an owner: others wait for its results
+        except Exception as error:  # the optimizer's own code failed on an owner, and others wait for its results
             failure = CanzonaError(f"the step failed on rank {self.rank}: {type(error).__name__}: {error}")
             council.fail(self.number, failure)
             raise
 
     def _must_replan(self, driver: StepDriver) -> bool:
-        """Does this step need a new plan? Raises unless every rank saw the change that this one sees."""
+        """Tell whether this step needs a new plan. Raise unless every rank sees the change that this rank sees."""
         change: StepChange | None = None
         error: CanzonaError | None = None
         try:
@@ -133,7 +135,7 @@ class Session:
         return change is not None and change.kind is ChangeKind.REPLAN
 
     def _start(self) -> StepDriver:
-        """Bind, plan and agree. A rank that fails tells the others, so that all raise."""
+        """Bind, plan and agree with the other ranks. A rank that fails tells the others, so that all of them raise."""
         params = [p for _, _, p in named_params(self.optimizer)]
         device = params[0].device if params else torch.device("cpu")
         meshes = meshes_of(params)
@@ -161,33 +163,33 @@ class Session:
             return plan, None
         except CanzonaError as error:
             return None, error
-        except Exception as error:  # whatever it is, peers must hear of it instead of waiting
+        except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
             failure = CanzonaError(f"planning failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             return None, failure
 
     def last(self) -> tuple[Step, PassHistory]:
-        """The step that the next `step()` will run again, emitted, and the passes that made it.
+        """Return the emitted step that the next `step()` runs if nothing changes, and the passes that made it.
 
         Raises:
-            CanzonaError: there was no step yet.
+            CanzonaError: no step was taken yet.
         """
         if self.driver is None or self.driver.last is None:
             raise CanzonaError("there is no plan yet", hint="call step() once; plans are made at the first one")
         return self.driver.last.step, self.driver.last.history
 
     def plan(self) -> PlanFile:
-        """The decisions of the plan at work, for all of its matrices.
+        """Return the decisions of the current plan, for all of its matrices.
 
         Raises:
-            CanzonaError: there was no step yet.
+            CanzonaError: no step was taken yet.
         """
         self.last()
         assert self.driver is not None
         return PlanFile.of(whole(self.driver.plan, self.options))
 
     def close(self) -> None:
-        """Put the state in portable form (a collective) and forget the plan."""
+        """Put the state into portable form and drop the plan. This is a collective if owners hold state."""
         if self.driver is not None:
             self.driver.store.release()
         if self.rehearsed:
@@ -195,23 +197,26 @@ class Session:
         self.forget_plan()
 
     def forget_plan(self) -> None:
-        """Bind again at the next step; `optimizer.state` is portable already, and valid."""
+        """Drop the plan, so that the next step binds and plans anew. `optimizer.state` must be portable already."""
         if self.driver is not None:
             self.driver.forget_programs()
         self.driver, self.rehearsed = None, False
 
     @contextlib.contextmanager
     def portable_state(self) -> Iterator[None]:
-        """While open, `optimizer.state` is what the unwrapped optimizer would hold (a collective)."""
+        """Inside this context, `optimizer.state` holds what the unwrapped optimizer would hold.
+
+        Entering it is a collective if owners hold state.
+        """
         with contextlib.nullcontext() if self.driver is None else self.driver.store.shown_portably():
             yield
 
 
 def whole(plan: Plan, options: Options) -> Step:
-    """The scheduled step of a plan's matrices, as if all had gradients."""
+    """Return the scheduled step of a plan in which all tasks have gradients."""
     return lower(plan.owned, [task.name for task in plan.owned.tasks], options)[0]
 
 
 def distributed() -> bool:
-    """Is there a default process group?"""
+    """Tell whether there is a default process group."""
     return dist.is_available() and dist.is_initialized()

@@ -1,7 +1,8 @@
-"""Which matrix does its periodic work when: offsets that keep refreshes from falling on one step.
+"""Offsets of periodic work: they spread refreshes over steps, so that not all matrices refresh on the same step.
 
-A matrix that is `ahead` by some steps decides as if its counters were so much larger (a refresh is due if
-(step + ahead) % every == 0). All else that it computes from them, bias corrections for one, is as ever.
+A matrix that is `ahead` by some number of steps decides about periodic work as if its counters were larger by that
+number: a refresh is due if (step + ahead) % every == 0. Everything else that it computes from its counters, such as
+bias corrections, does not change.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from canzona_compile.analysis.step_time import rates_of
 from canzona_compile.capture.variant_period import Course
 from canzona_compile.ir.step import Step, Task
 
-MOST_PHASES = 16  # per period: every step on which some matrix refreshes is a program of its own
-LONGEST = 256  # steps of a profile; periods that have no common one below that are cut off
+MOST_PHASES = 16  # per period; every step on which some matrix refreshes needs a program of its own
+LONGEST = 256  # the most steps of a profile; a longer common period is cut off there
 
 Courses = Mapping[str, Course]  # by task
 Profile = tuple[float, ...]
@@ -26,12 +27,14 @@ Profile = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Stagger:
-    """Offsets, and what they change.
+    """Offsets, and their predicted effect.
 
     Attributes:
-        ahead: steps by which a task's periodic work comes earlier; tasks without any are left out.
-        together, apart: seconds that the busiest rank is predicted to compute on each step of a period,
-            with all offsets zero and with these. Empty if no work is periodic.
+        ahead: by task, the number of steps by which its periodic work comes earlier. Tasks without periodic work
+            are left out.
+        together: the seconds that the busiest rank is predicted to compute on each step of a period if all offsets
+            are zero. Empty if no work is periodic.
+        apart: the same with these offsets.
     """
 
     ahead: Mapping[str, int]
@@ -40,10 +43,18 @@ class Stagger:
 
 
 def stagger(owned: Step, courses: Courses) -> Stagger:
-    """Deal the offsets, heaviest periodic work first, each to where its owner's busiest step stays lowest.
+    """Choose an offset for every task with periodic work, the heaviest periodic work first.
 
-    Ties go to the smaller sum of squares and then to the smaller offset, so that owners with equal work
-    refresh on the same steps: then no rank waits for another.
+    Each task takes the offset for which the busiest step of its owner rank stays cheapest. Ties go to the smaller sum
+    of squares and then to the smaller offset, so that owners with equal work refresh on the same steps and no rank
+    waits for another.
+
+    Args:
+        owned: the owned step.
+        courses: by task, how its code continues from step to step.
+
+    Returns:
+        The offsets and their predicted effect.
     """
     tasks = [t for t in owned.tasks if t.name in courses and courses[t.name].periodic]
     if not tasks:
@@ -71,7 +82,17 @@ def stagger(owned: Step, courses: Courses) -> Stagger:
 
 
 def cost_by_step(owned: Step, task: Task, course: Course | None, horizon: int) -> Tensor:
-    """FLOPs of a task on every step of a profile."""
+    """Return the FLOPs of a task on every step of a profile.
+
+    Args:
+        owned: the owned step.
+        task: the task.
+        course: how its code continues from step to step; None if it does the same on every step.
+        horizon: the number of steps of the profile.
+
+    Returns:
+        A float64 tensor of shape [horizon].
+    """
     placed = owned.placed_of(task)
     if course is None:
         return torch.full((horizon,), float(placed.flops), dtype=torch.float64)
@@ -81,10 +102,11 @@ def cost_by_step(owned: Step, task: Task, course: Course | None, horizon: int) -
 
 
 def busiest(load: Mapping[int, Tensor], ranks: Iterable[int]) -> Tensor:
+    """Return the load of the busiest of some ranks on each step, of shape [steps], in FLOPs."""
     return torch.stack([load[rank] for rank in ranks]).amax(0)
 
 
 def ranks_of(task: Task) -> tuple[int, ...]:
-    """Those that compute it."""
+    """Return the global ranks that compute a task."""
     grid = task.layout.grid
     return grid.members() if task.owner is None else (grid.ranks[task.owner[0]][task.owner[1]],)

@@ -1,12 +1,12 @@
-"""Where state lives: fragments beside their parameters, whole tensors on owners, and how both travel.
+"""Where optimizer state is kept: fragments beside their parameters, whole tensors on owners, and moves of both.
 
-`optimizer.state` stays the one place of all state. On an owner it holds whole tensors for the leaves
-that the plan made resident, on other ranks None in their place. *Portable* state is what the unwrapped
-optimizer would hold: laid out like the parameter. Plans end and begin with portable state, and so do
-`state_dict` and `load_state_dict`.
+`optimizer.state` remains the only place of state. The plan makes some leaves resident: the owner rank holds the whole
+tensor of such a leaf, and the other ranks hold None in its place. *Portable* state is what the unwrapped optimizer
+would hold: its leaves are laid out like the parameter. A plan begins and ends with portable state, and `state_dict`
+and `load_state_dict` use it as well.
 
 Programs and eager steps ask the store for every tensor of a task: fragments, whole tensors on owners, and the
-scratch state of first steps.
+temporary state of first steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,20 @@ from canzona_compile.session.plan import Plan
 
 
 class StateStore:
-    """The tensors of a plan's tasks on this rank. Implements `runtime.executor.Tensors`."""
+    """The tensors of a plan's tasks on this rank. Implements `runtime.executor.Tensors`.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        plan: the plan.
+        groups: finds process groups by their ranks.
+        rank: this rank, global.
+
+    Attributes:
+        params: the parameters by task.
+        fragments: this rank's fragments of state leaves that are not resident, by (task, leaf).
+        residents: the whole state tensors that this rank holds as owner, by (task, leaf).
+        initialised: the tasks that have state.
+    """
 
     def __init__(self, optimizer: Optimizer, plan: Plan, groups: Groups, rank: int) -> None:
         self.optimizer, self.plan, self.groups, self.rank = optimizer, plan, groups, rank
@@ -40,12 +53,12 @@ class StateStore:
         self.fragments: dict[tuple[str, str], Tensor] = {}
         self.residents: dict[tuple[str, str], Tensor] = {}
         self.initialised: set[str] = set()
-        self._scratch: dict[str, dict[str, Any]] = {}  # of tasks that take their first step now
+        self._scratch: dict[str, dict[str, Any]] = {}  # the state of tasks during their first step
 
     # -- lookups of programs and eager steps ---------------------------------------------------------
 
     def fragment(self, role: Role, leaf: str, task: str) -> Tensor:
-        """This rank's fragment of a task's parameter, gradient or state leaf."""
+        """Return this rank's fragment of a task's parameter, gradient or state leaf."""
         if role is Role.STATE:
             return self.fragments[task, leaf]
         param = self.params[task]
@@ -54,14 +67,14 @@ class StateStore:
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
     def resident(self, leaf: str, task: str) -> Tensor:
-        """A whole state tensor of a task that this rank owns."""
+        """Return a whole state tensor of a task that this rank owns."""
         return self.residents[task, leaf]
 
     def eager_state(self, task: str) -> dict[str, Any]:
-        """What an eager step reads and writes as the state of a task.
+        """Return the state that an eager step of a task reads and writes.
 
         Returns:
-            Scratch for the first step of a compiled task; the task's own state where every step is eager.
+            Temporary state for the first step of a compiled task; the task's own state if every step is eager.
         """
         bound = self.plan.bound[task]
         return self.optimizer.state[bound.param] if bound.kind.oracle is None else self._scratch[task]
@@ -69,17 +82,20 @@ class StateStore:
     # -- creation ------------------------------------------------------------------------------------
 
     def leaves(self, task: str) -> tuple[Leaf, ...]:
+        """Return the tensor leaves of a task's state."""
         return self.plan.bound[task].kind.state
 
     def is_resident(self, leaf: Leaf, task: str) -> bool:
+        """Tell whether the owner of a task holds the whole tensor of a leaf."""
         return leaf.name in self.plan.placed(task).resident
 
     def owns(self, task: Task) -> bool:
+        """Tell whether this rank computes a task."""
         return task.computes_on(task.layout.grid.find(self.rank))
 
     @contextlib.contextmanager
     def first_steps(self, names: Sequence[str]) -> Iterator[None]:
-        """While open, these tasks take their first step; afterwards their state is in `optimizer.state`."""
+        """Run the first step of some tasks inside this context; on exit put their state into `optimizer.state`."""
         self._scratch = {name: {} for name in names}
         for name in names:
             self.allocate(name)
@@ -89,7 +105,7 @@ class StateStore:
         self._scratch = {}
 
     def allocate(self, name: str) -> None:
-        """Allocate the state that a task's first step will write."""
+        """Allocate the tensors that hold a task's state after its first step."""
         task, param = self.plan.owned.task(name), self.params[name]
         for leaf in self.leaves(name):
             if not self.is_resident(leaf, name):
@@ -104,7 +120,7 @@ class StateStore:
         return task.layout.boxes[shard].size if leaf.shape == task.shape else leaf.shape
 
     def install(self, name: str) -> None:
-        """Show a task's state in `optimizer.state`, as the plain optimizer would on this parameter."""
+        """Put a task's state into `optimizer.state`, in the containers that the plain optimizer uses."""
         bound = self.plan.bound[name]
         kind, state = bound.kind, self.optimizer.state[bound.param]
         found: dict[str, Any] = dict(kind.python_state)
@@ -122,7 +138,7 @@ class StateStore:
         self.initialised.add(name)
 
     def interpreted(self, names: Iterable[str]) -> None:
-        """These tasks have stepped. Their owners have state now, and that concerns every rank of their grids."""
+        """Note that tasks have stepped. Those that are interpreted have state now; every rank must know that."""
         for name in names:
             bound = self.plan.bound[name]
             if bound.kind.oracle is None:
@@ -130,9 +146,12 @@ class StateStore:
                 self.optimizer.state.setdefault(bound.param, {})
 
     def symmetric(self) -> frozenset[tuple[str, str]]:
-        """(family of templates, leaf) of the state that lives here and is symmetric now, bit by bit, for all tasks.
+        """Find the resident state that is symmetric now, bit by bit, in all tasks that this rank owns.
 
-        Looks at the values, so it makes the host wait: for when programs are made, not for steps.
+        This reads values and makes the host wait, so call it when programs are made and not on every step.
+
+        Returns:
+            (template family, leaf) of each such leaf.
         """
         equal: dict[tuple[str, str], bool] = {}
         for (name, leaf), value in self.residents.items():
@@ -145,9 +164,12 @@ class StateStore:
     # -- portable state ------------------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """Take over portable state from `optimizer.state`: of a plain optimizer, a checkpoint, an old plan.
+        """Take over portable state from `optimizer.state`. A plain optimizer, a checkpoint or an old plan left it.
 
-        A collective if state is resident. Every rank must hold the same leaves.
+        This is a collective if leaves are resident. Every rank must hold the same leaves.
+
+        Raises:
+            CanzonaError: a leaf is missing, or it has another shape than planned.
         """
         self._take_apart()
         for task in self.plan.owned.tasks:
@@ -165,7 +187,7 @@ class StateStore:
                 self._adopt_elementwise(bound)
 
     def _adopt_elementwise(self, bound: BoundParam) -> None:
-        """The optimizer's own step takes what is laid out like the parameter, not a whole tensor beside it."""
+        """Turn whole tensors in the state of a DTensor into DTensors, as the optimizer's own step needs them."""
         state = self.optimizer.state.get(bound.param) or {}
         structure = structure_of(state)
         for name, path in paths_of(state).items():
@@ -176,7 +198,7 @@ class StateStore:
                 write(state, path, like_param(own, bound.param, leaf), structure)
 
     def _adopt_objects(self, task: Task, state: dict[str, Any]) -> None:
-        """Gather what is laid out like the parameter; the owner's eager step takes whole tensors."""
+        """Gather the leaves that are DTensors, because the owner's eager step takes whole tensors."""
         structure = structure_of(state)
         for name, path in paths_of(state).items():
             value = read(state, path)
@@ -227,7 +249,7 @@ class StateStore:
         return value.to(leaf.dtype)
 
     def _whole(self, task: Task, leaf: Leaf, value: Tensor) -> Tensor:
-        """The whole tensor of a leaf, from portable state; every rank of a replica gets it."""
+        """Gather the whole tensor of a leaf from portable state, on every rank of this rank's replica."""
         if not isinstance(value, DTensor):
             if tuple(value.shape) != leaf.shape:
                 raise CanzonaError(
@@ -251,7 +273,7 @@ class StateStore:
         return whole
 
     def portable(self, task: Task) -> dict[str, Any]:
-        """A task's state as the unwrapped optimizer would hold it; a collective if some of it is resident."""
+        """Return a task's state as the unwrapped optimizer would hold it. A collective if leaves are resident."""
         bound = self.plan.bound[task.name]
         state: dict[str, Any] = self.optimizer.state.get(bound.param, {})
         if bound.kind.oracle is None:
@@ -278,11 +300,11 @@ class StateStore:
         if not isinstance(bound.param, DTensor) or leaf.shape != task.shape:
             return whole.clone()
         _, shard = grid.find(self.rank)
-        part = whole[task.layout.boxes[shard].slices()]  # of its own memory: a view would keep the whole alive
+        part = whole[task.layout.boxes[shard].slices()]  # cloned below: a view would keep the whole tensor alive
         return like_param(part.clone(memory_format=torch.contiguous_format), bound.param, leaf)
 
     def _from_owner(self, task: Task, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of an interpreted task, whole on every rank: it may hold any object."""
+        """Broadcast the state of an interpreted task from its owner. The state may hold any Python object."""
         grid = task.layout.grid
         if grid.size == 1 or task.owner is None:
             return state
@@ -292,12 +314,12 @@ class StateStore:
         if self.owns(task):
             return state
         found: dict[str, Any] = box[0]
-        state.update(structure_of(found))  # load looks here for what there may be in a checkpoint
+        state.update(structure_of(found))  # the load of a checkpoint looks here for its keys
         return found
 
     @contextlib.contextmanager
     def shown_portably(self) -> Iterator[None]:
-        """While open, `optimizer.state` is portable."""
+        """Make `optimizer.state` portable inside this context. Entering it is a collective if leaves are resident."""
         own = dict(self.optimizer.state)
         try:
             self.release()
@@ -307,7 +329,7 @@ class StateStore:
             self.optimizer.state.update(own)
 
     def release(self) -> None:
-        """Leave portable state behind, for the next plan."""
+        """Put portable state into `optimizer.state`, for the next plan. A collective if leaves are resident."""
         for task in self.plan.owned.tasks:
             if task.name in self.initialised and (state := self.portable(task)):
                 self.optimizer.state[self.params[task.name]] = state
@@ -334,13 +356,13 @@ class StateStore:
 
 
 def strided_like(leaf: Leaf, whole: Tensor) -> Tensor:
-    """A whole tensor that lies in memory as the leaf does: the ranks that an owner sends it to expect that."""
+    """Return a whole tensor with the strides of a leaf, which the ranks that receive it from its owner expect."""
     same = whole.is_contiguous() if leaf.stride is None else whole.stride() == leaf.stride
     return whole if same else leaf.blank(whole.device).copy_(whole)
 
 
 def like_param(local: Tensor, param: Tensor, leaf: Leaf) -> Tensor:
-    """A fragment of state as a DTensor where the parameter is one."""
+    """Return a fragment of state, as a DTensor if the parameter is one and the leaf is not a 0-d tensor."""
     if not isinstance(param, DTensor) or not leaf.shape:
         return local
     return DTensor.from_local(

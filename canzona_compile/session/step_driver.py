@@ -1,4 +1,4 @@
-"""A plan at work: which tasks take part in a step, and the steps themselves, the first ones among them."""
+"""Take the steps of a plan: find the tasks that take part, run their programs, and run first steps eagerly."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Participants(NamedTuple):
     """The tasks with gradients, in the plan's order.
 
     Attributes:
-        ready: those that have state, or need none.
-        fresh: those before their first step, which makes their state.
+        ready: the tasks that have state or need none.
+        fresh: the tasks that have not taken their first step, which creates their state.
     """
 
     ready: Names = ()
@@ -43,13 +43,13 @@ class Participants(NamedTuple):
 class StepDriver:
     """Takes the steps of one plan on this rank.
 
-    The order of calls: `begin` and `choose_variants` once, `step` for the first step; then for every further step
-    `look` and `step`. After every step, and after every error, `end_step`.
+    The caller calls `begin` and `choose_variants` once, and then `step` for the first step. For every further step it
+    calls `look` and then `step`. After every step, and after every error, it calls `end_step`.
 
     Args:
         capture: the captured code of the optimizer.
         plan: the plan.
-        options: of the wrapped optimizer.
+        options: the options of the wrapped optimizer.
         groups: finds process groups.
         rank: this rank, global.
         observers: see every pass that runs.
@@ -58,8 +58,9 @@ class StepDriver:
     Attributes:
         plan: the plan.
         store: the tensors of its tasks.
-        programs: the programs that are kept.
-        last: the program that the next step runs again; None if there is none yet, or if nobody knows which.
+        programs: the cache of programs.
+        last: the program that the next step runs if nothing changes; None if there is none yet, or if the plan does not
+            know the code of that step.
     """
 
     def __init__(
@@ -86,22 +87,22 @@ class StepDriver:
         self._shadow = CounterShadow(optimizer)
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
         self._fused = {b.fused: b.kind.grad_dtype for b in plan.bound.values() if b.fused is not None}
-        self._agreed = Participants()  # of the last step
-        self._next = Participants()  # of the step that is about to be taken
-        self._lineup: Lineup = ()  # the variants of that step
-        self._shared_lineup: Lineup = ()  # the part of it that ranks have in common
+        self._agreed = Participants()  # those of the last step
+        self._next = Participants()  # those of the next step
+        self._lineup: Lineup = ()  # the variants of the next step
+        self._shared_lineup: Lineup = ()  # the part of it whose tasks are shared with other ranks
         self._met: set[Lineup] = set()  # shared lineups that all ranks have agreed on
 
     # -- before a step -------------------------------------------------------------------------------
 
     def begin(self) -> dict[str, str]:
-        """Take over portable state and the gradients of the first step; a collective if state is resident.
+        """Take over portable state and the gradients of the first step. A collective if owners are to hold state.
 
         Returns:
-            What each task has, for comparison among ranks: "a gradient", "a first gradient" or "no gradient".
+            By task, what it has: "a gradient", "a first gradient" or "no gradient". Ranks compare this.
 
         Raises:
-            CanzonaError: the state, or a gradient, does not fit.
+            CanzonaError: the state or a gradient does not fit its parameter.
         """
         self.store.adopt()
         self._take_pieces()
@@ -121,10 +122,10 @@ class StepDriver:
             raise CanzonaError(f"the plan does not know the code of its first step: {reason}") from reason
 
     def look(self) -> StepChange | None:
-        """Look at what the next step has to do.
+        """Find out what the next step has to do.
 
         Returns:
-            What other ranks must see as well before this step; None in a steady state.
+            A change that the other ranks must see as well before this step; None if nothing changed.
 
         Raises:
             InvalidGradient: a gradient is one that the plan was not made for.
@@ -141,20 +142,20 @@ class StepDriver:
         return self._change()
 
     def _bound(self) -> bool:
-        """Are the optimizer's parameters still the ones of this plan?"""
+        """Tell whether the optimizer still has the parameters of this plan."""
         params = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         bound = (b.param if b.fused is None else b.fused.whole for b in self.plan.bound.values())
         return params == list(dict.fromkeys(map(id, bound)))
 
     def _take_pieces(self) -> None:
-        """Give the pieces of fused parameters what those hold; raises InvalidGradient."""
+        """Give the pieces of fused parameters their current values and gradients; may raise InvalidGradient."""
         for fused, expected in self._fused.items():
             if fused.whole.grad is not None:
                 check_gradient(fused.whole, fused.name, expected)
             fused.take()
 
     def _check_gradients(self) -> None:
-        """Raise InvalidGradient for a gradient that the plan was not made for."""
+        """Raise InvalidGradient if the plan was not made for one of the gradients."""
         for name, bound in self.plan.bound.items():
             param, grad = bound.param, bound.param.grad
             if grad is None:
@@ -167,26 +168,26 @@ class StepDriver:
                 raise InvalidGradient("the gradient does not fit its parameter", at=name)
 
     def _participants(self) -> Participants:
-        """The tasks with gradients."""
+        """Find the tasks that have gradients now."""
         present = [name for name, param in self.store.params.items() if param.grad is not None]
         fresh = tuple(n for n in present if n not in self.store.initialised and self._has_first_step(n))
         waiting = set(fresh)
         return Participants(tuple(n for n in present if n not in waiting), fresh)
 
     def _has_first_step(self, name: str) -> bool:
-        """Does a compiled task have state, which an eager first step makes?"""
+        """Tell whether a task takes an eager first step: it is compiled, and it has state."""
         kind = self.plan.bound[name].kind
         return kind.oracle is not None and bool(kind.state or kind.python_state)
 
     def _consult(self, ready: Names) -> None:
-        """Ask which variants these tasks take now; raises Untraceable."""
+        """Ask which variants these tasks take on this step; may raise Untraceable."""
         self.cohorts.consult(ready)
         lineup = self._lineup = self.cohorts.lineup
         common = ((name, label, tuple(n for n in names if n in self._shared)) for name, label, names in lineup)
         self._shared_lineup = tuple(part for part in common if part[2])
 
     def _change(self) -> StepChange | None:
-        """How the next step differs from the ones before it, as far as other ranks are concerned."""
+        """Describe how the next step differs from earlier ones in what other ranks share with this one."""
         here, before = {*self._next.ready, *self._next.fresh}, {*self._agreed.ready, *self._agreed.fresh}
         if (here ^ before) & self._shared:
             missing = [t.name for t in self.plan.owned.tasks if t.name in self._shared and t.name not in here]
@@ -202,11 +203,11 @@ class StepDriver:
         """Update all parameters once.
 
         Returns:
-            Whether this was the first step of some tasks, or of the plan.
+            Whether this was the first step of some tasks or of the plan.
 
         Raises:
-            CanzonaError: a collective broke, or a peer cannot go on.
-            Exception: whatever the optimizer's own code raises in an eager step.
+            CanzonaError: a collective broke, or another rank cannot continue.
+            Exception: the optimizer's own code raised it in an eager step.
         """
         ready, fresh = self._agreed = self._next
         if ready:
@@ -221,27 +222,27 @@ class StepDriver:
             self._shadow.count()
         if not fresh and self.last is not None:
             return False
-        with contextlib.suppress(Untraceable):  # then the next step will plan anew
+        with contextlib.suppress(Untraceable):  # the next step will make a new plan then
             self._foresee(ready, fresh)
         return True
 
     def end_step(self) -> None:
-        """Give fused parameters what their pieces hold. Does nothing where `look` has taken none."""
+        """Write pieces that are copies back to their fused parameters, and drop the gradients of all pieces."""
         for fused in self._fused:
             fused.give_back()
 
     def _program(self, names: Names) -> BoundProgram:
-        """The program in which these tasks take the variants that were chosen; made now if it is new."""
+        """Return the program in which these tasks take the chosen variants; make it if it is new."""
         program = self.last = self.programs.get(ProgramKey(names, self._lineup))
         return program
 
     def _first_steps(self, fresh: Names) -> None:
-        """Make the state of these tasks, by the optimizer's own code."""
+        """Create the state of these tasks by running the optimizer's own code."""
         with self.store.first_steps(fresh):
             self._maker.of_first_steps(fresh).executor.run()
 
     def _foresee(self, ready: Names, fresh: Names) -> None:
-        """Make the next step's program now: it is what the report shows."""
+        """Make the program of the next step now, because the report shows it."""
         names = {*ready, *fresh}
         ordered = tuple(task.name for task in self.plan.owned.tasks if task.name in names)
         self._consult(ordered)
@@ -249,6 +250,6 @@ class StepDriver:
         self._program(ordered)
 
     def forget_programs(self) -> None:
-        """Give up all programs, their buffers and their recordings now."""
+        """Drop all programs, their buffers and their recordings."""
         self.programs.forget()
         self.last = None

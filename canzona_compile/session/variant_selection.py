@@ -1,4 +1,4 @@
-"""Which path each task's code takes in a step, and with which numbers, as the oracles say."""
+"""Ask the oracles which variant of the optimizer's code each task takes on a step, and with which numbers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.plan import Plan
 
 Names = tuple[str, ...]
-Lineup = tuple[tuple[str, int, Names], ...]  # template, label of its numbers, tasks
+Lineup = tuple[tuple[str, int, Names], ...]  # each entry: a template, the label of its numbers, its tasks
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Cohort:
-    """Tasks alike, of one parameter group, with the same counters in their state.
+    """Tasks of one kind and one parameter group that have equal counters in their state.
 
     Attributes:
-        tasks: names, in the plan's order.
-        template: of the variant that their code takes now.
-        label: tells the numbers of a template's cohorts apart. The index of the parameter group, unless
-            counters split it.
-        scalars: by name, what the graph reads beside tensors.
+        kind: the kind of their parameters.
+        tasks: their names.
+        template: the name of the template of the variant that their code takes now.
+        label: distinguishes the numbers of cohorts that take the same template. It is the index of the parameter
+            group, unless the parameter group has several such cohorts.
+        scalars: by name, the values that the graph reads besides the tensors of a task.
         counters: the Python leaves of their state after this step.
     """
 
@@ -41,7 +42,14 @@ class Cohort:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class VariantPath:
-    """What code does on a step: a template, its numbers, and the counters before and after."""
+    """What the optimizer's code does on a step.
+
+    Attributes:
+        template: the name of the template that it takes.
+        scalars: by name, the values that the graph reads besides the tensors of a task.
+        before: all counters before the step.
+        counters: the Python leaves of the state after the step.
+    """
 
     template: str
     scalars: Scalars
@@ -50,10 +58,15 @@ class VariantPath:
 
 
 class VariantSelection:
-    """Asks what the optimizer's code would do on this step, once per cohort.
+    """Asks once per cohort what the optimizer's code does on a step.
 
     Args:
-        ahead: steps by which tasks do their periodic work earlier, see `stagger`.
+        capture: the captured code of the optimizer.
+        plan: the plan.
+        ahead: by task, the number of steps by which it does its periodic work earlier, see `stagger`.
+
+    Attributes:
+        current: the cohorts of the step that `consult` was last called for.
     """
 
     def __init__(self, capture: Capture, plan: Plan, ahead: Mapping[str, int]) -> None:
@@ -64,12 +77,15 @@ class VariantSelection:
     def consult(self, tasks: Sequence[str]) -> None:
         """Find the cohorts of this step.
 
+        Args:
+            tasks: the names of the tasks that take part.
+
         Raises:
             Untraceable: some code takes a path that this plan does not know.
         """
         self.current, self._scalars = [], {}
         bounds = [self.plan.bound[name] for name in tasks]
-        # What ranks share comes first, so that what one has for itself changes no label of it.
+        # Tasks that ranks share come first, so that tasks of one rank alone do not change their labels.
         bounds.sort(key=lambda b: b.task.layout.grid.size == 1)
         for (_, group, counters), members in self._alike(bounds).items():
             kind = members[0].kind
@@ -85,15 +101,15 @@ class VariantSelection:
 
     @property
     def lineup(self) -> Lineup:
-        """The variants that the tasks take now. With the tasks they decide the program."""
+        """The variants that the tasks take now. Together with the tasks they determine the program."""
         return tuple((c.template, c.label, c.tasks) for c in self.current)
 
     def number(self, template: str, label: int, name: str) -> Any:
-        """A number that the graph of a template reads, for the cohort with this label."""
+        """Return the value that the graph of a template reads under this name for the cohort with this label."""
         return self._scalars[template, label][name]
 
     def show_counters(self) -> None:
-        """Copy the Python leaves that the step changed on the twins to the optimizer's own state."""
+        """Copy the Python leaves that the step changed on the twins into the optimizer's own state."""
         for cohort in self.current:
             for name in cohort.tasks if cohort.counters else ():
                 state = self.optimizer.state[self.plan.bound[name].param]
@@ -115,19 +131,19 @@ class VariantSelection:
         return tuple(read(state, kind.paths[name]) for name in kind.python_state)
 
     def _elementwise(self) -> list[BoundParam]:
-        """Those that the optimizer's own step updates: their code may come to do more than that."""
+        """The parameters that the optimizer's own step updates. Their code may later do more than elementwise work."""
         present = [b for b in self.plan.elementwise if b.param.grad is not None]
         return [b for b in present if self.optimizer.state.get(b.param) or not b.kind.state]
 
     def _paths(
         self, kind: ParamKind, group: int, counters: tuple[Any, ...], members: Sequence[BoundParam]
     ) -> list[tuple[VariantPath, list[BoundParam]]]:
-        """The ways that parameters with equal counters go: one, unless some do their periodic work earlier."""
+        """Find the paths of parameters with equal counters: one path, unless some do periodic work earlier."""
         own: dict[int, list[BoundParam]] = {}
         for b in members:
             own.setdefault(self.ahead.get(b.task.name, 0), []).append(b)
         others = {steps: self._ask_ahead(kind, group, counters, steps) for steps in own if steps}
-        here = self._ask(kind, group, counters)  # last, so that the twin has counted as the parameters do
+        here = self._ask(kind, group, counters)  # last, so that the twin ends with the counters of the parameters
         found: dict[str, tuple[VariantPath, list[BoundParam]]] = {}
         for steps, bounds in own.items():
             other = others.get(steps)
@@ -136,7 +152,7 @@ class VariantSelection:
         return list(found.values())
 
     def _ask(self, kind: ParamKind, group: int, counters: tuple[Any, ...], ahead: int = 0) -> VariantPath:
-        """What the code does, by its counters, or as if these were `ahead`."""
+        """Ask what the code does with these counters, or with counters that are `ahead` by some steps."""
         assert kind.oracle is not None
         leaves = dict(zip(kind.python_state, counters, strict=False))
         known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, self.capture.elsewhere())
@@ -152,7 +168,11 @@ class VariantSelection:
         return VariantPath(template.name, scalars, known, kind.oracle.counters() if counters else {})
 
     def _ask_ahead(self, kind: ParamKind, group: int, counters: tuple[Any, ...], ahead: int) -> VariantPath | None:
-        """The same for a task that is ahead; None where its code does not repeat itself yet, or is new there."""
+        """Ask the same for a task that is ahead.
+
+        Returns:
+            None if the variants do not repeat themselves yet, or if the plan does not know the variant.
+        """
         leaves = dict(zip(kind.python_state, counters, strict=False))
         known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, self.capture.elsewhere())
         if kind.course is None or kind.course.number(known) < kind.course.start:
@@ -163,14 +183,23 @@ class VariantSelection:
 
 
 def counting_as(here: VariantPath, other: VariantPath, kind: ParamKind) -> VariantPath:
-    """The other path, with the counters of this one and with the numbers that follow from them."""
+    """Give a path of a task that is ahead the counters of a task that is not.
+
+    Args:
+        here: the path of tasks that are not ahead.
+        other: the path that the code takes some steps later.
+        kind: the kind of the parameters.
+
+    Returns:
+        The template of `other`, with the counters of `here` and the numbers that follow from these counters.
+    """
     assert kind.course is not None
     scalars = dict(other.scalars)
     for name, value in scalars.items():
         if name in here.scalars:
             scalars[name] = here.scalars[name]
             continue
-        for counter in kind.course.counters:  # read on the other path only, so known by name and value
+        for counter in kind.course.counters:  # only the other path reads it, so find it by name and value
             key = counter.key if isinstance(counter, Counter) else str(kind.paths[counter][-1])
             if name.endswith(key) and value == other.before[counter]:
                 scalars[name] = here.before[counter]
