@@ -232,7 +232,7 @@ class GroupedKernel(torch.nn.Module):
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _upload(self) -> None:
-        """Upload the table through pinned memory. torch keeps that memory until the copy is done; the host does not wait."""
+        """Upload the table through pinned memory, which torch keeps until the copy is done. The host does not wait."""
         assert self.table is not None
         self._unsent = self._recording
         if self._unsent:
