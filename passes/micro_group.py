@@ -28,13 +28,13 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of micro-groups that the 
 class FormMicroGroups:
     """Bin the tasks of each grid into micro-groups: sort by cost, greedy with rollback.
 
-    A group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner) exceed a limit;
-    then the last task is rolled back into the next group. The caller's `capacity` limits the bytes. The limit of the
-    makespan follows from the number of groups: the pass tries several numbers and predicts the time of each
+    A micro-group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner) exceed a
+    limit; then its last task moves to the next micro-group. The caller's `capacity` limits the bytes. The limit of the
+    makespan follows from the number of micro-groups: the pass tries several numbers and predicts the time of each
     (`pipeline_seconds`). It keeps those of the shortest time, or within 1% of it where communication overlaps
     computation. Of these it takes the one that holds the fewest bytes at once, and the smaller number on a tie. Where
-    communication and computation share the cores, that is one group. A matrix that alone exceeds the capacity is the
-    only one that its owner has in its group.
+    communication and computation share the cores, that is one micro-group. A matrix that alone exceeds the capacity is
+    the only one that its owner has in its micro-group.
 
     The algorithm is Algorithm 2 of Canzona (arXiv 2602.06079), with owners fixed beforehand.
 

@@ -190,7 +190,7 @@ def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> f
     rank = BusiestRank()
     computed: list[float] = []
     for i, (up, work, _) in enumerate(times):
-        if i >= depth:  # its buffers are those of group i - depth, which must be scattered first
+        if i >= depth:  # it reuses the buffers of micro-group i - depth, which must be scattered first
             rank.transfer(times[i - depth][2], since=computed[i - depth])
         computed.append(rank.compute(work, since=rank.transfer(up)))
     for i in range(max(0, len(times) - depth), len(times)):
