@@ -1,4 +1,4 @@
-"""The program of one rank, from a step that is the same on all of them."""
+"""Write the program of one rank, from a step that is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -48,13 +48,17 @@ from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, PACK
 class Emit:
     """Write the program of `rank`: an FX graph over lists of tensors, one entry per task.
 
-    Every send and receive buffer is addressed through views that are made once; a steady step packs
-    straight into them. Elementwise graphs run once per list, compute graphs once per batch. What a group
-    changes (parameters, state) is written by its `apply` alone.
+    The program addresses send and receive buffers through views that are made once, and packs straight into them.
+    Elementwise graphs run once per list, and compute graphs once per batch. Only the `apply` of a micro-group writes
+    the parameters and the state that the micro-group changes.
 
-    With `generate`, which CUDA wants, elementwise graphs become generated kernels: per micro-group one launch for
-    what prepare does, one for apply, and one each for the copies around compute. State that apply would only
-    receive is then written by prepare.
+    With `generate` (for CUDA), elementwise graphs become generated kernels. A micro-group then has one launch for
+    prepare, one for apply, and one each for the copies before and after compute. Prepare then also writes the state
+    whose new value it computes and which apply would only store.
+
+    Attributes:
+        rank: the global rank.
+        generate: generate kernels for elementwise graphs.
     """
 
     rank: int
@@ -75,7 +79,7 @@ class Emit:
 
 
 def is_stacked(placed: Placed, batch: Batch, place: int) -> bool:
-    """Does a batch compute result `place` as one tensor [n, ...], or as a list?"""
+    """Whether a batch computes result `place` as one tensor [n, ...] and not as a list of n tensors."""
     return batch.stacked and placed.stacked is not None and placed.stacked.outputs[place]
 
 
@@ -108,8 +112,8 @@ class ProgramWriter(ProgramBuilder):
             actions[event.act](group)
 
     def lane(self, act: Act, g: GroupView) -> str:
-        """The stream of an event. What computes is not to wait for what copies, and a group that nobody else
-        takes part in has nothing to wait for."""
+        """The stream of an event. Computation does not wait for copies of other micro-groups; a micro-group
+        without exchanges runs on one stream."""
         if self.step.machine.device == "cpu" or act is Act.MEET:
             return CALLER
         received = Phase.GATHER in g.exchanges
@@ -120,7 +124,7 @@ class ProgramWriter(ProgramBuilder):
     # -- leaves --------------------------------------------------------------------------------------
 
     def leaf(self, placed: Placed, group: int, names: tuple[str, ...], name: str, where: str) -> fx.Node:
-        """The input for leaf `name` of a template, for these tasks."""
+        """The placeholder of leaf `name` of a template for the tasks `names`. `where` begins its label."""
         known = {leaf.name: leaf for leaf in placed.template.inputs}
         role = known[name].role if name in known else Role.STATE
         match role:
@@ -136,14 +140,14 @@ class ProgramWriter(ProgramBuilder):
         return [leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR]
 
     def copy(self, targets: fx.Node, sources: fx.Node, to: torch.dtype, given: torch.dtype | None = None) -> None:
-        """Copy lists of tensors of dtype `given` (that of the targets if it is not said), now or with `launch`."""
+        """Copy lists of tensors from dtype `given` (by default `to`) to dtype `to`, now or in the next `launch`."""
         if self.kernels is not None:
             self.kernels.copy(targets, sources, to, given or to)
         else:
             self.call(program_ops.copy, targets, sources)
 
     def launch(self, g: GroupView, stage: str) -> None:
-        """Write the generated kernel of what came up since the last one, if kernels are generated."""
+        """Write the call of one generated kernel for all work since the last one, if kernels are generated."""
         if self.kernels is not None:
             self.kernels.launch(f"g{g.group.index}_{stage}")
 
@@ -182,7 +186,7 @@ class ProgramWriter(ProgramBuilder):
         self.launch(g, "prepare")
 
     def pack_prepared(self, g: GroupView, i: int, segment: TaskSegment, wire: Wire) -> None:
-        """Copy a wire of all tasks of a segment to every place from which it is sent."""
+        """Copy a wire of all tasks of a segment to all of its places in the send buffer."""
         places = [g.places(Phase.GATHER, BufferUse.SEND, t.name, wire) for t in segment.tasks]
         for c in range(len(places[0])):
             views = tuple(g.view(Phase.GATHER, BufferUse.SEND, p[c][0], wire.dtype, p[c][1].size) for p in places)
@@ -219,12 +223,12 @@ class ProgramWriter(ProgramBuilder):
             for b, batch in enumerate(g.group.batches)
             if batch.owner in (None, g.at)
             for placed in self.step.placed
-            if placed.name == batch.placed and (placed.scatter or placed.owner_writes)  # others are elementwise
+            if placed.name == batch.placed and (placed.scatter or placed.owner_writes)  # other variants are elementwise
         ]
         if self.kernels is None:
             for b, batch, placed in own:
                 self.compute_batch(g, b, batch, placed, self.gathered(g, b, batch, placed))
-        else:  # copies together: before all of them, and after
+        else:  # one launch copies for all batches before they compute, and one afterwards
             ready = [self.gathered(g, *one) for one in own]
             with self.on(CALLER if self.stream == CALLER else PACK):
                 self.launch(g, "unpack")
@@ -249,7 +253,7 @@ class ProgramWriter(ProgramBuilder):
         if batch.stacked and placed.stacked is not None:
             whole = placed.stacked.graph
             out = self.module(f"{placed.name}_compute_stacked", lambda: whole, lookup)
-        else:  # one task after the other: no more than one has intermediate values
+        else:  # the tasks run one after the other, so intermediate values of only one exist at a time
             out = self.loop(f"{placed.name}_compute", placed.compute, lookup)
         results = self.items(out, len(placed.scatter) + len(placed.owner_writes))
         for name in batch.tasks:
@@ -293,7 +297,7 @@ class ProgramWriter(ProgramBuilder):
         where: str,
         stacked: bool,
     ) -> None:
-        """Copy the parts of a computed value to the places from which they are sent."""
+        """Copy the parts of a computed value into the send buffer of a phase."""
         places = [g.places(phase, BufferUse.SEND, name, wire) for name in tasks]
         views: list[View] = []
         index: list[tuple[Any, ...]] = []
@@ -312,7 +316,7 @@ class ProgramWriter(ProgramBuilder):
         self.copy(self.bind(f"{label}_send", Views(tuple(views))), found, wire.dtype)
 
     def forward(self, g: GroupView) -> None:
-        """Copy the fragments that this replica's owners computed to where they are sent to the others."""
+        """Copy the fragments that owners in this replica computed into the send buffer of the exchange."""
         for i, segment in enumerate(g.segments):
             sends = segment.near and not segment.empty and segment.tasks[0].owner is not None
             for wire in segment.placed.scatter if sends else ():
@@ -328,7 +332,7 @@ class ProgramWriter(ProgramBuilder):
                     self.copy(sent, self.bind(f"{label}_scattered", Views(sources)), wire.dtype)
 
     def commit_later(self, g: GroupView, placed: Placed, batch: Batch, values: Sequence[fx.Node], where: str) -> None:
-        """New resident state is written with the group's apply."""
+        """Remember the new resident state of a batch. The micro-group's apply writes it."""
         for place, (name, node) in enumerate(zip(placed.owner_writes, values, strict=True)):
             if is_stacked(placed, batch, len(placed.scatter) + place):
                 node = self.call(program_ops.unstack, node)
@@ -377,7 +381,7 @@ class ProgramWriter(ProgramBuilder):
                 self.kernels.counters(counted, find)
 
     def own_part(self, g: GroupView, segment: TaskSegment, wire: Wire, j: int, where: str) -> fx.Node:
-        """This rank's fragments of values that it computed itself."""
+        """This rank's fragments of a wire that this rank computed itself."""
         batch, results = g.results[segment.names[0]]
         boxes = [wire.box(t.layout.boxes[g.at[1]]) for t in segment.tasks]
         index = tuple((batch.tasks.index(t.name), *b.slices()) for t, b in zip(segment.tasks, boxes, strict=True))

@@ -1,4 +1,4 @@
-"""Owners and micro-groups that were decided elsewhere, by a plan file or by another step, instead of new ones."""
+"""Take owners and micro-groups from a plan file or from another step, instead of choosing new ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from canzona_compile.ir.step import Form, MicroGroup, Step, Strategy
 
 @dataclass(frozen=True, slots=True)
 class FollowOwners:
-    """Own every task as a plan file says.
+    """Give every task the owner that a plan file says.
 
     Attributes:
-        plan: made for the same parameters and layouts.
+        plan: a plan for the same parameters and layouts.
 
     Raises:
-        CanzonaError: the plan is for other parameters or layouts, or by a strategy that is not executed.
+        CanzonaError: the plan is for other parameters or layouts, or has a strategy that runs do not support.
     """
 
     plan: PlanFile
@@ -40,7 +40,7 @@ class FollowOwners:
 class InheritOwners:
     """Take the owner and the strategy of every task from a step in which the same tasks have owners.
 
-    The first step of a task runs other code than the later ones, and must run where the state is to live.
+    The first step of a task runs other code than the later ones, but must run on the rank that is to hold the state.
 
     Attributes:
         source: a step of form OWNED or beyond that has all tasks, by name.
@@ -62,7 +62,7 @@ class InheritOwners:
 
 @dataclass(frozen=True, slots=True)
 class FollowGroups:
-    """Group the tasks that take part as a plan file says, and leave out groups of which none does.
+    """Form the micro-groups of a plan file from the tasks that take part. Micro-groups without such tasks are left out.
 
     Raises:
         CanzonaError: the plan has a task in no micro-group.

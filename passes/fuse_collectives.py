@@ -13,9 +13,9 @@ from canzona_compile.ir.step import Exchange, Form, Item, MicroGroup, Phase, Pla
 class FuseCollectives:
     """Route every wire value of a micro-group through fused exchanges.
 
-    A grid with shards gathers before and scatters after compute, inside the owner's replica; a grid
-    with replicas then exchanges the fragments of the update among replicas, shard by shard. What every
-    rank computes is gathered only. Exact uneven splits, no padding.
+    A grid with shards gathers before compute and scatters after it, inside the owner's replica. A grid with replicas
+    then exchanges the fragments of the update among replicas, shard by shard. Tasks that every rank computes are
+    gathered only. The splits are uneven and exact, so they need no padding.
     """
 
     name: ClassVar[str] = "fuse-collectives"

@@ -20,28 +20,28 @@ from canzona_compile.analysis.step_time import (
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Form, MicroGroup, Placed, Step, Task
 
-TOLERANCE = 0.01  # share of the predicted time that is given up for memory
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of groups that are tried
+TOLERANCE = 0.01  # fraction of the predicted time that the pass may give up to save memory
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of micro-groups that the pass tries
 
 
 @dataclass(frozen=True, slots=True)
 class FormMicroGroups:
     """Bin the tasks of each grid into micro-groups: sort by cost, greedy with rollback.
 
-    A group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner) exceed a limit;
-    then the last task is rolled back into the next group. The caller's `capacity` limits the bytes. The limit of the
-    makespan follows from the number of groups: the pass tries several numbers and predicts the time of each
+    A micro-group grows until its makespan (FLOPs of its busiest owner) or its bytes (gathered to one owner) exceed a
+    limit; then its last task moves to the next micro-group. The caller's `capacity` limits the bytes. The limit of the
+    makespan follows from the number of micro-groups: the pass tries several numbers and predicts the time of each
     (`pipeline_seconds`). It keeps those of the shortest time, or within 1% of it where communication overlaps
     computation. Of these it takes the one that holds the fewest bytes at once, and the smaller number on a tie. Where
-    communication and computation share the cores, that is one group. A matrix that alone exceeds the capacity is the
-    only one that its owner has in its group.
+    communication and computation share the cores, that is one micro-group. A matrix that alone exceeds the capacity is
+    the only one that its owner has in its micro-group.
 
     The algorithm is Algorithm 2 of Canzona (arXiv 2602.06079), with owners fixed beforehand.
 
     Attributes:
-        capacity: most bytes that a group gathers to one rank.
-        groups: how many groups a grid should have; None: as many as the prediction favours.
-        depth: how many groups are in flight at once.
+        capacity: the most bytes that a micro-group gathers to one rank.
+        groups: how many micro-groups a grid should have; if None, the prediction decides.
+        depth: how many micro-groups are in flight at once.
     """
 
     capacity: int
@@ -57,7 +57,7 @@ class FormMicroGroups:
         grids: dict[Grid, list[Task]] = defaultdict(list)
         for task in step.tasks:
             grids[task.layout.grid].append(task)
-        # Those that communicate come first, so that local work never delays a collective.
+        # Micro-groups that communicate come first, so that local work never delays a collective.
         order = sorted(grids, key=lambda g: (g.size == 1, g.members(), str(g)))
         bins: list[list[Task]] = []
         for grid in order:
@@ -83,7 +83,7 @@ class FormMicroGroups:
 
 
 def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most_bytes: int) -> list[list[Task]]:
-    """Consecutive groups, each the longest whose makespan and bytes are within the limits."""
+    """Cut tasks into consecutive micro-groups, each as long as its makespan and bytes are within the limits."""
     bins: list[list[Task]] = []
     known = weights(tasks, placed)
     load = GridLoad(known)
@@ -98,12 +98,12 @@ def pack(tasks: Sequence[Task], placed: dict[str, Placed], most_flops: int, most
 
 
 def live_bytes(plan: Sequence[Sequence[Task]], placed: Mapping[str, Placed], depth: int) -> int:
-    """Most bytes that a rank holds for `depth` groups in flight: received, assembled, and the same on the way back."""
+    """The most bytes that a rank holds for `depth` micro-groups in flight: received, assembled, and sent back."""
     loads = [load_by_owner(own, placed) for own in plan]
     held = [2 * busiest(load.up) + 2 * busiest(load.down) for load in loads]
     return max(sum(held[i : i + depth]) for i in range(len(held)))
 
 
 def makespan(tasks: Sequence[Task], placed: dict[str, Placed]) -> int:
-    """FLOPs of the busiest rank."""
+    """The FLOPs of the busiest rank."""
     return busiest(load_by_owner(tasks, placed).flops)

@@ -1,4 +1,4 @@
-"""Updates that only the owner's replica applies, as in frameworks with ZeRO-1."""
+"""Let only the owner's replica apply updates, as frameworks with ZeRO-1 do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from canzona_compile.ir.step import Form, Placed, Step, Strategy, Task
 
 @dataclass(frozen=True, slots=True)
 class OwnerReplica:
-    """Move every owned task to the grid of its owner's replica: the others neither gather nor apply.
+    """Move every owned task to the grid of its owner's replica. The other replicas then neither gather nor apply.
 
-    They would get the new parameters in the next forward pass. Forecasts of `updates="zero1"` are made of such steps;
-    the runtime does not execute them yet.
+    The other replicas would get the new parameters in the next forward pass. Forecasts of `updates="zero1"` use such
+    steps; the runtime does not execute them yet.
     """
 
     name: ClassVar[str] = "owner-replica"
@@ -57,5 +57,5 @@ def without_replicas(cut: Placed) -> Placed:
 
 
 def family(cut: Placed) -> tuple[str, LayoutKind]:
-    """Cuts that agree in this are variants of one step, see `Step.variants`."""
+    """A key that is equal for cuts that are variants of one step, see `Step.variants`."""
     return cut.template.family or cut.name, cut.kind

@@ -71,13 +71,13 @@ def wanted(size: int) -> int:
 
 
 def odd(node: fx.Node) -> bool:
-    """Would a matrix be padded?"""
+    """Whether the pass would pad a matrix."""
     value = tensor_value(node)
     return value is not None and any(wanted(size) != size for size in value.shape)
 
 
 def even(value: torch.Tensor) -> bool:
-    """Is it a 16-bit matrix that has aligned rows once it is padded?"""
+    """Whether a value is a 16-bit matrix that has aligned rows once it is padded."""
     return value.ndim == 2 and value.dtype.itemsize == 2 and all(wanted(size) % 16 == 0 for size in value.shape)
 
 
@@ -96,14 +96,14 @@ def padded_values(graph: fx.Graph) -> dict[fx.Node, float]:
             corner = corner_of(node, found)
             if corner is not None and abs(corner) < torch.finfo(value.dtype).max / 4:
                 found[node] = corner
-    for node in reversed(list(found)):  # what no product reads is computed as it was
+    for node in reversed(list(found)):  # values that no product reads stay as they were
         if node.target not in PRODUCTS and not any(reader in found for reader in readers(node)):
             del found[node]
     return found
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """Who reads a matrix, directly or by putting its shifted diagonal back."""
+    """The nodes that read a matrix, directly or by putting its shifted diagonal back."""
     shifts = [s for d in node.users for a in d.users for s in a.users if (t := shifted(s)) and t.node is node]
     return [*node.users, *shifts]
 
@@ -131,7 +131,7 @@ def corner_of(node: fx.Node, known: Mapping[fx.Node, float]) -> float | None:
 
 
 def corner_of_product(node: fx.Node, known: Mapping[fx.Node, float]) -> float | None:
-    """The same for products; None as well if an operand cannot be padded."""
+    """The multiple of I in the corner of a product's padded value; None if not known or an operand has no padding."""
     pair, added = factors(node), addend(node)
     assert pair is not None
     operands = [*pair, *([added] if added is not None else [])]
@@ -154,7 +154,7 @@ def multiple(factor: Any, corner: float, shift: Any = 0.0) -> float | None:
 
 
 class Padder:
-    """Rewrites a graph in place."""
+    """Pads the products of a graph, in place."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.inside = graph, padded_values(graph)
@@ -191,7 +191,7 @@ class Padder:
         return insert_call(self.graph, node.target, args, kwargs, name=node.name)
 
     def operand(self, node: fx.Node) -> fx.Node:
-        """The padded matrix for a node. One from outside is padded here, together with its cast if it has one."""
+        """The padded matrix for a node. If there is none yet, insert the padding, together with the node's cast."""
         if node in self.made:
             return self.made[node]
         if not odd(node):

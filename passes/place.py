@@ -1,4 +1,4 @@
-"""Cut every template into what runs on fragments and what runs on the owner, so that the fewest bytes move."""
+"""Divide the graph of every template between fragments and owner, so that the fewest bytes move between them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ from canzona_compile.ir.step import (
     Wire,
 )
 
-# The cost of work and state that every replica repeats, as a fraction of the same bytes on a wire: memory is
-# about this much faster. It decides where a transfer is free (DDP: the momentum goes to the owner), and is too
-# small to decide where a transfer costs (HSDP: the momentum stays with its fragments).
+# Every replica repeats the work and the state of FRAGMENT nodes. This is the cost of their bytes, as a fraction of
+# the cost of the same bytes on a wire: memory is about 16 times as fast. The cost decides where a transfer is free
+# (DDP: the momentum goes to the owner). It is too small to decide where a transfer costs something (HSDP: the
+# momentum stays with its fragments).
 REDUNDANT = 1 / 16
 
 
@@ -46,20 +47,24 @@ REDUNDANT = 1 / 16
 class Place:
     """Label every node FRAGMENT or OWNER by a minimum cut.
 
-    A value that crosses costs its bytes once per direction, however many users it has. Parameter,
-    gradient and new parameter are FRAGMENT. A node may be FRAGMENT only if it is pointwise on values
-    of the parameter's shape. Under exact numerics its bits must not depend on where in the tensor an
-    element stands either. A state leaf and its new value share a label. Numbers and 0-d tensors
-    made of numbers are on every rank and never cross.
+    FRAGMENT nodes run on every rank, on its shard of the parameter. OWNER nodes run on the owner rank, on whole
+    matrices. A value that crosses from one side to the other costs its bytes once per direction, however many users
+    it has. The rules of the cut are:
 
-    Variants of one step (a family of templates) are cut together, because their graphs share the state leaves.
-    State that no known variant reads or writes lives on the owner.
+    - The parameter, the gradient and the new parameter are FRAGMENT.
+    - A node may be FRAGMENT only if it is pointwise on values of the parameter's shape. Under exact numerics, the
+      bits of an element must also not depend on its position in the tensor.
+    - A state leaf and its new value have the same label.
+    - Numbers, and 0-d tensors that are made of numbers, are on every rank and never cross.
 
-    On mesh dims that replicate, gathering is free, and every replica repeats the FRAGMENT work and state. Nodes
-    have a cost of their own there.
+    The pass cuts the variants of one step (a family of templates) together, because their graphs share the state
+    leaves. State that no known variant reads or writes lives on the owner.
+
+    On replicate dims of the mesh gathering is free, but every replica repeats the work and the state of FRAGMENT
+    nodes. There a FRAGMENT node costs `REDUNDANT` times its bytes.
 
     Attributes:
-        exact: exact numerics.
+        exact: whether the step uses exact numerics.
     """
 
     exact: bool = True
@@ -89,15 +94,16 @@ class Place:
 
 
 def unique_name(template: Template, kind: LayoutKind, placed: dict[tuple[str, LayoutKind], Placed]) -> str:
-    """The template's name; if it is cut for several kinds of layout, the kind as well."""
+    """The name of a new cut: that of the template, with the kind of layout behind it if the name is taken."""
     taken = {p.name for p in placed.values()}
     return template.name if template.name not in taken else f"{template.name}@{kind}"
 
 
 def everywhere(family: Sequence[Template]) -> set[fx.Node]:
-    """The nodes that every rank can compute for itself: numbers, and 0-d tensors made of such nodes alone.
+    """The nodes that every rank can compute by itself: numbers, and 0-d tensors that are made of such nodes only.
 
-    A 0-d state leaf is among them only if its new value is, in every variant. A running norm of the matrix is not.
+    A 0-d state leaf is one of them only if its new value is one of them in every variant. A step counter qualifies;
+    a running norm of the matrix does not.
     """
     barred: set[str] = set()
     while True:
@@ -121,7 +127,7 @@ class Cut:
     Attributes:
         fragment: nodes that run on fragments.
         everywhere: nodes that every rank computes for itself.
-        near: names of the leaves that live beside the parameter.
+        near: names of the leaves that live with the fragments of the parameter.
     """
 
     fragment: set[fx.Node]
@@ -130,7 +136,14 @@ class Cut:
 
 
 class Cutter:
-    """The flow network of a family of templates on one kind of layout."""
+    """Finds the cheapest cut of a family of templates for one kind of layout, as a minimum cut of a flow network.
+
+    Args:
+        family: the variants of one step.
+        kind: the kind of layout of the parameters.
+        machine: where the step runs.
+        exact: whether the step uses exact numerics.
+    """
 
     def __init__(self, family: Sequence[Template], kind: LayoutKind, machine: Machine, exact: bool) -> None:
         self.family, self.kind, self.machine, self.exact = family, kind, machine, exact
@@ -145,14 +158,14 @@ class Cutter:
             self.new += zip(template.writes, outputs(template.graph), strict=True)
 
     def cut(self) -> Cut:
-        """The cheapest cut."""
+        """The cheapest cut that follows the rules of `Place`."""
         fragment = self.fragment_nodes()
         near = fragment | self.everywhere
         state = {leaf.name for node, leaf in self.leaf.items() if leaf.role is Role.STATE and node in near}
         return Cut(fragment, self.everywhere, state | {name for name, value in self.new if value in near})
 
     def may_be_fragment(self, node: fx.Node) -> bool:
-        """Can a node run on fragments?"""
+        """Whether a node can run on fragments."""
         value = tensor_value(node)
         if value is None or tuple(value.shape) != self.shape:
             return False
@@ -166,7 +179,10 @@ class Cutter:
         return all(t is None or broadcasts(tuple(t.shape), self.shape) for t in operands)
 
     def fragment_nodes(self) -> set[fx.Node]:
-        """The FRAGMENT side of the cheapest cut in which no value crosses back and forth again."""
+        """The FRAGMENT nodes of the cheapest cut.
+
+        No value of the cut that depends on an OWNER node goes back to the owner.
+        """
         owner: set[fx.Node] = {n for n in self.nodes if not self.may_be_fragment(n)}
         while True:
             fragment = self._minimum_cut(owner)
@@ -205,7 +221,10 @@ class Cutter:
         return {n for n in self.nodes if n in fragment}
 
     def _pinned(self) -> Iterable[fx.Node]:
-        """Parameter, gradient and new parameter. A new parameter that only the owner can make is scattered instead."""
+        """The nodes that must be FRAGMENT: the parameter, the gradient and the new parameter.
+
+        If only the owner can compute the new parameter, it is not one of these nodes, and its value is scattered.
+        """
         for node, leaf in self.leaf.items():
             if leaf.role in (Role.PARAM, Role.GRAD) and node in self.nodes:
                 yield node
@@ -214,7 +233,7 @@ class Cutter:
                 yield new
 
     def _same_home(self) -> Iterable[tuple[fx.Node, fx.Node]]:
-        """Pairs of values of one state leaf: the old and the new one, and those of different variants."""
+        """Pairs of nodes that must have the same label: old and new values of one state leaf, in all variants."""
         values: dict[str, list[fx.Node]] = defaultdict(list)
         for node, leaf in self.leaf.items():
             if leaf.role is Role.STATE:
@@ -227,18 +246,25 @@ class Cutter:
 
 
 def broadcasts(shape: Shape, to: Shape) -> bool:
-    """Can a fragment of a value of `shape` stand beside the same fragment of a value of shape `to`?"""
+    """Whether a fragment of a value of `shape` broadcasts to the same fragment of a value of shape `to`."""
     return not shape or (len(shape) == len(to) and all(a in (1, b) for a, b in zip(shape, to, strict=True)))
 
 
 def bytes_of(node: fx.Node) -> float:
-    """Bytes of a node's value, infinite if it is no tensor."""
+    """The size of a node's value in bytes; infinite if the value is not a tensor."""
     value = tensor_value(node)
     return math.inf if value is None else float(value.numel() * value.element_size())
 
 
 def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
-    """Split the graph of a template into prepare, compute and apply, given the cut of its family."""
+    """Split the graph of a template into prepare, compute and apply.
+
+    Args:
+        template: the template to split.
+        kind: the kind of layout for which it is cut.
+        cut: the cut of the template's family.
+        name: the name of the result.
+    """
     graph = template.graph
     fragment, free = cut.fragment & set(graph.nodes), cut.everywhere
     leaf = dict(zip(placeholders(graph), template.inputs, strict=True))
@@ -288,7 +314,7 @@ def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
 
 
 def wire(node: fx.Node) -> Wire:
-    """The wire on which the value of a node crosses."""
+    """The wire that carries the value of a node, with the shape and dtype of the whole value."""
     value = tensor_value(node)
     assert value is not None
     return Wire(node.name, tuple(value.shape), value.dtype)

@@ -14,15 +14,15 @@ from canzona_compile.lowering.memory_plan import plan_buffers
 class Schedule:
     """Software-pipeline the micro-groups, `depth` of them in flight.
 
-    At depth 2 the gather of group k+1 is under way while k computes, and the scatter of k-1 as well.
-    Nothing of a group is written before its last collective has arrived, so a collective that fails
-    leaves every group that it belongs to, and all later ones, untouched.
+    At depth 2 the gather of micro-group k+1 and the scatter of micro-group k-1 are under way while micro-group k
+    computes. Parameters and state of a micro-group are written only after its last collective has arrived. A
+    collective that fails therefore leaves its own micro-group and all later ones untouched.
 
-    Ranks that share tasks but are not connected by exchanges, because all replicas compute everything, meet
-    first: one that cannot run the step must not find the others updated.
+    Some ranks share tasks but no exchange connects them, because all replicas compute everything. They meet first,
+    so that no rank updates its parameters if another one cannot run the step.
 
     Attributes:
-        depth: micro-groups in flight at once, from 1 on.
+        depth: how many micro-groups are in flight at once; at least 1.
     """
 
     depth: int = 2
@@ -40,7 +40,7 @@ class Schedule:
 
 
 def silent(step: Step) -> Iterator[MicroGroup]:
-    """One group for each set of ranks that share tasks and that no exchanges connect."""
+    """One micro-group for each set of ranks that share tasks and that no exchanges connect."""
     grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.micro_groups}
     met = {grids[group.index].members() for group in step.micro_groups if group.joins(grids[group.index])}
     for group in step.micro_groups:
@@ -51,10 +51,12 @@ def silent(step: Step) -> Iterator[MicroGroup]:
 
 
 def stages(group: MicroGroup, apart: bool = False) -> list[list[Act]]:
-    """A group's events, cut where it may wait for a collective.
+    """The events of a micro-group, cut into stages where it may wait for a collective.
 
     Args:
-        apart: does another stream apply than the one that computes? It would wait before it unpacks the next group.
+        group: the micro-group.
+        apart: whether apply runs on another stream than compute. That stream would wait before it unpacks the next
+            micro-group.
     """
     found: list[list[Act]] = [[Act.PREPARE]]
     if group.gather:
@@ -75,10 +77,10 @@ def stages(group: MicroGroup, apart: bool = False) -> list[list[Act]]:
 
 
 def pipelined(groups: tuple[MicroGroup, ...], depth: int, apart: bool = False) -> Iterator[Event]:
-    """Stage j of the i-th group at time i + j * (depth - 1); at one time, early stages of late groups first.
+    """Order the events of all micro-groups: stage j of the i-th micro-group runs at time i + j * (depth - 1).
 
-    Starting the next gather before computing is what overlaps them. Groups without collectives come
-    last: a peer that failed must not find them written.
+    At equal times, early stages of late micro-groups come first. The next gather thus starts before the computation
+    with which it overlaps. Micro-groups without collectives come last, so that they are not written if a peer failed.
     """
     lag = depth - 1
     remote = [g for g in groups if g.exchanges]

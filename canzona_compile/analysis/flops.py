@@ -121,7 +121,7 @@ def factors(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def flips(node: fx.Node) -> tuple[bool, bool]:
-    """Which factors of a product enter it transposed, though they are not in memory: A A^T names A twice."""
+    """Whether each factor of a product enters it transposed, although memory holds it as is: A A^T names A twice."""
     if node.target is not SYM_GEMM:
         return False, False
     return (True, False) if node.kwargs.get("trans") else (False, True)
@@ -143,7 +143,7 @@ Sizes = TypeVar("Sizes", bound=Sequence[Any])
 
 
 def turned(sizes: Sizes, flip: bool) -> Sizes:
-    """Dims with the last two in the other order, if so."""
+    """The dims, with the last two swapped if `flip`."""
     return (*sizes[:-2], sizes[-1], sizes[-2]) if flip else sizes  # type: ignore[return-value]
 
 
@@ -168,7 +168,10 @@ BY_PRODUCTS = {"inverse_root": 120, "cholesky_qr": 130}
 
 
 def decomposition(node: fx.Node) -> str:
-    """Which one a node is; empty if none. Most return tuples, so that the node itself has no dims."""
+    """The name of the decomposition that a node is; empty if it is none.
+
+    Most decompositions return tuples, so the node itself has no dims.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
@@ -201,7 +204,7 @@ def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:
 
 
 def free_size(expression: sympy.Expr) -> int:
-    """An order among products of dims: by degree."""
+    """A key that orders products of dims by their degree."""
     return sum(sympy.degree(expression, s) for s in expression.free_symbols)
 
 

@@ -18,8 +18,8 @@ from canzona_compile.analysis.newton_schulz import Polynomial
 
 Floats = NDArray[np.float64]
 
-LIMIT = 1.3  # how many times its due the factor of a vanishing singular value may be
-GRID = 4096  # singular values that are simulated
+LIMIT = 1.3  # the factor of a vanishing singular value may be so many times its exact value
+GRID = 4096  # number of singular values that are simulated
 
 
 @cache
@@ -72,7 +72,7 @@ def singular_values(polynomials: Sequence[Polynomial], bound: float) -> list[Flo
 
 
 def polynomial_at(x: Floats, polynomial: Sequence[float]) -> Floats:
-    """p(x), infinite or NaN where numbers end."""
+    """p(x), which is infinite or NaN where it overflows."""
     result = np.zeros_like(x)
     with np.errstate(over="ignore", invalid="ignore"):
         for coefficient in reversed(polynomial):
@@ -81,7 +81,7 @@ def polynomial_at(x: Floats, polynomial: Sequence[float]) -> Floats:
 
 
 def growth(polynomials: Sequence[Polynomial], largest_eigenvalue: float, roundoff: float, largest: float) -> float:
-    """How much larger than due the product of the polynomials gets where rounding made eigenvalues negative."""
+    """The factor by which negative eigenvalues from rounding make the product of the polynomials too large."""
     due, terms = factors(polynomials, np.linspace(0.0, largest_eigenvalue, GRID))
     found, most = factors(polynomials, -largest_eigenvalue * roundoff * np.linspace(0.0, 1.0, 16))
     top = max(float(np.abs(due).max()), float(np.abs(found).max()), terms, most)

@@ -1,4 +1,4 @@
-"""Bound the norms of matrices by how the graph normalises them, and write the same normalisation in 32 bits."""
+"""Find bounds of matrix norms from the way in which a graph normalises matrices, and normalise them in float32."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ SAME_ELEMENTS = (aten.view.default, aten.expand.default, aten.unsqueeze.default,
 def norm_bound(node: fx.Node) -> float | None:
     """An upper bound of the Frobenius norm of a matrix, or of every matrix in a stack [..., m, n].
 
-    The bound holds in exact arithmetic. Rounding in 16 bits may exceed it: write the normalisation in 32 bits there, by
-    `Wide`.
+    The bound holds in exact arithmetic. A norm that is rounded in 16 bits may exceed it. `Wide` computes such a
+    normalisation in float32.
+
+    Args:
+        node: a node whose value is a tensor [..., m, n].
 
     Returns:
-        The bound; None if nothing in the graph bounds the norm.
+        The bound, or None if nothing in the graph bounds the norm.
     """
     args: Any = node.args
     if swaps(node) or copies(node) or node.target in (aten._to_copy.default, aten.neg.default):
@@ -47,7 +50,7 @@ def norm_bound(node: fx.Node) -> float | None:
 
 
 def least_inverse(node: fx.Node, matrix: fx.Node) -> float:
-    """A number f with 1 / node >= f |matrix| in the Frobenius norm; 0.0 if none is known."""
+    """The largest known f with 1 / node >= f * |matrix|, where |.| is the Frobenius norm; 0.0 if none is known."""
     inside = source(node)
     if inside is None:
         return 0.0
@@ -59,7 +62,7 @@ def least_inverse(node: fx.Node, matrix: fx.Node) -> float:
 
 
 def least_over_norm(node: fx.Node, matrix: fx.Node, power: int) -> float:
-    """A number f with node >= f |matrix|^power in the Frobenius norm; 0.0 if none is known."""
+    """The largest known f with node >= f * |matrix|^power, where |.| is the Frobenius norm; 0.0 if none is known."""
     args: Any = node.args
     inside = source(node)
     if inside is None:
@@ -99,27 +102,35 @@ def least_over_norm(node: fx.Node, matrix: fx.Node, power: int) -> float:
 
 
 def beside(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Do numbers, one per matrix, belong to the same matrices after a change of shape from `old` to `new`?"""
+    """Whether each number of a tensor still belongs to the same matrix after a change of shape from `old` to `new`.
+
+    The tensor has one number per matrix of a stack, or a single number.
+    """
     return math.prod(old) == 1 or (old[-2:] == (1, 1) and new[:-2] == old[:-2] and len(new) == len(old))
 
 
 def reduces(args: Any, shape: tuple[int, ...]) -> bool:
-    """Does a reduction go over both of the last two dims of `shape`? `args` are its dims and keepdim."""
+    """Whether a reduction goes over both of the last two dims of `shape`.
+
+    Args:
+        args: the arguments of the reduction after its operand: dims, and then keepdim. Either may be absent.
+        shape: the shape of the operand.
+    """
     dims = args[0] if args else None
     ndim = len(shape)
     if not dims:
         return True
-    kept = ndim == 2 or (len(args) > 1 and bool(args[1]))  # else numbers would stand beside other matrices
+    kept = ndim == 2 or (len(args) > 1 and bool(args[1]))  # else a number could broadcast to the wrong matrix
     return {ndim - 2, ndim - 1} <= {d % ndim for d in dims} and kept
 
 
 def same_elements(a: fx.Node, b: fx.Node) -> bool:
-    """Are two nodes the same matrix but for transposes and casts?"""
+    """Whether two nodes are the same matrix, apart from transposes, copies and casts."""
     return origin(a) is origin(b)
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """The node that a node is a transpose, copy or cast of in the end."""
+    """The node that is left when all transposes, copies and casts are taken off a node."""
     while True:
         node = root(node)[0]
         inside = source(node)
@@ -129,7 +140,11 @@ def origin(node: fx.Node) -> fx.Node:
 
 
 class Wide:
-    """Computes a 16-bit matrix a second time in float32. New nodes come where the graph inserts."""
+    """Inserts nodes that compute a 16-bit matrix a second time, in float32.
+
+    Args:
+        graph: the graph to change. New nodes appear at its insert point.
+    """
 
     OPERATORS = frozenset(
         {
@@ -145,7 +160,7 @@ class Wide:
         self.made: dict[fx.Node, fx.Node] = {}
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The same value in float32; the node itself if its dtype is none of 16 bits."""
+        """The float32 version of a 16-bit floating-point node. Any other node is returned as it is."""
         value = tensor_value(node)
         if value is None or value.dtype.itemsize > 2 or not value.dtype.is_floating_point:
             return node
@@ -159,10 +174,10 @@ class Wide:
             before = tensor_value(inside)
             assert before is not None
             if before.dtype.itemsize <= 4 and before.dtype.is_floating_point:
-                return self.of(inside)  # a rounding less
+                return self.of(inside)  # the cast rounded the value, so leave it out
         if node.target in self.OPERATORS:
             args: Any = fx.map_arg(node.args, self.of)
             kwargs = {name: v for name, v in fx.map_arg(node.kwargs, self.of).items() if name != "dtype"}
-            target = for_any_strides(node.target, args[0])  # what is not cast to 16 bits may have other strides
+            target = for_any_strides(node.target, args[0])  # a float32 operand may have other strides
             return insert_call(self.graph, target, args, kwargs, name=node.target.overloadpacket.__name__)
         return insert_call(self.graph, aten._to_copy.default, (node,), {"dtype": torch.float32})

@@ -1,6 +1,6 @@
-"""How long does a graph take, alone on one rank? The FLOPs and bytes of its nodes, on the rates of a machine.
+"""Predict how long a graph takes, alone on one rank, from the FLOPs and bytes of its nodes and a machine's rates.
 
-There are two models of time. This is the first one: seconds of work follow from its FLOPs and bytes in closed form.
+There are two models of time. This is the first one, which computes seconds from FLOPs and bytes in closed form.
 `analysis.step_time` adds them up to a step, as far as a decision needs. Every rank evaluates this model by itself and
 has to come to the same decision, so it is cheap and depends on the step and the rates alone. The second model is
 `tools.simulation`: it plays every rank of a finished plan, and decides nothing.
@@ -39,11 +39,11 @@ from canzona_compile.ir.hardware import Hardware, Link, named_hardware
 from canzona_compile.ir.step import Machine, Placed, Template
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
-TYPICAL = 4096  # dim of the products whose rate stands for all, where FLOPs alone are to count
+TYPICAL = 4096  # dim of the products whose rate is used for all products if only FLOPs should count
 
 
 def hardware_of(machine: Machine) -> Hardware:
-    """The rates of a machine, or those assumed for its kind of device where none were given."""
+    """The rates of a machine, or the assumed rates of its kind of device if it has none."""
     return machine.rates or named_hardware("cpu" if machine.device == "cpu" else "h100")
 
 
@@ -51,9 +51,9 @@ def exchange_seconds(link: Link, busiest: float, members: int) -> float:
     """Seconds of an exchange among some ranks.
 
     Args:
-        link: the slowest one that the exchange needs.
-        busiest: bytes that the busiest rank sends or receives.
-        members: ranks that take part.
+        link: the slowest link that the exchange needs.
+        busiest: how many bytes the busiest rank sends or receives.
+        members: how many ranks take part.
     """
     return busiest / link.bandwidth + link.latency + link.per_peer * (members - 1)
 
@@ -79,7 +79,7 @@ class NodeWork:
     product: str = ""
 
     def lasts(self, hardware: Hardware) -> float:
-        """Seconds of the node without launches."""
+        """The seconds that the node takes, without launches."""
         return max(self.seconds, self.bytes / hardware.bandwidth) + self.added
 
 
@@ -151,7 +151,7 @@ def works(graph: fx.Graph, hardware: Hardware) -> Iterator[NodeWork]:
 
 
 def decomposition_work(node: fx.Node, hardware: Hardware) -> NodeWork:
-    """What a decomposition does. One of ours works by products and runs at their rate until its own was measured."""
+    """The work of a decomposition. Our own operators have the rate of products unless their own was measured."""
     name, operand = decomposition(node), tensor_value(node.all_input_nodes[0])
     assert operand is not None
     flops, size = float(decomposition_flops(node, operand.shape)), operand.shape[-1]

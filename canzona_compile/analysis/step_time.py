@@ -1,4 +1,4 @@
-"""How long does a step take on its busiest rank? Work and bytes on one processor and one link.
+"""Predict how long a step takes on its busiest rank, as work on one processor and bytes on one link.
 
 This completes the first of the two models of time (see `analysis.roofline`). The passes decide by it: which tasks every
 rank computes, how many micro-groups there are. The report shows it as the timeline of a step. Only the busiest rank
@@ -56,7 +56,7 @@ def task_seconds(placed: Placed, machine: Machine, ranks: tuple[int, ...]) -> fl
 
 @dataclass(frozen=True, slots=True)
 class TaskWork:
-    """What one task asks of the rank that computes it: FLOPs, and bytes to it and from it."""
+    """What one task costs the rank that computes it: FLOPs, bytes that it receives and bytes that it sends."""
 
     flops: int
     up: int
@@ -70,10 +70,11 @@ def weights(tasks: Sequence[Task], placed: Mapping[str, Placed]) -> dict[str, Ta
 
 
 class GridLoad:
-    """What tasks ask of the ranks of their grid, added up.
+    """The summed cost of tasks for the ranks of their grid.
 
     Attributes:
-        flops, up, down: FLOPs, bytes gathered and bytes scattered, by owner; under None those of every rank.
+        flops, up, down: FLOPs, bytes gathered and bytes scattered, by owner rank. The key None is for tasks that every
+            rank computes.
     """
 
     def __init__(self, known: Mapping[str, TaskWork]) -> None:
@@ -98,7 +99,7 @@ class GridLoad:
 
 
 def busiest(by_owner: Mapping[object, int]) -> int:
-    """The share of the busiest rank: the most of any owner, and what every rank does."""
+    """The amount of the busiest rank: the largest amount of an owner, plus the amount that every rank has."""
     return max((n for owner, n in by_owner.items() if owner is not None), default=0) + by_owner[None]
 
 
@@ -155,12 +156,12 @@ class BusiestRank:
         self.processor = self.link = 0.0
 
     def compute(self, seconds: float, since: float = 0.0) -> float:
-        """Keep the processor busy for so long, not before `since`; return when that is done."""
+        """Keep the processor busy for `seconds`, from `since` at the earliest, and return the time of the end."""
         self.processor = max(self.processor, since) + seconds
         return self.processor
 
     def transfer(self, seconds: float, since: float = 0.0) -> float:
-        """Keep the link busy for so long, not before `since`; return when that is done."""
+        """Keep the link busy for `seconds`, from `since` at the earliest, and return the time of the end."""
         self.link = max(self.link, since) + seconds
         return self.link
 
@@ -189,7 +190,7 @@ def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> f
     rank = BusiestRank()
     computed: list[float] = []
     for i, (up, work, _) in enumerate(times):
-        if i >= depth:  # its buffers are those of group i - depth, which must be scattered first
+        if i >= depth:  # it reuses the buffers of micro-group i - depth, which must be scattered first
             rank.transfer(times[i - depth][2], since=computed[i - depth])
         computed.append(rank.compute(work, since=rank.transfer(up)))
     for i in range(max(0, len(times) - depth), len(times)):

@@ -1,19 +1,20 @@
-"""What generated kernels call: where operands lie, and arithmetic with the bits of eager ATen on CUDA.
+"""The Triton functions that generated kernels call: memory access, and arithmetic with the bits of eager ATen on CUDA.
 
-Only generated sources import this module, so that an installation without Triton never does. Kernels are compiled
-with `enable_fp_fusion=False`: a product and a sum of two ATen operators must not become one fused operation, while
-inside of one operator nvcc does fuse them, which is spelled `fma` here.
+Only generated sources import this module (and `launch.interpreted`), so an installation without Triton never imports
+it. Kernels are compiled with `enable_fp_fusion=False`, because the product of one ATen operator and the sum of another
+one must not become one fused operation. Within one operator nvcc does fuse them; the functions here then call `fma`.
 
-Triton's interpreter, where tests run these kernels, truncates when it makes a bfloat16 of a float, has no fused
-operations and none of CUDA's library functions. `INTERPRETED` takes its place there, and follows ATen's CPU kernels
-where those differ from CUDA's.
+Tests run these kernels in Triton's interpreter. The interpreter truncates when it converts a float to bfloat16, and it
+has neither fused operations nor CUDA's library functions. The branches of `INTERPRETED` compute these in other ways.
+They follow ATen's CPU kernels where the CPU kernels differ from the CUDA kernels.
 
-A segment's row of words (int64): kernel branch, its first block, elements, the sizes of the three inner dims, then
-five words per operand (address, four strides, innermost last), then numbers as the bits of doubles.
+Each segment has a row of int64 words. The row holds the branch of the kernel, the first block of the segment, the
+number of elements, and the sizes of the three inner dims. Five words per operand follow: the address and four strides,
+the innermost stride last. The last words are the numbers, each as the bits of a float64.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return"
-# ruff: noqa: SIM300 (DTYPE is in capitals as all that is known when a kernel is compiled; it is no constant)
+# ruff: noqa: SIM300 (DTYPE is a compile-time argument of the kernel and so in capitals; it is no constant)
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def inside(row, start, lanes, ALIGNED: tl.constexpr):
-    """Which lanes of a block are elements of the segment."""
+    """The mask of a block's lanes that are elements of the segment."""
     left = tl.minimum(tl.load(row + 2) - start, lanes.shape[0]).to(tl.int32)
     if ALIGNED:
         left = tl.multiple_of(left, 16)
@@ -39,11 +40,11 @@ def inside(row, start, lanes, ALIGNED: tl.constexpr):
 
 @triton.jit
 def pointers(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
-    """Addresses of the elements `start` + `lanes`, counted over the last DIMS dims in row-major order.
+    """The addresses of the elements `start` + `lanes`, counted in row-major order over the last DIMS dims.
 
-    Offsets are int64, quotients inside of a block int32. ALIGNED promises an innermost stride of one, an address that
-    is a multiple of 16 bytes, and an innermost size and outer strides that are multiples of 16 elements: memory is
-    then accessed in vectors.
+    Offsets are int64, and quotients within a block are int32. ALIGNED promises that the innermost stride is one, that
+    the address is a multiple of 16 bytes, and that the innermost size and the outer strides are multiples of 16
+    elements. Memory can then be accessed in vectors.
     """
     at = row + (HEADER + OPERAND * WORDS)
     base = tl.load(at).to(tl.pointer_type(DTYPE))
@@ -84,13 +85,13 @@ def pointers(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, DIMS
 def load(
     row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, inside, DIMS: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """The operand's elements; 16-bit floats as float32."""
+    """Load the elements of an operand. 16-bit floats are returned as float32."""
     return widened(tl.load(pointers(row, OPERAND, DTYPE, start, lanes, DIMS, ALIGNED), mask=inside), DTYPE)
 
 
 @triton.jit
 def load_one(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr):
-    """An operand of one element, the same for the whole segment."""
+    """Load an operand that has one element for the whole segment. A 16-bit float is returned as float32."""
     at = tl.load(row + (HEADER + OPERAND * WORDS)).to(tl.pointer_type(DTYPE))
     return widened(tl.load(at), DTYPE)
 
@@ -107,7 +108,7 @@ def store(
     DIMS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Write a value that is already rounded to DTYPE."""
+    """Write a value that is already rounded to DTYPE into the elements of an operand."""
     at = pointers(row, OPERAND, DTYPE, start, lanes, DIMS, ALIGNED)
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
@@ -118,12 +119,13 @@ def store(
 
 @triton.jit
 def number(row, WORD: tl.constexpr, DTYPE: tl.constexpr):
-    """A hyperparameter, or what was computed from some on the host."""
+    """Load a number: a hyperparameter, or a value that the host computed from hyperparameters."""
     return tl.load(row + WORD).to(tl.float64, bitcast=True).to(DTYPE)
 
 
 @triton.jit
 def widened(value, DTYPE: tl.constexpr):
+    """Convert a loaded value to its arithmetic type: 16-bit floats to float32."""
     if DTYPE == tl.bfloat16:
         if INTERPRETED:
             return (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -140,7 +142,7 @@ def widened(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def bfloat16(x):
-    """A float32 rounded to the nearest bfloat16, ties to even, as a float32."""
+    """Round a float32 to the nearest bfloat16, ties to even, and return it as a float32."""
     if INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         odd = (bits >> 16) & 1
@@ -152,7 +154,7 @@ def bfloat16(x):
 
 @triton.jit
 def float16(x):
-    """A float32 rounded to the nearest float16, as a float32."""
+    """Round a float32 to the nearest float16, and return it as a float32."""
     return x.to(tl.float16).to(tl.float32)
 
 
@@ -170,7 +172,7 @@ def fma(x, y, z):
 
 @triton.jit
 def fma_bfloat16(x, y, z):
-    """x * y + z of bfloat16 y and z; ATen on CPU rounds the factor x to bfloat16 as well."""
+    """x * y + z, rounded once, for bfloat16 y and z. ATen on CPU rounds the factor x to bfloat16 as well."""
     if INTERPRETED:
         return fma(bfloat16(x), y, z)
     else:
@@ -179,7 +181,7 @@ def fma_bfloat16(x, y, z):
 
 @triton.jit
 def fma_float16(x, y, z):
-    """x * y + z of float16 y and z; ATen on CPU rounds the factor x to float16 as well."""
+    """x * y + z, rounded once, for float16 y and z. ATen on CPU rounds the factor x to float16 as well."""
     if INTERPRETED:
         return fma(float16(x), y, z)
     else:
@@ -188,7 +190,7 @@ def fma_float16(x, y, z):
 
 @triton.jit
 def lerp(start, end, weight):
-    """ATen's formula: from the end that is nearer, so that a weight of one gives `end`."""
+    """Interpolate by ATen's formula, which starts from the nearer end, so that a weight of one gives exactly `end`."""
     span = end - start
     near = fma(weight, span, start)
     far = fma(weight - 1.0, span, end)
@@ -197,7 +199,7 @@ def lerp(start, end, weight):
 
 @triton.jit
 def div(x, y):
-    """Correctly rounded, as `/` is not in Triton."""
+    """Divide with correct rounding. Triton's `/` on float32 is not correctly rounded."""
     if x.dtype == tl.float64:
         return x / y
     else:
@@ -206,7 +208,7 @@ def div(x, y):
 
 @triton.jit
 def div_by_number(x, y):
-    """ATen on CUDA multiplies by the reciprocal if the divisor is on the host, on CPU it divides."""
+    """Divide by a number. ATen on CUDA multiplies by the reciprocal of a number on the host; ATen on CPU divides."""
     if INTERPRETED:
         return div(x, y)
     else:
@@ -215,6 +217,7 @@ def div_by_number(x, y):
 
 @triton.jit
 def reciprocal(x):
+    """1 / x, correctly rounded."""
     if x.dtype == tl.float64:
         return 1.0 / x
     else:
@@ -223,6 +226,7 @@ def reciprocal(x):
 
 @triton.jit
 def sqrt(x):
+    """The square root, correctly rounded in float32."""
     if x.dtype == tl.float64:
         return tl.sqrt(x)
     else:
@@ -239,7 +243,7 @@ def rsqrt(x):
 
 @triton.jit
 def addcmul(x, y, z, value):
-    """ATen on CPU multiplies from the left; on CUDA it rounds once if the value is one."""
+    """x + value * y * z. ATen on CPU multiplies from the left; ATen on CUDA rounds only once if `value` is one."""
     if INTERPRETED:
         return fma(value * y, z, x)
     else:
@@ -248,7 +252,7 @@ def addcmul(x, y, z, value):
 
 @triton.jit
 def addcdiv(x, y, z, value):
-    """ATen on CPU multiplies before it divides, and fuses nothing."""
+    """x + value * y / z. ATen on CPU multiplies before it divides, and does not fuse the sum."""
     if INTERPRETED:
         return x + div(value * y, z)
     else:
@@ -307,7 +311,7 @@ def sigmoid(x):
 
 @triton.jit
 def power(x, y):
-    """x ** y; in the interpreter for x that are not negative."""
+    """x ** y. In the interpreter x must not be negative."""
     if INTERPRETED:
         return tl.exp2(y.to(tl.float64) * tl.log2(x.to(tl.float64))).to((x * y).dtype)
     else:
@@ -316,16 +320,17 @@ def power(x, y):
 
 @triton.jit
 def sign(x):
+    """1 where x > 0, -1 where x < 0, else 0, in the dtype of x."""
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
 @triton.jit
 def maximum(x, y):
-    """The greater one, NaN if either is."""
+    """The greater of x and y, or NaN if either is NaN."""
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def minimum(x, y):
-    """The smaller one, NaN if either is."""
+    """The smaller of x and y, or NaN if either is NaN."""
     return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)

@@ -1,4 +1,4 @@
-"""Write pointwise FX graphs as lines of Triton, operator by operator, with the dtypes that ATen gave them."""
+"""Translate pointwise FX graphs to Triton, one line per operator, with the dtypes that ATen gave the values."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from canzona_compile.ir.layout import Shape
 
 @dataclass(frozen=True, slots=True)
 class Expressions:
-    """A pointwise graph as Triton.
+    """A pointwise graph in Triton.
 
     Attributes:
-        loads: the tensors that it reads, with the graph's names for them.
-        numbers: the numbers that it reads.
-        lines: one per operator, in order.
-        results: for every result, the name of the value and the dtype to which it is rounded.
+        loads: the tensors that the graph reads, under the names of their nodes.
+        numbers: the numbers that the graph reads.
+        lines: one assignment per operator, in order.
+        results: for every result, the name of its value and the dtype to which it is rounded.
     """
 
     loads: tuple[LoadValue, ...]
@@ -41,10 +41,10 @@ class Expressions:
 
 
 def copying(source: torch.dtype, target: torch.dtype) -> Expressions:
-    """A copy of a tensor that casts it from `source` to `target`.
+    """The expressions that copy a tensor and cast it from dtype `source` to dtype `target`.
 
     Raises:
-        Unsupported: Triton has no such dtype (complex numbers, for one).
+        Unsupported: generated kernels do not support one of the dtypes (complex numbers, for example).
     """
     for dtype in (source, target):
         check(dtype)
@@ -55,15 +55,15 @@ def copying(source: torch.dtype, target: torch.dtype) -> Expressions:
 
 
 def expressions(graph: fx.Graph, wanted: Sequence[int], shape: Shape) -> Expressions:
-    """Write some results of a pointwise graph.
+    """Translate some results of a pointwise graph, and all nodes that they need, to Triton.
 
     Args:
-        graph: its values have `shape` or broadcast to it.
-        wanted: positions of the results.
-        shape: of the whole matrix.
+        graph: a graph whose values have the shape `shape` or broadcast to it.
+        wanted: positions of the results among the outputs of the graph.
+        shape: the shape of the whole matrix.
 
     Raises:
-        Unsupported: a node is not pointwise, or no Triton line gives the bits that ATen gives.
+        Unsupported: a node has no Triton line that gives the bits of ATen, or a result does not have this shape.
     """
     found = outputs(graph)
     builder = Builder(shape)
@@ -89,7 +89,11 @@ def expressions(graph: fx.Graph, wanted: Sequence[int], shape: Shape) -> Express
 
 
 def add(builder: Builder, node: fx.Node) -> None:
-    """Write the line of a node. The host computes numbers, so these have none."""
+    """Add the line of a node to `builder`. A number has no line, because the host computes it.
+
+    Raises:
+        Unsupported: there is no Triton line for the operator or the dtype.
+    """
     value = tensor_value(node)
     if value is None:
         return

@@ -1,4 +1,4 @@
-"""Grouped kernels at work: one launch for all fragments of a stage, with a table that is uploaded when it changes."""
+"""Run grouped kernels: one launch for all fragments of a stage, with a table that is uploaded when it changes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from canzona_compile.errors import CanzonaError
 
 BLOCK = 2048  # elements; with eight warps every thread has eight, two vectors of float32
 WARPS = 8
-# Nothing is fused that ATen does not fuse, and functions of the library keep numbers below 2^-126, as nvcc's do.
+# The compiler must not fuse what ATen does not fuse. Library functions keep numbers below 2^-126, as with nvcc.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 LaunchPart = tuple[tuple[Sequence[Tensor], ...], Sequence[float]]
-Addresses = list[np.ndarray[Any, Any]]  # by part: [operands, entries]
+Addresses = list[np.ndarray[Any, Any]]  # for each part, int64 [operands, entries]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Laid:
-    """A table, and the addresses that it holds for one recording."""
+    """A table, and the addresses that it holds for one recorded CUDA graph."""
 
     table: Table
     addresses: Addresses
 
 
 def available() -> bool:
-    """Is Triton installed?"""
+    """Whether Triton is installed."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -48,7 +48,10 @@ def available() -> bool:
 
 @cache
 def loaded(text: str) -> Any:
-    """The kernel of a source text, which debuggers and Triton find under a file name made of its hash."""
+    """Compile a source text and return its kernel.
+
+    Debuggers and Triton find the source under a file name that is made of its hash.
+    """
     name = f"canzona_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     file = f"<{name}.py>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
@@ -59,17 +62,17 @@ def loaded(text: str) -> Any:
 
 
 class GroupedKernel(torch.nn.Module):
-    """Several pointwise programs over lists of tensors, in one launch.
+    """Runs several pointwise programs over lists of tensors in one launch.
 
-    Called with one `LaunchPart` per entry of `parts`: a list of tensors per operand of its program (tensors read before
-    tensors written, entry i of all of them being one fragment), and the numbers that it reads. Steady calls compare
-    addresses and numbers with those of the call before; the host never waits for the device.
+    The module takes one `LaunchPart` per entry of `parts`. A part has a list of tensors per operand of its program,
+    and the numbers that the program reads. The lists of tensors that are read come before those that are written, and
+    the i-th entries of all lists belong to one fragment. A call whose addresses and numbers are those of the call
+    before it uploads nothing. The host never waits for the device.
 
     Args:
-        title: first line of the source.
-        programs: what can be run, each once.
-        parts: which program each argument is for.
-        names: for every part, what its numbers are called, for people.
+        title: the first line of the source.
+        programs: the programs that the kernel can run, without duplicates.
+        parts: for each argument of a call, the index of its program.
 
     Attributes:
         launches: how often the kernel was launched.
@@ -91,26 +94,32 @@ class GroupedKernel(torch.nn.Module):
 
     @property
     def source(self) -> str:
-        """What runs; before the first call, as if every operand were contiguous and aligned."""
+        """The source text of the kernel. Before the first call it assumes contiguous and aligned operands."""
         branches = [(i, FLAT) for i in range(len(self.programs))] if self.table is None else self.table.branches
         return source(self.title, self.programs, branches)
 
     def print_readable(self, print_output: bool = True, **_: Any) -> str:
-        """The source, as `torch.fx.GraphModule.print_readable`."""
+        """Return the source, and print it if asked, as `torch.fx.GraphModule.print_readable` does."""
         text = self.source
         if print_output:
             print(text)
         return text
 
     def laid(self) -> Laid:
-        """Where everything lies, as the last `refresh` was given it."""
+        """The table and the addresses of the last `refresh`."""
         assert self.table is not None
         return Laid(self.table, self._addresses)
 
     def resume(self, laid: Laid, numbers: Sequence[Sequence[float]]) -> bool:
-        """Have the table say again what it said once, with other numbers, for a recording of that launch.
+        """Restore earlier addresses, with new numbers, before a recorded launch is replayed.
 
-        False if it has been made anew since then: what was recorded reads memory that is gone.
+        Args:
+            laid: the table and the addresses at the time of the recording.
+            numbers: for each part, its numbers for this step.
+
+        Returns:
+            Whether that worked. It fails if the table was built again since then, because the recorded launch would
+            read memory that is gone.
         """
         if self.table is not laid.table:
             return False
@@ -118,11 +127,12 @@ class GroupedKernel(torch.nn.Module):
         return True
 
     def flush(self) -> None:
-        """Send the table, if it was written while a CUDA graph was recorded, in which nothing can be sent."""
+        """Upload the table if it changed while a CUDA graph was recorded. Nothing can be uploaded then."""
         if self._unsent:
             self._upload()
 
     def forward(self, *parts: LaunchPart) -> None:
+        """Run the kernel on all parts. The results are written in place."""
         within, copied = self._within(parts)
         if self.refresh(within):
             self.launch()
@@ -130,9 +140,13 @@ class GroupedKernel(torch.nn.Module):
             target.copy_(value)
 
     def _within(self, parts: Sequence[LaunchPart]) -> tuple[Sequence[LaunchPart], list[tuple[Tensor, Tensor]]]:
-        """The parts, with contiguous copies of fragments that a row has no room for, and which go back where.
+        """Replace the fragments for which a row has no room by contiguous copies.
 
-        Such are strided in more than four dims, as a slice of a weight of a 3-d convolution may be.
+        Such a fragment is strided in more than four dims, as a slice of a weight of a 3-d convolution may be, or is
+        very large.
+
+        Returns:
+            The parts with the copies, and (target, copy) for each copy that must be copied back after the launch.
         """
         if all(roomy(written) for lists, _ in parts for written in lists[-1]):
             return parts, []
@@ -155,10 +169,13 @@ class GroupedKernel(torch.nn.Module):
         return made, back
 
     def refresh(self, parts: Sequence[LaunchPart]) -> bool:
-        """Have the table say where the operands lie; false if they have no elements.
+        """Write the addresses of the operands and the numbers into the table, and upload it if it changed.
+
+        Returns:
+            Whether there is anything to launch: False if no operand has elements.
 
         Raises:
-            CanzonaError: if they do not fit their programs.
+            CanzonaError: the operands do not fit their programs.
         """
         addresses = [
             np.array([[t.data_ptr() for t in own] for own in lists], np.int64).reshape(len(lists), -1)
@@ -174,7 +191,7 @@ class GroupedKernel(torch.nn.Module):
         return bool(self.table.blocks)
 
     def launch(self) -> None:
-        """Run the kernel on what the last `refresh` was given."""
+        """Launch the kernel on the operands of the last `refresh`."""
         assert self.table is not None
         assert self._on_device is not None
         if self._kernel is None:
@@ -185,7 +202,7 @@ class GroupedKernel(torch.nn.Module):
         self.launches += 1
 
     def _write(self, addresses: Addresses, numbers: list[tuple[float, ...]]) -> None:
-        """Change the table, and send it, where it says something else."""
+        """Write addresses and numbers into the table and upload it, if they differ from those in it."""
         same = len(addresses) == len(self._addresses) and all(map(np.array_equal, addresses, self._addresses))
         if same and numbers == self._numbers and not self._unsent:
             return
@@ -215,7 +232,7 @@ class GroupedKernel(torch.nn.Module):
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _upload(self) -> None:
-        """Through pinned memory, which torch keeps until the copy is done; the host goes on at once."""
+        """Upload the table through pinned memory, which torch keeps until the copy is done. The host does not wait."""
         assert self.table is not None
         self._unsent = self._recording
         if self._unsent:
@@ -231,7 +248,14 @@ class GroupedKernel(torch.nn.Module):
 
 
 def interpreted(title: str) -> None:
-    """Raise CanzonaError unless kernels run in Triton's interpreter, which they must on CPU."""
+    """Check that kernels run in Triton's interpreter, as they must on CPU.
+
+    Args:
+        title: the name of the kernel in the error.
+
+    Raises:
+        CanzonaError: the interpreter is off.
+    """
     from canzona_compile.codegen.arithmetic import INTERPRETED
 
     if not INTERPRETED:

@@ -1,4 +1,7 @@
-"""ATen's pointwise operators in Triton: one rule per operator, which gives the text of its result."""
+"""Rules that translate ATen's pointwise operators to Triton. A rule returns the text that computes a node's result.
+
+A rule raises `Unsupported` if no text gives the bits of ATen.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,17 @@ TritonRule = Callable[[Builder, fx.Node], str]
 
 
 def argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
+    """An argument of a call, given by position or by name, or else its default."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 def same(template: str, *, integers: bool = True) -> TritonRule:
-    """All tensor arguments in the common dtype, at {0}, {1}, ... of the template."""
+    """A rule that casts all arguments to their common dtype and puts them at {0}, {1}, ... of a template.
+
+    Args:
+        template: the text of the result.
+        integers: whether the rule supports integers.
+    """
 
     def rule(b: Builder, node: fx.Node) -> str:
         dtype = b.common(node)
@@ -34,11 +43,12 @@ def same(template: str, *, integers: bool = True) -> TritonRule:
 
 
 def floats(template: str) -> TritonRule:
+    """The rule `same` for floating-point dtypes only."""
     return same(template, integers=False)
 
 
 def sums(sign: str, *, reversed_: bool = False) -> TritonRule:
-    """x + alpha y, x - alpha y, and y - alpha x."""
+    """The rule for x + alpha * y or x - alpha * y, by `sign`. If `reversed_`, x is the second argument."""
 
     def rule(b: Builder, node: fx.Node) -> str:
         dtype = b.common(node)
@@ -59,6 +69,8 @@ def sums(sign: str, *, reversed_: bool = False) -> TritonRule:
 
 
 def compares(sign: str) -> TritonRule:
+    """The rule for a comparison."""
+
     def rule(b: Builder, node: fx.Node) -> str:
         dtype = b.common(node)
         x, y = (b.operand(a, dtype, round_numbers=True) for a in node.args[:2])
@@ -68,6 +80,7 @@ def compares(sign: str) -> TritonRule:
 
 
 def div(b: Builder, node: fx.Node) -> str:
+    """The rule for true division."""
     dtype = b.common(node)
     if node.kwargs.get("rounding_mode") is not None or len(node.args) > 2:
         raise Unsupported(f"{node.target} with a rounding mode")
@@ -76,7 +89,7 @@ def div(b: Builder, node: fx.Node) -> str:
 
 
 def fused(name: str) -> TritonRule:
-    """addcmul and addcdiv."""
+    """The rule for addcmul or addcdiv."""
 
     def rule(b: Builder, node: fx.Node) -> str:
         dtype = b.common(node)
@@ -89,7 +102,7 @@ def fused(name: str) -> TritonRule:
 
 
 def power(b: Builder, node: fx.Node) -> str:
-    """ATen has code of its own for some exponents; in 16 bits each product of theirs is rounded."""
+    """The rule for powers. ATen has special code for some exponents; in 16 bits it rounds after each product."""
     dtype = b.common(node)
     if not dtype.is_floating_point:
         raise Unsupported(f"{node.target} of {dtype}")
@@ -116,6 +129,7 @@ def power(b: Builder, node: fx.Node) -> str:
 
 
 def clamp(b: Builder, node: fx.Node) -> str:
+    """The rule for clamp with a minimum, a maximum or both."""
     dtype = b.common(node)
     text = b.operand(node.args[0], dtype)
     for place, name, function in ((1, "min", "maximum"), (2, "max", "minimum")):
@@ -126,6 +140,7 @@ def clamp(b: Builder, node: fx.Node) -> str:
 
 
 def where(b: Builder, node: fx.Node) -> str:
+    """The rule for where with three arguments."""
     if len(node.args) != 3:
         raise Unsupported(f"{node.target} without values")
     dtype = dtype_of(node)
@@ -135,15 +150,17 @@ def where(b: Builder, node: fx.Node) -> str:
 
 
 def copy(b: Builder, node: fx.Node) -> str:
+    """The rule for casts and copies of the first argument."""
     return b.operand(node.args[0], dtype_of(node))
 
 
 def overwrite(b: Builder, node: fx.Node) -> str:
+    """The rule for operators whose result is the second argument, cast to the dtype of the first one."""
     return b.operand(node.args[1], dtype_of(node), round_numbers=True)
 
 
 def constant(value: float | None) -> TritonRule:
-    """A tensor of one number; None: of the second argument."""
+    """The rule for a tensor filled with `value`. If it is None, the number is the last of one or two arguments."""
 
     def rule(b: Builder, node: fx.Node) -> str:
         given = (node.args[0] if len(node.args) == 1 else node.args[1]) if value is None else value
@@ -156,6 +173,8 @@ def constant(value: float | None) -> TritonRule:
 
 
 def logical(template: str) -> TritonRule:
+    """A rule that casts all arguments to bool and puts them at {0}, {1}, ... of a template."""
+
     def rule(b: Builder, node: fx.Node) -> str:
         if dtype_of(node) is not torch.bool:
             raise Unsupported(f"{node.target} of {dtype_of(node)}")

@@ -1,4 +1,7 @@
-"""The text of a grouped kernel: one function per program, and the kernel that finds a block's segment and program."""
+"""Write the source text of a grouped kernel.
+
+It has one function per program, and a kernel whose blocks look up their segment and call the function of its program.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from canzona_compile.codegen.expressions import Expressions
 from canzona_compile.codegen.values import STORED, Spread
 
-HEADER, WORDS = 6, 5  # as in arithmetic.py: words of a row before its operands, and per operand
+HEADER, WORDS = 6, 5  # int64 words of a row before its operands, and words per operand; the same as in arithmetic.py
 TAKEN = {"row", "start", "lanes", "inside", "DIMS", "ALIGNED", "tl", "ops", "triton"}
 
 PREAMBLE = '''"""{title}"""
@@ -38,11 +41,12 @@ def kernel(segments, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class PointwiseProgram:
-    """Expressions, and where their results go.
+    """Expressions, and the tensors to which their results are written.
 
     Attributes:
-        name: for people; equal programs of other names share one function.
-        targets: per result, the dtype of each tensor that it is written to.
+        name: a readable name. Programs that differ in their names only share one function.
+        expressions: what the program computes.
+        targets: for each result, the dtypes of the tensors to which it is written.
     """
 
     name: str
@@ -51,27 +55,28 @@ class PointwiseProgram:
 
     @property
     def reads(self) -> int:
-        """How many tensors are read; those that are written follow them among the operands."""
+        """The number of tensors that are read. They come before the tensors that are written in the operands."""
         return len(self.expressions.loads)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of all operands, tensors read before tensors written."""
+        """The dtypes of all operands: first those of the tensors that are read, then of those that are written."""
         return (*(load.dtype for load in self.expressions.loads), *(d for own in self.targets for d in own))
 
     @property
     def spreads(self) -> tuple[Spread, ...]:
+        """The spreads of all operands, in the order of `dtypes`."""
         written = sum(map(len, self.targets))
         return (*(load.spread for load in self.expressions.loads), *(Spread.FULL,) * written)
 
     @property
     def width(self) -> int:
-        """Words of a segment's row."""
+        """The number of int64 words in the row of a segment."""
         return HEADER + WORDS * len(self.dtypes) + len(self.expressions.numbers)
 
     @property
     def key(self) -> str:
-        """Equal for programs that do the same, whatever their values are called."""
+        """A text that is equal for programs that do the same, whatever the names of their values are."""
         return "\n".join(self.body({name: f"v{i}" for i, name in enumerate(self._names())}))
 
     def _names(self) -> list[str]:
@@ -79,7 +84,7 @@ class PointwiseProgram:
         return [*(x.name for x in own.loads), *(x.name for x in own.numbers), *(x.name for x in own.lines)]
 
     def text(self, name: str) -> str:
-        """The function in source code."""
+        """The source text of the program's Triton function, under the name `name`."""
         names: dict[str, str] = {}
         for own in self._names():
             new = re.sub(r"\W", "_", own)
@@ -90,6 +95,7 @@ class PointwiseProgram:
         return "\n".join(["@triton.jit", head, *(f"    {line}" for line in self.body(names))]) + "\n"
 
     def body(self, names: dict[str, str]) -> list[str]:
+        """The lines of the function's body, where `names` gives each value its name in the source."""
         own, lines = self.expressions, []
         for i, load in enumerate(own.loads):
             stored = STORED[load.dtype]
@@ -113,12 +119,18 @@ class PointwiseProgram:
         return lines
 
 
-KernelForm = tuple[int, bool]  # dims that are left after merging, and whether all of it may be accessed in vectors
+KernelForm = tuple[int, bool]  # number of dims after merging, and whether vector accesses are possible
 FLAT: KernelForm = (1, True)
 
 
 def source(title: str, programs: Sequence[PointwiseProgram], branches: Sequence[tuple[int, KernelForm]]) -> str:
-    """The text of a module with `kernel`, whose branch number b runs program branches[b][0] in form branches[b][1]."""
+    """The source text of a module that defines `kernel`.
+
+    Args:
+        title: the docstring of the module.
+        programs: the programs that the kernel can run.
+        branches: for each branch of the kernel, the index of its program and the form of its segments.
+    """
     functions = [f"{re.sub(r'[^A-Za-z0-9_]', '_', p.name)}_{i}" for i, p in enumerate(programs)]
     parts = [PREAMBLE.format(title=title)]
     parts += [f"\n\n{p.text(f)}" for f, p in zip(functions, programs, strict=True)]

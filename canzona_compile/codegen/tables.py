@@ -1,7 +1,7 @@
-"""Tables of segments: where operands lie, as words that a kernel reads.
+"""Tables of segments, which tell a kernel where its operands lie.
 
-A segment is one task's fragment in one program. Its operands are viewed with the shape of what is written; dims that
-are contiguous for all of them are merged, so that most segments are flat.
+A segment is the fragment of one task in one program. All operands of a segment are viewed with the shape of the tensor
+that is written. Dims that are contiguous in all operands are merged, so most segments are flat.
 """
 
 from __future__ import annotations
@@ -20,15 +20,23 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape
 
 MOST_DIMS = 4
-LARGEST_INNER = 2**31 - 2**16  # elements of an inner dim: kernels divide inside of a block in 32 bits
-VECTOR = 16  # bytes that an address, and elements that sizes and strides, must be multiples of
+LARGEST_INNER = 2**31 - 2**16  # elements of an inner dim: kernels divide 32-bit integers within a block
+VECTOR = 16  # for vector accesses, addresses must be multiples of 16 bytes, sizes and strides of 16 elements
 
 Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TableSegment:
-    """One fragment in one program, described by its operands but for their addresses."""
+    """One fragment in one program, without the addresses of its operands.
+
+    Attributes:
+        part: index of the launch part that the fragment belongs to.
+        entry: index of the fragment in the lists of that part.
+        sizes: sizes of the merged dims.
+        strides: for each operand, its strides in the merged dims, in elements.
+        form: which variant of the program's code the segment needs.
+    """
 
     part: int
     entry: int
@@ -38,10 +46,19 @@ class TableSegment:
 
 
 def segment_of(program: PointwiseProgram, part: int, entry: int, operands: Sequence[Tensor]) -> TableSegment | None:
-    """The segment of some operands that `fits` is true of, None if there is nothing to do.
+    """Describe the operands of one fragment as a segment.
+
+    Args:
+        program: the program that runs on the fragment.
+        part: index of the launch part.
+        entry: index of the fragment in the lists of the part.
+        operands: tensors that are read, and then tensors that are written. `fits` must be true of them.
+
+    Returns:
+        The segment, or None if the fragment has no elements.
 
     Raises:
-        CanzonaError: if an operand has another dtype than the program says.
+        CanzonaError: an operand does not have the dtype that the program expects.
     """
     for operand, dtype in zip(operands, program.dtypes, strict=True):
         if operand.dtype != dtype:
@@ -61,7 +78,7 @@ def segment_of(program: PointwiseProgram, part: int, entry: int, operands: Seque
 
 
 def described(program: PointwiseProgram, operands: Sequence[Tensor]) -> tuple[Shape, list[Strides]]:
-    """The dims that are left after merging, and every operand's strides in them."""
+    """The sizes of the merged dims, and the strides of every operand in them."""
     shape = tuple(operands[-1].shape)
     strides = [
         (0,) * len(shape) if spread is Spread.ONE else operand.expand(shape).stride()
@@ -71,12 +88,12 @@ def described(program: PointwiseProgram, operands: Sequence[Tensor]) -> tuple[Sh
 
 
 def roomy(written: Tensor) -> bool:
-    """Has a row room for a fragment, however it lies?"""
+    """Whether a row has room for a fragment with any strides: few dims, and few elements."""
     return written.ndim <= MOST_DIMS and written.numel() <= LARGEST_INNER
 
 
 def fits(program: PointwiseProgram, operands: Sequence[Tensor]) -> bool:
-    """Has a row room for a fragment as its operands lie?"""
+    """Whether a row has room for a fragment with the strides that its operands have."""
     if roomy(operands[-1]):
         return True
     sizes, _ = described(program, operands)
@@ -84,7 +101,16 @@ def fits(program: PointwiseProgram, operands: Sequence[Tensor]) -> bool:
 
 
 def merge(shape: Shape, strides: Sequence[Strides]) -> tuple[Shape, list[Strides]]:
-    """The same elements in as few dims as possible, those with small strides (of what is written) last."""
+    """Merge dims that are contiguous in all operands.
+
+    Args:
+        shape: the shape of a fragment.
+        strides: the strides of every operand, those of the tensor that is written last.
+
+    Returns:
+        The sizes of the merged dims and the strides of every operand in them. The dims are sorted by the strides of
+        the tensor that is written, the smallest stride last.
+    """
     written = strides[-1]
     order = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -written[d])
     sizes: list[int] = []
@@ -106,7 +132,22 @@ def merge(shape: Shape, strides: Sequence[Strides]) -> tuple[Shape, list[Strides
 
 
 class Table:
-    """The segments of one grouped kernel: rows of words, and the segment of every block."""
+    """The segments of one grouped kernel: a row of words per segment, and the segment of every block.
+
+    Args:
+        programs: the programs of the kernel.
+        parts: for each launch part, the index of its program.
+        segments: all segments.
+        block: elements per block.
+
+    Attributes:
+        segments: all segments, in the order of their rows.
+        branches: the branches of the kernel: index of a program, and form.
+        width: int64 words per row.
+        rows: int64 [segments, width].
+        blocks: how many blocks a launch has.
+        of_block: for each block, the row of its segment; int32 [blocks].
+    """
 
     def __init__(
         self, programs: Sequence[PointwiseProgram], parts: Sequence[int], segments: Sequence[TableSegment], block: int
@@ -133,7 +174,13 @@ class Table:
         self._entries = [np.array([s.entry for s in self.segments if s.part == p], np.int64) for p in range(len(parts))]
 
     def fill(self, part: int, addresses: npt.NDArray[np.int64], numbers: Sequence[float]) -> None:
-        """Write what may change from step to step: addresses [operands, entries], and numbers."""
+        """Write what may change from step to step into the rows of one launch part.
+
+        Args:
+            part: index of the launch part.
+            addresses: addresses of the tensors, int64 [operands, entries].
+            numbers: the numbers that the program reads.
+        """
         rows = self._rows_of[part]
         if not len(rows):
             return

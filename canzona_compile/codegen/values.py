@@ -1,8 +1,8 @@
-"""Values of generated kernels: their dtypes in memory and in arithmetic, casts, operands.
+"""The values of generated kernels: their dtypes in memory and in arithmetic, their casts, and operands.
 
-A value is held in its arithmetic type: 16-bit floats as float32, rounded to 16 bits after every operator, which is what
-eager ATen does between its kernels. Operands are first brought to the operator's common dtype; hyperparameters take
-part in the arithmetic type, unrounded, as ATen's scalars do.
+Kernels hold every value in its arithmetic type. 16-bit floats are held as float32 and rounded to 16 bits after every
+operator, as eager ATen rounds them between its kernels. Each operator first casts its operands to their common dtype.
+Hyperparameters enter in the arithmetic type without rounding, as ATen's scalars do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 from canzona_compile.ir.fx_utils import tensor_value
 from canzona_compile.ir.layout import Shape
 
-# In memory, and in arithmetic.
+# `STORED` is the type of a dtype in memory, and `HELD` its type in arithmetic. `ROUNDED` rounds held 16-bit floats.
 STORED = {
     torch.float64: "tl.float64",
     torch.float32: "tl.float32",
@@ -36,7 +36,7 @@ HELD = STORED | dict.fromkeys(ROUNDED, "tl.float32") | {torch.bool: "tl.int1"}
 
 
 class Unsupported(Exception):
-    """A graph, or a part of it, that no kernel is generated for; says why."""
+    """No kernel can be generated for a graph. The message says why."""
 
 
 class Spread(StrEnum):
@@ -49,6 +49,8 @@ class Spread(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadValue:
+    """A tensor that a program reads: its name, its dtype in memory, and how it covers a segment."""
+
     name: str
     dtype: torch.dtype
     spread: Spread
@@ -56,28 +58,29 @@ class LoadValue:
 
 @dataclass(frozen=True, slots=True)
 class ScalarValue:
-    """A number-valued node of the graph, in one arithmetic type."""
+    """A number that a program reads, in one arithmetic type."""
 
     name: str
-    source: str  # the node
-    dtype: str
+    source: str  # the name of the node that computes it
+    dtype: str  # as Triton spells it
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """`name` = `text`, where {x} is the value named x."""
+    """The line `name = text`, in which {x} stands for the value named x."""
 
     name: str
     text: str
 
 
 def check(dtype: torch.dtype) -> None:
+    """Raise Unsupported if generated kernels do not support a dtype."""
     if dtype not in STORED:
         raise Unsupported(f"no kernels for {str(dtype).removeprefix('torch.')}")
 
 
 def converted(text: str, source: torch.dtype, target: torch.dtype) -> str:
-    """A value of dtype `source` as one of `target`, in the arithmetic type of that."""
+    """The Triton text that casts a value of dtype `source`, given as `text`, to dtype `target`."""
     if source == target:
         return text
     if target is torch.bool:
@@ -89,7 +92,14 @@ def converted(text: str, source: torch.dtype, target: torch.dtype) -> str:
 
 @dataclass
 class Builder:
-    """Collects lines, node by node."""
+    """Collects the lines of a program, node by node.
+
+    Attributes:
+        shape: the shape of the whole matrix.
+        loads: the tensors that the program reads.
+        numbers: the numbers that it reads, by the name of their node and their arithmetic type.
+        lines: its lines, in order.
+    """
 
     shape: Shape
     loads: list[LoadValue] = field(default_factory=list)
@@ -97,6 +107,11 @@ class Builder:
     lines: list[Assignment] = field(default_factory=list)
 
     def spread(self, shape: Shape) -> Spread:
+        """How an operand of this shape covers the matrix.
+
+        Raises:
+            Unsupported: the operand does not broadcast to the matrix dim by dim.
+        """
         if shape == self.shape:
             return Spread.FULL
         if math.prod(shape) == 1:
@@ -108,7 +123,11 @@ class Builder:
     # -- operands ------------------------------------------------------------------------------------
 
     def common(self, node: fx.Node) -> torch.dtype:
-        """The dtype that ATen computes in, before it widens 16 bits."""
+        """The dtype to which ATen casts the operands of a node, before it widens 16-bit floats to float32.
+
+        Raises:
+            Unsupported: generated kernels do not support that dtype.
+        """
         made = dtype_of(node)
         if made is not torch.bool:
             return made
@@ -120,7 +139,16 @@ class Builder:
         return result
 
     def operand(self, value: Any, dtype: torch.dtype, *, round_numbers: bool = False) -> str:
-        """A tensor or a number as a value of `dtype`."""
+        """The Triton text of an operand, cast to `dtype`.
+
+        Args:
+            value: a node that stands for a tensor or a number, or a Python number.
+            dtype: the common dtype of the operator.
+            round_numbers: round numbers to 16 bits if `dtype` has 16 bits.
+
+        Raises:
+            Unsupported: the value is neither a tensor nor a number.
+        """
         if isinstance(value, fx.Node) and tensor_value(value) is not None:
             return converted(f"{{{value.name}}}", dtype_of(value), dtype)
         held = HELD[dtype]
@@ -135,18 +163,20 @@ class Builder:
         return f"{ROUNDED[dtype]}({text})" if round_numbers and dtype in ROUNDED else text
 
     def rounded(self, text: str, node: fx.Node) -> str:
+        """The Triton text that rounds a result to the dtype of its node."""
         dtype = dtype_of(node)
         return f"{ROUNDED[dtype]}({text})" if dtype in ROUNDED else text
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
+    """The dtype of a node that stands for a tensor."""
     value = tensor_value(node)
     assert value is not None
     return value.dtype
 
 
 def plain(value: Any) -> Any:
-    """A number of the kind of a symbolic one, for type promotion."""
+    """A Python number of the same type as `value`, which may be symbolic. Type promotion needs the type only."""
     if isinstance(value, bool | torch.SymBool):
         return True
     return 1.0 if isinstance(value, float | torch.SymFloat) else 1
@@ -158,4 +188,5 @@ def literal(value: float) -> str:
 
 
 def is_number(value: Any) -> bool:
+    """Whether an argument is a number: anything but a node that stands for a tensor."""
     return not (isinstance(value, fx.Node) and tensor_value(value) is not None)

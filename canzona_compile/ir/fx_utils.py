@@ -60,7 +60,7 @@ def outputs(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 def pointwise(node: fx.Node) -> bool:
-    """Is element i of the result a function of elements i of the operands alone?"""
+    """Whether element i of the result depends only on the elements i of the operands."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -76,7 +76,7 @@ def ancestors(nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[f
 
     Args:
         nodes: where the search begins.
-        stop: nodes to leave out. What these are made of is only found another way.
+        stop: nodes to leave out. The search does not go on from them.
     """
     found: set[fx.Node] = set()
     todo = [n for n in nodes if n not in stop]
@@ -89,7 +89,7 @@ def ancestors(nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[f
 
 
 def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Everything that depends on the nodes. A node is its own descendant only if it is that of another one."""
+    """All nodes that depend on the given nodes. A given node is included only if it depends on another given one."""
     found: set[fx.Node] = set()
     todo = list(nodes)
     while todo:

@@ -1,7 +1,7 @@
-"""What a machine does per second: data, read from a JSON file, with a source for every rate.
+"""The rates of a machine: data that is read from a JSON file, with a source for every rate.
 
 A rate that no one measured on the machine at hand is *assumed*; `calibrate` replaces it by a measured one. A prediction
-names the rates that it stands on, and says of each whether it was measured or assumed.
+names the rates that it uses, and says for each whether it was measured or assumed.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Link:
     """One class of links.
 
     Attributes:
-        bandwidth: bytes per second that a rank sends, while it receives as many.
-        latency: seconds that an all-to-all takes however small it is.
-        per_peer: seconds that each other rank in it adds.
+        bandwidth: bytes per second that a rank sends while it receives as many.
+        latency: seconds that even the smallest all-to-all takes.
+        per_peer: seconds that each other rank adds to an all-to-all.
     """
 
     bandwidth: float

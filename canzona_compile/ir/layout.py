@@ -50,7 +50,7 @@ class Box:
         return Box(tuple(start), tuple(size))
 
     def of(self, shape: Shape) -> Box:
-        """The box that a tensor of `shape`, broadcast to the boxed tensor, has to give: its dims of size 1 whole."""
+        """The part of a tensor of `shape` that broadcasts to this box. Its dims of size 1 are whole."""
         if len(shape) != len(self.size):
             return Box.whole(shape)
         pairs = zip(self.start, self.size, shape, strict=True)
@@ -130,7 +130,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutKind:
-    """What of a layout decides where a graph is cut."""
+    """The properties of a layout that decide where a graph is cut."""
 
     sharded: bool
     replicated: bool

@@ -1,4 +1,7 @@
-"""A plan as a file: who computes what, in which groups. Made offline or by a run, and followed by another run."""
+"""A plan as a file: the owner rank of each task, and the tasks of each micro-group.
+
+A run, or a forecast without ranks, makes the file. Another run can follow it.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ class PlannedTask:
     """What a plan decided about one matrix.
 
     Attributes:
-        layout: placements, replicas and shards of the parameter it was made for.
-        strategy: "owner", "replicated" or "local"; a run refuses what else a file of an earlier release may say.
-        owner: (replica, shard) coordinate; None: every rank computes it.
+        layout: the placements, replicas and shards of the parameter for which the plan was made.
+        strategy: "owner", "replicated" or "local". A run refuses other strategies, which old files may have.
+        owner: (replica, shard) coordinate of the owner rank; None if every rank computes the matrix.
     """
 
     name: str
@@ -38,13 +41,13 @@ class PlannedTask:
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """The decisions of a plan, and hashes of what they lead to.
+    """The decisions of a plan, and hashes of the step that they lead to.
 
     Attributes:
-        depth: micro-groups in flight at once.
+        depth: how many micro-groups are in flight at once.
         groups: names of the tasks of each micro-group.
-        digests: of the printed graphs, tasks, groups and schedule, so that a difference can be named.
-        fingerprint: of all of these: equal where two runs do the same in the same order.
+        digests: hashes of the printed graphs, tasks, micro-groups and schedule. They tell which part differs.
+        fingerprint: a hash of all of these. It is equal if two runs do the same in the same order.
     """
 
     optimizer: str
@@ -56,7 +59,7 @@ class PlanFile:
 
     @classmethod
     def of(cls, step: Step) -> PlanFile:
-        """The plan of a step that is SCHEDULED."""
+        """The plan of a step of form SCHEDULED."""
         printed = parts(step, reasons=False)
         return cls(
             step.optimizer,
@@ -75,7 +78,11 @@ class PlanFile:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     def task(self, task: Task) -> PlannedTask:
-        """What is planned for a task of a run; raises CanzonaError if nothing, or for another layout."""
+        """What is planned for a task of a run.
+
+        Raises:
+            CanzonaError: the plan lacks the task, or has it for another layout.
+        """
         found = self._by_name().get(task.name)
         hint = "make the plan for this model and mesh, with these names"
         if found is None:
@@ -101,7 +108,7 @@ class PlanFile:
             raise CanzonaError("the plan has a parameter that the optimizer lacks", at=missing[0])
 
     def check_followed(self, step: Step) -> None:
-        """Raise CanzonaError if a scheduled step is not what the plan says, with the part that differs."""
+        """Raise CanzonaError if a scheduled step differs from the plan. The message names the part that differs."""
         printed = parts(step, reasons=False)
         if fingerprint(printed) == self.fingerprint:
             return
@@ -123,20 +130,24 @@ def layout_text(task: Task) -> str:
 
 
 def fingerprint(printed: Mapping[str, Sequence[str]]) -> str:
-    """A hash of all that a printed step decides, see `printer.parts`."""
+    """A hash of all decisions in a printed step. `printer.parts` prints steps."""
     return hashlib.sha256(text_of(printed).encode()).hexdigest()
 
 
 def digests(printed: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Short hashes of the parts of a printed step: what runs, on whom, together with what, and when."""
+    """Short hashes of the parts of a printed step: graphs, tasks, micro-groups and schedule."""
     cuts = dict(printed)
-    if not cuts["groups"]:  # so have plans without matrices been hashed
+    if not cuts["groups"]:  # keeps the hash that plans without matrices always had
         cuts["tasks"] = [*cuts["tasks"], *cuts["schedule"]]
     return {name: hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] for name, lines in cuts.items()}
 
 
 def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
-    """A plan from its file, or from plain objects, every field checked; raises CanzonaError."""
+    """Read a plan from a file or from plain objects, and check every field.
+
+    Raises:
+        CanzonaError: there is no such file, or a field is wrong.
+    """
     if isinstance(given, PlanFile):
         return given
     at = "plan"

@@ -45,7 +45,7 @@ class Fragments:
 
 @dataclass(frozen=True, slots=True)
 class Residents:
-    """Whole state tensors of tasks that this rank owns."""
+    """A state leaf of tasks that this rank owns: one whole tensor per task."""
 
     leaf: str
     tasks: tuple[str, ...]
@@ -53,7 +53,7 @@ class Residents:
 
 @dataclass(frozen=True, slots=True)
 class ScalarInput:
-    """A hyperparameter of a parameter group, as the oracle of `template` reads it on this step."""
+    """A hyperparameter of a parameter group, with the value that the oracle of `template` reads on this step."""
 
     template: str
     param_group: int
@@ -83,14 +83,14 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """Where the parts that are sent or applied lie in computed values."""
+    """The indices of the parts of computed values that are sent or applied."""
 
     index: tuple[Index, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes to or from every rank of a process group, in the order of its ranks."""
+    """How many bytes go to, or come from, each rank of a process group, in the order of its ranks."""
 
     counts: tuple[int, ...]
 
@@ -109,7 +109,7 @@ class Watcher:
 
 @dataclass(frozen=True, slots=True)
 class StreamSet:
-    """Streams beside the caller's, by name, and the number of events between them."""
+    """The names of the streams beside the caller's stream, and the number of events between streams."""
 
     names: tuple[str, ...]
     events: int
@@ -124,10 +124,10 @@ class Program:
 
     Attributes:
         module: takes the inputs in order and returns nothing; it writes parameters and state in place.
-        inputs: by the name of their placeholder, in order.
+        inputs: the inputs, by the name of their placeholder, in order.
         slots: the size of each memory slot on this rank, in bytes.
         collectives: how many collectives this rank starts per step.
-        eager: of programs with generated kernels, the cuts whose elementwise work torch does nevertheless, and why.
+        eager: in a program with generated kernels, the cuts whose elementwise work torch runs, each with the reason.
     """
 
     module: fx.GraphModule

@@ -1,6 +1,6 @@
-"""The vocabulary of rank programs: what their generated code calls beside ATen.
+"""The functions that rank programs call beside ATen operators.
 
-Functions of lists of tensors, one entry per task, and of buffers. They decide nothing.
+They work on lists of tensors, with one entry per task, and on buffers. They make no decisions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Index = tuple[Any, ...]
 
 
 class EagerContext(Protocol):
-    """Where an eager step finds what it needs of its task beside the gathered tensors."""
+    """Gives an eager step what it needs beside the gathered tensors."""
 
     def eager_optimizer(self) -> Optimizer:
         """The optimizer whose own code takes the step."""
@@ -30,19 +30,23 @@ class EagerContext(Protocol):
         """The state that the step reads and writes."""
 
     def drew_random_numbers(self, task: str) -> None:
-        """Hear that the step drew random numbers; raises UnsupportedOptimizer where that cannot be."""
+        """Learn that the step of a task drew random numbers.
+
+        Raises:
+            UnsupportedOptimizer: the task must not draw random numbers.
+        """
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EagerTask:
-    """A task for an eager step: its name, and where the step finds the rest."""
+    """A task that runs an eager step: its name, and the context of the step."""
 
     name: str
     context: EagerContext
 
 
 class Watch(Protocol):
-    """Waits for a collective, and turns a peer's alarm into an error instead of waiting for ever."""
+    """Waits for a collective. If a peer raises an alarm, it raises an error and does not wait for ever."""
 
     def wait(self, work: dist.Work) -> None: ...
 
@@ -57,9 +61,15 @@ class Streams(Protocol):
 
 
 def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`op` for every task: lists of tensors (or of tasks for eager steps) are zipped, all else is the same for all.
+    """Call `op` once per task.
 
-    Returns a list, or a tuple of lists where `op` returns tuples.
+    Args:
+        op: the function to call.
+        args, kwargs: its arguments. Of a list with an entry per task (tensors, or `EagerTask`s), each call gets one
+            entry. All calls get every other argument as it is.
+
+    Returns:
+        A list of the results, or a tuple of lists if `op` returns tuples.
     """
     single = [not per_task(a) for a in args]
     shared = {k: v for k, v in kwargs.items() if not per_task(v)}
@@ -76,110 +86,126 @@ def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def per_task(value: Any) -> bool:
-    """Is it a list with an entry per task, or a list of such lists?"""
+    """Whether a value is a list with an entry per task, or a list of such lists."""
     if not isinstance(value, list | tuple) or not value:
         return False
     return isinstance(value[0], (Tensor, EagerTask)) or nested(value)
 
 
 def nested(value: Sequence[Any]) -> bool:
-    """Is it a list of lists per task: the operands of a concatenation, or indices, some of which are None?"""
+    """Whether a value is a list of lists that have an entry per task.
+
+    Such are the operands of a concatenation, and indices, some of which may be None.
+    """
     return any(per_task(own) for own in value if isinstance(own, list | tuple))
 
 
 def pick(value: Any, i: int) -> Any:
-    """Entry i, or of a list of lists entry i of each."""
+    """Entry i of a list, or, of a list of lists, the list of their entries i."""
     return [own if own is None else pick(own, i) for own in value] if nested(value) else value[i]
 
 
 def length(value: Sequence[Any]) -> int:
-    """How many tasks it has entries for."""
+    """The number of tasks for which a list, or a list of lists, has entries."""
     return length(next(own for own in value if own is not None)) if nested(value) else len(value)
 
 
 def stack(values: Sequence[Tensor]) -> Tensor:
-    """n tensors [...] to one [n, ...]."""
+    """Stack n tensors [...] to one tensor [n, ...]."""
     return torch.stack(list(values))
 
 
 def unstack(values: Tensor) -> list[Tensor]:
-    """One tensor [n, ...] to n views [...]."""
+    """Split one tensor [n, ...] into n views [...]."""
     return list(values.unbind(0))
 
 
 def spread(values: Tensor, ndim: int) -> Tensor:
-    """[n, *rest] with ones between, so that it broadcasts against [n, ...] of `ndim` + 1 dims."""
+    """View [n, *rest] as [n, 1, ..., 1, *rest] with `ndim` + 1 dims, so that it broadcasts against such a stack."""
     missing = ndim + 1 - values.ndim
     return values.reshape(values.shape[0], *(1,) * missing, *values.shape[1:])
 
 
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target, casting as needed: packing, unpacking, committing."""
+    """Copy each source to its target, and cast it if the dtypes differ."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
 
 
 def repeated(value: Any, count: int) -> list[Any]:
-    """The same for every task."""
+    """A list that holds the same value for every task."""
     return [value] * count
 
 
 def parts(values: Tensor | Sequence[Tensor], index: Sequence[Index]) -> list[Tensor]:
-    """Views of parts: of one stacked tensor, or, with the task's number first, of a list."""
+    """Views of parts of computed values.
+
+    Args:
+        values: one tensor [n, ...], or a list of n tensors.
+        index: the index of each part. For a list, the first entry of an index is the position in the list.
+    """
     if isinstance(values, Tensor):
         return [values[i] for i in index]
     return [values[i[0]][i[1:]] for i in index]
 
 
 def compact(values: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous copies of parts that are strided: strided operands are other code, and other bits."""
+    """Make every tensor contiguous. Operators run other code on strided operands, which may give other bits."""
     return [v.contiguous() for v in values]
 
 
 def start_all_to_all(
     received: Tensor, sent: Tensor, received_bytes: list[int], sent_bytes: list[int], group: dist.ProcessGroup
 ) -> dist.Work:
-    """Start one fused exchange of bytes. The buffers must stay untouched until `finish`."""
+    """Start one all-to-all of bytes. No one may touch the buffers until `finish`.
+
+    Args:
+        received: receive buffer, uint8 [sum of `received_bytes`].
+        sent: send buffer, uint8 [sum of `sent_bytes`].
+        received_bytes: bytes from each rank of the process group.
+        sent_bytes: bytes to each rank of the process group.
+        group: the process group.
+    """
     work: dist.Work = dist.all_to_all_single(received, sent, received_bytes, sent_bytes, group=group, async_op=True)
     return work
 
 
 def start_meeting(device: str, group: dist.ProcessGroup) -> dist.Work:
-    """Start the smallest collective there is: it ends when every rank has come."""
+    """Start an all-reduce of one element, which ends when every rank of the process group has started it."""
     work: dist.Work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
     return work
 
 
 def finish(work: dist.Work, watch: Watch) -> None:
-    """Wait for a collective: the host on CPU, the current stream on CUDA."""
+    """Wait for a collective. The host waits on CPU, the current stream on CUDA."""
     watch.wait(work)
 
 
-# -- streams, in programs for CUDA alone ----------------------------------------------------------
+# -- streams, only in programs for CUDA ----------------------------------------------------------
 
 
 def on_stream(streams: Streams, name: str) -> None:
-    """What follows runs on this stream."""
+    """Make a stream the current one: the calls that follow run on it."""
     streams.switch(name)
 
 
 def record(streams: Streams, event: int) -> None:
-    """The event happens when the current stream has done what it was given so far."""
+    """Record an event on the current stream. It happens when the stream has done all work that it has so far."""
     streams.record(event)
 
 
 def wait(streams: Streams, event: int) -> None:
-    """The current stream goes on when the event has happened; the host does not wait."""
+    """Let the current stream wait for an event. The host does not wait."""
     streams.wait(event)
 
 
 def lend(values: Any, streams: Streams) -> None:
-    """The current stream reads tensors of another one: their memory is not used anew before it has done so."""
+    """Let the current stream read tensors of another stream. Their memory is not reused before it has read them."""
     streams.lend(tensors_in(values))
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors of nested lists and tuples."""
+    """The tensors in nested lists and tuples."""
     if isinstance(values, Tensor):
         return [values]
     return [t for v in values for t in tensors_in(v)] if isinstance(values, list | tuple) else []

@@ -28,7 +28,7 @@ class Form(IntEnum):
     """How far a step has been lowered. Each form keeps the promises of those before it."""
 
     CAPTURED = 0  # one functional graph per template; every task names one
-    PLACED = 1  # every task's graph is cut in prepare, compute and apply
+    PLACED = 1  # every task's graph is cut into prepare, compute and apply
     OWNED = 2  # every task has one owner, or all ranks compute it
     GROUPED = 3  # every task is in exactly one micro-group, whose tasks share a grid
     ROUTED = 4  # every wire value has one place in one send and one receive buffer
@@ -125,7 +125,7 @@ class Stacked:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Placed:
-    """A template cut for one kind of layout.
+    """A template cut for one kind of layout, into three graphs (inputs -> results):
 
     prepare: fragment leaves, scalars -> gather wires, then kept values
     compute: gather wires, resident state, scalars -> scatter wires, then new resident state
@@ -145,16 +145,16 @@ class Placed:
     resident: tuple[str, ...]  # state leaves that live on the owner only
     cost: sympy.Expr  # FLOPs of compute in the dims of the matrix
     flops: int
-    stacked: Stacked | None = None  # compute for n tasks at once, where `batch` knows it to be equal
+    stacked: Stacked | None = None  # compute for n tasks at once, if `batch` made one
 
     @property
     def elementwise(self) -> bool:
-        """Nothing holistic in it: every rank can update its own fragment."""
+        """Whether every rank can update its own fragment, because nothing needs the whole matrix."""
         return not self.scatter and not self.gather and not self.resident
 
     @property
     def counts(self) -> bool:
-        """Does every rank write 0-d state, whatever its fragment?"""
+        """Whether every rank writes 0-d state, even if its fragment is empty."""
         return any(leaf.name in self.fragment_writes and not leaf.shape for leaf in self.template.state)
 
     @property
@@ -169,9 +169,9 @@ class Task:
     Attributes:
         name: the parameter's name, for people.
         index: position of the parameter in the optimizer.
-        param_group: position of its parameter group: tasks of one group share their scalars.
-        template, placed: names; `placed` from PLACED on.
-        owner: (replica, shard) coordinate, None where every rank computes; from OWNED on.
+        param_group: position of its parameter group. Tasks of one parameter group share their hyperparameters.
+        template, placed: names of the template and, from PLACED on, of its cut.
+        owner: (replica, shard) coordinate of the owner rank, from OWNED on; None if every rank computes.
     """
 
     name: str
@@ -200,7 +200,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockSlice:
-    """One wire value of one task, or the part of it that one message carries."""
+    """The part of a task's wire value that one block carries."""
 
     task: str
     wire: Wire
@@ -210,7 +210,7 @@ class BlockSlice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A wire of a task, to be routed."""
+    """A wire of a task, and the fragments that an exchange has to carry."""
 
     task: str
     wire: Wire
@@ -220,17 +220,17 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One fused all-to-all. What rank a sends to rank b is a *block*: the pieces in order of `items`.
+    """One fused all-to-all. A *block* is what one rank sends to another one: pieces, in the order of `items`.
 
     Items are sorted by element size (large first) and then by wire, so that every piece is aligned and the pieces
-    of tasks alike lie side by side. Nothing is padded unless element sizes are mixed.
+    of equal tasks lie side by side. Blocks have padding only if element sizes are mixed.
     """
 
     phase: Phase
     items: tuple[Item, ...]
 
     def block(self, source: tuple[int, int], target: tuple[int, int]) -> tuple[tuple[BlockSlice, ...], int]:
-        """Pieces that `source` sends to `target`, both (replica, shard), and the block's size in bytes."""
+        """The pieces that `source` sends to `target` (coordinates (replica, shard)), and the block's size in bytes."""
         pieces: list[BlockSlice] = []
         offset = 0
         shard = source[1] if self.phase is Phase.GATHER else target[1]
@@ -246,7 +246,7 @@ class Exchange:
         return self.items[0].wire.itemsize if self.items else 1
 
     def _carried(self, source: tuple[int, int], target: tuple[int, int]) -> list[Item]:
-        """The items of which `source` has something for `target`."""
+        """The items of which `source` sends a part to `target`."""
         if self.phase is Phase.EXCHANGE:
             items = self.items if source[1] == target[1] else ()
             return [i for i in items if i.owner is not None and i.owner[0] == source[0]]
@@ -258,7 +258,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tasks alike of one owner that are computed together; None as owner: on every rank."""
+    """Equal tasks of one owner that are computed together. If the owner is None, every rank computes them."""
 
     placed: str
     param_group: int
@@ -283,12 +283,12 @@ class MicroGroup:
         return tuple(e for e in (self.gather, self.scatter, self.exchange) if e is not None)
 
     def joins(self, grid: Grid) -> bool:
-        """Do the exchanges connect all ranks of its grid? What every rank computes never leaves a replica."""
+        """Whether the exchanges connect all ranks of the grid. Tasks that every rank computes stay in a replica."""
         return bool(self.exchanges) and (grid.replicas == 1 or self.exchange is not None)
 
 
 class Act(StrEnum):
-    MEET = "meet"  # ranks whose exchanges do not connect them make sure that all run this step
+    MEET = "meet"  # ranks that no exchange connects make sure that all of them run this step
     PREPARE = "prepare"
     START_GATHER = "start gather"
     WAIT_GATHER = "wait gather"
@@ -331,7 +331,7 @@ class Buffer:
 
     @property
     def title(self) -> str:
-        """What it holds, as it is printed: "gather send", "gather recv", "gathered", ..."""
+        """The name that is printed for it: "gather send", "gather recv", "gathered", ..."""
         return str(self.use) if self.use is BufferUse.GATHERED else f"{self.phase} {self.use}"
 
 
@@ -341,7 +341,7 @@ class Machine:
 
     device: str  # "cpu", "cuda"
     backend: str  # of the process group: "gloo", "nccl", "" where there is none
-    threads: int  # that one rank computes with, on CPU
+    threads: int  # CPU threads per rank
     rates: Hardware | None = None  # None: assumed
 
 
@@ -374,14 +374,14 @@ class Step:
         return next(p for p in self.placed if p.name == task.placed)
 
     def variants(self) -> dict[Placed, tuple[Placed, ...]]:
-        """The cuts of the same family for the same kind of layout, for every cut."""
+        """For every cut, all cuts of the same family for the same kind of layout."""
         found: dict[tuple[str, LayoutKind], list[Placed]] = {}
         for p in self.placed:
             found.setdefault((p.template.family or p.name, p.kind), []).append(p)
         return {p: tuple(found[p.template.family or p.name, p.kind]) for p in self.placed}
 
     def holistic_tasks(self) -> list[Task]:
-        """The tasks that need whole matrices, each with its heaviest variant; from PLACED on."""
+        """The tasks that need whole matrices, each with the cut of its most costly variant; from PLACED on."""
 
         def weight(cut: Placed) -> tuple[bool, int]:
             return not cut.elementwise, cut.flops

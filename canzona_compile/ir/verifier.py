@@ -1,7 +1,7 @@
 """What each form promises, checked after every pass: one function per form.
 
 A violation is a bug in a pass, never of the user. The error names the promise that is broken and
-the node, task or group that breaks it. The checks look at the step as it is and ask no pass.
+the node, task or micro-group that breaks it. The checks look at the step as it is and ask no pass.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def routed(step: Step) -> None:
 
 
 def wanted(phase: Phase, tasks: Iterable[Task], grid: Grid, cuts: dict[str, Placed]) -> list[tuple[Task, Wire]]:
-    """What has to travel in a phase."""
+    """The wires that have to travel in a phase, with their tasks."""
     if phase is Phase.GATHER:
         return [(t, w) for t in tasks for w in cuts[t.placed].gather if grid.shards > 1]
     needed = grid.shards > 1 if phase is Phase.SCATTER else grid.replicas > 1
@@ -186,13 +186,13 @@ def fused(exchange: Exchange, phase: Phase, routes: list[tuple[Task, Wire]], gri
 
 
 def some_pairs(phase: Phase, grid: Grid) -> Iterator[tuple[GridPosition, GridPosition]]:
-    """Source and target of blocks, ranks of one replica or holders of one shard: all of them, or a sample."""
+    """Pairs (source, target) of ranks that exchange blocks in a phase: all pairs, or a sample on large grids."""
     teams, size = (grid.shards, grid.replicas) if phase is Phase.EXCHANGE else (grid.replicas, grid.shards)
     total = teams * size * size
     stride = 1
     if grid.size > ALL_PAIRS_RANKS:
         stride = total // SAMPLED_PAIRS + 1
-        while math.gcd(stride, grid.size) > 1:  # else one target, again and again
+        while math.gcd(stride, grid.size) > 1:  # otherwise the same target would come up again and again
             stride += 1
     for i in range(0, total, stride):
         team, pair = divmod(i, size * size)
@@ -201,12 +201,12 @@ def some_pairs(phase: Phase, grid: Grid) -> Iterator[tuple[GridPosition, GridPos
 
 
 def home(phase: Phase, task: Task) -> GridPosition | int | None:
-    """Where its values go to or come from: its owner, or for an exchange the owner's replica."""
+    """Where the values of a task go to or come from: the owner rank or, in an exchange, the owner's replica."""
     return task.owner[0] if phase is Phase.EXCHANGE and task.owner else task.owner
 
 
 def aligned(pieces: Sequence[BlockSlice], size: int, where: str) -> None:
-    """Pieces lie in their block, one after the other, each where its elements can be read."""
+    """The pieces of a block follow one another without overlap, and each is aligned to its element size."""
 
     def fail(piece: BlockSlice, problem: str) -> NoReturn:
         raise InvalidStep(f"{piece.task}.{piece.wire.name} at byte {piece.offset} {problem}", at=where)
@@ -290,7 +290,7 @@ def scheduled(step: Step) -> None:
 
 
 def meetings(step: Step) -> None:
-    """Ranks that share tasks are connected by exchanges, or meet before one of them writes."""
+    """Exchanges connect all ranks that share tasks, or these ranks meet before any of them writes."""
     grids = {g.index: step.task(g.tasks[0]).layout.grid for g in step.micro_groups}
     met = {grids[g.index].members() for g in step.micro_groups if g.joins(grids[g.index])}
     for event in step.schedule:
@@ -304,7 +304,7 @@ def meetings(step: Step) -> None:
 
 
 def acts(group: MicroGroup) -> Iterator[Act]:
-    """What happens to a group, in order."""
+    """The events of a micro-group, in order."""
     yield Act.PREPARE
     if group.gather:
         yield from (Act.START_GATHER, Act.WAIT_GATHER)

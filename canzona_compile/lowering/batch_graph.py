@@ -1,4 +1,4 @@
-"""Turn graphs for one task into graphs for n: every tensor [...] becomes a list of n, or a stack [n, ...]."""
+"""Turn graphs for one task into graphs for n tasks: every tensor [...] becomes a list of n, or a stack [n, ...]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 aten = torch.ops.aten
 
-# On CPU torch's foreach functions are these operators in a loop in C++: the same bits, less Python.
+# On CPU, torch's foreach functions loop over these operators in C++. They give the same bits with less Python.
 FOREACH: Mapping[Any, str] = {
     aten.mul.Tensor: "mul",
     aten.add.Tensor: "add",
@@ -115,7 +115,7 @@ class Lifter:
         return self.graph.call_function(program_ops.each, (target, *args), kwargs)
 
     def _uniform(self, node: fx.Node) -> bool:
-        """Does a foreach function take these operands? The first must be a list, the others lists or one number."""
+        """Whether a foreach function takes the operands: first a list, and then lists or one number."""
         tensors = [n for n in node.all_input_nodes if tensor_value(n) is not None]
         return all(n in self.lists or n in self.stacks for n in tensors) and node.args[0] in tensors
 
@@ -148,12 +148,12 @@ STACKED_PRODUCTS: Mapping[Any, Any] = {
 }
 
 
-# Operators that take [..., m, n] and thus stacks, by their name without `_` and `linalg_`.
+# Names, without `_` and `linalg_`, of operators that take [..., m, n] and therefore take stacks.
 STACKED_AS_THEY_ARE = frozenset({"eigh", "qr", "cholesky_ex", "solve_triangular", "inverse_root", "cholesky_qr"})
 
 
 def product(node: fx.Node) -> bool:
-    """Is a node a matrix product that has a form for stacks?"""
+    """Whether a node is a matrix product for which there is an operator on stacks."""
     return node.target in STACKED_PRODUCTS
 
 
@@ -166,12 +166,12 @@ def factorization(node: fx.Node) -> str:
 
 
 def starts_stack(node: fx.Node) -> bool:
-    """Is it worth the copies to stack the operands of a node?"""
+    """Whether a node gains enough from a stack to stack its operands, which copies them."""
     return product(node) or bool(factorization(node))
 
 
 def in_place_variant(target: Any) -> Any:
-    """aten.mul_.Tensor for aten.mul.Tensor, None where there is no such operator."""
+    """The in-place variant of an operator (aten.mul_.Tensor for aten.mul.Tensor); None if there is none."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     packet = getattr(aten, f"{target.overloadpacket.__name__}_", None)
@@ -182,11 +182,11 @@ def lift_prepare(graph: fx.Graph, single: Iterable[str], *, foreach: bool, casti
     """Lift a prepare graph to lists.
 
     Args:
-        graph: for one task.
+        graph: the graph for one task.
         single: names of placeholders that all tasks share.
         foreach: use torch's foreach functions where they exist.
-        casting: so many of the first results are only copied into buffers. That copy casts, so a cast at their end is
-            left out.
+        casting: how many of the first results are only copied into buffers. The copy casts, so a cast that would
+            compute such a result is left out.
     """
     lifter = Lifter((), single, lambda _: False, foreach)
     lifter.lift(graph)
@@ -251,7 +251,7 @@ def lift_apply(graph: fx.Graph, writes: Iterable[str], single: Iterable[str], *,
 
 
 def overwriting_chain(node: Any, leaf: fx.Node | None, results: list[Any]) -> set[fx.Node]:
-    """The nodes on the way from a leaf to `node` if each may overwrite its first operand, else none."""
+    """The nodes on the path from a leaf to `node`, if each of them may overwrite its first operand; else none."""
     chain: set[fx.Node] = set()
     current = node
     while current is not leaf:

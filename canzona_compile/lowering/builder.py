@@ -1,4 +1,4 @@
-"""Building blocks of rank programs: placeholders that know what they stand for, calls, submodules."""
+"""Build the graph of a rank program: its placeholders, which stand for inputs, its calls and its submodules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from canzona_compile.lowering.stream_sync import CALLER, order_streams
 
 
 class ProgramBuilder:
-    """A graph under construction and its inputs."""
+    """Collects the graph of a rank program and its inputs.
+
+    Attributes:
+        graph: the graph so far.
+        root: the module that holds the submodules that the graph calls.
+        inputs: the inputs so far, by the name of their placeholder.
+        collectives: how many collectives the program starts so far.
+        stream: the stream of the next calls.
+    """
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -28,11 +36,16 @@ class ProgramBuilder:
         self.last_input: fx.Node | None = None
         self.collectives = 0
         self.stream = CALLER
-        self.streams: dict[fx.Node, str] = {}  # on which each call runs
-        self.written: dict[fx.Node, list[fx.Node]] = {}  # by call, its arguments that it writes, where that is known
+        self.streams: dict[fx.Node, str] = {}  # the stream of each call
+        self.written: dict[fx.Node, list[fx.Node]] = {}  # for some calls, the arguments that they write
 
     def bind(self, label: str, value: Input) -> fx.Node:
-        """The placeholder of an input; one per distinct input (views are distinct already)."""
+        """The placeholder of an input. Equal inputs share one, except for views, indices and byte counts.
+
+        Args:
+            label: the name of the placeholder, which FX makes unique.
+            value: what the runtime binds to it.
+        """
         shared = not isinstance(value, Views | Whole | Indices | Bytes)
         if shared and value in self.placeholders:
             return self.placeholders[value]
@@ -50,15 +63,17 @@ class ProgramBuilder:
         return node
 
     def call(self, function: Callable[..., Any], *args: Any) -> fx.Node:
+        """Add the call of a function on the present stream."""
         return self.placed(self.graph.call_function(function, args))
 
     def placed(self, node: fx.Node) -> fx.Node:
+        """Let a call run on the present stream, and return it."""
         self.streams[node] = self.stream
         return node
 
     @contextlib.contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        """While open, calls run on this stream."""
+        """A context in which calls are added on this stream."""
         before, self.stream = self.stream, stream
         try:
             yield
@@ -66,12 +81,18 @@ class ProgramBuilder:
             self.stream = before
 
     def module(self, name: str, build: Callable[[], fx.Graph], lookup: Callable[[str], fx.Node]) -> fx.Node:
-        """Call the lifted graph `name`, built on first use; its inputs are looked up by name."""
+        """Add the call of a lifted graph.
+
+        Args:
+            name: the name of the submodule that holds the graph.
+            build: makes the graph on first use.
+            lookup: finds an argument by the name of the graph's placeholder.
+        """
         name, arguments = self.submodule(name, build, lookup)
         return self.placed(self.graph.call_module(name, tuple(arguments)))
 
     def loop(self, name: str, graph: fx.Graph, lookup: Callable[[str], fx.Node]) -> fx.Node:
-        """Call `graph`, which is that of one task, for every task of lists."""
+        """Add a loop that calls `graph`, the graph of one task, for each task. Its arguments are lists."""
         name, arguments = self.submodule(name, lambda: copy.deepcopy(graph), lookup)
         return self.call(program_ops.each, self.graph.get_attr(name), *arguments)
 
@@ -91,10 +112,10 @@ class ProgramBuilder:
         return [self.graph.call_function(operator.getitem, (node, i)) for i in range(count)]
 
     def program(self, slots: tuple[int, ...]) -> Program:
-        """What was written.
+        """Finish the graph, with its streams and events, and return the program.
 
         Args:
-            slots: bytes of each memory slot that its views refer to.
+            slots: the size in bytes of each memory slot to which the views refer.
         """
         self.graph.output(())
         order_streams(

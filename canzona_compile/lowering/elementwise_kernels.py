@@ -1,7 +1,7 @@
-"""Generated kernels in rank programs: which parts of a micro-group become one launch, and what they read and write.
+"""Write generated kernels into rank programs: decide which work of a micro-group shares a launch, and bind operands.
 
-`Kernels` collects parts (the prepare graph of tasks alike, a list of copies) until `launch` writes one call for all of
-them. What no kernel is generated for stays with the lifted torch graphs; `eager` says why.
+`Kernels` collects parts (the prepare graph of equal tasks, a list of copies) until `launch` writes one call for all of
+them. Work for which no kernel can be generated stays in lifted torch graphs, and `Kernels.eager` says why.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Lookup = Callable[[str], fx.Node]
 
 
 class KernelHost(Protocol):
-    """What kernels need of the program that they are written into."""
+    """What `Kernels` needs of the program builder into whose program it writes."""
 
     step: Step
     root: torch.nn.Module
@@ -44,13 +44,13 @@ class KernelHost(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CutKernels:
-    """A cut as kernels.
+    """How generated kernels run a cut.
 
     Attributes:
-        apply: by number, which results of apply kernels write. The others are written early, or are 0-d counters,
-            which every block of a kernel may read and none may write; these stay with torch.
-        early: kept values that are the new value of a state leaf which apply does not read, and that leaf: prepare
-            writes them where they belong.
+        apply: positions of the results of apply that kernels write. The other results are written early or are 0-d
+            counters. torch writes the counters, because all blocks of a kernel may read them.
+        early: maps a kept value to a state leaf of which it is the new value and which apply does not read. Prepare
+            writes the value into that leaf.
     """
 
     apply: tuple[int, ...]
@@ -58,7 +58,7 @@ class CutKernels:
 
 
 def kernel_of(placed: Placed) -> CutKernels | str:
-    """How a cut becomes kernels, or why it does not."""
+    """How generated kernels run a cut, or the reason why they cannot."""
     shape = placed.template.shape
     early = early_commits(placed)
     apply = []
@@ -80,10 +80,13 @@ def kernel_of(placed: Placed) -> CutKernels | str:
 
 
 def one_device(placed: Placed) -> None:
-    """Raise Unsupported if a tensor is elsewhere, as counters of torch's optimizers are.
+    """Check that all tensors of a cut are on one device.
 
-    0-d tensors on the CPU that a graph makes itself count too: beside tensors on CUDA ATen takes them for numbers,
-    which are rounded otherwise than tensors.
+    Counters of torch's optimizers, for example, may be on the CPU. The check includes 0-d CPU tensors that a graph
+    makes itself: beside CUDA tensors, ATen treats them as numbers, which it rounds in another way than tensors.
+
+    Raises:
+        Unsupported: there are tensors on several kinds of devices.
     """
     nodes = (*placed.prepare.nodes, *placed.apply.nodes)
     kinds = {v.device.type for n in nodes if (v := tensor_value(n)) is not None}
@@ -92,7 +95,7 @@ def one_device(placed: Placed) -> None:
 
 
 def early_commits(placed: Placed) -> dict[str, str]:
-    """Kept values that prepare may write into the leaf whose new value they are."""
+    """The kept values that prepare may write into a state leaf, each with the name of that leaf (see `CutKernels`)."""
     read = {str(n.target) for n in placeholders(placed.apply) if n.users}
     state = {leaf.name: leaf for leaf in placed.template.state}
     state |= {leaf.name: leaf for leaf in placed.template.inputs if leaf.role is Role.STATE}
@@ -109,7 +112,14 @@ def early_commits(placed: Placed) -> dict[str, str]:
 
 
 class Kernels:
-    """Writes the generated kernels of a rank program."""
+    """Writes the generated kernels of a rank program.
+
+    Args:
+        program: the builder of the program.
+
+    Attributes:
+        eager: for each cut that torch runs, the reason.
+    """
 
     def __init__(self, program: KernelHost) -> None:
         self.program, self.step = program, program.step
@@ -119,7 +129,7 @@ class Kernels:
         self._parts: list[tuple[PointwiseProgram, tuple[fx.Node, ...], fx.Node | tuple[()]]] = []
 
     def of(self, segment: TaskSegment) -> CutKernels | None:
-        """The kernels of a segment's cut; None if torch runs it. Empty fragments have counters at most."""
+        """The kernels of a segment's cut; None if torch runs the segment, as it does if the fragments are empty."""
         placed = segment.placed
         if placed.name not in self._made:
             made = kernel_of(placed)
@@ -131,7 +141,16 @@ class Kernels:
     # -- stages --------------------------------------------------------------------------------------
 
     def prepare(self, g: GroupView, i: int, segment: TaskSegment) -> bool:
-        """Take the prepare graph of a segment; false if torch has to run it."""
+        """Add the prepare graph of a segment to the next launch.
+
+        Args:
+            g: the micro-group.
+            i: index of the segment.
+            segment: the tasks.
+
+        Returns:
+            False if torch has to run the graph.
+        """
         kernel, placed = self.of(segment), segment.placed
         if kernel is None:
             return False
@@ -149,7 +168,8 @@ class Kernels:
             elif names[n] in kernel.early and not is_wire:
                 own = [self._leaf(segment, kernel.early[names[n]], where)]
             elif node.op == "placeholder" and str(node.target) not in placed.fragment_writes:
-                # As it is. What a kernel will write is copied first: the owner may make a transposed view of it.
+                # The leaf itself is the wire. A leaf that a kernel will write is copied instead, because the owner
+                # may make a transposed view of it.
                 g.wires[i, names[n]] = self._leaf(segment, str(node.target), where)
                 continue
             else:
@@ -163,7 +183,17 @@ class Kernels:
         return True
 
     def apply(self, g: GroupView, i: int, segment: TaskSegment, lookup: Lookup) -> bool:
-        """Take the apply graph of a segment; false if torch has to run it."""
+        """Add the apply graph of a segment to the next launch.
+
+        Args:
+            g: the micro-group.
+            i: index of the segment.
+            segment: the tasks.
+            lookup: finds the value of a placeholder of the graph by its name.
+
+        Returns:
+            False if torch has to run the graph.
+        """
         kernel, placed = self.of(segment), segment.placed
         if kernel is None:
             return False
@@ -174,7 +204,7 @@ class Kernels:
         return True
 
     def counters(self, segment: TaskSegment, lookup: Lookup) -> None:
-        """Write the 0-d state of a segment with torch, after the kernel that may read it."""
+        """Let torch write the 0-d state of a segment, after the kernel that may read it."""
         kernel, placed = self.of(segment), segment.placed
         if kernel is None:
             return
@@ -191,7 +221,7 @@ class Kernels:
             self.program.module(f"{placed.name}_counters", build, lookup)
 
     def copy(self, targets: fx.Node, sources: fx.Node, to: torch.dtype, given: torch.dtype) -> None:
-        """Take a list of copies."""
+        """Add copies to the next launch, from tensors of dtype `given` to tensors of dtype `to`."""
         try:
             program = PointwiseProgram("copy", copying(given, to), ((to,),))
         except Unsupported:
@@ -200,7 +230,7 @@ class Kernels:
         self._parts.append((program, (sources, targets), ()))
 
     def launch(self, name: str) -> None:
-        """Write one call for everything taken since the last one."""
+        """Write one call, named `name`, for all parts that were added since the last one."""
         if not self._parts:
             return
         programs: dict[str, PointwiseProgram] = {}
@@ -247,11 +277,11 @@ class Kernels:
     def _numbers(
         self, placed: Placed, stage: str, graph: fx.Graph, made: Expressions, lookup: Lookup
     ) -> fx.Node | tuple[()]:
-        """What is computed on the host: the numbers that a graph's tensors take, from hyperparameters."""
+        """Write the graph that computes a kernel's numbers from hyperparameters on the host."""
         if not made.numbers:
             return ()
         names = tuple(number.source for number in made.numbers)
-        known = self._numbered.setdefault((placed.name, stage), [])  # what is prepared differs where no wire is wanted
+        known = self._numbered.setdefault((placed.name, stage), [])  # segments without wires need other numbers
         if names not in known:
             known.append(names)
         label = f"{placed.name}_{stage}_numbers{known.index(names) or ''}"
@@ -261,7 +291,7 @@ class Kernels:
         return self.program.leaf(segment.placed, segment.group, segment.names, name, where)
 
     def _send_places(self, g: GroupView, segment: TaskSegment, n: int, label: str) -> list[fx.Node]:
-        """Lists of views: all places from which a wire of these tasks is sent."""
+        """For each place of a wire in the send buffer, the placeholder of a list of views, one per task."""
         wire = segment.placed.gather[n]
         places = [g.places(Phase.GATHER, BufferUse.SEND, t.name, wire) for t in segment.tasks]
         found = []
@@ -271,7 +301,7 @@ class Kernels:
         return found
 
     def _prepared(self, g: GroupView, segment: TaskSegment, node: fx.Node, label: str) -> fx.Node:
-        """Memory of the program for a value that is used where it was made."""
+        """Memory of the program for a prepared value that this rank itself uses."""
         value = tensor_value(node)
         assert value is not None
         sizes = [task.layout.boxes[g.at[1]].size for task in segment.tasks]
@@ -280,12 +310,12 @@ class Kernels:
 
 
 def numbers_of(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
-    """The part of a graph that computes some of its numbers."""
+    """The part of a graph that computes the numbers of these nodes."""
     by_name = {n.name: n for n in graph.nodes}
     return subgraph(graph, [], [by_name[name] for name in names])
 
 
 def results_of(graph: fx.Graph, wanted: Iterable[int]) -> fx.Graph:
-    """The part of a graph that computes some of its results."""
+    """The part of a graph that computes the results at these positions."""
     found = outputs(graph)
     return subgraph(graph, [], [found[i] for i in wanted])

@@ -1,4 +1,4 @@
-"""The memory of rank programs: which buffer lies in which slot, at which byte, how aligned, and how large slots are.
+"""Plan the memory of rank programs: the slot of each buffer, its offset and alignment, and the size of each slot.
 
 A rank program addresses all of its buffers as views of *slots*, each a piece of memory of its own. Two stages decide:
 
@@ -23,13 +23,13 @@ from canzona_compile.ir.layout import Box, Shape
 from canzona_compile.ir.program import View
 from canzona_compile.ir.step import Act, BlockSlice, Buffer, BufferUse, Event, Exchange, MicroGroup, Phase, Step
 
-# Bytes. Whole matrices and prepared values begin where vector loads of any width may read them; allocators of torch
-# align slots at least so. Pieces of send and receive buffers lie closer: see `Exchange`.
+# In bytes. Whole matrices and prepared values are aligned for vector loads of any width. The allocators of torch align
+# slots at least as much. The pieces of send and receive buffers are aligned to their element size: see `Exchange`.
 ALIGNMENT = 64
 
 
 def aligned(offset: int) -> int:
-    """The first byte offset from `offset` on that is a multiple of `ALIGNMENT`."""
+    """Round a byte offset up to a multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
@@ -40,22 +40,22 @@ def plan_buffers(step: Step, events: Sequence[Event], apart: bool) -> tuple[Buff
     """The buffers of a step, with slots.
 
     Args:
-        step: at least BATCHED.
+        step: a step of form BATCHED or later.
         events: the schedule of its micro-groups.
-        apart: whether a stream of its own copies to and from buffers while another one computes.
+        apart: whether one stream copies to and from buffers while another one computes.
 
     Returns:
-        Buffers in order of their first use. Two that are in use at the same event never share a slot.
+        The buffers in order of their first use. Two buffers that are in use at the same event never share a slot.
     """
     return tuple(assign_slots(lives(step, events, apart)))
 
 
 def lives(step: Step, events: Sequence[Event], apart: bool) -> Iterator[Buffer]:
-    """Every buffer, from the first event that writes it to the last that reads it, without a slot.
+    """Every buffer of a step, with the first event that writes it and the last event that reads it, without a slot.
 
-    Computed values may be views of gathered ones. Where they are used at apply (by tasks without a scatter, or as new
-    resident state), the gathered values live until then. Where a stream of its own unpacks the next micro-group while
-    this one computes, both have gathered values.
+    Computed values may be views of gathered values. If apply uses them (for tasks without a scatter, or as new
+    resident state), the gathered values live until apply. If one stream unpacks the next micro-group while another one
+    computes this one (`apart`), the gathered values of both live at the same time.
     """
     at = {event: i for i, event in enumerate(events)}
     following = dict(successors(step, events)) if apart else {}
@@ -85,7 +85,7 @@ def lives(step: Step, events: Sequence[Event], apart: bool) -> Iterator[Buffer]:
 
 
 def successors(step: Step, events: Sequence[Event]) -> Iterator[tuple[int, int]]:
-    """Pairs of micro-groups that the same ranks compute one after the other."""
+    """Pairs of indices of micro-groups that the same ranks compute one directly after the other."""
     grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.micro_groups}
     order = [event.micro_group for event in events if event.act is Act.COMPUTE]
     for grid in dict.fromkeys(grids.values()):
@@ -93,14 +93,17 @@ def successors(step: Step, events: Sequence[Event]) -> Iterator[tuple[int, int]]
 
 
 def assign_slots(buffers: Iterable[Buffer]) -> Iterator[Buffer]:
-    """Give every buffer the lowest slot that is free for its whole life, in order of first use."""
+    """Give every buffer, in order of first use, the lowest slot that is free for its whole life."""
     ordered = sorted(buffers, key=lambda b: (b.first, b.micro_group, b.title))
     slots = lowest_free([(b.first, b.last) for b in ordered])
     return (replace(buffer, slot=slot) for buffer, slot in zip(ordered, slots, strict=True))
 
 
 def prepared_slots(step: Step) -> dict[int, int]:
-    """A slot per micro-group, by index, for what prepare leaves to compute and apply; they come after the buffers'."""
+    """For each micro-group, by index, the slot for the values that prepare leaves to compute and apply.
+
+    These slots come after those of the buffers.
+    """
     first = 1 + max((b.slot for b in step.buffers), default=-1)
     at = {event: i for i, event in enumerate(step.schedule)}
     ordered = sorted(
@@ -111,7 +114,11 @@ def prepared_slots(step: Step) -> dict[int, int]:
 
 
 def lowest_free(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """For spans (first, last) of events in order of `first`: the lowest slots of which none is used twice at once."""
+    """The lowest slot of each span, such that spans which overlap have different slots.
+
+    Args:
+        spans: (first, last) positions of events, both included, sorted by `first`.
+    """
     busy_until: list[int] = []
     slots = []
     for first, last in spans:
@@ -125,14 +132,14 @@ def lowest_free(spans: Sequence[tuple[int, int]]) -> list[int]:
 
 
 class ExchangeBuffers:
-    """Where the pieces of one exchange lie in a rank's send and receive buffers.
+    """Says where the pieces of one exchange lie in a rank's send and receive buffers.
 
-    A buffer holds a block per member of the process group, in the group's order and without gaps.
+    A buffer holds one block per rank of the process group, in the order of the process group and without gaps.
 
     Args:
-        exchange: of one micro-group.
+        exchange: an exchange of one micro-group.
         at: (replica, shard) coordinate of the rank.
-        peers: coordinates of the members of its process group, itself among them.
+        peers: coordinates of the ranks of its process group, including the rank itself.
     """
 
     def __init__(self, exchange: Exchange, at: tuple[int, int], peers: Sequence[tuple[int, int]]) -> None:
@@ -150,11 +157,11 @@ class ExchangeBuffers:
                 start += size
 
     def byte_counts(self, use: BufferUse) -> tuple[int, ...]:
-        """Bytes of the block of every peer."""
+        """The size of the block of each peer in bytes, in the order of the peers."""
         return tuple(size for _, size in self._blocks[use])
 
     def places(self, use: BufferUse, task: str, wire: str) -> list[tuple[int, Box]]:
-        """Byte offsets in the buffer, and boxes in the whole value, of all pieces of a task's wire."""
+        """All pieces of a task's wire: byte offsets in the buffer, and boxes in the whole value."""
         return self._places[use].get((task, wire), [])
 
 
@@ -162,7 +169,7 @@ class RankMemory:
     """Lays out the buffers of one rank's program.
 
     Args:
-        step: SCHEDULED.
+        step: a step of form SCHEDULED.
     """
 
     def __init__(self, step: Step) -> None:
@@ -170,7 +177,7 @@ class RankMemory:
         self._count = 1 + max((b.slot for b in step.buffers), default=-1)
         self._slots = {(b.micro_group, b.phase, b.use): b.slot for b in step.buffers}
         self._prepared = prepared_slots(step)
-        self._filled: dict[tuple[int, int], int] = {}  # bytes that are laid out, by micro-group and slot
+        self._filled: dict[tuple[int, int], int] = {}  # bytes in use, by micro-group and slot
 
     def view(
         self, group: int, phase: Phase, use: BufferUse, offset: int, dtype: torch.dtype, shape: Sequence[int]
@@ -178,26 +185,31 @@ class RankMemory:
         """A view of a send or receive buffer of a micro-group.
 
         Args:
+            group: index of the micro-group.
+            phase: the phase of the exchange.
+            use: SEND or RECEIVE.
             offset: in bytes from the start of the buffer, see `ExchangeBuffers`.
+            dtype: dtype of the view.
+            shape: shape of the view.
         """
         return View(self._slots[group, phase, use], offset, dtype, tuple(shape))
 
     def exchange_buffer(self, group: int, phase: Phase, use: BufferUse, size: int) -> View:
-        """The whole send or receive buffer of a micro-group, of `size` bytes: uint8 [size]."""
+        """A view of the whole send or receive buffer of a micro-group: uint8 [size]."""
         view = self.view(group, phase, use, 0, torch.uint8, (size,))
         self._reserve(view.slot, size)
         return view
 
     def gathered(self, group: int, dtype: torch.dtype, shape: Shape) -> View:
-        """Memory for whole wire values of a batch of a micro-group, [n, ...], after those that it has already."""
+        """Reserve memory for the whole wire values [n, ...] of a batch, behind that of the micro-group's other ones."""
         return self._append(group, self._slots[group, Phase.GATHER, BufferUse.GATHERED], dtype, shape)
 
     def prepared(self, group: int, dtype: torch.dtype, shape: Shape) -> View:
-        """Memory for a fragment that prepare leaves to compute or apply, after those that the group has already."""
+        """Reserve memory for a fragment that prepare leaves to compute or apply, behind those of the micro-group."""
         return self._append(group, self._prepared[group], dtype, shape)
 
     def slot_sizes(self) -> tuple[int, ...]:
-        """Bytes of every slot: those of the largest buffers that it ever holds."""
+        """The size of every slot in bytes: that of the largest buffer that it ever holds."""
         return tuple(self._sizes.get(slot, 0) for slot in range(max((self._count, *(s + 1 for s in self._sizes)))))
 
     def _append(self, group: int, slot: int, dtype: torch.dtype, shape: Shape) -> View:

@@ -19,13 +19,15 @@ Coordinate = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TaskSegment:
-    """Tasks of a micro-group that share graphs and numbers and have fragments on this rank.
+    """Tasks of a micro-group that share their graphs and hyperparameters and have fragments on this rank.
 
     Attributes:
+        placed: the cut that the tasks share.
         group: position of their parameter group.
         near: whether their gather runs in this rank's replica.
-        empty: whether their fragments have no elements here. Such tasks are there for the counters alone: 0-d
-            tensors of the state, which every rank keeps.
+        empty: whether their fragments have no elements on this rank. Such tasks only update counters, which are 0-d
+            tensors of the state that every rank keeps.
+        tasks: the tasks, in order.
     """
 
     placed: Placed
@@ -40,19 +42,20 @@ class TaskSegment:
 
 
 class GroupView:
-    """A micro-group as one rank sees it, and what its program has computed of it so far.
+    """A micro-group as one rank sees it, and the nodes that the rank's program has for it so far.
 
     Args:
-        step: SCHEDULED.
-        rank: global; a member of the grid of the micro-group's tasks.
-        memory: of the rank's program.
+        step: a step of form SCHEDULED.
+        group: the micro-group.
+        rank: a global rank in the grid of the micro-group's tasks.
+        memory: the memory of the rank's program.
 
     Attributes:
         at: (replica, shard) coordinate of the rank.
-        wires: prepared wires and kept values, by index of their segment and name.
-        results: by task, its batch and what the batch computed.
-        work: of the collectives that were started, by phase.
-        commits: what the group's apply writes into resident state: target, value, and the dtypes of both.
+        wires: prepared wires and kept values, by the index of their segment and by name.
+        results: for each task, its batch and the results of the batch.
+        work: the collectives that were started, by phase.
+        commits: what the micro-group's apply writes into resident state: target, value, and the dtypes of both.
     """
 
     def __init__(self, step: Step, group: MicroGroup, rank: int, memory: RankMemory) -> None:
@@ -80,7 +83,7 @@ class GroupView:
         ]
 
     def peers(self, phase: Phase) -> list[Coordinate]:
-        """The coordinates of this rank's process group for a phase, in the group's order."""
+        """The coordinates of the ranks in this rank's process group for a phase, in the order of the process group."""
         r, s = self.at
         if phase is Phase.EXCHANGE:
             return [(other, s) for other in self.grid.replica_peers(s)]
@@ -96,7 +99,7 @@ class GroupView:
         return {phase: ExchangeBuffers(e, self.at, self.peers(phase)) for phase, e in self.exchanges.items()}
 
     def byte_counts(self, phase: Phase, use: BufferUse) -> tuple[int, ...]:
-        """Bytes to (SEND) or from (RECEIVE) every peer of a phase, in the order of `peers`."""
+        """How many bytes go to (SEND) or come from (RECEIVE) each peer of a phase, in the order of `peers`."""
         return self._buffers[phase].byte_counts(use)
 
     def places(self, phase: Phase, use: BufferUse, task: str, wire: Wire) -> list[tuple[int, Box]]:
@@ -104,7 +107,7 @@ class GroupView:
         return self._buffers[phase].places(use, task, wire.name)
 
     def received(self, phase: Phase, task: Task, wire: Wire) -> tuple[int, Box]:
-        """Byte offset and box of this rank's part of a wire; any offset if the part has no elements."""
+        """Byte offset in the receive buffer, and box, of this rank's part of a wire; 0 if it has no elements."""
         places = self.places(phase, BufferUse.RECEIVE, task.name, wire)
         return places[0] if places else (0, wire.box(task.layout.boxes[self.at[1]]))
 
@@ -114,7 +117,15 @@ class GroupView:
 
 
 def runs(places: Sequence[list[tuple[int, Box]]], itemsize: int) -> list[tuple[int, Box, int]] | None:
-    """Places of n tasks' wires as runs of n neighbours: (offset, box, n); None if they are not neighbours."""
+    """Merge the places of the wires of n tasks, if equal parts of all tasks lie side by side.
+
+    Args:
+        places: for each task, the byte offsets and boxes of its parts.
+        itemsize: bytes per element.
+
+    Returns:
+        For each part, the offset of the first task, the box and n; None if the parts do not lie side by side.
+    """
     columns = list(zip(*places, strict=True)) if len({len(p) for p in places}) == 1 else []
     found = []
     for column in columns:

@@ -1,9 +1,9 @@
-"""Events between the streams of a rank program: which call waits for which.
+"""Insert events between the CUDA streams of a rank program, so that calls wait for the calls they depend on.
 
-A program is a total order of calls, each on a stream. Calls of one stream run in that order by themselves. Where
-one reads or writes what a call of another stream wrote, or writes what it reads, an event stands between them,
-unless it follows from others already (vector clocks tell, as in Fidge 1988 and Mattern 1989). A collective counts
-as done where a stream has waited for it.
+A program is a total order of calls, and each call runs on one stream. Calls of the same stream run in order without
+help. Two calls of different streams need an event between them if one of them writes memory that the other one reads
+or writes. The event is left out if other events imply it already; vector clocks tell (Fidge 1988, Mattern 1989). A
+collective is done when a stream has waited for it, not when it has started.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import Fragments, Input, Residents, StreamSet, View, Views, Whole
 
 CALLER = "caller"  # the stream that is current when the program begins
-COMPUTE = "compute"  # products and what is computed on owners
-PACK = "pack"  # elementwise work, and copies from and to buffers
+COMPUTE = "compute"  # runs matrix products and all other work of owners
+PACK = "pack"  # runs elementwise work, and copies to and from buffers
 
-# The host looks into lists, or makes views: no stream has anything to do.
+# These calls index lists or make views on the host. They give a stream nothing to do.
 LOOKS = (operator.getitem, program_ops.parts, program_ops.unstack, program_ops.repeated)
 
-Resource = Hashable  # a leaf of a task, a computed value, or an `SlotRange`
-StreamClock = dict[str, int]  # by stream: how many of its calls are done
+Resource = Hashable  # a leaf of a task, a computed value, or a `SlotRange`
+StreamClock = dict[str, int]  # for each stream, how many of its calls are done
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,10 @@ class SlotRange:
 
 @dataclass(slots=True)
 class Uses:
-    """When a resource was used: the last write, and the reads since, as (stream, number of the call)."""
+    """The calls that used a resource: the last one that wrote it, and the last of each stream that read it since.
+
+    Each call is given as its stream and its number on that stream.
+    """
 
     written: tuple[str, int] | None = None
     read: StreamClock = field(default_factory=dict)
@@ -49,7 +52,13 @@ class Uses:
 
 @dataclass(slots=True)
 class Orders:
-    """What has to be written into the program around its calls."""
+    """The synchronization that has to be written into the program.
+
+    Attributes:
+        waits: for each call, the events that its stream waits for before it.
+        lends: for each call, the values of other streams that it reads (see `program_ops.lend`).
+        records: for each call, the event that its stream records after it.
+    """
 
     waits: dict[fx.Node, list[int]] = field(default_factory=dict)
     lends: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
@@ -63,13 +72,16 @@ def order_streams(
     bind: Callable[[StreamSet], fx.Node],
     written: Mapping[fx.Node, Collection[fx.Node]],
 ) -> None:
-    """Write the streams, and the events between them, into a program. Where all calls share one, nothing is written.
+    """Write stream changes, and the events between streams, into a program.
+
+    A program whose calls use fewer than two streams beside the caller's stays as it is.
 
     Args:
-        streams: of the calls; those of `CALLER` come first.
-        inputs: of the program, by placeholder.
-        bind: makes the placeholder of the streams.
-        written: by call, the arguments that it writes, where that is known; it reads the others.
+        graph: the graph of the program, changed in place.
+        streams: the stream of each call. All calls of `CALLER` come before all other calls.
+        inputs: the inputs of the program, by the name of their placeholder.
+        bind: makes the placeholder that stands for the streams.
+        written: for some calls, the arguments that the call writes. Such a call only reads its other arguments.
     """
     calls = [n for n in graph.nodes if n in streams]
     names = tuple(dict.fromkeys(streams[n] for n in calls if streams[n] != CALLER))
@@ -86,7 +98,10 @@ def order_streams(
 
 
 class Analysis:
-    """Goes through a program and finds what each call has to wait for."""
+    """Goes through a program, node by node, and finds what each call has to wait for.
+
+    The arguments are those of `order_streams`. The result is in `orders`.
+    """
 
     def __init__(
         self,
@@ -96,17 +111,18 @@ class Analysis:
     ) -> None:
         self.streams, self.inputs, self.written = streams, inputs, written
         self.uses: dict[Resource, Uses] = {}
-        self.extents: dict[int, list[SlotRange]] = {}  # of each slot, those that are in `uses`
-        self.behind: dict[fx.Node, frozenset[Resource]] = {}  # what a value may be, or be a view of
-        self.homes: dict[fx.Node, frozenset[str]] = {}  # streams whose memory a value may lie in
+        self.extents: dict[int, list[SlotRange]] = {}  # for each slot, its ranges that are in `uses`
+        self.behind: dict[fx.Node, frozenset[Resource]] = {}  # the memory that a value may be or may be a view of
+        self.homes: dict[fx.Node, frozenset[str]] = {}  # the streams that may have allocated the memory of a value
         self.clocks: dict[str, StreamClock] = {}
         self.at: dict[tuple[str, int], tuple[fx.Node, StreamClock]] = {}
         self.flying: dict[fx.Node, tuple[StreamClock, frozenset[Resource], frozenset[Resource]]] = {}
         self.waited: dict[fx.Node, list[tuple[str, int]]] = {}
-        self.lent: set[tuple[Any, str]] = set()  # values that a stream may read: its own, or lent to it
+        self.lent: set[tuple[Any, str]] = set()  # values that a stream made or was lent
         self.orders = Orders()
 
     def visit(self, node: fx.Node) -> None:
+        """Take in the next node of the program."""
         if node.op == "placeholder":
             self.behind[node] = frozenset(resources(self.inputs[node.name]))
             self.homes[node] = frozenset()
@@ -124,6 +140,7 @@ class Analysis:
                 self.lent |= {(node, s) for s in (COMPUTE, PACK) if (node.args[0], s) in self.lent}
 
     def call(self, node: fx.Node, stream: str) -> None:
+        """Find the events that a call on a stream waits for, and remember what it reads and writes."""
         clock = self.clocks.setdefault(stream, {})
         number = clock.get(stream, 0) + 1
         if node.target is program_ops.finish:
@@ -151,11 +168,15 @@ class Analysis:
             self.used(stream, number, read, written | {("value", node.name)})
 
     def step(self, node: fx.Node, stream: str, number: int, clock: StreamClock) -> None:
+        """Advance the clock of a stream to a call, and keep a copy of it."""
         clock[stream] = number
         self.at[stream, number] = node, dict(clock)
 
     def accesses(self, node: fx.Node) -> tuple[frozenset[Resource], frozenset[Resource]]:
-        """What a call reads and writes. One of a graph may write whatever it is given."""
+        """The resources that a call reads, and those that it writes.
+
+        A call of a graph may write all of its arguments, unless `written` says which ones.
+        """
         given: list[frozenset[Resource]] = [
             frozenset[Resource]().union(*(self.behind.get(n, frozenset()) for n in nodes_in(a))) for a in node.args
         ]
@@ -174,7 +195,10 @@ class Analysis:
         return everything, everything
 
     def needs(self, read: frozenset[Resource], written: frozenset[Resource]) -> set[tuple[str, int]]:
-        """The calls that must be done: writers of what is used, readers of what is written."""
+        """The calls that must be done before a call that reads and writes these resources.
+
+        They are the last writers of all these resources, and the readers of those that are written.
+        """
         found: set[tuple[str, int]] = set()
         for resource in read | written:
             for uses in (self.uses[other] for other in self.overlapping(resource)):
@@ -185,13 +209,14 @@ class Analysis:
         return found
 
     def overlapping(self, resource: Resource) -> list[Resource]:
-        """What was used before and shares memory with a resource."""
+        """The resources that were used before and share memory with `resource`."""
         if not isinstance(resource, SlotRange):
             return [resource] if resource in self.uses else []
         known = self.extents.get(resource.slot, ())
         return [e for e in known if e.start < resource.end and resource.start < e.end]
 
     def used(self, stream: str, number: int, read: frozenset[Resource], written: frozenset[Resource]) -> None:
+        """Remember which resources call `number` of a stream reads and writes."""
         for resource in read | written:
             if isinstance(resource, SlotRange) and resource not in self.uses:
                 self.extents.setdefault(resource.slot, []).append(resource)
@@ -200,7 +225,7 @@ class Analysis:
                 self.uses[resource] = Uses((stream, number))
 
     def ends(self) -> list[tuple[str, int]]:
-        """The calls that the caller has to wait for, so that it comes after all."""
+        """The calls that the caller's stream waits for at the end. Together they imply that all calls are done."""
         order = {node: i for i, (node, _) in enumerate(self.at.values())}
         last = [(stream, clock[stream]) for stream, clock in self.clocks.items()]
         found, done = [], StreamClock()
@@ -211,7 +236,11 @@ class Analysis:
         return found
 
     def numbered(self) -> list[int]:
-        """Give events their numbers, after the caller's, which is 0; returns those that the caller waits for."""
+        """Number the events of `orders` from 1 on. Event 0 is the one that the caller's stream records first.
+
+        Returns:
+            The events that the caller's stream waits for at the end.
+        """
         after: dict[tuple[str, int], int] = {}
 
         def event(need: tuple[str, int]) -> int:
@@ -232,7 +261,16 @@ def write(
     ends: list[int],
     handle: fx.Node,
 ) -> None:
-    """Insert the program_ops. Event 0 is the caller's; `ends` are those that it waits for."""
+    """Insert the calls of `program_ops` that change streams, and record and wait for events.
+
+    Args:
+        graph: the graph of the program, changed in place.
+        calls: the calls that run on streams other than the caller's, in order.
+        streams: the stream of each call.
+        orders: what to write around each call.
+        ends: the events that the caller's stream waits for at the end.
+        handle: the placeholder that stands for the streams.
+    """
     current = CALLER
     with graph.inserting_before(calls[0]):
         graph.call_function(program_ops.record, (handle, 0))
@@ -256,11 +294,13 @@ def write(
 
 
 def join(clock: StreamClock, other: Mapping[str, int]) -> None:
+    """Raise each entry of a clock, in place, to that of another clock if the latter is larger."""
     for stream, number in other.items():
         clock[stream] = max(clock.get(stream, 0), number)
 
 
 def nodes_in(argument: Any) -> list[fx.Node]:
+    """The nodes in an argument, which may be a nested list."""
     found: list[fx.Node] = []
     fx.map_arg(argument, found.append)
     return found
@@ -281,7 +321,7 @@ def resources(value: Input) -> list[Resource]:
 
 
 def hulls(views: Iterable[View]) -> list[Resource]:
-    """From the first byte to the last, by slot."""
+    """For each slot, the range from the first byte of its views to the last one."""
     found: dict[int, SlotRange] = {}
     for view in views:
         own = SlotRange(view.slot, view.offset, view.offset + math.prod(view.shape) * view.dtype.itemsize)

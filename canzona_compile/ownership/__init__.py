@@ -1,4 +1,4 @@
-"""Who computes each matrix: planners that can be exchanged for one another.
+"""Planners, which choose the rank that computes each matrix. Any planner can replace any other.
 
 `jobs.py` says what a planner is. `static` and `alpha` are the rules of Canzona's authors, which keep the order of the
 flat buffer; `permuted` changes that order so that collectives stay uniform; `lpt` and `joint` place jobs freely, in two
@@ -21,7 +21,17 @@ NAMES = ("static", "alpha", "lpt", "joint", "permuted", "exact")
 
 
 def planner_named(name: str, *, alpha: float = 1.0, bucket: int = BUCKET, seconds: float = SECONDS) -> Planner:
-    """The planner of that name; options that it does not have are ignored. Raises CanzonaError for any other name."""
+    """The planner of that name. It ignores options that it does not have.
+
+    Args:
+        name: the name of a planner.
+        alpha: how far to balance over all buckets, for `AlphaBalanced`.
+        bucket: elements at which a bucket closes, for planners with buckets.
+        seconds: the time limit of the solver, for `Exact`.
+
+    Raises:
+        CanzonaError: there is no planner of that name.
+    """
     match name:
         case "static":
             return StaticStart(bucket)

@@ -43,8 +43,8 @@ class AlphaBalanced:
     of (1 - alpha) comes on top even for full rows: at most (1 - alpha) * E/R in all.
 
     Attributes:
-        alpha: 0 balances each bucket for itself, 1 rows over all buckets.
-        bucket: elements at which a bucket closes.
+        alpha: 0 balances each bucket by itself; 1 balances rows over all buckets.
+        bucket: a bucket closes when it has at least so many elements.
     """
 
     alpha: float = 1.0
@@ -55,16 +55,16 @@ class AlphaBalanced:
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise CanzonaError(f"alpha={self.alpha} is not between 0 and 1", hint="1 balances most")
-        StaticStart(self.bucket)  # which refuses the same buckets
+        StaticStart(self.bucket)  # refuses invalid buckets
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         static = rows_of(StaticStart(self.bucket).shards(jobs, rows))
         balanced = rows_of(self.shards(jobs, rows))
-        taken = min(static, balanced, key=lambda plan: busiest_row(jobs, plan, rows, load))  # the first one of equals
+        taken = min(static, balanced, key=lambda plan: busiest_row(jobs, plan, rows, load))  # on a tie, the first one
         return within_rows(jobs, taken, columns, "elements", load)
 
     def shards(self, jobs: Sequence[Job], rows: int) -> Shards:
-        """What each row would own of each bucket, before the plan is compared with the static one."""
+        """The jobs of each bucket that each row would own, before the plan is compared with the static one."""
         buckets = in_buckets(jobs, self.bucket)
         goal = length(jobs) / rows
         load = [0.0] * rows
@@ -78,7 +78,7 @@ class AlphaBalanced:
         return found
 
     def _cuts(self, ends: list[int], goal: float, load: list[float]) -> list[int]:
-        """Positions in `ends`, the boundaries between jobs, one more than rows."""
+        """The cuts between rows, as positions in `ends`, the boundaries between jobs. There is one more than rows."""
         rows, whole = len(load), ends[-1]
         lack = [max(0.0, goal - own) for own in load]
         lacking = sum(lack)
@@ -96,14 +96,14 @@ class AlphaBalanced:
 
 
 def nearest(ends: list[int], target: float) -> int:
-    """Where the boundary closest to `target` is; the earlier of two as close, the first of equal ones."""
+    """The position of the boundary that is closest to `target`: the earlier of two, and the first of equal ones."""
     above = min(bisect_left(ends, target), len(ends) - 1)
     below = bisect_left(ends, ends[max(0, above - 1)])
     return below if target - ends[below] <= abs(ends[above] - target) else above
 
 
 def busiest_row(jobs: Sequence[Job], plan: Rows, rows: int, load: LoadByRank) -> float:
-    """Cost of the row that has most, all its columns together, with what they have from elsewhere."""
+    """The cost of the busiest row: that of all its columns together, including the load that they have already."""
     total = row_loads(rows, load)
     for job in sorted(jobs, key=lambda j: j.index):
         total[plan[job.index]] += job.cost

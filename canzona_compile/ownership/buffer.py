@@ -1,7 +1,7 @@
-"""A rank's flat buffer: buckets in reverse registration order, cut into one shard per row.
+"""A rank's flat buffer: buckets in reverse registration order, each cut into one shard per row.
 
-Gradients become final roughly in reverse registration order, which is why buffers are laid out that way. Alignment
-between jobs is left out: at 64 elements it is nothing beside a matrix.
+Buffers have that order because gradients become final roughly in reverse registration order. This model leaves out the
+alignment between jobs, which at 64 elements is negligible beside a matrix.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from canzona_compile.ownership.jobs import Job, LoadByRank
 
 BUCKET = 400_000_000  # elements, as in the authors' scripts
 
-Shards = list[list[list[Job]]]  # of each bucket, for each row, its jobs in the order of the buffer
+Shards = list[list[list[Job]]]  # for each bucket and each row, its jobs in the order of the buffer
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPadding:
-    """What has to be added so that all shards of a bucket are equally long.
+    """The padding that makes all shards of a bucket equally long.
 
     Attributes:
-        elements: summed over buckets.
-        fraction: the same, by the elements of all jobs; zero if there are none.
+        elements: elements of padding, summed over buckets.
+        fraction: `elements` divided by the elements of all jobs; zero if there are none.
     """
 
     elements: int
@@ -32,7 +32,7 @@ class BucketPadding:
 
 
 def check_bucket(bucket: int) -> None:
-    """Raise CanzonaError unless a bucket of so many elements can be filled."""
+    """Raise CanzonaError if `bucket` is no valid size of a bucket in elements."""
     if bucket < 1:
         raise CanzonaError(f"bucket={bucket} is no number of elements", hint="400_000_000 is customary")
 
@@ -60,12 +60,12 @@ def rows_of(shards: Shards) -> dict[int, int]:
 
 
 def order(shards: Shards) -> list[Job]:
-    """The jobs as they follow one another in the buffer."""
+    """All jobs, in the order of the buffer."""
     return [job for bucket in shards for shard in bucket for job in shard]
 
 
 def padding(shards: Shards) -> BucketPadding:
-    """What uniform collectives would add to these shards."""
+    """The padding that uniform collectives would add to these shards."""
     lengths = [[length(shard) for shard in bucket] for bucket in shards]
     added = sum(max(own) * len(own) - sum(own) for own in lengths)
     elements = sum(map(sum, lengths))
@@ -73,16 +73,16 @@ def padding(shards: Shards) -> BucketPadding:
 
 
 def worst_shard(shards: Shards) -> float:
-    """The longest shard, in mean shards of its bucket, of the bucket where that is most; at least 1."""
+    """The length of the longest shard divided by the mean of its bucket, in the worst bucket; at least 1."""
     lengths = [[length(shard) for shard in bucket] for bucket in shards]
     return max((max(own) * len(own) / sum(own) for own in lengths if sum(own)), default=1.0)
 
 
-# -- what bounds of rules by elements are made of ----------------------------------------------
+# -- parts of the bounds of rules by elements ----------------------------------------------
 
 
 def density_ratio(jobs: Sequence[Job]) -> float:
-    """d: the largest cost per element by the smallest; infinite if some cost or some number of elements is zero."""
+    """d: the ratio of the largest to the smallest cost per element; infinite if a cost or an element count is zero."""
     own = [job for job in jobs if job.cost or job.elements]
     if not all(job.cost and job.elements for job in own):
         return math.inf
@@ -91,15 +91,18 @@ def density_ratio(jobs: Sequence[Job]) -> float:
 
 
 def overhang(jobs: Sequence[Job], bucket: int) -> float:
-    """k: the largest job of each bucket, summed, in largest jobs. At most the number of buckets, at least 1."""
+    """k: the sum of the largest job of each bucket, divided by the largest job of all.
+
+    It is at least 1 and at most the number of buckets.
+    """
     largest = [max(job.elements for job in own) for own in in_buckets(jobs, bucket)]
     return sum(largest) / max(largest) if any(largest) else 1.0
 
 
 def capped(factor: float, rows: int, columns: int, load: LoadByRank, *, blind: bool) -> float:
-    """A factor that also holds if places have a load, and is finite.
+    """Extend a proven factor to places that have a load, and make it finite.
 
-    A planner that is `blind` to loads adds to the fullest place, which is at most the optimum, at worst its own
-    makespan. No plan is worse than everything on one of W places, which is W times the mean.
+    A planner that is `blind` to loads may add its whole makespan to the fullest place, whose load is at most the
+    optimum; the factor then grows by one. The worst plan puts everything on one of W places, which is W times the mean.
     """
     return min(float(rows * columns), factor + (blind and any(load.values())))

@@ -1,4 +1,4 @@
-"""The least possible makespan, by integer programming: what other planners are measured against."""
+"""Find the least possible makespan by integer programming, as the measure of other planners."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class OptimalityBound:
     """How good a plan is.
 
     Attributes:
-        optimum_or_best: the makespan of the plan that comes with it, in the unit of costs.
-        lower: no plan has less.
-        gap: by how much the plan may be worse than the best one: 0.01 is one percent.
-        proven: is the plan optimal, to one part in a million?
+        optimum_or_best: the makespan of the plan that this describes, in the unit of costs.
+        lower: a lower bound of the makespan of every plan.
+        gap: by how much the plan may be worse than the best one; 0.01 is one percent.
+        proven: whether the plan is proven optimal, to one part in a million.
     """
 
     optimum_or_best: float
@@ -35,15 +35,15 @@ class OptimalityBound:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The best plan that is found in `seconds`; never worse than that of `Joint`.
+    """Finds the best plan that it can in `seconds`. The plan is never worse than that of `Joint`.
 
-    Beware: which plan is found in limited time depends on the machine. Where ranks plan alone and must agree, one of
-    them has to tell the others, unless `solve` says that the plan is proven: then all of them had enough time.
+    Beware: which plan it finds in limited time depends on the machine. If ranks plan by themselves and must agree, one
+    of them has to send its plan to the others, unless `solve` says that the plan is proven: then all had enough time.
 
-    Guarantee: that of `Joint`. If `solve` calls the plan proven, 1.
+    Guarantee: that of `Joint`, or a factor of 1 if `solve` says that the plan is proven.
 
     Attributes:
-        seconds: for the solver; what comes before and after it is short.
+        seconds: the time limit of the solver. The work before and after it is short.
     """
 
     seconds: float = SECONDS
@@ -64,17 +64,17 @@ class Exact:
 def solve(
     jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING, *, seconds: float = SECONDS
 ) -> tuple[list[GridPosition], OptimalityBound]:
-    """The best plan found, and how far from the optimum it can be.
+    """The best plan that can be found, and how far from the optimum it may be.
 
-    Starts from `Joint`. Unless that reaches `lower_bound`, all sums that a place can have in between are tried as
-    makespans: first the largest, since often none of them can be had, then by bisection. Where jobs are of too many
-    kinds for that, a single program looks for the least makespan.
+    The search starts from the plan of `Joint`. If that does not reach `lower_bound`, the candidates are all loads in
+    between that a place can have. The search first tries the largest one, because often none is possible, and then
+    bisects. If the jobs are of too many kinds for that, a single program looks for the least makespan.
     """
     return Search(jobs, rows, columns, load, time.monotonic() + seconds).run()
 
 
 class Search:
-    """Between the best plan so far and the largest makespan that is known to be too small."""
+    """The state of the search: the best plan so far, and the largest makespan that is known to be too small."""
 
     def __init__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank, deadline: float) -> None:
         self.jobs, self.rows, self.columns, self.load, self.deadline = jobs, rows, columns, load, deadline

@@ -1,4 +1,4 @@
-"""Largest first onto the least loaded: the rule that planners share, and their second stage."""
+"""The greedy rule that planners share (the largest job goes to the least loaded bin), and their second stage."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ Bin = TypeVar("Bin", int, GridPosition)
 
 
 def largest_first(jobs: Iterable[Job], bins: Mapping[Bin, float], by: Quantity) -> dict[int, Bin]:
-    """The bin of each job, by its index: largest first, each into the bin that has least by then.
+    """Put each job, the largest first, into the bin that has the least load at that time.
 
-    Ties go to the job of lower index and to the lower bin. `bins` says what each has to begin with, in the same unit.
+    If jobs are equal, the one of lower index comes first. If bins are equal, the lower bin is taken.
+
+    Args:
+        jobs: the jobs to distribute.
+        bins: for each bin, its load before the first job, in the unit of `by`.
+        by: the size of a job: "cost" or "elements".
+
+    Returns:
+        The bin of each job, by the index of the job.
     """
     weight = attrgetter(by)
     heap = [(float(own), name) for name, own in bins.items()]
@@ -32,10 +40,19 @@ def largest_first(jobs: Iterable[Job], bins: Mapping[Bin, float], by: Quantity) 
 
 
 def within_rows(jobs: Sequence[Job], rows: Rows, columns: int, by: Quantity, load: LoadByRank) -> list[GridPosition]:
-    """Second stage: hosts among the columns of the row that owns a job, largest first.
+    """The second stage of planners: distribute the jobs of each row over its columns, the largest first.
 
-    `by="elements"` is what the authors of Canzona do inside a data-parallel rank, for one micro-group. What places have
-    from elsewhere is a cost, so it counts with `by="cost"` alone.
+    The authors of Canzona use `by="elements"` inside a data-parallel rank, for one micro-group.
+
+    Args:
+        jobs: the jobs.
+        rows: the row of each job, by the index of the job.
+        columns: the number of columns.
+        by: the size of a job: "cost" or "elements".
+        load: the cost that ranks have already. It counts only if `by` is "cost".
+
+    Returns:
+        The owner (r, s) of each job, in the order of `jobs`.
     """
     members: dict[int, list[Job]] = defaultdict(list)
     for job in jobs:

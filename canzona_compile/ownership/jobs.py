@@ -1,8 +1,7 @@
-"""What has to be owned, and how good a choice of owners is.
+"""Jobs that need an owner rank, and measures of how good a choice of owners is.
 
-A job is one matrix, computed once per step by one rank. The ranks form a grid: a row per replica (data parallel), a
-column per shard (tensor parallel). Costs are in whatever unit the caller weighs jobs by, FLOPs or seconds, as long as
-it is one unit.
+A job is one matrix that one rank computes once per step. The ranks form a grid with a row per replica (data parallel)
+and a column per shard (tensor parallel). Costs may have any unit, FLOPs or seconds, if all costs have the same one.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ class Job:
     """One matrix.
 
     Attributes:
+        name: the name of the matrix.
         index: its position in registration order; no two jobs share one.
-        cost: of computing it once: FLOPs or seconds, never negative.
-        elements: of its fragment in the buffer of a data-parallel rank, that is of the whole matrix divided by the
-            ranks that shard it.
+        cost: the cost to compute it once, in FLOPs or seconds; never negative.
+        elements: how many elements its fragment has in the buffer of a data-parallel rank: those of the whole matrix,
+            divided by the number of ranks that shard it.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Job:
 
 
 class Planner(Protocol):
-    """Chooses who computes what.
+    """Chooses the owner rank of each job.
 
-    `load` is the cost that ranks have from elsewhere, zero for those that it leaves out. The choice depends on the jobs
-    and on nothing else, not on the order in which they are listed: ranks that plan alone agree.
+    `load` is the cost that ranks have already; ranks that it leaves out have none. The choice depends on the arguments
+    only, and not on the order of the jobs, so ranks that plan by themselves make the same choice.
     """
 
     name: ClassVar[str]
@@ -51,28 +51,28 @@ class Planner(Protocol):
         ...
 
     def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
-        """The proven factor: a makespan is at most this many times the least possible one. Finite, at least 1."""
+        """A proven factor: the plan's makespan is at most this many times the least one. Finite and at least 1."""
         ...
 
 
 def loads(
     jobs: Sequence[Job], owners: Sequence[GridPosition], rows: int, columns: int, load: LoadByRank = NOTHING
 ) -> dict[GridPosition, float]:
-    """Cost per place, all places in the order of their ranks, `load` included."""
+    """The cost of each place, including `load`. All places are listed, in the order of their ranks."""
     total = {place: load.get(place, 0.0) for place in places_of(rows, columns)}
-    # Floats are summed in one order, whatever the order of the list.
+    # The order of the sum does not depend on the order of the list, so the rounding does not either.
     for job, place in sorted(zip(jobs, owners, strict=True), key=lambda pair: pair[0].index):
         total[place] += job.cost
     return total
 
 
 def makespan(own: LoadByRank) -> float:
-    """Cost of the busiest place."""
+    """The cost of the busiest place."""
     return max(own.values())
 
 
 def imbalance(own: LoadByRank) -> float:
-    """The busiest place, in mean places: 1 is perfect. Also 1 if there is nothing to do."""
+    """The cost of the busiest place divided by the mean cost: 1 is perfect. It is also 1 if there is nothing to do."""
     mean = sum(own.values()) / len(own)
     return max(own.values()) / mean if mean else 1.0
 
@@ -83,7 +83,7 @@ def places_of(rows: int, columns: int) -> list[GridPosition]:
 
 
 def row_loads(rows: int, load: LoadByRank) -> list[float]:
-    """What the ranks of each row have together."""
+    """The total load of the ranks of each row."""
     total = [0.0] * rows
     for (r, _), own in sorted(load.items()):
         total[r] += own
@@ -91,11 +91,11 @@ def row_loads(rows: int, load: LoadByRank) -> list[float]:
 
 
 def lower_bound(jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
-    """A cost below which no choice of owners can bring the busiest place.
+    """A lower bound of the makespan over all choices of owners.
 
-    The largest of: the mean over W places; the load that the fullest place has already; the least load plus the
-    largest job; and, for every k, the least load plus the k + 1 smallest of the kW + 1 largest jobs, because k + 1 of
-    these must share a place.
+    It is the largest of these: the mean cost over W places; the load that the fullest place has already; the least load
+    plus the largest job; and, for every k, the least load plus the k + 1 smallest of the kW + 1 largest jobs, because
+    some place must have k + 1 of these.
     """
     places = rows * columns
     least = min(load.get(place, 0.0) for place in places_of(rows, columns))

@@ -1,4 +1,4 @@
-"""Local improvement: jobs leave the busiest place, or change places with cheaper ones, while that helps."""
+"""Improve a plan step by step: move a job away from the busiest place, or swap it with a cheaper one elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from heapq import heapify, heappop, heappush
 
 from canzona_compile.ownership.jobs import GridPosition, Job
 
-ROUNDS = 20_000  # one move or swap each
-PAIRS = 500_000  # kinds of swaps looked at, over all rounds: about a second
-NEAR = 16  # kinds on either side of the ideal one
-EQUAL = 1e-12  # loads that differ by less are rounding
+ROUNDS = 20_000  # most moves and swaps
+PAIRS = 500_000  # most kinds of swaps that are considered in all rounds together; this takes about a second
+NEAR = 16  # how many kinds are considered on either side of the ideal one
+EQUAL = 1e-12  # a smaller difference between loads is rounding
 
 Swap = tuple[
     float, int, int, GridPosition
@@ -46,7 +46,7 @@ class SwapSearch:
         self.looked = 0
 
     def run(self, goal: float) -> list[GridPosition]:
-        """Swap until nothing helps the busiest place, it has no more than `goal`, or ROUNDS or PAIRS are used up."""
+        """Swap until no swap helps the busiest place, its load is at most `goal`, or ROUNDS or PAIRS are used up."""
         for _ in range(ROUNDS):
             busiest = self._busiest()
             if self.total[busiest] <= goal * (1 + EQUAL) or self.looked > PAIRS:
@@ -68,7 +68,10 @@ class SwapSearch:
         return heap[0] if heap else None
 
     def _best(self, busiest: GridPosition) -> Swap | None:
-        """The swap after which the busier of the two places has least; of equals the cheapest job, the lowest place."""
+        """The swap after which the busier of the two places has the least load.
+
+        Among equal swaps it is the one of the cheapest job, and then of the lowest place.
+        """
         most = self.total[busiest]
         idlest = self._idlest(0)
         assert idlest is not None, "every place holds nothing, too"
@@ -86,9 +89,9 @@ class SwapSearch:
         return best
 
     def _worth_taking(self, given: int, difference: float) -> list[int]:
-        """Kinds to get in return: NEAR on either side of what would even out two places, and nothing.
+        """The kinds to take in return: NEAR on either side of the one that would even out two places, and "nothing".
 
-        To give away more than the difference to the idlest place would only turn things round.
+        A swap that moves more than the difference to the idlest place would only make that place the busiest.
         """
         cheapest = bisect_right(self.costs, self.costs[given] - difference)
         even = bisect_left(self.costs, self.costs[given] - difference / 2)

@@ -1,4 +1,4 @@
-"""Our rules in free order: largest cost first, in two stages or over all places at once."""
+"""Planners that ignore the order of the buffer: largest cost first, in two stages or over all places at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from canzona_compile.ownership.local_search import SwapSearch
 
 @dataclass(frozen=True, slots=True)
 class TwoStageLpt:
-    """Largest cost first to the row that has least, then to the column of that row that has least.
+    """Assign jobs, the largest cost first, to the row with the least load, then to its column with the least load.
 
     Guarantee: in a single row or column that of `Joint`. Else 2 - 1/W times the optimum over W = R x S places, loads
     included. Where the busiest place got its last job, it had least of its row: at most a S-th of the row, without
@@ -63,7 +63,7 @@ class Joint:
     name: ClassVar[str] = "joint"
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
-        # Turned around, so that the lowest column comes first among equals, with all of its rows.
+        # Columns come before rows in the keys, so that among equals the lowest column comes first, with all its rows.
         free = largest_first(jobs, {(s, r): load.get((r, s), 0.0) for r, s in places_of(rows, columns)}, "cost")
         owners = [(r, s) for s, r in (free[job.index] for job in jobs)]
         busiest, best = self._relieved(jobs, owners, rows, columns, load)
@@ -75,10 +75,10 @@ class Joint:
     def _relieved(
         self, jobs: Sequence[Job], owners: list[GridPosition], rows: int, columns: int, load: LoadByRank
     ) -> tuple[float, list[GridPosition]]:
-        """A plan that is no worse, after its makespan."""
+        """The makespan of a plan that is at least as good, and that plan."""
         before = loads(jobs, owners, rows, columns, load)
         swapped = SwapSearch(jobs, owners, before).run(lower_bound(jobs, rows, columns, load))
-        # Sums in the order of swaps round differently, so that what counts is added up anew.
+        # The order of the swaps affects rounding, so the loads that count are summed again.
         after = makespan(loads(jobs, swapped, rows, columns, load))
         return (after, swapped) if after < makespan(before) else (makespan(before), owners)
 

@@ -1,9 +1,9 @@
-"""Least makespans as integer programs; HiGHS solves them, by way of scipy.
+"""Find least makespans by integer programs, which HiGHS solves through scipy.
 
-Two formulations. *Patterns*: a pattern says how many jobs of each kind a place takes. Places with equal load are
-interchangeable, so it only matters how many of them take which pattern. The program asks whether a given makespan can
-be had; its coefficients are small integers, costs occur in none, and it has no symmetry left. *Counts*: jobs of each
-kind on each place, for instances with too many patterns.
+There are two formulations. *Patterns*: a pattern says how many jobs of each kind a place takes. Places with equal load
+are interchangeable, so it only matters how many of them take which pattern. The program asks whether a given makespan
+is possible. Its coefficients are small integers, not costs, and it has no symmetry left. *Counts*: the variables are
+the numbers of jobs of each kind on each place. This formulation is for instances with too many patterns.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
     Counts = NDArray[np.int64]  # [any, kinds]
 
-PATTERNS = 100_000  # that are listed; ten times as many makespans
-COLUMNS = 30_000  # variables of a program of patterns
-ENTRIES = 5_000  # variables of a program of counts
+PATTERNS = 100_000  # most patterns that are listed; the limit of makespans is ten times as high
+COLUMNS = 30_000  # most variables of a program of patterns
+ENTRIES = 5_000  # most variables of a program of counts
 TOLERANCE = 1e-6  # makespans that differ by less, relatively, count as equal: HiGHS's own tolerance
 
 Allotment = dict[GridPosition, tuple[int, ...]]  # how many jobs of each kind
 
 
 class GaveUp(Exception):
-    """Too large, or out of time."""
+    """The instance is too large, or the time is used up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """An instance without names.
+    """An instance in which jobs of equal cost, and places of equal load, are interchangeable.
 
     Attributes:
-        jobs: by kind, which is a cost, largest first; of each kind in order of index. Without those that cost
-            nothing.
-        places: by load, in order of rank.
+        jobs: for each cost (a *kind*), the largest first, the jobs of that cost in order of index. Jobs that cost
+            nothing are left out.
+        places: for each load, the places with that load in order of rank.
     """
 
     jobs: dict[float, list[Job]]
@@ -60,7 +60,7 @@ class Kinds:
         return cls(dict(by_cost), dict(sorted(by_load.items())))
 
     def owners(self, allotment: Allotment) -> dict[int, GridPosition]:
-        """Who owns each job that costs something, by its index. Places without a job left to take go without."""
+        """The owner of each job that costs something, by index. A place gets fewer jobs if none of a kind are left."""
         left = [iter(own) for own in self.jobs.values()]
         chosen: dict[int, GridPosition] = {}
         for place, counts in sorted(allotment.items()):
@@ -70,10 +70,12 @@ class Kinds:
 
 
 class Patterns:
-    """Which makespans can be had, by patterns; those below `most` are of interest.
+    """Decides by patterns which makespans below `most` are possible.
 
-    Listed are patterns of all kinds but the cheapest, which then fills what room there is. Raises GaveUp if there are
-    too many.
+    The patterns list all kinds but the cheapest one, whose jobs then fill the room that is left.
+
+    Raises:
+        GaveUp: there are too many patterns.
     """
 
     def __init__(self, kinds: Kinds, most: float, deadline: float) -> None:
@@ -97,7 +99,7 @@ class Patterns:
                 raise GaveUp
 
     def makespans(self, above: float, below: float) -> list[float]:
-        """What places can have, between the two and neither, in order. Raises GaveUp if there are too many."""
+        """All loads that a place can have strictly between two costs, in order. Raises GaveUp if there are too many."""
         import numpy as np
 
         cost, jobs = self.cost[-1], self.jobs[-1]
@@ -144,7 +146,7 @@ class Patterns:
         }
 
     def _maximal(self, room: float) -> Counts:
-        """The patterns that fit and to which no job can be added: others are parts of these."""
+        """The patterns that fit and to which no job can be added. All other patterns are parts of these."""
         import numpy as np
 
         fits = self.used <= room
@@ -172,7 +174,7 @@ def by_counts(kinds: Kinds, lower: float, upper: float, deadline: float) -> tupl
     counted = widened(kron(csr_array(np.ones((1, len(places)))), kind))
     sums = widened(kron(place, csr_array(cost[None])))
     busiest = widened(csr_array((len(places), size)), 1.0)
-    # Of places with equal load the earlier has no less: one of many equal assignments.
+    # Among places with equal load, an earlier one gets no less. This keeps one of many equivalent assignments.
     alike = np.flatnonzero(np.diff(load) == 0)
     falling = (place[alike] - place[alike + 1]) @ sums
     result = run(
@@ -195,7 +197,7 @@ def by_counts(kinds: Kinds, lower: float, upper: float, deadline: float) -> tupl
 
 
 def widened(matrix: Any, last: float = 0.0) -> Any:
-    """The matrix with one more column, all of it `last`."""
+    """The matrix with one more column, whose entries are all `last`."""
     import numpy as np
     from scipy.sparse import csr_array, hstack
 
@@ -203,7 +205,7 @@ def widened(matrix: Any, last: float = 0.0) -> Any:
 
 
 def run(deadline: float, *, bounds: Any, constraints: Any, gap: float = 0.0, **program: Any) -> Any:
-    """What HiGHS says, with the time that is left."""
+    """The result of HiGHS for a program, within the time that is left until `deadline`."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     left = deadline - time.monotonic()

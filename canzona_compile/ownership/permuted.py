@@ -1,4 +1,4 @@
-"""Another order of the buffer: jobs permuted within buckets, so that every row's shard is about as long."""
+"""A planner that permutes jobs within buckets, so that the shards of all rows have about the same length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Permuted:
     add (1 - 1/S) of the largest cost to a S-th of that. With loads from elsewhere, one more.
 
     Attributes:
-        bucket: elements at which a bucket closes.
+        bucket: a bucket closes when it has at least so many elements.
     """
 
     bucket: int = BUCKET
@@ -50,7 +50,7 @@ class Permuted:
         return within_rows(jobs, rows_of(self.shards(jobs, rows, load)), columns, "cost", load)
 
     def shards(self, jobs: Sequence[Job], rows: int, load: LoadByRank = NOTHING) -> Shards:
-        """What each row owns of each bucket: within a shard in reverse registration order, as before."""
+        """For each bucket and each row, the jobs that the row owns, in reverse registration order."""
         cost = row_loads(rows, load)
         found: Shards = []
         for bucket in in_buckets(jobs, self.bucket):

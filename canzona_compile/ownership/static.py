@@ -1,4 +1,4 @@
-"""The authors' rule without balancing: who owns the place in the buffer where a job starts owns the job."""
+"""The rule of Canzona's authors without balancing: a job belongs to the row whose shard of the buffer it starts in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StaticStart:
     elsewhere, one more.
 
     Attributes:
-        bucket: elements at which a bucket closes.
+        bucket: a bucket closes when it has at least so many elements.
     """
 
     bucket: int = BUCKET
@@ -51,7 +51,7 @@ class StaticStart:
         return within_rows(jobs, rows_of(self.shards(jobs, rows)), columns, "elements", load)
 
     def shards(self, jobs: Sequence[Job], rows: int) -> Shards:
-        """What each row owns of each bucket."""
+        """For each bucket and each row, the jobs that the row owns."""
         found: Shards = []
         for bucket in in_buckets(jobs, self.bucket):
             whole, start = length(bucket), 0
