@@ -1,4 +1,4 @@
-"""GPU kernels, one operation per file: wrapper and plain torch reference; Triton kernels beside them, imported late.
+"""GPU kernels, one operation per file: a wrapper and a plain torch reference. Triton kernels are in files beside it.
 
-Nothing here imports Triton before a Triton kernel is asked for, so that all of it works without Triton.
+A wrapper imports Triton only to run a Triton kernel, so everything else works without Triton.
 """

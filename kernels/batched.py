@@ -1,6 +1,6 @@
-"""Which decompositions gain by a batched call on CUDA, by version of torch: a table, with the reason beside each line.
+"""Lists the decompositions that gain by a batched call on CUDA, by version of torch, with the reason beside each line.
 
-A measurement on the device at hand overrides it: rates `eigh` and `eigh_batched`, and their like, among those of
+Measured rates of the device override the table: `eigh` and `eigh_batched`, and the like, of
 `canzona_compile.ir.hardware`. On CPU torch's batched decompositions are a loop over LAPACK, so nothing is gained there.
 """
 
@@ -16,9 +16,9 @@ class StackedCase:
     """A case in which one call for a stack is faster than a call per matrix.
 
     Attributes:
-        operator: without `linalg_`.
-        torch: first and last minor version of torch 2 that it holds for.
-        largest: number of rows up to which it holds.
+        operator: its name without `linalg_`.
+        torch: the first and the last minor version of torch 2 for which the case holds.
+        largest: the number of rows up to which the case holds.
         why: what torch does then, and who measured what.
     """
 
@@ -28,7 +28,7 @@ class StackedCase:
     why: str
 
 
-# Above `largest` a stacked call loops by itself: it would only add the copies that make and part a stack.
+# Above `largest` torch loops over a stack; a stacked call would only add the copies into the stack and out of it.
 TABLE = (
     StackedCase("eigh", (0, 11), 32, "syevjBatched up to 32 rows, then a loop of syevd: pytorch#62003, pytorch#175585"),
     StackedCase(
@@ -43,15 +43,15 @@ TABLE = (
 
 
 def gains(operator: str, rows: int, version: str) -> bool:
-    """Is a batched call expected to be faster on CUDA?
+    """Tell whether a batched call is expected to be faster on CUDA.
 
     Args:
         operator: "eigh", "qr", "cholesky_ex", "solve_triangular"; others never gain.
-        rows: of each matrix.
-        version: of torch, "2.11.0+cu128".
+        rows: how many each matrix has.
+        version: that of torch, such as "2.11.0+cu128".
 
     Raises:
-        ValueError: the version is none.
+        ValueError: `version` is not a version of torch.
     """
     parts = version.split("+")[0].split(".")
     if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):

@@ -1,4 +1,4 @@
-"""Stacks of matrices as tensor descriptors (TMA): as they lie in memory, the contiguous dim last."""
+"""Describes stacks of matrices as tensor descriptors (TMA), with the contiguous dim last."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def turned(x: Tensor) -> bool:
-    """Whether the rows of [batch, rows, columns], not its columns, lie together."""
+    """Tell whether the rows of [batch, rows, columns], not its columns, are the contiguous dim."""
     return x.stride(2) != 1
 
 
 def step(x: Tensor) -> int:
-    """How far a descriptor goes on per matrix: 0 for one that is the same everywhere, which is described once."""
+    """Return by how many matrices a descriptor goes on: 0 if all matrices are the same one, which it describes once."""
     return int(x.stride(0) != 0 and x.shape[0] > 1)
 
 
 def descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """Blocks of one matrix of [batch, rows, columns]; of its transpose, with `block` turned too, if x is `turned`.
+    """Describe blocks of a matrix of [batch, rows, columns]; if x is `turned`, all is transposed, `block` too.
 
-    What is outside reads as zeros and is not written. Rows have to begin at multiples of 16 bytes.
+    Elements outside of the matrix read as zeros and are not written. Rows have to begin at multiples of 16 bytes.
     """
     if turned(x):
         x, block = x.mT, (block[1], block[0])

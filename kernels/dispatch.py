@@ -1,8 +1,8 @@
 """Which kernel runs for which problem: a pure function of the problem, the architecture and measured verdicts.
 
-The rule is: never slower than the library. A Triton kernel is chosen where a published or own measurement says
-that it wins, everything else goes to the library. `kernels.tune` makes own measurements, `kernels.tuning_cache`
-keeps them, and they go before the table.
+The rule is: never slower than the library. `choose` takes a Triton kernel if a published figure or a measurement on
+this machine says that it wins, else the library. `kernels.tune` measures, `kernels.tuning_cache` keeps the verdicts,
+and a verdict overrides the published figures.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ KernelName = Literal["library", "pointer", "tma"]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A product, as far as the choice of a kernel depends on it.
+    """The properties of a product that decide which kernel runs.
 
     For sym_gemm: `batch` products of m x k with k x m. For gemm_axpby: `batch` products of m x m with m x k.
 
-    alignment: 16 if base addresses are multiples of 16 bytes and k and all strides but the unit ones multiples of
-        16 elements, so that pointer kernels copy asynchronously; 8 if all rows begin at multiples of 16 bytes, which
-        is what tensor descriptors (TMA) need; else 1.
+    alignment: 16 if base addresses are multiples of 16 bytes, and k and all strides except unit strides are multiples
+        of 16 elements, so that pointer kernels copy asynchronously; 8 if all rows begin at multiples of 16 bytes, as
+        tensor descriptors (TMA) require; else 1.
     """
 
     op: Operation
@@ -41,7 +41,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Compile-time configuration of a Triton kernel: `band` rows of tiles are walked together, for the L2 cache."""
+    """Compile-time configuration of a Triton kernel: programs walk `band` rows of tiles together, for the L2 cache."""
 
     m: int
     n: int
@@ -53,7 +53,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kernel, its tile (None for the library) and, for people, why."""
+    """A kernel, its tile (None for the library), and the reason, for people."""
 
     kernel: KernelName
     tile: Tile | None = None
@@ -64,7 +64,7 @@ class Choice:
             raise ValueError(f"a tile belongs to a Triton kernel and only there: {self.kernel}, {self.tile}")
 
     def same_kernel(self, other: Choice) -> bool:
-        """Whether both run the same code, whatever the reason."""
+        """Tell whether both run the same code; reasons may differ."""
         return (self.kernel, self.tile) == (other.kernel, other.tile)
 
 
@@ -76,8 +76,8 @@ WIDE = Tile(128, 256, 64, warps=8, stages=3)
 DEEP = Tile(128, 256, 64, warps=8, stages=4)
 SMALL = Tile(64, 64, 64, warps=4, stages=4)
 
-# What may be chosen, by operation and architecture: the tuner tries these, a verdict has to be one of these, and the
-# ahead-of-time test compiles these. Other tiles spilled registers there.
+# The kernels that `choose` may return, by operation and architecture. The tuner tries these, a verdict has to be one of
+# these, and the ahead-of-time test compiles these. Other tiles spilled registers in that test.
 CANDIDATES: Mapping[tuple[Operation, int], tuple[Choice, ...]] = {
     ("sym_gemm", 80): (Choice("pointer", SQUARE), Choice("pointer", SMALL)),
     ("sym_gemm", 90): (*(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP, SMALL)), Choice("pointer", SQUARE)),
@@ -109,10 +109,10 @@ class DispatchRule:
     source: str
 
 
-# Published figures, none of them measured by us, taken at their lower end. Where two sources disagree the slower
-# one counts: at m = 2048 one reports 1.19 and one 0.78 times the library, so a single 2048 is the library's. The
-# figures are of k >= m, so less is the library's too. sm_100 has no figure for Triton, and so has no rule; nor has
-# gemm_axpby, since its figures are of hand-written pipelines that Triton does not reach.
+# The rules follow published figures at their lower end; none is our own. If two sources disagree, the slower one
+# counts: at m = 2048 one reports 1.19 and one 0.78 times the library, so the library takes a single matrix of 2048. The
+# figures hold for k >= m, so the library takes k < m too. sm_100 has no rule, because there is no figure for Triton.
+# gemm_axpby has none, because its figures are for hand-written pipelines that Triton does not reach.
 RULES = (
     DispatchRule("sym_gemm", 90, "tma", 4096, 0, "X X^T at 4096: 1.26 (Inductor, H100) and 1.61 (flash-muon, H800)"),
     DispatchRule("sym_gemm", 90, "tma", 2048, 1056, "batches of 2048: 1.5 (batched SYRK, H20), at four waves and more"),
@@ -121,10 +121,10 @@ RULES = (
 
 
 def choose(problem: Problem, arch: int | None, verdicts: Verdicts = NO_VERDICTS) -> Choice:
-    """The kernel for a problem.
+    """Choose the kernel for a problem.
 
     Args:
-        problem: what is to be computed.
+        problem: the product to compute.
         arch: ten times the compute capability's major number plus the minor one; None for no CUDA, or no Triton.
         verdicts: what the tuner measured on this architecture.
     """
@@ -150,12 +150,12 @@ def choose(problem: Problem, arch: int | None, verdicts: Verdicts = NO_VERDICTS)
 
 
 def triangle(side: int) -> int:
-    """How many tiles the lower triangle has, diagonal included."""
+    """Count the tiles of the lower triangle, diagonal included."""
     return side * (side + 1) // 2
 
 
 def _tile(problem: Problem, rule: DispatchRule) -> Tile:
-    """128 x 256 runs once per multiprocessor, 128 x 128 twice: the wide one only where its last wave is not idle."""
+    """Choose 128 x 256 (one per multiprocessor) if few idle in its last wave, else 128 x 128 (two per one)."""
     if rule.kernel != "tma":
         return SQUARE
     programs = problem.batch * 2 * triangle(-(-problem.m // WIDE.n))
@@ -168,7 +168,7 @@ def _tile(problem: Problem, rule: DispatchRule) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One call of an operation, and what it ran."""
+    """One call of an operation, and the kernel that it ran."""
 
     problem: Problem
     choice: Choice
@@ -179,7 +179,7 @@ _LISTENER: ContextVar[list[Launch] | None] = ContextVar("kernel_launches", defau
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Record within the block what every operation of this package runs; this costs nothing outside of the block."""
+    """Record the kernels that operations of this package run in the block; this costs nothing outside of the block."""
     launches: list[Launch] = []
     token = _LISTENER.set(launches)
     try:
@@ -189,7 +189,7 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def record(problem: Problem, choice: Choice) -> None:
-    """Tell the innermost `recorded` block, if there is one, what was launched."""
+    """Add a launch to the innermost `recorded` block, if there is one."""
     launches = _LISTENER.get()
     if launches is not None:
         launches.append(Launch(problem, choice))

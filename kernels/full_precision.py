@@ -1,4 +1,4 @@
-"""Products in all bits of float32, whatever the caller allows elsewhere."""
+"""Computes products in all bits of float32, whatever the caller allows elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Float32 products inside are not rounded to TF32 or bfloat16, on CUDA and on CPU.
+    """Keep float32 products in the block from being rounded to TF32 or bfloat16, on CUDA and on CPU.
 
     TF32 keeps 10 bits of each factor. An eigenvalue a million times smaller than the largest one then comes out as
     noise, even as a negative number, and an inverse root lives on the small ones.
 
-    torch has an old switch for all backends and a new one for each, and complains if both were used. The old one is
-    taken where it can be read; where it is at full precision already nothing is touched.
+    torch has an old switch for all backends and a new one for each, and complains if both were used. This uses the old
+    switch if torch lets it be read, and changes nothing if that switch is at full precision already.
     """
     try:
         before = torch.get_float32_matmul_precision()

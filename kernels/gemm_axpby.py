@@ -1,7 +1,7 @@
 """gemm_axpby: alpha * X + beta * F @ X, or alpha * X + beta * X @ F.
 
-The last product of a Newton-Schulz step. `baddbmm` first copies X to its result, to add the product there; the
-Triton kernel does not, and is alone in that: the library has no product whose summand lies elsewhere.
+This is the last product of a Newton-Schulz step. `baddbmm` first copies X to its result, and then adds the product
+there. The Triton kernel needs no copy. The library has no product whose summand is in another place than its result.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def gemm_axpby(
 ) -> Tensor:
     """Y = alpha * X + beta * (F @ X), or alpha * X + beta * (X @ F) with `right`.
 
-    Sums are kept in float32 (float64 in float64) and rounded to x's dtype once; the library rounds the product
-    once more where alpha or beta is on the device.
+    Sums are kept in float32 (for float64 in float64) and rounded to x's dtype once. The library rounds the product once
+    more if alpha or beta is a tensor on the device.
 
     Args:
         factor: [..., M, M], or [..., N, N] with `right`.
         x: [..., M, N], of factor's dtype, any strides.
-        alpha, beta: numbers, or 0-d tensors; on the device, nobody waits for them.
+        alpha, beta: numbers, or 0-d tensors; the host does not wait for those on the device.
         out: [..., M, N] of x's dtype; must not overlap factor or x.
-        choice: which kernel; default: what `dispatch` chooses. For tests and the tuner.
+        choice: the kernel to run, for tests and the tuner; by default `dispatch` chooses.
 
     Leading dims are broadcast against each other.
 
@@ -94,7 +94,7 @@ def reference(
     right: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The same in plain torch, in float32 (float64 in float64)."""
+    """Compute the same in plain torch, in float32 (float64 in float64)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     product = x.to(wide) @ factor.to(wide) if right else factor.to(wide) @ x.to(wide)
     y = (alpha * x.to(wide) + beta * product).to(x.dtype)
@@ -103,7 +103,7 @@ def reference(
 
 def _alignment(side: int, f: Tensor, x: Tensor, target: Tensor) -> int:
     if (x.stride(2) == 1) != (target.stride(2) == 1):
-        return 1  # tiles would have to be transposed on the way
+        return 1  # a kernel would have to transpose the tiles
     least = alignment(f, x, target)
     return min(least, 8) if side % 16 else least
 
@@ -117,7 +117,7 @@ def _triton(
     beta: Scalar,
     right: bool,
 ) -> None:
-    from canzona_compile.kernels.triangle import INTERPRETED  # late: everything else works without Triton
+    from canzona_compile.kernels.triangle import INTERPRETED  # here, so that everything else works without Triton
 
     runnable(choice, x, INTERPRETED)
     assert choice.tile is not None
@@ -140,7 +140,7 @@ def _triton(
 
 
 def _library(f: Tensor, x: Tensor, y: Tensor, alpha: Scalar, beta: Scalar, right: bool) -> None:
-    """Batched products of the library, written to y."""
+    """Write batched products of the library to y."""
     first, second = (x, f) if right else (f, x)
     if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
         y.copy_(alpha * x + beta * torch.bmm(first, second))

@@ -39,7 +39,7 @@ def gemm_axpby_pointer(
     pid = tl.program_id(0)
     batch = (pid // (down * across)).to(tl.int64)
     n = pid % (down * across)
-    # BAND rows of tiles are walked together, column by column, for the L2 cache.
+    # Programs walk BAND rows of tiles together, column by column, for the L2 cache.
     top = n // (BAND * across) * BAND
     height = tl.minimum(down - top, BAND)
     i = top + (n - top * across) % height
@@ -78,7 +78,7 @@ def launch(tile: Tile, f: Tensor, x: Tensor, y: Tensor, scalars: tuple[object, o
     Args:
         tile: the kernel's configuration.
         f: [B, M, M], any strides.
-        x, y: [B, M, N], any strides; y's dtype is the one that the sum is rounded to.
+        x, y: [B, M, N], any strides; the sum is rounded to y's dtype.
         scalars: alpha and beta, floats or 0-d tensors.
     """
     batch, m, n = x.shape

@@ -1,4 +1,4 @@
-"""gemm_axpby by tensor descriptors (TMA), for sm_90 and later: rows begin at multiples of 16 bytes, no update."""
+"""gemm_axpby by tensor descriptors (TMA), for sm_90 and later: rows begin at multiples of 16 bytes, and y is not x."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
@@ -46,7 +46,7 @@ def gemm_axpby_tma(
     pid = tl.program_id(0)
     batch = pid // (down * across)
     n = pid % (down * across)
-    # BAND rows of tiles are walked together, column by column, for the L2 cache.
+    # Programs walk BAND rows of tiles together, column by column, for the L2 cache.
     first = n // (BAND * across) * BAND
     height = tl.minimum(down - first, BAND)
     row = (first + (n - first * across) % height) * BLOCK
@@ -77,14 +77,14 @@ def gemm_axpby_tma(
 
 
 def launch(tile: Tile, left: Tensor, right: Tensor, add: Tensor, y: Tensor, scalars: tuple[object, ...]) -> None:
-    """Run it. left: [B, M, K]; right: [B, K, N]; add, y: [B, M, N], turned alike; scalars: alpha and beta.
+    """Run the kernel. left: [B, M, K]; right: [B, K, N]; add, y: [B, M, N], turned alike; scalars: alpha and beta.
 
-    The caller looks after the alignment (`operands.alignment` of all tensors is 8 or more).
+    The caller checks the alignment: `tensor_args.alignment` of all tensors is 8 or more.
     """
     wide, rest = divmod(tile.n, tile.m)
     if rest or wide not in (1, 2):
         raise ValueError(f"a tile has to be one or two squares, not {tile.m} x {tile.n}")
-    if turned(y):  # its transpose lies by rows
+    if turned(y):  # its transpose is row-major
         left, right, add, y = right.mT, left.mT, add.mT, y.mT
     batch, m, k = left.shape
     n = right.shape[2]

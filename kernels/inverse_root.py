@@ -1,4 +1,4 @@
-"""Inverse p-th roots of symmetric matrices by matrix products alone: no eigenvalues, no wait for the host."""
+"""Computes inverse p-th roots of symmetric matrices by matrix products alone: no eigenvalues, no wait for the host."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 from canzona_compile.kernels.full_precision import full_precision
 from canzona_compile.kernels.minimax import Coefficients, schedule
 
-SMALLEST = 2.0**-19  # of the largest eigenvalue: below it accuracy ends slowly, in a soft floor
-TOLERANCE = 2.0**-23  # of the composed polynomials, relative
-SIGN_SMALLEST = 2.0**-40  # of squares: the sign of what is below 2^-20 of the largest one is not resolved
+SMALLEST = 2.0**-19  # of the largest eigenvalue: accuracy falls off slowly below it, to a soft floor
+TOLERANCE = 2.0**-23  # the relative error of the composed polynomials
+SIGN_SMALLEST = 2.0**-40  # of squares: it leaves the sign unresolved for eigenvalues below 2^-20 of the largest one
 LARGEST_P = 16
 
 
 def inverse_root(matrix: Tensor, p: int, ridge: float = 0.0, floor: float | None = None) -> Tensor:
-    """max(A + ridge I, floor I)^(-1/p) for symmetric A, where max is that of the eigenvalues.
+    """Compute max(A + ridge I, floor I)^(-1/p) for symmetric A, where max acts on the eigenvalues.
 
     A is scaled by a bound of its norm, and coupled iterates X -> A^(-1/p), M = X^p A -> I take the steps of
     `minimax.schedule`: Q = a I + b M + c M^2, X <- X Q, M <- Q^(p/2) M Q^(p/2). This is the inverse Newton iteration
-    (Guo and Higham 2006, "A Schur-Newton method for the matrix pth root and its inverse"), with best polynomials in
-    the place of Newton's. A floor is (B + |B|) / 2 + floor I for B = A + (ridge - floor) I, with |B| = B sign(B) and
+    (Guo and Higham 2006, "A Schur-Newton method for the matrix pth root and its inverse"), with best polynomials
+    instead of Newton's. A floor is (B + |B|) / 2 + floor I for B = A + (ridge - floor) I, with |B| = B sign(B) and
     the sign by the same polynomials. The number of products is fixed; nothing depends on values.
 
     Largest error (Frobenius, relative to the result) against the root in float64 of the same float32 matrix, orders 8
@@ -39,9 +39,9 @@ def inverse_root(matrix: Tensor, p: int, ridge: float = 0.0, floor: float | None
     Args:
         matrix: [..., n, n] float32. Only the lower triangle is read, as torch.linalg.eigh does.
         p: a power of two from 2 to 16.
-        ridge: added to all eigenvalues. With it they are expected to be at least 0, up to rounding, unless there is
-            a floor: roots of negative numbers are none, and what is returned is then any numbers.
-        floor: the least eigenvalue after that.
+        ridge: added to all eigenvalues. The sums have to be at least 0, up to rounding, unless there is a floor:
+            negative numbers have no roots, and the result is then arbitrary.
+        floor: the least eigenvalue after adding `ridge`.
 
     Returns:
         [..., n, n] float32, contiguous and symmetric up to rounding.
@@ -76,10 +76,10 @@ def check(matrix: Tensor, p: int, floor: float | None) -> None:
 
 
 def norm_bound(matrix: Tensor) -> Tensor:
-    """An upper bound [..., 1, 1] of the largest absolute eigenvalue, too large by n^(1/8) at most: 2.4 for n = 1024.
+    """Bound the largest absolute eigenvalue from above, [..., 1, 1], at most n^(1/8) too large: 2.4 for n = 1024.
 
-    It is the Frobenius norm of A^4, to the power 1/4. The Frobenius norm of A itself may be too large by n^(1/2), and
-    what the bound gives away is missing where eigenvalues are small. Zeros give the least positive number.
+    It is the Frobenius norm of A^4, to the power 1/4. The Frobenius norm of A itself may be n^(1/2) too large, and
+    a larger bound costs accuracy for small eigenvalues. For zeros the bound is the least positive number.
     """
     least = torch.finfo(matrix.dtype).tiny
     rough = matrix.abs().sum(dim=-1, keepdim=True).amax(dim=-2, keepdim=True).clamp(min=least)
@@ -91,7 +91,7 @@ def norm_bound(matrix: Tensor) -> Tensor:
 
 
 def scaled_root(matrix: Tensor, p: int) -> Tensor:
-    """A^(-1/p) for eigenvalues in [0, 1]."""
+    """Compute A^(-1/p) for eigenvalues in [0, 1]."""
     steps = schedule(p, SMALLEST, TOLERANCE)
     root = matrix
     for k, step in enumerate(steps):
@@ -107,7 +107,7 @@ def scaled_root(matrix: Tensor, p: int) -> Tensor:
 
 
 def polynomial(matrix: Tensor, coefficients: Coefficients) -> Tensor:
-    """a I + b M + c M^2."""
+    """Compute a I + b M + c M^2."""
     a, b, c = coefficients
     result = (matrix @ matrix).mul_(c).add_(matrix, alpha=b)
     result.diagonal(dim1=-2, dim2=-1).add_(a)
@@ -115,7 +115,7 @@ def polynomial(matrix: Tensor, coefficients: Coefficients) -> Tensor:
 
 
 def floored(matrix: Tensor, bound: Tensor, floor: float) -> Tensor:
-    """Eigenvalues below `floor` to `floor`; `bound` is that of the matrix."""
+    """Raise eigenvalues below `floor` to `floor`; `bound` is the norm bound of the matrix."""
     above = matrix.clone()
     above.diagonal(dim1=-2, dim2=-1).sub_(floor)
     sign = above / (bound + floor)
@@ -128,7 +128,7 @@ def floored(matrix: Tensor, bound: Tensor, floor: float) -> Tensor:
 
 
 def products(p: int, floored: bool) -> int:
-    """How many products of n x n matrices `inverse_root` takes, 2 n^3 FLOPs each."""
+    """Count the products of n x n matrices that `inverse_root` takes, 2 n^3 FLOPs each."""
     steps = len(schedule(p, SMALLEST, TOLERANCE))
     power = p.bit_length() - 2  # squarings to Q^(p/2)
     total = 2 + steps + (steps - 1) * (1 + power + 2)
@@ -138,7 +138,7 @@ def products(p: int, floored: bool) -> int:
 
 
 def reference(matrix: Tensor, p: int, ridge: float = 0.0, floor: float | None = None) -> Tensor:
-    """The same by eigenvalues in float64."""
+    """Compute the same by eigenvalues in float64."""
     eigenvalues, eigenvectors = torch.linalg.eigh(matrix.double())
     eigenvalues = eigenvalues + ridge
     if floor is not None:

@@ -1,4 +1,4 @@
-"""Polynomials whose composition is t^(-1/p): the fewest matrix products for a root, found by equioscillation."""
+"""Finds polynomials whose composition is t^(-1/p), by equioscillation: a root with the fewest matrix products."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ Coefficients = tuple[float, float, float]
 
 ROUNDS = 60  # of Remez' exchange at most; it settles in about ten
 SETTLED = 1e-13
-MARGIN = 2.0**-9  # by which a step stays below 1, so that what rounding puts above 1 does not grow from step to step
-CUSHION = 0.01  # steps are best from here on: one that is best for less makes large t tiny, and loses their digits
+MARGIN = 2.0**-9  # a step stays this far below 1, so that rounding errors above 1 do not grow from step to step
+CUSHION = 0.01  # steps are best from here on: one that is best for smaller t makes large t tiny and loses digits
 NARROW = 1e-3  # relative width of an interval on which the exchange is ill-conditioned and Taylor's polynomial as good
 
 
 @cache
 def schedule(p: int, smallest: float, tolerance: float) -> tuple[Coefficients, ...]:
-    """Steps that take every t in [`smallest`, 1] to 1.
+    """Find steps that take every t in [`smallest`, 1] to 1.
 
     Step k replaces t by t q_k(t)^p with q_k(t) = a + b t + c t^2; the product of all q_k is then t^(-1/p). Each q_k is
-    the best for what its predecessors leave of the interval, or for [CUSHION, 1] while they leave more: its
+    the best for the interval that its predecessors leave, or for [CUSHION, 1] while they leave more: its
     max |1 - t^(1/p) q(t)| is least. With p = 2 and t = x^2 it is the odd quintic of Polar Express (Amsel et al.,
     arXiv 2505.16932), whose composition is sign(x); the same argument holds for every p, since t^(1/p) q(t) is a
     polynomial in t^(1/p) with three free coefficients.
 
     Below `smallest` the product of all q_k is finite and grows monotonically to its value at 0, about
-    `smallest`^(-1/p): what is lost in rounding meets a soft floor instead of a pole.
+    `smallest`^(-1/p): values that rounding loses meet a soft floor instead of a pole.
 
     Args:
-        p: of the root, at least 2.
+        p: the order of the root, at least 2.
         smallest: lower end of the first interval, in (0, 1).
         tolerance: relative error of the composition on the interval.
 
@@ -54,7 +54,7 @@ def schedule(p: int, smallest: float, tolerance: float) -> tuple[Coefficients, .
 
 
 def taylor(p: int, low: float) -> tuple[Coefficients, float]:
-    """The binomial series of t^(-1/p) at 1 up to the square, and its relative error on [low, 1]."""
+    """Return the binomial series of t^(-1/p) at 1 up to the square, and its relative error on [low, 1]."""
     first, second = 1.0 / p, (1.0 / p) * (1.0 / p + 1.0) / 2.0
     q = (1.0 + first + second, -first - 2.0 * second, second)
     return q, abs(1.0 - low ** (1.0 / p) * (q[0] + low * (q[1] + low * q[2])))
@@ -83,7 +83,7 @@ def exchange(p: int, low: float) -> tuple[Coefficients, float]:
 
 
 def solve(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Gauss' elimination with pivots on rows [coefficients ..., right side]."""
+    """Solve by Gauss' elimination, with pivots, rows [coefficients ..., right side]."""
     left = [list(row) for row in rows]
     size = len(left)
     for i in range(size):

@@ -33,15 +33,15 @@ def sym_gemm(
     diag: float = 0.0,
     trans: bool = False,
 ) -> Tensor:
-    """alpha A (B or A)^T + beta C + diag I, of which one triangle is computed.
+    """Compute alpha A (B or A)^T + beta C + diag I; kernels compute one triangle of it.
 
     Args:
-        a, b: [..., M, K], or [..., K, M] where `trans` (A^T (B or A) then); b is a where it is None.
+        a, b: [..., M, K], or [..., K, M] if `trans`, for A^T (B or A); b = None stands for a.
         c: symmetric, [..., M, M].
 
     Returns:
-        [..., M, M] in the dtype of a, contiguous, equal to its transpose bit by bit where a Triton kernel runs, up to
-        rounding where the library does. Whether the product is symmetric in exact arithmetic is the caller's to know.
+        [..., M, M] in the dtype of a, contiguous, equal to its transpose bit by bit if a Triton kernel runs, up to
+        rounding if the library runs. The caller knows that the product is symmetric in exact arithmetic.
     """
     return sym_kernel.reference(a, b, c, alpha=alpha, beta=beta, diag=diag, trans=trans).contiguous()
 
@@ -86,10 +86,10 @@ def _(
     schema="(Tensor factor, Tensor x, *, float alpha=1.0, float beta=1.0, bool right=False) -> Tensor",
 )
 def gemm_axpby(factor: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 1.0, right: bool = False) -> Tensor:
-    """alpha X + beta (F X, or X F where `right`).
+    """Compute alpha X + beta F X, or alpha X + beta X F if `right`.
 
     Args:
-        factor: [..., M, M], or [..., N, N] where `right`.
+        factor: [..., M, M], or [..., N, N] if `right`.
         x: [..., M, N].
 
     Returns:

@@ -1,9 +1,9 @@
-"""Zero padding to multiples of 16, once, at the cast to the dtype that is computed in.
+"""Pads matrices with zeros to multiples of 16, once, at the cast to the dtype of the computation.
 
 Rows and columns of zeros stay zero through products, sums and scalings of X, X X^T and their polynomials without a
-constant term, and add exact zeros to the sums of the others, so Newton-Schulz and Gram iterations of the padded
-matrix hold those of the matrix in their corner. A kernel whose rows are not aligned loses its asynchronous copies.
-"""
+constant term, and add exact zeros to the sums of other elements. Results of Newton-Schulz and Gram iterations
+of a padded matrix hold those of the matrix in their corner. A kernel whose rows are not aligned loses its
+asynchronous copies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MULTIPLE = 16
 
 
 def padded_size(size: int, multiple: int = MULTIPLE) -> int:
-    """The next multiple: 16 for 1..16, 0 for 0."""
+    """Return the next multiple of 16: 16 for 1..16, 0 for 0."""
     return -(-size // multiple) * multiple
 
 
 def pad_cast(x: Tensor, dtype: torch.dtype, multiple: int = MULTIPLE) -> Tensor:
-    """A fresh contiguous [..., Mp, Np] of `dtype`: x, [..., M, N], in its upper left corner, and zeros.
+    """Return a new contiguous [..., Mp, Np] of `dtype`: zeros with x, [..., M, N], in the upper left corner.
 
     One pass over the data: the cast is the copy. Nothing but the border is written twice.
     """
@@ -32,5 +32,5 @@ def pad_cast(x: Tensor, dtype: torch.dtype, multiple: int = MULTIPLE) -> Tensor:
 
 
 def corner(x: Tensor, rows: int, columns: int) -> Tensor:
-    """The view [..., rows, columns] of a padded tensor that holds the values."""
+    """Return the view [..., rows, columns] of a padded tensor that holds the values."""
     return x[..., :rows, :columns]

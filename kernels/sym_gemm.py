@@ -1,6 +1,6 @@
-"""sym_gemm: symmetric products, one triangle computed and mirrored. alpha * A @ B^T + beta * C + diag * I.
+"""sym_gemm: symmetric products alpha * A @ B^T + beta * C + diag * I; kernels compute one triangle and mirror it.
 
-One triangle of tiles is little more than half of the work: (t + 1) / 2t of it, with t = ceil(M / 128) tiles a side.
+One triangle of tiles is a little more than half of the work: (t + 1) / 2t of it, with t = ceil(M / 128) tiles a side.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def sym_gemm(
     dtype: torch.dtype | None = None,
     choice: Choice | None = None,
 ) -> Tensor:
-    """alpha * A @ (B or A)^T + beta * C + diag * I, of which the caller knows that it is symmetric.
+    """Compute alpha * A @ (B or A)^T + beta * C + diag * I; the caller knows that the result is symmetric.
 
     Sums are kept in float32, whatever the operands are (float64 in float64), and rounded once at the end; the
-    library may round once more where `diag`, or an `alpha` on the device, is not the trivial one. The Triton
+    library may round once more for a `diag`, or for an `alpha` on the device. The Triton
     kernels compute one triangle and write it to both sides, so their result equals its transpose bit for bit, even
     where A @ B^T is symmetric only in exact arithmetic; the library's result is as symmetric as its product.
 
     Args:
         a: [..., M, K], or [..., K, M] with `trans`; float16, bfloat16, float32 or float64, any strides.
-        b: like a. Given only where A @ B^T is symmetric, as it is if A and B are polynomials of one symmetric matrix.
-        c: [..., M, M], symmetric: one triangle of it is read. Any floating dtype. Not read if beta is the number 0.
-        alpha, beta, diag: numbers, or 0-d tensors; on the device, nobody waits for them.
-        trans: take A^T @ (B or A) of operands stored as [..., K, M].
-        out: [..., M, M], where to write, and what is returned. May be c; must not overlap a or b.
-        dtype: of the result; default: out's, else a's.
-        choice: which kernel; default: what `dispatch` chooses. For tests and the tuner.
+        b: like a. Give it only if A @ B^T is symmetric, as it is if A and B are polynomials of one symmetric matrix.
+        c: [..., M, M], symmetric, of any floating dtype; one triangle is read, nothing if beta is the number 0.
+        alpha, beta, diag: numbers, or 0-d tensors; the host does not wait for those on the device.
+        trans: compute A^T @ (B or A) of operands stored as [..., K, M].
+        out: [..., M, M], the tensor to write and return. It may be c; it must not overlap a or b.
+        dtype: that of the result; by default out's, else a's.
+        choice: the kernel to run, for tests and the tuner; by default `dispatch` chooses.
 
     Leading dims are broadcast against each other.
 
@@ -108,7 +108,7 @@ def reference(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same in plain torch, in float32 (float64 in float64), rounded once at the end."""
+    """Compute the same in plain torch, in float32 (float64 in float64), rounded once at the end."""
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     left = (a.mT if trans else a).to(wide)
     right = left if b is None else (b.mT if trans else b).to(wide)
@@ -151,7 +151,7 @@ def _library(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, b
     """[B, M, K] x [B, M, K] -> [B, M, M] by batched products of the library."""
     one_dtype = d.dtype == a.dtype and (c is None or c.dtype == a.dtype)
     if one_dtype and not isinstance(alpha, Tensor) and not isinstance(beta, Tensor):
-        # With beta = 0 the first operand is not read, so the result can stand in for it.
+        # With beta = 0 `baddbmm` does not read its first operand, so this passes the result.
         torch.baddbmm(d if c is None else c, a, b.mT, beta=0.0 if c is None else beta, alpha=alpha, out=d)
     else:
         result = alpha * _product(a, b.mT, d.dtype)

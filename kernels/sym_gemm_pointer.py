@@ -85,7 +85,7 @@ def sym_gemm_pointer(
 
 
 def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[object, ...]) -> None:
-    """Run it. a, b: [B, M, K]; c, d: [B, M, M]; scalars: alpha, beta and diag, floats or 0-d tensors."""
+    """Run the kernel. a, b: [B, M, K]; c, d: [B, M, M]; scalars: alpha, beta and diag, floats or 0-d tensors."""
     if tile.m != tile.n:
         raise ValueError(f"tiles have to be square here, not {tile.m} x {tile.n}")
     batch, m, k = a.shape

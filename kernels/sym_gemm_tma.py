@@ -26,7 +26,7 @@ def _finish(
     HAS_C: tl.constexpr,
 ):
     """Scale one square block, add to it, and write it to both sides of the diagonal, on the diagonal once."""
-    # A block above the diagonal is another program's, who computes it below.
+    # Another program computes the block above the diagonal, as its mirror image below.
     if row >= col:
         top = row * BLOCK
         left = col * BLOCK
@@ -73,7 +73,8 @@ def sym_gemm_tma(
     """One program computes BLOCK x (WIDE * BLOCK) of the lower triangle.
 
     The triangle is made of squares of WIDE blocks; a square takes WIDE programs, one under the other. `a_step` is 0
-    for a stack of one matrix in all places, else 1. An operand is TURNED if its rows, not its columns, lie together.
+    if all matrices of a stack are the same one, else 1. An operand is TURNED if its rows are contiguous dims instead of
+    its columns.
     """
     side = tl.cdiv(M, BLOCK * WIDE)
     programs = WIDE * side * (side + 1) // 2
@@ -109,9 +110,9 @@ def sym_gemm_tma(
 
 
 def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[object, ...]) -> None:
-    """Run it. a, b: [B, M, K]; c, d: [B, M, M]; scalars: alpha, beta and diag, floats or 0-d tensors.
+    """Run the kernel. a, b: [B, M, K]; c, d: [B, M, M]; scalars: alpha, beta and diag, floats or 0-d tensors.
 
-    The caller looks after the alignment (`operands.alignment` of all tensors is 8 or more). c and d are row-major
+    The caller checks the alignment: `tensor_args.alignment` of all tensors is 8 or more. c and d are row-major
     or column-major alike: a symmetric matrix is the same either way.
     """
     wide, rest = divmod(tile.n, tile.m)

@@ -1,4 +1,4 @@
-"""Tensors as kernels take them: batches with one leading dim, scalars on the device, alignment, and where to run."""
+"""Prepares arguments for kernels: batches with one leading dim, scalars on the device, alignment, and where to run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def matrices(name: str, tensor: Tensor, shape: tuple[int, int] | None = None, li
 
 
 def alignment(*tensors: Tensor) -> int:
-    """`Problem.alignment` of [batch, rows, columns] tensors; the caller looks at k."""
+    """Return `Problem.alignment` of [batch, rows, columns] tensors; the caller checks k."""
     least = 16
     for tensor in tensors:
         strides = tensor.stride()
@@ -57,7 +57,7 @@ def alignment(*tensors: Tensor) -> int:
 
 
 def on_device(value: Scalar, like: Tensor) -> Scalar:
-    """A number as kernels take it: a float, or a 0-d tensor of `like`'s device, which nobody has to wait for."""
+    """Return a number as kernels take it: a float, or a 0-d tensor on `like`'s device, without a wait."""
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1:
@@ -66,12 +66,12 @@ def on_device(value: Scalar, like: Tensor) -> Scalar:
 
 
 def is_zero(value: Scalar) -> bool:
-    """Whether a value is known to be zero without looking at a device."""
+    """Tell whether a value is zero, as far as that is known without a read from a device."""
     return not isinstance(value, Tensor) and value == 0.0
 
 
 def on_host(value: Scalar) -> Scalar:
-    """A float, unless that would make the host wait for a device."""
+    """Return a float, unless the host would have to wait for a device."""
     return float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
 
 
@@ -80,7 +80,7 @@ def on_host(value: Scalar) -> Scalar:
 
 @cache
 def machine(device: torch.device) -> GpuKind | None:
-    """What `dispatch.choose` and the verdicts ask for: None without CUDA, with ROCm, and if Triton is missing."""
+    """Return the GPU that `dispatch.choose` and the verdicts need: None without CUDA, with ROCm, or without Triton."""
     if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -94,13 +94,13 @@ def _verdicts(here: GpuKind) -> Verdicts:
 
 @cache
 def decide(problem: Problem, device: torch.device) -> Choice:
-    """`dispatch.choose` with this machine's architecture and verdicts, remembered per problem."""
+    """Call `dispatch.choose` with this machine's architecture and verdicts; remember the result per problem."""
     here = machine(device)
     return choose(problem, None) if here is None else choose(problem, here.arch, _verdicts(here))
 
 
 def tuned(device: torch.device) -> str:
-    """The verdicts that hold on a device, a line each: ranks that compute the same matrices have to have the same."""
+    """List the verdicts for a device, a line each. Ranks that compute the same matrices need the same verdicts."""
     here = machine(device)
     found = {} if here is None else _verdicts(here)
     return "\n".join(sorted(f"tuned {problem}: {choice.kernel} {choice.tile}" for problem, choice in found.items()))
@@ -113,7 +113,7 @@ def forget_decisions() -> None:
 
 
 def guard(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's device the current one, as Triton launches on that."""
+    """Make the tensor's device the current one, because Triton launches there."""
     if tensor.device.type == "cuda" and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()

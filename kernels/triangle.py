@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
-# Triton decides this when it decorates. Its interpreter multiplies the bit patterns of bfloat16 operands, so they are
-# cast up inside of the kernels there, and only there.
+# Triton decides this when it decorates a kernel. Its interpreter multiplies the bit patterns of bfloat16 operands, so
+# kernels cast them up in the interpreter, and only there.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -20,7 +20,7 @@ def scalar(x):
 
 @triton.jit
 def triangle_row(n):
-    """The row of the n-th entry of a lower triangle that is read row by row."""
+    """Return the row of the n-th entry of a lower triangle, counted row by row."""
     row = ((tl.sqrt((8 * n + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32)
     # A rounded square root may be one off, in either direction.
     row = tl.where(row * (row + 1) // 2 > n, row - 1, row)
@@ -30,10 +30,10 @@ def triangle_row(n):
 
 @triton.jit
 def triangle_tile(n, side, BAND: tl.constexpr):
-    """Row and column of the n-th tile of a lower triangle of side x side tiles.
+    """Return row and column of the n-th tile of a lower triangle of side x side tiles.
 
-    BAND rows are walked together, column by column, so that programs that run at the same time read the same
-    rows and columns. The tiles above a band are as many as if they were walked row by row, which gives the band.
+    Programs walk BAND rows together, column by column, so that programs that run at the same time read the same rows
+    and columns. There are as many tiles above a band as in a walk row by row, which gives the band.
     """
     top = triangle_row(n) // BAND * BAND
     height = tl.minimum(side - top, BAND)

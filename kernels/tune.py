@@ -23,7 +23,7 @@ from canzona_compile.kernels.sym_gemm import sym_gemm
 
 LIBRARY = Choice("library", reason="measured")
 MARGIN = 1.02  # a candidate has to be faster by this much, so that noise does not choose
-UNWRITTEN = -1e3  # what results hold before a check, so that an element that is not written shows; no result has it
+UNWRITTEN = -1e3  # fills results before a check, so that unwritten elements show; no result has this value
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 
 Timer = Callable[[Callable[[], object]], float]
@@ -34,7 +34,7 @@ class CallForm:
     """One way to call an operation.
 
     Attributes:
-        name: the formula.
+        name: its formula.
         result: [batch, rows, columns], where each call writes.
         run: calls the operation with a choice.
         exact: the result for a part of the batch, in float64.
@@ -48,7 +48,7 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What became of a candidate: its worst speed and error over all forms, or why it was refused.
+    """The outcome for a candidate: its worst speed and error over all forms, or why it was refused.
 
     Attributes:
         speedup: the library's time over this one's.
@@ -56,7 +56,7 @@ class Trial:
         error: the largest deviation of an element from float64, over the sum of its own size and the mean size. (Over
             the largest value most of a wrong result would be next to nothing, as the diagonal of A A^T is far larger
             than all else.)
-        refused: why; empty if it was not.
+        refused: why it was refused; empty if it was not.
     """
 
     choice: Choice
@@ -68,7 +68,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The winner, and all that was tried, the library first."""
+    """The winner, and all trials, the library first."""
 
     problem: Problem
     choice: Choice
@@ -93,7 +93,7 @@ def tune(
         device: where.
         candidates: Triton kernels; the library takes part anyway.
         clock: returns the milliseconds that a call takes, in the mean.
-        rounds: how often all take their turn.
+        rounds: how often all of them take a turn.
 
     Returns:
         The winner, and what became of each candidate.
@@ -126,7 +126,7 @@ def winner(trials: Sequence[Trial]) -> Choice:
 
 
 def cuda_clock(call: Callable[[], object], least: float = 2.0) -> float:
-    """Milliseconds of a call by CUDA events, in the mean over at least `least` of them."""
+    """Measure the mean milliseconds of a call by CUDA events, over at least `least` milliseconds."""
     begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     calls = 1
     while True:
@@ -150,7 +150,7 @@ def _check(choice: Choice, forms: Sequence[CallForm], batch: int, allowed: dict[
     for form in forms:
         try:
             error = _error(form, choice, batch)
-        except Exception as problem:  # whatever a compiler or a driver raises, it is no reason to stop
+        except Exception as problem:  # an error of a compiler or a driver does not stop the tuner
             return Trial(choice, refused=f"{form.name}: {type(problem).__name__}: {problem}".splitlines()[0][:200])
         if not error <= allowed[form.name]:  # NaN too
             return Trial(choice, error=error, refused=f"{form.name}: off by {error:.2e}, more than the library")

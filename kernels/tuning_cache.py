@@ -1,4 +1,4 @@
-"""What the tuner measured, on disk: one JSON file per kind of GPU, torch, triton and source of kernels."""
+"""Keeps the tuner's verdicts on disk: one JSON file per kind of GPU, torch, triton and source of kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JsonObject = Mapping[str, object]
 
 @cache
 def source_digest() -> str:
-    """Of all files of this folder: a verdict is worth nothing once a kernel or its wrapper is another."""
+    """Hash all files of this folder: a verdict no longer holds once a kernel or its wrapper has changed."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -36,14 +36,14 @@ def source_digest() -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
-    """A kind of GPU: cards of one architecture differ in what is fast."""
+    """A kind of GPU; the fastest kernel differs even between cards of one architecture."""
 
     arch: int
     name: str
 
 
 def versions(machine: GpuKind) -> dict[str, str]:
-    """What a verdict depends on besides the problem; part of the file and of its name."""
+    """Return what a verdict depends on besides the problem; the file and its name contain it."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -63,13 +63,13 @@ def folder() -> Path:
 
 
 def path_of(machine: GpuKind) -> Path:
-    """The file of the verdicts for a kind of GPU, with the software that is here."""
+    """Return the file of the verdicts for a kind of GPU and the installed software."""
     key = hashlib.sha256(json.dumps(versions(machine), sort_keys=True).encode()).hexdigest()[:12]
     return folder() / f"kernels-sm_{machine.arch}-{key}.json"
 
 
 def load(machine: GpuKind) -> dict[Problem, Choice]:
-    """All verdicts that hold here; none if there is no file, or if it cannot be read, which is logged."""
+    """Load all verdicts that hold here. There are none without a file; one that cannot be read is logged."""
     path = path_of(machine)
     try:
         text = path.read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def load(machine: GpuKind) -> dict[Problem, Choice]:
 
 
 def store(machine: GpuKind, problem: Problem, choice: Choice, figures: JsonObject) -> Path:
-    """Add a verdict to the file, in the place of an older one of the same problem. Returns the file."""
+    """Add a verdict to the file, replace an older one of the same problem, and return the file."""
     path = path_of(machine)
     path.parent.mkdir(parents=True, exist_ok=True)
     mine = _written(problem, choice, figures)
@@ -98,7 +98,7 @@ def store(machine: GpuKind, problem: Problem, choice: Choice, figures: JsonObjec
             others = []
         kept = [entry for entry in others if entry.get("problem") != mine["problem"]]
         text = json.dumps({"versions": versions(machine), "verdicts": [*kept, mine]}, indent=1)
-        # Another process may read meanwhile: it sees the old file or the new one.
+        # A process that reads meanwhile sees the old file or the new one.
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -108,7 +108,7 @@ def store(machine: GpuKind, problem: Problem, choice: Choice, figures: JsonObjec
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """No other process is within this for the same folder: two that add to a file would lose what one of them adds."""
+    """Hold a lock on the folder: two processes that add to a file at the same time would lose one of the verdicts."""
     import fcntl  # late: Unix has it, and so has every system with Triton
 
     handle = os.open(folder, os.O_RDONLY)
@@ -134,6 +134,6 @@ def _parsed(entry: dict[str, Any]) -> tuple[Problem, Choice]:
 
 
 def _known(problem: Problem, choice: Choice, arch: int) -> bool:
-    """Whether a choice is one that can be made here, and that was compiled ahead of time in the tests."""
+    """Tell whether a choice is possible here, and the tests compile it ahead of time."""
     candidates = CANDIDATES.get((problem.op, arch), ())
     return choice.kernel == "library" or any(choice.same_kernel(other) for other in candidates)

@@ -1,1 +1,1 @@
-"""What people and machines read of a plan: figures, their text, and what became of every parameter."""
+"""Shows a plan to people and machines: its figures, their text, and how each parameter is updated."""

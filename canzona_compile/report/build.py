@@ -1,7 +1,7 @@
-"""What a plan amounts to, in figures: for people (rich prints it) and for machines (`to_json`).
+"""The figures of a plan: for people (rich prints them) and for machines (`to_json`).
 
-All figures are computed from a step, none is measured. FLOPs are those of the graphs that run, halves of symmetric
-products and padding aside; seconds follow from rates, by `canzona_compile.analysis.step_time`.
+`make_report` computes all figures from a step and measures none. It counts the FLOPs of the graphs that run; it counts
+symmetric products in full, and no padding. `canzona_compile.analysis.step_time` predicts seconds from rates.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Report(Figures, JupyterMixin):
         return found
 
     def to_text(self, width: int = 80) -> str:
-        """The rendering without colours, `width` columns wide."""
+        """Render the report without colours, `width` columns wide."""
         console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
         console.print(self)
         assert isinstance(console.file, io.StringIO)
@@ -87,7 +87,7 @@ def make_report(step: Step, facts: Facts) -> Report:
 
     Args:
         step: at least SCHEDULED.
-        facts: what the step does not know of itself.
+        facts: figures that the step does not contain.
 
     Raises:
         InvalidStep: the step has no schedule.
@@ -215,14 +215,14 @@ def report_group(step: Step, group: MicroGroup, placed: Mapping[str, Placed]) ->
 
 
 def wire_bytes(exchange: Exchange, grid: Grid) -> int:
-    """Bytes that leave a rank for another in an exchange, summed over all ranks.
+    """Count the bytes that ranks send to other ranks in an exchange.
 
-    The sum of `Exchange.block` over all pairs of different ranks, without looking at each pair:
-    most blocks are empty, and the others are found from the owners.
+    The result is the sum of `Exchange.block` over all pairs of different ranks. Most blocks are empty; this finds the
+    others from the owners and does not visit each pair.
     """
     blocks: dict[tuple[Any, int], int] = defaultdict(int)
     for item in exchange.items:
-        # What one rank sends to one other: keyed by owner, or by source replica in an exchange.
+        # The bytes that one rank sends to one other rank: keyed by owner, or by source replica in an exchange.
         end = item.owner[0] if exchange.phase is Phase.EXCHANGE and item.owner else item.owner
         for shard, count in enumerate(fragment_sizes(item.wire.shape, item.boxes)):
             blocks[end, shard] += count * item.wire.itemsize
@@ -240,12 +240,12 @@ def wire_bytes(exchange: Exchange, grid: Grid) -> int:
 
 @lru_cache(maxsize=1024)
 def fragment_sizes(shape: Shape, boxes: tuple[Box, ...]) -> tuple[int, ...]:
-    """Elements that every shard has of a wire of `shape`."""
+    """Count the elements of a wire of `shape` that each shard holds."""
     return tuple(box.of(shape).numel for box in boxes)
 
 
 def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, int]) -> tuple[LoadReport, ...]:
-    """The loads of all ranks of grids of two or more ranks, by rank."""
+    """Return the load of each rank that is in a grid of two or more ranks, sorted by rank."""
     flops: dict[int, dict[int, int]] = {}
     tasks: dict[int, int] = defaultdict(int)
     grids = {id(t.layout.grid): t.layout.grid for t in step.tasks}
@@ -275,7 +275,7 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
 
 
 def moments(step: Step) -> tuple[PredictedEvent, ...]:
-    """The predicted timeline of a step."""
+    """Predict when each event of a step happens."""
     return tuple(
         PredictedEvent(
             str(one.event.act), one.event.micro_group, "link" if one.on_link else "compute", one.start, one.end

@@ -22,15 +22,15 @@ from rich.text import Text
 from canzona_compile.report.schema import LoadReport, ProfileReport
 from canzona_compile.report.units import format_flops, format_seconds, plural
 
-MOST_BARS = 32  # ranks with a bar of their own; more make a histogram
-MOST_CLASSES = 8  # of a histogram
+MOST_BARS = 32  # a chart draws one bar per rank up to this many ranks, and a histogram of more
+MOST_CLASSES = 8  # of a histogram, at most
 PARTS = 4  # of a time axis
-FILLS = "█▓▒"  # of micro-groups, again and again
+FILLS = "█▓▒"  # of micro-groups, which use them in turn
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue")
 ELEMENTWISE = "░"
 IDLE = "·"
 LEVELS = "▁▂▃▄▅▆▇█"  # from little to all
-TRANSFERS = {"gather": "g", "scatter": "s", "exchange": "x"}  # what labels call them
+TRANSFERS = {"gather": "g", "scatter": "s", "exchange": "x"}  # their letters in labels
 
 
 def fill(micro_group: int) -> tuple[str, str]:
@@ -43,10 +43,10 @@ class Stretch:
     """A part of a strip.
 
     Attributes:
-        begin, end: where it lies, in the unit of the strip's total.
-        letter: what fills it.
+        begin, end: its position, in the unit of the strip's total.
+        letter: the letter that fills it.
         style: its colour.
-        label: written into it where there is room.
+        label: a text to write into it where there is room.
     """
 
     begin: float
@@ -61,8 +61,8 @@ class Strip:
     """One line of stretches, as wide as its column; a stretch of any length gets at least one cell.
 
     Attributes:
-        total: what the whole width stands for.
-        stretches: in order; where cells collide the later one wins.
+        total: the value that the whole width stands for.
+        stretches: in order; the later one wins a cell that two of them need.
         idle: the letter between stretches.
     """
 
@@ -95,11 +95,11 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Values as a row of columns, one letter each; where there are too many, the largest of neighbours.
+    """Values as a row of columns, one letter each. Without room for all, a column shows the largest of neighbours.
 
     Attributes:
         values: from 0 to `most`.
-        most: what the highest column stands for.
+        most: the value that the highest column stands for.
     """
 
     values: Sequence[float]
@@ -126,7 +126,7 @@ def chart(*, notes: int, expand: bool = True) -> Table:
 
 
 def load_chart(loads: Sequence[LoadReport], imbalance: float) -> Iterator[RenderableType]:
-    """Draw the FLOPs of every rank, by micro-group, or how many ranks have which load where there are many.
+    """Draw the FLOPs of every rank by micro-group; for many ranks, draw how many ranks have which load.
 
     Args:
         loads: FLOPs per step, by rank; there may be none.
@@ -182,16 +182,16 @@ def histogram(flops: Sequence[int]) -> Table:
 
 
 def event(act: str, stream: str, micro_group: int, begin: float, end: float) -> Stretch:
-    """Draw what a rank or a link does as a stretch of a timeline.
+    """Draw an act of a rank or a link as a stretch of a timeline.
 
     Args:
-        act: of the schedule: "compute", "start gather", "prepare", ...
-        stream: "compute" for what a processor does, else the name of a link.
+        act: an act of the schedule: "compute", "start gather", "prepare", ...
+        stream: "compute" for the work of a processor, else the name of a link.
         micro_group: its index.
         begin, end: seconds from the begin of the step.
 
     Returns:
-        A stretch with the micro-group's fill; labelled with its index, and with a letter if it is a transfer.
+        A stretch with the micro-group's fill. Its label is the index, after a letter if the act is a transfer.
     """
     word = act.split()[-1]
     if stream == "compute" and word != "compute":
@@ -201,14 +201,14 @@ def event(act: str, stream: str, micro_group: int, begin: float, end: float) -> 
 
 
 def timeline(total: float, lanes: Iterable[tuple[str, Sequence[Stretch]]]) -> Table:
-    """Draw what happens when.
+    """Draw when each stream does what.
 
     Args:
         total: seconds of the step.
-        lanes: of each stream its name, and what happens on it.
+        lanes: the name of each stream, and the stretches on it.
 
     Returns:
-        A time axis, a line per lane with the share of the time in which it is busy, and the letters' meaning.
+        A time axis, a line per lane with the share of the time that it is busy, and the meaning of the letters.
     """
     table, seen = chart(notes=1), set[str]()
     table.add_row("", axis(total), Text(format_seconds(total), "dim"))

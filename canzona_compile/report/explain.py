@@ -1,4 +1,4 @@
-"""`explain`: what becomes of every parameter of an optimizer, and why."""
+"""`explain`: how each parameter of an optimizer is updated, and why."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class ExplainedParameter:
     Attributes:
         name: its name; "name[part]" for a part of a parameter that is split.
         shape: of the whole parameter, or of the part.
-        how: "compiled" (a graph computes its update), "interpreted" (the optimizer's own eager step does,
+        how: "compiled" (a graph computes its update), "interpreted" (the optimizer's own eager step computes it
             on the gathered matrix), "local" (elementwise: each rank updates its fragment) or "refused".
-        why: where it is computed, or the reason, with the line of the optimizer's code that led to it.
+        why: the rank that computes it, or the reason, with the line of the optimizer's code that led to it.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ExplainedParameter:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation(JupyterMixin):
-    """What becomes of all parameters of an optimizer; print it.
+    """How each parameter of an optimizer is updated; print it.
 
     Attributes:
         optimizer: the name of its class.
@@ -79,7 +79,7 @@ class Explanation(JupyterMixin):
 
 
 def explain_session(session: Session) -> Explanation:
-    """What becomes of every parameter: by the plan at work, or before the first step by a plan made for this.
+    """Explain how each parameter is updated: by the plan in use, or before the first step by a plan made for this.
 
     Args:
         session: of a wrapped optimizer, or one made for this call.
@@ -88,7 +88,7 @@ def explain_session(session: Session) -> Explanation:
         One entry per parameter, or per part of a parameter that is split.
 
     Raises:
-        CanzonaError: the parameters cannot be planned together. Those that are refused one by one are only told.
+        CanzonaError: no plan can hold all parameters together. A parameter that is refused by itself is only reported.
     """
     if session.driver is None:
         return _explain_ahead(session.optimizer, session.options, session.capture)
@@ -96,7 +96,7 @@ def explain_session(session: Session) -> Explanation:
 
 
 def _explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> Explanation:
-    """Before the first step. A collective only where `replicate=` is used with DTensors of another mesh."""
+    """Explain before the first step; a collective only if `replicate=` is used with DTensors of another mesh."""
     binder = Binder(optimizer, options, capture)
     bound: list[BoundParam] = []
     rows: list[ExplainedParameter | str] = []
@@ -113,7 +113,7 @@ def _explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> 
 
 
 def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
-    """What a plan makes of each of its parameters."""
+    """Explain each parameter of a plan."""
     owned = {task.name: task for task in plan.owned.tasks}
     for name, bound in plan.bound.items():
         reason, shape = bound.kind.template.interpreted, bound.task.shape
@@ -126,7 +126,7 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
 
 
 def place_of(task: Task) -> str:
-    """Where a compiled task is computed, and why there."""
+    """Say which rank computes a compiled task, and why."""
     if task.strategy is Strategy.LOCAL:
         return "whole on its rank"
     if task.owner is None:

@@ -1,4 +1,4 @@
-"""What a report says beside the plan itself: fallbacks, counts, and what the user could change."""
+"""The facts that a report adds to the plan: fallbacks, counts, and what the user could change."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from canzona_compile.session.session import Session
 
 
 def facts_of(session: Session) -> Facts:
-    """The facts of the plan at work.
+    """Collect the facts of the plan in use.
 
     Raises:
-        CanzonaError: there was no step yet.
+        CanzonaError: no step has run yet.
     """
     session.last()
     driver, options = session.driver, session.options
@@ -43,7 +43,7 @@ def facts_of(session: Session) -> Facts:
 
 
 def eager_cuts(program: BoundProgram) -> list[str]:
-    """The elementwise work of a program that no kernel was generated for, in sentences."""
+    """List, in sentences, the elementwise work of a program that has no generated kernel."""
     return [
         f"Elementwise work of {name} runs operator by operator, without a kernel: {why}."
         for name, why in program.step.program.eager.items()
@@ -51,7 +51,7 @@ def eager_cuts(program: BoundProgram) -> list[str]:
 
 
 def suggestions(plan: Plan, options: Options) -> tuple[str, ...]:
-    """What the user could change to share work that every rank repeats now, in sentences."""
+    """List, in sentences, what the user could change so that ranks share work that each of them repeats now."""
     if not (dist.is_available() and dist.is_initialized()) or options.replicate is not None:
         return ()
     alone = [t for t in plan.owned.tasks if t.layout.grid.size == 1 and t.layout.placements == "local"]

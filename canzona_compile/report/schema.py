@@ -11,7 +11,7 @@ from canzona_compile.ir.step import Machine
 
 @dataclass(frozen=True, slots=True)
 class LocalTask:
-    """A parameter that its ranks update by themselves, without communication, and why."""
+    """A parameter that each rank updates by itself, without communication, and why."""
 
     name: str
     shape: Shape
@@ -23,9 +23,9 @@ class ProfileReport:
     """Seconds that the busiest rank is predicted to compute, for each step of a period of periodic work.
 
     Attributes:
-        together: with all matrices doing it on the same step.
-        apart: with `stagger=True`.
-        staggered: is that so in this plan?
+        together: if all matrices do that work on the same step.
+        apart: if `stagger=True`.
+        staggered: whether this plan has `stagger=True`.
     """
 
     together: tuple[float, ...]
@@ -35,19 +35,19 @@ class ProfileReport:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a step does not know of itself.
+    """The figures that a step does not contain.
 
     Attributes:
         world_size: ranks of the job.
-        captures: graphs that Dynamo was asked for, since `wrap`.
+        captures: how many graphs Dynamo was asked for since `wrap`.
         local: parameters that the optimizer's own eager step updates on their fragments.
         interpreted: task name -> why the owner runs the eager step instead of a graph.
         suggestions: what the user could do to make the step cheaper, one sentence each.
         numerics: "exact" or "fast".
         variants: control-flow variants captured so far.
         rank_programs: programs that this rank has emitted so far.
-        buffer_bytes: of the buffers of all of them, which this rank allocated once.
-        execution: how the last one runs on its device, call by call or as a CUDA graph, and why.
+        buffer_bytes: the size of the buffers of all these programs, which this rank allocated once.
+        execution: how the last of these programs runs on its device, call by call or as a CUDA graph, and why.
         profile: None where no work is periodic.
     """
 
@@ -66,7 +66,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class WireReport:
-    """A value that travels between fragments and owner; `bytes` of that of one whole matrix."""
+    """A value that travels between fragments and owner; `bytes` is its size for one whole matrix."""
 
     direction: str  # "gather" or "scatter"
     name: str
@@ -80,12 +80,12 @@ class TemplateReport:
     """A template, cut for one kind of layout.
 
     Attributes:
-        kind: of layout that the cut is for, e.g. "sharded+aligned".
+        kind: the kind of layout that the cut is for, e.g. "sharded+aligned".
         tasks: number of matrices that use it.
         formula: FLOPs of the graph that the owner runs for one matrix of m x n, a sympy expression. With fast numerics
-            that is the graph on Gram matrices, where there is one. Symmetric products count in full.
+            the owner runs the graph on Gram matrices, where there is one. Symmetric products count in full.
         flops: its value.
-        resident: state that lives on the owner only.
+        resident: state that only the owner holds.
         interpreted: why the optimizer's own eager step runs; empty if a graph does.
     """
 
@@ -127,12 +127,12 @@ class GridReport:
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """A micro-group. Bytes are those that leave a rank for another, summed over all ranks.
+    """A micro-group. Bytes are those that ranks send to other ranks.
 
     Attributes:
         tasks: names.
         makespan_flops: FLOPs of its busiest owner.
-        collectives: that each rank of the grid takes part in.
+        collectives: how many each rank of the grid takes part in.
     """
 
     index: int
@@ -147,7 +147,7 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """FLOPs per step that one global rank spends on distributed matrices, per micro-group too."""
+    """FLOPs per step that one global rank spends on distributed matrices, in all and per micro-group."""
 
     rank: int
     tasks: int
@@ -157,10 +157,10 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class PredictedEvent:
-    """An event of the schedule and when it is predicted, in seconds from the begin of the step.
+    """An event of the schedule and its predicted time, in seconds from the begin of the step.
 
-    A `start ...` event lasts as long as its transfer, a `wait ...` event as long as it has to wait;
-    elementwise work (prepare, apply) counts as nothing.
+    A `start ...` event lasts as long as its transfer, a `wait ...` event as long as it has to wait. Elementwise work
+    (prepare, apply) takes no time here.
     """
 
     act: str
@@ -177,14 +177,14 @@ class Figures:
     Attributes:
         captures, variants, rank_programs, buffer_bytes, execution, numerics, profile: see `Facts`.
         depth: micro-groups in flight at once.
-        collectives_per_step: by each rank of a micro-group's grid: with owners two where it is sharded,
-            one where it is replicated, three where it is both; where every rank computes everything one
-            gather if it is sharded, and one meeting of all replicas if it is replicated.
-        wire_bytes_per_element: bytes that leave a rank in one step, summed over all ranks, per
-            element of a distributed matrix.
-        imbalance: FLOPs of the busiest rank over those of the mean rank; 1 if nothing is
-            distributed.
-        predicted_seconds: per step, without elementwise work.
+        collectives_per_step: how many each rank of a micro-group's grid takes part in. With owners there are two on a
+            sharded grid, one on a replicated grid, and three on a grid that is both. Where every rank computes
+            everything, a sharded grid has one gather, and a replicated grid has one meeting of all replicas.
+        wire_bytes_per_element: bytes that ranks send to other ranks in one step, per element of a distributed
+            matrix.
+        imbalance: FLOPs of the busiest rank over those of the mean rank; 1 if no matrix
+            is distributed.
+        predicted_seconds: seconds per step, without elementwise work.
         fallbacks: task name -> why it is interpreted.
     """
 

@@ -1,6 +1,6 @@
-"""What the texts for terminals are made of: a headline in a panel, titled sections, tables without lines.
+"""The parts of texts for terminals: a headline in a panel, titled sections, tables without lines.
 
-Names come from users, so everything is a `Text` and never markup.
+Users choose names, so every cell is a `Text` and never markup.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IN_ASCII = str.maketrans("█▓▒░·─├…▁▂▃▄▅▆▇▏▎▍�
 class Encodable:
     """A renderable in the letters that the console's encoding has.
 
-    Where the encoding is no Unicode, letters of charts get stand-ins, and any other letter that is missing a "?".
+    If the encoding is not Unicode, stand-ins replace the letters of charts, and "?" replaces any other missing letter.
     """
 
     content: RenderableType
@@ -45,11 +45,11 @@ class Encodable:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a page; a page leaves it out if it has no body.
+    """A part of a page. A page leaves a section out if it has no body.
 
     Attributes:
         title: one word or two.
-        caption: what the figures below it are; may be empty.
+        caption: a few words on the figures below it; may be empty.
         body: from top to bottom.
     """
 
@@ -62,7 +62,7 @@ def page(headline: RenderableType, sections: Iterable[Section]) -> RenderableTyp
     """Lay out a page that is at most `WIDEST` columns wide and prints on a terminal of any encoding.
 
     Args:
-        headline: what stands above all sections.
+        headline: the part above all sections.
         sections: from top to bottom.
 
     Returns:
@@ -82,7 +82,7 @@ def headline_panel(title: Text, figures: Sequence[tuple[Text, str]], remarks: It
 
     Args:
         title: what the page is about.
-        figures: values, and what each counts, in a line or two.
+        figures: each value, and what it counts, in a line or two.
         remarks: lines below the figures; empty ones are left out.
 
     Returns:
@@ -101,7 +101,7 @@ def columns(*headers: str) -> Table:
     """Begin a table without lines, whose cells keep to one line.
 
     Args:
-        headers: of its columns; one that begins with > is of a right-aligned column.
+        headers: the headers of its columns; a header that begins with > makes its column right-aligned.
 
     Returns:
         The table without rows.
@@ -113,7 +113,7 @@ def columns(*headers: str) -> Table:
 
 
 def listing(rows: Iterable[tuple[Text, Text]]) -> Table:
-    """List sentences behind bullets or short names; long ones go on below their own beginning."""
+    """List sentences behind bullets or short names. The lines of a long sentence are aligned with its beginning."""
     grid = Table.grid(padding=(0, 1))
     for bullet, sentence in rows:
         grid.add_row(bullet, sentence)
@@ -134,19 +134,19 @@ def names_by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def formula_text(formula: str) -> str:
-    """Write a sympy expression as people do: "4 m n^2" for "4*m*n**2"."""
+    """Write a sympy expression as people write it: "4 m n^2" for "4*m*n**2"."""
     return formula.replace("**", "^").replace("*", " ")
 
 
 @dataclass(frozen=True, slots=True)
 class MicroGroupRow:
-    """What the table of micro-groups says of one.
+    """A row of the table of micro-groups.
 
     Attributes:
         index: its number in the step.
         grid: the ranks that share its tasks.
         tasks: how many matrices it has.
-        sizes: bytes that leave a rank, summed over all ranks: to gather, to scatter and to exchange.
+        sizes: bytes that ranks send to other ranks: to gather, to scatter and to exchange.
         makespan_flops: FLOPs of its busiest owner.
     """
 
@@ -158,10 +158,10 @@ class MicroGroupRow:
 
 
 def micro_group_table(rows: Sequence[MicroGroupRow]) -> list[RenderableType]:
-    """Tell what every micro-group moves and computes; its fill is the legend of all charts.
+    """Show what each micro-group moves and computes. The fill in its row is the legend of all charts.
 
     Args:
-        rows: in the order of the step; those after the first `MOST_ROWS` are summed up.
+        rows: in the order of the step; one row sums up those after the first `MOST_ROWS`.
 
     Returns:
         The table and what it leaves out; nothing if there are no micro-groups.

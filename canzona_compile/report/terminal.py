@@ -1,4 +1,4 @@
-"""How the report of a run looks on a terminal."""
+"""Lays out the report of a run for a terminal."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def render(report: Figures) -> RenderableType:
 
 
 def headline(report: Figures) -> Panel:
-    """Frame what the plan amounts to, and how it was made."""
+    """Frame the plan's main figures, and how the plan was made."""
     owners = len({t.owner for t in report.tasks if t.strategy == "owner"})
     everywhere = "all" if any(t.owner is None for t in report.tasks) else "-"
     groups = len(report.micro_groups)
@@ -113,14 +113,14 @@ def headline(report: Figures) -> Panel:
 
 
 def assumptions(report: Figures) -> str:
-    """Say with which rates of the machine the schedule was predicted."""
+    """Name the rates of the machine that the predicted schedule assumes."""
     rates = rates_of(report.machine, tuple(one.rank for one in report.loads))
     flops = format_flops(rates.flops).replace(".00 ", " ")
     return f"assuming {flops}/s, {format_bandwidth(rates.wire)}, {format_seconds(rates.latency)} a collective"
 
 
 def schedule(report: Figures) -> Iterator[RenderableType]:
-    """Draw what the processor and the link of the busiest rank do when; nothing where no rank sends anything."""
+    """Draw when the processor and the link of the busiest rank are busy. Draw nothing if no rank sends anything."""
     if not any(m.stream == "link" for m in report.schedule):
         return
     moments = [m for m in report.schedule if not m.act.startswith("wait")]
@@ -169,10 +169,10 @@ def spans(ranks: Sequence[int], most: int = 2) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaskList:
-    """Every matrix, or the largest ones where there are too many.
+    """A table of every matrix, or of the largest ones if there are too many.
 
-    Where names are too long for the console, it leaves out what all of them share; one that is still too long goes on
-    in the next line.
+    If names are too long for the console, the table leaves out the words that all names share. A name that is still too
+    long goes on in the next line.
 
     Attributes:
         tasks: in any order, at least one.
@@ -233,8 +233,8 @@ def by_owner(tasks: Sequence[TaskReport]) -> Iterator[tuple[Sequence[TaskReport]
     """Group matrices by owner, largest first, in about MOST_ROWS rows.
 
     Yields:
-        For each owner the matrices to show and those to sum up. Where there is no room for two rows per owner, each of
-        the largest matrices alone, then the rest.
+        For each owner, the matrices to show and those to sum up. Without room for two rows per owner, this yields each
+        of the largest matrices alone, then the rest.
     """
     order = sorted(tasks, key=lambda task: -task.flops)
     owned: dict[int, list[TaskReport]] = defaultdict(list)
@@ -258,7 +258,7 @@ def mark(i: int) -> str:
 
 
 def differing(names: Sequence[str]) -> tuple[int, int | None]:
-    """Find the part in which dotted names differ; at least one word of each.
+    """Find the words in which dotted names differ, at least one word of each name.
 
     Returns:
         Where it begins and ends in the list of a name's words; (0, None) for a single name.
@@ -276,7 +276,7 @@ def shared(names: Sequence[Sequence[str]]) -> int:
 
 
 def costs(report: Figures) -> Iterator[RenderableType]:
-    """List templates that have matrices, and the formulas that they share."""
+    """List each template that has matrices, and the formulas that templates share."""
     found = [t for t in report.templates if t.tasks]
     formulas = list(dict.fromkeys(map(formula, found)))
     table = columns("", "template", ">matrices", ">FLOPs each", "gather", "scatter")
@@ -292,14 +292,14 @@ def costs(report: Figures) -> Iterator[RenderableType]:
 
 
 def formula(template: TemplateReport) -> str:
-    """Write a template's FLOPs as "10 m^3 + 20 m^2 n", or say that no graph tells them."""
+    """Write a template's FLOPs as "10 m^3 + 20 m^2 n", or say that there is no graph to count."""
     if template.interpreted:
         return f"interpreted, elements counted: {template.interpreted}"
     return formula_text(template.formula)
 
 
 def wires(template: TemplateReport, direction: str) -> str:
-    """Say what of one matrix travels in a direction, and how large it is: "bf16 8 KiB"."""
+    """Name the values of one matrix that travel in a direction, and their sizes: "bf16 8 KiB"."""
     found = [wire for wire in template.wires if wire.direction == direction]
     dtypes = dict.fromkeys(format_dtype(wire.dtype) for wire in found)
     return f"{'+'.join(dtypes)} {format_bytes(sum(wire.bytes for wire in found))}" if found else "-"

@@ -1,4 +1,4 @@
-"""What a step costs a rank's processor beside its program: it looks up gradients and state, and chooses the code."""
+"""Measures a rank's bookkeeping in a step beside its program: looking up gradients and state, choosing the program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canzona_compile.api.wrap import wrap
 from canzona_compile.tools.calibration.measure import clearing
 
 MATRICES = 64
-SIDE = 16  # rows and columns of each: there is next to nothing to compute
+SIDE = 16  # rows and columns of each matrix: there is next to nothing to compute
 
 
 class Stopwatch:
@@ -40,7 +40,7 @@ def bookkeeping(mesh: DeviceMesh, cold: int, repetitions: int) -> float:
     Args:
         mesh: one dim; the matrices are sharded over it as `fully_shard` does, and all of its ranks call this.
         cold: bytes of other data that the rank goes through before each step, to clear its caches.
-        repetitions: steps of which the median counts.
+        repetitions: how many steps the median is taken over.
     """
 
     def zeros() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`calibrate`: the rates of this machine, measured where they can be and taken from a known kind where not."""
+"""`calibrate`: measures the rates of this machine, and takes those that it cannot measure from a known kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from canzona_compile.tools.calibration.measure import ALONE, MeasurementSizes, P
 from canzona_compile.tools.calibration.ranks import Measured
 
 ONE_NODE = 1024  # ranks_per_node on CPU: all ranks share this machine, however many there are
-FALLBACK = "h100"  # what an unknown GPU is taken for where nothing was measured
+FALLBACK = "h100"  # the kind that an unknown GPU is assumed to be for rates that were not measured
 
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 EXTENTS = {

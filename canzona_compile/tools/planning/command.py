@@ -63,12 +63,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(given: Namespace) -> int:
-    """Write the plan; 0."""
+    """Make a plan, write it, and return the exit code 0."""
     planner = planner_of(given)
     if given.format == "html":
         check_installed()
     if given.output is not None:
-        check_output(given.output)  # now: a large plan takes a while
+        check_output(given.output)  # before planning, because a large plan takes a while
     with progress(given.quiet) as say:
         made = plan(
             model_of(given),
@@ -95,7 +95,7 @@ def run(given: Namespace) -> int:
 
 
 def planner_of(given: Namespace) -> str:
-    """The planner that the options name, which must not be two."""
+    """Return the planner that the options name; raise CanzonaError if they name more than one."""
     asked = [("--planner", given.planner)] if given.planner != "joint" else []
     asked += [("--exact", "exact")] * given.exact + [("--alpha", "alpha")] * (given.alpha is not None)
     names = {name for _, name in asked}
@@ -130,7 +130,7 @@ def text_of(made: OfflinePlan, kind: str) -> str:
 def write(text: str, path: str | None) -> None:
     if path is None:
         if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(encoding="utf-8")  # as in a file; a page says so of itself
+            sys.stdout.reconfigure(encoding="utf-8")  # as in a file; a page declares this encoding
         sys.stdout.write(text)
         return
     try:
@@ -140,7 +140,7 @@ def write(text: str, path: str | None) -> None:
 
 
 def check_output(path: str) -> None:
-    """Raise CanzonaError for what is no file in a folder."""
+    """Raise CanzonaError if the path is a folder, or its folder does not exist."""
     if Path(path).is_dir():
         raise unwritable(path, "it is a folder")
     if not Path(path).parent.is_dir():
@@ -154,7 +154,7 @@ def unwritable(path: str, why: str) -> CanzonaError:
 
 @contextmanager
 def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """What is being done, on standard error: a bar on a terminal, else nothing."""
+    """Show the progress on standard error: a bar on a terminal, else nothing."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda _: None
@@ -172,9 +172,9 @@ def add_diff_arguments(parser: ArgumentParser) -> None:
 
 
 def run_diff(given: Namespace) -> int:
-    """Print what differs; 0 if nothing does, 1 otherwise."""
+    """Print what differs, and return the exit code: 0 if the plans are the same, 1 otherwise."""
     for path in (given.before, given.after):
-        read_plan(path)  # whose errors name the file
+        read_plan(path)  # its errors name the file
     found = difference(read_json(Path(given.before)), read_json(Path(given.after)))
     if given.json:
         print(json.dumps(found, indent=1))

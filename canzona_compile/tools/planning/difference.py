@@ -13,7 +13,7 @@ from canzona_compile.ir.plan_file import MAKE_ANEW, PlannedTask, read_plan
 from canzona_compile.report.sections import Encodable, columns
 from canzona_compile.report.units import format_bytes, format_seconds, plural
 
-MOST = 20  # matrices that are listed
+MOST = 20  # how many matrices the table lists
 FIELDS = {"group": "micro-group", "owner": "owner (replica, shard)"}  # what people call the fields of a task
 FIGURES = ("seconds", "imbalance", "wire_bytes", "buffers", "hardware")
 
@@ -25,9 +25,9 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
         before, after: plans as JSON objects, as a run or `canzona_compile.plan` writes them.
 
     Returns:
-        "same": whether they decide the same. "parts": the digests that differ. "only_before", "only_after": the
-        matrices that only one of them has. "changed": for each matrix that both decide differently, the fields as
-        [before, after]. "figures": the forecasts' figures as [before, after].
+        "same": whether their decisions are the same. "parts": the digests that differ. "only_before", "only_after": the
+        matrices that only one of them has. "changed": the fields as [before, after] of each matrix that the plans
+        treat differently. "figures": the forecasts' figures as [before, after].
 
     Raises:
         CanzonaError: one of them is no plan.
@@ -61,7 +61,7 @@ def changes(a: PlannedTask, b: PlannedTask) -> dict[str, list[Any]]:
 
 
 def figures(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> dict[str, list[Any]]:
-    """Pair the predicted figures; there are none where a plan, as a run writes it, has no forecast."""
+    """Pair the predicted figures. A plan that a run wrote has no forecast; then there are none."""
     if before is None or after is None:
         return {}
     a, b = headline(before, "the first plan"), headline(after, "the second plan")

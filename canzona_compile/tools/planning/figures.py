@@ -1,4 +1,4 @@
-"""What a plan made offline amounts to: plain data. `forecast` fills it in; the table, the page and others show it."""
+"""The figures of a plan made offline, as plain data. `forecast` fills them in; tables and pages show them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from canzona_compile.tools.simulation.figures import Simulation
 
 @dataclass(frozen=True, slots=True)
 class StrategyForecast:
-    """What a template's matrices would take by one strategy, alone on their ranks.
+    """How long a template's matrices would take by one strategy if their ranks did nothing else.
 
     Attributes:
         name: "owner" or "replicated".
         seconds: predicted for all of them.
         compute, gather, scatter: the parts of `seconds`, which do not overlap.
         chosen: whether the plan takes it for at least one of the matrices.
-        runs: whether the runtime executes it, which is so for all strategies.
-        note: how the work is shared out.
+        runs: whether the runtime executes it; true for all strategies.
+        note: how ranks share the work.
     """
 
     name: str
@@ -34,7 +34,7 @@ class StrategyForecast:
 
 @dataclass(frozen=True, slots=True)
 class TemplateForecast:
-    """Matrices alike.
+    """Matrices of one template.
 
     Attributes:
         flops, memory, wire: sympy expressions for one matrix of m x n: FLOPs of the graph that its owner runs, bytes
@@ -59,7 +59,7 @@ class TemplateForecast:
 
 @dataclass(frozen=True, slots=True)
 class TaskForecast:
-    """One matrix; `owner` is a global rank, None where every rank computes it."""
+    """One matrix; `owner` is a global rank, None if every rank computes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class TaskForecast:
 
 @dataclass(frozen=True, slots=True)
 class GroupForecast:
-    """A micro-group; bytes are those that leave a rank, summed over all ranks."""
+    """A micro-group; bytes are those that ranks send to other ranks."""
 
     index: int
     replicas: int
@@ -93,10 +93,10 @@ class Alternative:
         name: "joint", "alpha", ..., or "every rank computes everything".
         imbalance: FLOPs of the busiest rank over those of the mean.
         seconds: the simulated step.
-        exposed: of it, on the busiest rank, waiting for communication.
-        sent: bytes that leave a rank, summed over all ranks.
+        exposed: the seconds of it that the busiest rank waits for communication.
+        sent: bytes that ranks send to other ranks.
         peak: most bytes of buffers on a rank.
-        groups: micro-groups.
+        groups: how many micro-groups there are.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """Bytes per rank, of the busiest one.
+    """Bytes on the rank that needs most.
 
     Attributes:
         buffers: with the micro-groups of the plan.
@@ -132,13 +132,13 @@ class Forecast:
     """A plan made offline.
 
     Attributes:
-        fingerprint: of the scheduled step: equal to that of the run which makes the same plan.
-        matrices, elements: that are distributed; `elementwise` parameters are updated by each rank on its own.
+        fingerprint: that of the scheduled step; a run that makes the same plan has the same one.
+        matrices, elements: how many are distributed. Each rank updates the `elementwise` parameters by itself.
         mesh: size of each dim, in order.
-        options: what was asked for, by name, as text.
-        hidden: seconds that gathering parameters over replicas takes under the next forward pass; 0 where updates are
-            not those of "zero1".
-        assumptions: in words, what the predictions stand on beside the rates.
+        options: the options of the request, by name, as text.
+        hidden: seconds for which the next forward pass overlaps the gathering of parameters over replicas; 0 unless
+            updates are "zero1".
+        assumptions: what the predictions assume beside the rates, in words.
     """
 
     fingerprint: str

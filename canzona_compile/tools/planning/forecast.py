@@ -1,4 +1,4 @@
-"""From a scheduled step to a forecast: simulate the step and its alternatives, and add up what people ask for.
+"""Makes a forecast of a scheduled step: simulates the step and its alternatives, and sums up the figures.
 
 Seconds of whole steps come from the simulation (`tools.simulation`). Seconds of one matrix by itself, and of
 strategies, come from the FLOPs and bytes of its graphs (`analysis.roofline`).
@@ -46,7 +46,7 @@ ABOUT = {
     "exact": "mixed-integer programming",
     "replicated": "every rank computes everything",
 }
-PARAMETER_BYTES = 2  # of an element when parameters are gathered for a forward pass in 16 bits
+PARAMETER_BYTES = 2  # of an element, when ranks gather parameters in 16 bits for a forward pass
 
 
 def forecast(
@@ -57,12 +57,12 @@ def forecast(
     Args:
         step: the SCHEDULED step of all matrices of the model.
         digest: the fingerprint of its plan.
-        request: what the plan was asked for.
+        request: what the user asked for.
         others: functions that make the SCHEDULED steps of the alternatives, by name.
         say: called with words that tell what is being done.
 
     Returns:
-        The figures: seconds are predicted, bytes and FLOPs are counted.
+        The figures: predicted seconds, and counted bytes and FLOPs.
     """
     hardware, options = request.hardware, request.options
     say("simulating the step")
@@ -118,7 +118,7 @@ def forecast(
 
 
 def hidden_seconds(tasks: Sequence[Task], request: Request) -> float:
-    """Seconds of gathering parameters over replicas, which ZeRO-1 overlaps with the next forward pass."""
+    """Predict the seconds of gathering parameters over replicas, which ZeRO-1 overlaps with the next forward pass."""
     if request.updates != "zero1":
         return 0.0
     elements: dict[Grid, int] = defaultdict(int)
@@ -132,7 +132,7 @@ def hidden_seconds(tasks: Sequence[Task], request: Request) -> float:
 
 
 def alternative(name: str, step: Step, request: Request) -> Alternative:
-    """The headline figures of a SCHEDULED step that was planned another way."""
+    """Work out the headline figures of a SCHEDULED step that was planned another way."""
     placed = {p.name: p for p in step.placed}
     found = simulated(step, request)
     return Alternative(
@@ -148,7 +148,7 @@ def alternative(name: str, step: Step, request: Request) -> Alternative:
 
 
 def imbalance(loads: Sequence[LoadReport]) -> float:
-    """FLOPs of the busiest rank over those of the mean rank; 1 where nothing is computed."""
+    """FLOPs of the busiest rank over those of the mean rank; 1 if no rank computes anything."""
     total = sum(one.flops for one in loads)
     return max(one.flops for one in loads) * len(loads) / total if total else 1.0
 
@@ -172,7 +172,7 @@ def template_forecast(placed: Placed, tasks: Sequence[Task], time: PlacedTime, r
 
 
 def wire_formula(placed: Placed) -> sympy.Expr:
-    """Bytes to and from the owner, as a formula in the dims of the matrix where a wire has them."""
+    """Write the bytes to and from the owner, as a formula in the dims of the matrix where a wire has these dims."""
     symbols = dict(zip(placed.template.shape, dim_symbols(len(placed.template.shape)), strict=True))
     total: sympy.Expr = sympy.Integer(0)
     for wire in (*placed.gather, *placed.scatter):
@@ -236,11 +236,11 @@ def memory_forecast(step: Step, request: Request, simulation: Simulation) -> Mem
 
 
 def state_bytes(step: Step, tasks: Sequence[Task]) -> tuple[int, int]:
-    """Bytes of optimizer state on the rank that holds most; and if every rank held all state of its grid."""
+    """Count the bytes of state on the rank that holds most: as planned, and if each rank held all state of its grid."""
     held: dict[int, float] = defaultdict(float)
     everywhere: dict[int, float] = defaultdict(float)
     placed = {p.name: p for p in step.placed}
-    alike: dict[tuple[int, str], list[Task]] = defaultdict(list)  # by layout, most of which are shared, and cut
+    alike: dict[tuple[int, str], list[Task]] = defaultdict(list)  # by layout and cut
     for task in tasks:
         alike[id(task.layout), task.placed].append(task)
     for (_, name), same_kind in alike.items():
@@ -273,7 +273,7 @@ def option_texts(request: Request) -> tuple[tuple[str, str], ...]:
 
 
 def bounds(step: Step, request: Request) -> Iterator[str]:
-    """Sentences that say how far from the optimum the planner `exact` came, one for each grid."""
+    """Say in a sentence for each grid how far the planner `exact` stayed from the optimum."""
     if request.options.planner != "exact":
         return
     placed = {p.name: p for p in step.placed}
@@ -286,7 +286,7 @@ def bounds(step: Step, request: Request) -> Iterator[str]:
 
 
 def assumptions(request: Request, step: Step) -> tuple[str, ...]:
-    """What the predictions stand on beside the rates, in words."""
+    """List what the predictions assume beside the rates, in words."""
     found = [
         "nothing is fused: each operator reads its operands from memory and writes its result",
         "ranks are numbered along the mesh, the last dim fastest, and nodes hold consecutive ranks",

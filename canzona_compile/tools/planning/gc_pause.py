@@ -1,4 +1,4 @@
-"""Python's collector of cycles, out of the way of plans."""
+"""Pauses Python's collector of cycles while a plan is made."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Without the collector.
+    """Pause the collector.
 
-    Plans of thousands of ranks make millions of small objects, which it would look at again and again: a fifth of all
-    time. Few of them are in cycles, and those wait until afterwards.
+    Plans of thousands of ranks make millions of small objects. The collector would look at them again and again, which
+    takes a fifth of all time. Few of the objects are in cycles, and the collector frees those afterwards.
     """
     if not gc.isenabled():
         yield

@@ -1,4 +1,4 @@
-"""A mesh in words, and how weights lie on it: what FSDP2, HSDP, DDP, tensor, expert and pipeline parallelism do."""
+"""Parses a mesh, and lays weights out on it as FSDP2, HSDP, DDP, tensor, expert and pipeline parallelism do."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DIMS = {
     "pp": "pipeline stages, of consecutive layers",
 }
 MOST_RANKS = 1 << 20
-# Whatever the order of the mesh, `fully_shard` puts its own dims before those that cut the weight already, and
-# replicas that torch does not see are around all of them.
+# In every order of the mesh, `fully_shard` puts its own dims before those that already cut the weight, and the dim of
+# replicas that torch does not see comes before all others.
 ORDER = {"dp": 0, "hsdp": 1, "fsdp": 2, "ep": 2, "tp": 3, "pp": 4}
 
 
@@ -53,7 +53,7 @@ class Mesh:
 
 
 def parse_mesh(given: str | Mapping[str, int]) -> Mesh:
-    """A mesh from "dp=32,tp=8" or {"dp": 32, "tp": 8}; raises CanzonaError."""
+    """Make a mesh from "dp=32,tp=8" or {"dp": 32, "tp": 8}; raise CanzonaError if it is not valid."""
     pairs: list[tuple[str, object]]
     if isinstance(given, str):
         parts = [part.partition("=") for part in given.split(",")]
@@ -80,7 +80,7 @@ def parse_mesh(given: str | Mapping[str, int]) -> Mesh:
 
 
 def check(mesh: Mesh, model: Model) -> None:
-    """Raise CanzonaError where a dim does not divide what it cuts."""
+    """Raise CanzonaError if a dim does not divide what it cuts, or does not fit the model."""
     for dim, what, count in (
         ("tp", "attention heads", model.heads),
         ("tp", "key-value heads", model.kv_heads),
@@ -106,7 +106,7 @@ def check(mesh: Mesh, model: Model) -> None:
 
 @dataclass(frozen=True)
 class WeightSharding:
-    """How weights of a kind lie on a mesh; layouts are made once for all weights alike."""
+    """Lays weights out on a mesh; equal weights share their layouts."""
 
     mesh: Mesh
     layers: int
@@ -120,7 +120,7 @@ class WeightSharding:
         return {}
 
     def layouts(self, weight: ModelWeight) -> tuple[Layout, ...]:
-        """One; of a stack of experts, one for each part of the mesh that has entries of its own, if it has any."""
+        """Return one layout; for a stack of experts, one for each part of the mesh that holds entries of its own."""
         fixed = {"pp": self.stage(weight)}
         if weight.expert is not None:
             fixed["ep"] = weight.expert * self.mesh.size("ep") // self.experts
@@ -133,7 +133,7 @@ class WeightSharding:
         return self._layouts[key]
 
     def _expert_dims(self, weight: ModelWeight) -> tuple[str, ...]:
-        """The dims that deal the entries of a stack out; FSDP does so too, as long as there are enough of them."""
+        """Return the dims that shard the entries of a stack; FSDP is one of them if there are enough entries."""
         enough = self.mesh.size("ep") * self.mesh.size("fsdp") <= weight.shape[0]
         return ("ep", "fsdp") if enough else ("ep",)
 
@@ -153,7 +153,7 @@ class WeightSharding:
         grid = Grid(
             tuple(tuple(self.mesh.rank({**fixed, **row, **column}) for column in cut) for row in coordinates(rows))
         )
-        # FSDP over `fsdp` and `ep` is one dim to torch, flattened.
+        # torch sees FSDP over `fsdp` and `ep` as one flattened dim.
         merged = [n for n in columns if n in ("fsdp", "ep")]
         single = [n for n in columns if n not in merged[1:]]
         sizes = [prod(self.mesh.size(m) for m in merged) if n in merged else self.mesh.size(n) for n in single]
@@ -174,7 +174,7 @@ class WeightSharding:
         return sorted((name for name, _ in self.mesh.dims), key=ORDER.__getitem__)
 
     def _placements(self, weight: ModelWeight, dealt: tuple[str, ...]) -> dict[str, Placement]:
-        """As FSDP2 and `parallelize_module` place it: FSDP on dim 0 of what tensor parallelism left."""
+        """Place a weight as `parallelize_module` and FSDP2 do: FSDP shards dim 0 of the tensor-parallel shard."""
         cut, first = weight.tensor_dim, int(weight.experts)
         tensor = self.mesh.size("tp") if cut == first and "tp" in dict(self.mesh.dims) else 1
         fsdp: Placement = _StridedShard(first, split_factor=tensor) if tensor > 1 else Shard(first)
@@ -191,6 +191,6 @@ class WeightSharding:
         return placements
 
     def _text(self, columns: list[str], rows: list[str], sharding: Mapping[str, Placement]) -> str:
-        """As the layouts of a real run call it: placements of the DTensor's own mesh, which `dp` is no part of."""
+        """Name the placements as a real run does: those of the DTensor's own mesh, which does not contain `dp`."""
         own = [n for n in ("hsdp", "fsdp", "ep", "tp") if n in self._dims and n in [*columns, *rows]]
         return ",".join(short(sharding[n]) for n in own) or ("replicated" if self.mesh.ranks > 1 else "local")

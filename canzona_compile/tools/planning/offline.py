@@ -1,4 +1,4 @@
-"""A captured step without ranks, tensors or devices: what a real run would bind, from shapes and a mesh alone."""
+"""Makes a captured step without ranks, tensors or devices: what a real run would bind, from shapes and a mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from canzona_compile.ir.step import Form, Machine, Step, Task
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
 
-SMALL = 32  # dims of matrices on which captured graphs are tried out
+SMALL = 32  # smallest dim of the matrices on which captured graphs are compared with eager steps
 NAMED = {
     "muon": "torch.optim:Muon",
     "soap": "canzona_compile.optimizers.soap:SOAP",
@@ -29,7 +29,7 @@ NAMED = {
 
 
 def optimizer_named(name: str, arguments: Mapping[str, Any]) -> Optimizer:
-    """An optimizer over a matrix that stands for all, by one of NAMED or as "module:Class".
+    """Make an optimizer over one matrix that stands for all; its name is one of NAMED, or "module:Class".
 
     Raises:
         CanzonaError: it cannot be imported or made.
@@ -51,7 +51,7 @@ def optimizer_named(name: str, arguments: Mapping[str, Any]) -> Optimizer:
 
 
 def optimizer_of(kind: Any, arguments: Mapping[str, Any]) -> Optimizer:
-    """An optimizer of a class, over a matrix that stands for all."""
+    """Make an optimizer of a class, over one matrix that stands for all."""
     if not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
         raise CanzonaError(f"{kind!r} is no class of torch.optim.Optimizer")
     try:
@@ -70,10 +70,10 @@ def captured_step(
     machine: Machine,
     dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """The step of all matrices of a model, laid out on a mesh, as binding makes it on real ranks.
+    """Make the step of all matrices of a model on a mesh, as binding makes it on real ranks.
 
     Args:
-        optimizer: whose code is captured, with the hyperparameters of its first group.
+        optimizer: its code is captured, with the hyperparameters of its first parameter group.
         dtype: of parameters and gradients.
 
     Raises:
@@ -89,7 +89,7 @@ def captured_step(
         return capture.kind_of(group, ParameterSpec(shape, dtype, dtype, torch.device("cpu")), name)
 
     tasks: list[Task] = []
-    # Graphs are compared with eager steps once for all sizes: small matrices of the same proportions come first.
+    # One comparison of a graph with an eager step holds for all sizes, so small matrices of the same kind come first.
     for shape in dict.fromkeys(miniature(weight.shape) for weight in model.weights):
         kind_of(shape, "a small matrix")
     for weight in model.weights:
@@ -104,12 +104,12 @@ def captured_step(
 
 
 def miniature(shape: Shape) -> Shape:
-    """A small shape with dims in the same order of size."""
+    """Return a small shape whose dims have the same order of size."""
     sizes = sorted(set(shape))
     return tuple(SMALL * (1 + sizes.index(n)) for n in shape)
 
 
 def parts(weight: ModelWeight, sharding: WeightSharding) -> list[tuple[str, Layout]]:
-    """A weight's layouts, and what their names have at the end where there are several."""
+    """Return a weight's layouts, each with the suffix of its name, which is empty if there is only one."""
     layouts = sharding.layouts(weight)
     return [(f"@{i}" if len(layouts) > 1 else "", layout) for i, layout in enumerate(layouts)]

@@ -1,7 +1,7 @@
 """A forecast as one HTML file, which opens from disk and loads nothing.
 
-`page_charts` makes the figures, `page_document` the file around them. Both need the extra "page", so nothing imports
-them before a page is asked for.
+`page_charts` makes the figures, `page_document` the file around them. Both need the extra "page", so they are
+imported only when a user asks for a page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_installed() -> None:
 
 
 def page(forecast: Forecast) -> str:
-    """The whole file; write it in UTF-8.
+    """Return the whole file; write it in UTF-8.
 
     Raises:
         CanzonaError: plotly or jinja2 is not installed.

@@ -14,13 +14,13 @@ from canzona_compile.tools.planning.figures import Forecast, TemplateForecast
 from canzona_compile.tools.planning.page_style import BLUE, GREEN, GREY, ORANGE, PALE, finished, literal, period, said
 from canzona_compile.tools.planning.page_timeline import timelines
 
-MOST_BARS = 64  # ranks with a bar of their own, cut by micro-group; more make an area
-MOST_GROUPS = 12  # micro-groups of a rank beside the pointer
-LONGEST = 5  # times the shortest bar: what is longer leaves the chart, so that the shortest stays visible
+MOST_BARS = 64  # a chart draws a bar per rank, cut by micro-group, up to this many ranks; an area for more
+MOST_GROUPS = 12  # micro-groups of a rank that the text at the pointer lists
+LONGEST = 5  # times the shortest bar: longer bars leave the chart, so that the shortest stays visible
 
 
 def charts(forecast: Forecast) -> dict[str, go.Figure]:
-    """Every figure, by the id of the element that shows it; what would be empty is left out."""
+    """Make every figure, by the id of the element that shows it, and leave out empty ones."""
     found = {f"timeline-{i}": figure for i, figure in enumerate(timelines(forecast.simulation))}
     found |= {f"load-{metric.name}": per_rank(metric) for metric in metrics(forecast)}
     if forecast.alternatives:
@@ -37,14 +37,14 @@ def charts(forecast: Forecast) -> dict[str, go.Figure]:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure of every rank, made of parts.
+    """A quantity that every rank has, made of parts.
 
     Attributes:
         name: short, for ids; `title` for people; `about` says what it counts.
-        ranks: global ranks; all sequences have their length.
+        ranks: global ranks; every other sequence has the same length.
         parts: (legend, values, colour).
         unit: "FLOP", "s" or "B".
-        more: lines beside the pointer, per rank.
+        more: further lines of the text at the pointer, per rank.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Metric:
 
 
 def metrics(forecast: Forecast) -> Iterator[Metric]:
-    """What the page says of every rank."""
+    """Yield the quantities that the page shows for every rank."""
     loads, ranks = forecast.loads, forecast.simulation.ranks
     if loads:
         own = [load.rank for load in loads]
@@ -102,7 +102,7 @@ def metrics(forecast: Forecast) -> Iterator[Metric]:
 
 
 def per_rank(metric: Metric) -> go.Figure:
-    """A column per rank; beside many of them, how many ranks have how much."""
+    """Draw a column per rank; beside many columns, draw how many ranks have how much."""
     totals, many = metric.totals, len(metric.ranks) > MOST_BARS
     figure = go.Figure()
     if many:
@@ -114,7 +114,7 @@ def per_rank(metric: Metric) -> go.Figure:
         else:
             figure.add_bar(**look, marker_color=colour)
     mean = sum(totals) / len(totals)
-    figure.add_scatter(  # nothing to see: it answers the pointer for all parts of a rank
+    figure.add_scatter(  # invisible: it shows the text at the pointer for all parts of a rank
         x=metric.ranks,
         y=totals,
         mode="markers",
@@ -139,7 +139,7 @@ def beside(metric: Metric, i: int, total: float, mean: float) -> str:
 
 
 def add_classes(figure: go.Figure, metric: Metric, totals: Sequence[float]) -> None:
-    """How many ranks have how much, turned so that it shares the axis."""
+    """Draw how many ranks have how much, as horizontal bars that share the axis."""
     low, high = min(totals), max(totals)
     counts = [0] * (32 if high > low else 1)
     width = (high - low) / len(counts) or high / 32 or 1.0
@@ -167,7 +167,7 @@ def add_classes(figure: go.Figure, metric: Metric, totals: Sequence[float]) -> N
 
 
 def axis_of(unit: str, most: float) -> dict[str, object]:
-    """How an axis up to `most` is marked: bytes by powers of two."""
+    """Mark an axis up to `most`; marks of bytes are multiples of a power of two."""
     if unit != "B" or most <= 0:
         return {"tickformat": "~s", "ticksuffix": unit}
     step = 2.0 ** math.ceil(math.log2(most / 4))
@@ -179,7 +179,7 @@ def axis_of(unit: str, most: float) -> dict[str, object]:
 
 
 def comparison(forecast: Forecast) -> go.Figure:
-    """The step of each plan, and how much of it is exposed communication."""
+    """Draw the step of each plan, and how much of it is exposed communication."""
     found = [own for own in forecast.alternatives if math.isfinite(own.seconds)]
     exposed = [min(own.exposed, own.seconds) for own in found]
     return side_by_side(
@@ -192,7 +192,7 @@ def comparison(forecast: Forecast) -> go.Figure:
 
 
 def strategies(template: TemplateForecast) -> go.Figure:
-    """What each strategy that is possible takes."""
+    """Draw the seconds that each possible strategy takes."""
     found = [own for own in template.strategies if math.isfinite(own.seconds)]
     return side_by_side(
         [(literal(own.name), period(own.seconds), own.chosen) for own in found],
@@ -205,7 +205,7 @@ def strategies(template: TemplateForecast) -> go.Figure:
 
 
 def pair(otherwise: str, planned: int, other: int) -> go.Figure:
-    """Bytes as planned, and otherwise."""
+    """Draw the bytes of the plan, and those of another choice."""
     rows = [("as planned", format_bytes(planned), True), (otherwise, format_bytes(other), False)]
     return side_by_side(rows, [("", [planned, other], BLUE)], unit="B")
 
@@ -213,7 +213,7 @@ def pair(otherwise: str, planned: int, other: int) -> go.Figure:
 def side_by_side(
     rows: Sequence[tuple[str, str, bool]], parts: Sequence[tuple[str, Sequence[float], str]], unit: str = "s"
 ) -> go.Figure:
-    """A bar per row, of parts (legend, values, colour); a row is (name, its sum in words, is it the chosen one?)."""
+    """Draw a bar per row, of parts (legend, values, colour); a row is (name, sum in words, whether it is chosen)."""
     sums = [sum(values) for values in zip(*(values for _, values, _ in parts), strict=True)]
     positive = [total for total in sums if total > 0]
     longest = min(max(sums, default=0), LONGEST * min(positive, default=0)) if unit == "s" else max(sums)

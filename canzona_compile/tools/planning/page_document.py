@@ -1,7 +1,7 @@
 """The HTML of a forecast's page: the template `page.html` filled in.
 
-Names of the user's reach it as escaped text or as JSON. A policy in the file allows the scripts that it contains, by
-their hashes, and forbids to load anything.
+The file holds names that users chose only as escaped text or as JSON. A policy in the file allows the scripts that it
+contains, by their hashes, and forbids loading anything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STRATEGY_WORDS = {"owner": "one rank each", "replicated": "every rank computes a
 
 
 def document(forecast: Forecast) -> str:
-    """The whole file; write it in UTF-8."""
+    """Return the whole file; write it in UTF-8."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -66,22 +66,22 @@ def document(forecast: Forecast) -> str:
             **matrices(forecast),
         },
     )
-    return text.encode("utf-8", "xmlcharrefreplace").decode()  # half of a surrogate pair is no character
+    return text.encode("utf-8", "xmlcharrefreplace").decode()  # half of a surrogate pair is not a character
 
 
 def digest(script: str) -> str:
-    """How a content security policy names the element that holds this script."""
+    """Return the name by which a content security policy allows this script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 def matrices(forecast: Forecast) -> dict[str, Any]:
-    """All matrices, and the lists of them that spans compute, fit for JSON.
+    """Describe all matrices, and the lists of matrices that spans compute, as JSON can hold them.
 
     Returns:
-        "names": of all matrices; those that only spans know come last.
-        "kinds": what matrices have in common, in words: shape, strategy, FLOPs, template and layout.
-        "matrices": for each but the last names, its place in "kinds", its owner or None, and its micro-group.
-        "lists": places in "names".
+        "names": the names of all matrices; those that only spans have come last.
+        "kinds": properties that matrices share, in words: shape, strategy, FLOPs, template and layout.
+        "matrices": for each matrix of the forecast, its place in "kinds", its owner or None, and its micro-group.
+        "lists": each list as places in "names".
     """
     tasks, lists = forecast.tasks, task_lists(forecast.simulation)
     number = {
@@ -102,13 +102,13 @@ def matrices(forecast: Forecast) -> dict[str, Any]:
 
 
 def formula(text: str) -> Markup:
-    """`10*m**3 + 2*m*n`, typeset."""
+    """Typeset `10*m**3 + 2*m*n`."""
     raised = re.sub(r"\*\*(\w+|\([^()]*\))", r"<sup>\1</sup>", str(escape(text)))
     return Markup(raised.replace("*", "\u2009"))
 
 
 def against(alternative: Alternative, forecast: Forecast) -> str:
-    """How much longer its step is than that of the plan that was chosen: " (+12%)"."""
+    """Say how much longer the step of a plan is than that of the chosen plan: " (+12%)"."""
     base = next((own.seconds for own in forecast.alternatives if own.chosen), 0.0)
     if not base or alternative.chosen or not math.isfinite(alternative.seconds):
         return ""
@@ -117,14 +117,14 @@ def against(alternative: Alternative, forecast: Forecast) -> str:
 
 
 def exposed(forecast: Forecast) -> float:
-    """Seconds that the busiest rank waits for communication."""
+    """Return the seconds that the busiest rank waits for communication."""
     planned = (own.exposed for own in forecast.alternatives if own.chosen)
     busiest = max(forecast.simulation.ranks, key=lambda rank: rank.compute, default=None)
     return next(planned, busiest.exposed if busiest else 0.0)
 
 
 def rates(hardware: Hardware) -> Iterator[tuple[str, bool, list[str], str]]:
-    """Each rate in words: its name, whether it was measured, what it is, and its source."""
+    """Describe each rate: its name, whether it was measured, its values, and its source."""
     values = {
         "products": [f"{name}: {curve(own, 'FLOP/s')}" for name, own in hardware.products],
         "factorizations": [f"{name}: {curve(own, 'FLOP/s')}" for name, own in hardware.factorizations],
@@ -155,7 +155,7 @@ def link(own: Link) -> str:
 
 
 def metric(value: float, unit: str) -> str:
-    """1.5 TB/s."""
+    """Write a value with its unit and a metric prefix: "1.5 TB/s"."""
     powers = (
         (1e15, "P"),
         (1e12, "T"),

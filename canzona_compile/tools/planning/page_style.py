@@ -1,7 +1,7 @@
-"""What the charts of a forecast's page have in common: colours, words, the frame.
+"""The colours, words and frame that all charts of a forecast's page share.
 
-Parameters are called what users like, and plotly reads a little markup in texts: every name that reaches a chart goes
-through `literal`.
+Users choose the names of parameters, and plotly reads a little markup in texts, so `literal` escapes every name in a
+chart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLUE, PALE, ORANGE, GREEN, PINK, GREY = "#2a86c0", "#86bfe2", "#e39a1f", "#1fa37
 
 
 def themes() -> dict[str, go.layout.Template]:
-    """How figures look on a light and on a dark page."""
+    """Return the look of figures on a light and on a dark page."""
 
     def theme(ink: str, line: str, card: str) -> go.layout.Template:
         clear, axis = "rgba(0,0,0,0)", {"gridcolor": line, "zerolinecolor": line, "linecolor": line}
@@ -40,30 +40,30 @@ def themes() -> dict[str, go.layout.Template]:
 
 
 def literal(text: str, most: int = 10**6) -> str:
-    """Text that plotly shows as it stands, its middle left out where it has more than `most` characters."""
+    """Escape a text so that plotly shows it unchanged, without its middle if it has more than `most` characters."""
     half = most // 2
     return html.escape(text if len(text) <= most else f"{text[:half]}…{text[-half:]}", quote=False)
 
 
 def period(seconds: float) -> str:
-    """Seconds in words: 4.9 ms, 0, or impossible where they are infinite."""
+    """Write seconds: "4.9 ms", "0", or "impossible" if they are infinite."""
     if not math.isfinite(seconds):
         return "impossible"
     return format_seconds(seconds).replace("us", "µs") if seconds else "0"
 
 
 def share(part: float, whole: float) -> str:
-    """3.6%."""
+    """Write a part of a whole: "3.6%"."""
     return f"{100 * part / whole:.3g}%" if whole else "0%"
 
 
 def said(title: str, lines: Sequence[str]) -> str:
-    """What stands beside the pointer."""
+    """Write the text at the pointer."""
     return "<br>".join([f"<b>{title}</b>", *lines])
 
 
 def finished(figure: go.Figure, height: int, **layout: object) -> go.Figure:
-    """What all figures have in common; `height` in pixels is that of the plot, to which margins and a legend add."""
+    """Give a figure the common frame. `height` in pixels is that of the plot, without margins and legend."""
     legend = any(trace.name and trace.showlegend is not False for trace in figure.data)
     top = 30 * legend + 24 * (figure.layout.xaxis.side == "top") + 8
     figure.update_yaxes(automargin=True)

@@ -1,4 +1,4 @@
-"""The timeline of a forecast's page: who computes and sends what when."""
+"""The timeline of a forecast's page: when each rank computes and sends what."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from canzona_compile.tools.planning.trace import tracks
 from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
 
 MOST_DRAWN = 2500  # bars in one chart
-MOST_NAMES = 8  # of matrices beside the pointer; a click lists all
+MOST_NAMES = 8  # of matrices in the text at the pointer; a click lists all
 LANE = 15  # pixels
 BUFFERS = "buffers"
 KINDS = {
@@ -38,11 +38,11 @@ KINDS = {
 }
 STREAM_WORDS = {COMPUTE: "processor", NODE: "links within the node", NETWORK: "links to other nodes"}
 
-Lane = tuple[int, str, int]  # rank, one of STREAMS or BUFFERS, row of it: more than one where spans overlap
+Lane = tuple[int, str, int]  # rank, one of STREAMS or BUFFERS, row; overlapping spans need several rows
 
 
 def timelines(simulation: Simulation) -> Iterator[go.Figure]:
-    """Charts of the ranks that are shown, as many ranks in each as a browser draws without delay."""
+    """Draw the shown ranks, in charts of as many ranks as a browser draws without delay."""
     if not simulation.spans or simulation.seconds <= 0:
         return
     size = Counter(span.rank for span in simulation.spans) + Counter(moment.rank for moment in simulation.memory)
@@ -65,11 +65,11 @@ def timeline(
     members: Mapping[int, set[int]],
     places: Mapping[tuple[str, ...], int],
 ) -> go.Figure:
-    """A lane per stream of each of some ranks, and one with its buffers.
+    """Draw a lane per stream of each given rank, and a lane of its buffers.
 
     Args:
-        members: ranks of a collective, by its number.
-        places: of lists of matrices among `task_lists`; a bar's `customdata` is that of its list, -1 without matrices.
+        members: the ranks of each collective, by its number.
+        places: the place of each list of matrices in `task_lists`. A bar's `customdata` is its list's place, or -1.
     """
     spans = [span for span in simulation.spans if span.rank in ranks]
     moments = [moment for moment in simulation.memory if moment.rank in ranks]
@@ -116,7 +116,7 @@ def timeline(
 def lanes_of(
     ranks: Sequence[int], spans: Sequence[Span], rows: Sequence[int], moments: Sequence[Memory]
 ) -> dict[Lane, float]:
-    """Where lanes lie, from the top; between ranks there is a gap."""
+    """Return the position of each lane from the top, with a gap between ranks."""
     used = {(span.rank, span.stream, row) for span, row in zip(spans, rows, strict=True)}
     used |= {(rank, COMPUTE, 0) for rank in ranks}
     used |= {(moment.rank, BUFFERS, 0) for moment in moments}
@@ -126,14 +126,14 @@ def lanes_of(
 
 
 def kind_of(act: str) -> str:
-    """Which of KINDS an act of the schedule is."""
+    """Return the one of KINDS that an act of the schedule is."""
     if act in ("prepare", "apply"):
         return "elementwise"
     return next((kind for kind in KINDS if act.endswith(kind)), "other")
 
 
 def task_lists(simulation: Simulation) -> list[tuple[str, ...]]:
-    """The different lists of matrices that spans compute."""
+    """Return the different lists of matrices that spans compute."""
     return list(dict.fromkeys(span.tasks for span in simulation.spans if span.tasks))
 
 
@@ -156,7 +156,7 @@ def describe(span: Span, total: float, members: int) -> str:
 def add_buffers(
     figure: go.Figure, moments: Sequence[Memory], lanes: dict[Lane, float], seconds: float, most: int
 ) -> None:
-    """A bar from each moment to the next of the rank, as high as what it holds of the `most` that any holds."""
+    """Draw a bar from each moment of a rank to its next; its height is the share of `most` that the rank holds."""
     ends = {moment.rank: seconds for moment in moments}
     bars = []
     for moment in reversed(moments):

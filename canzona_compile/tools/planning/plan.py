@@ -1,4 +1,4 @@
-"""`plan`: what an optimizer's step will be on a mesh, without ranks, tensors or devices."""
+"""`plan`: plans an optimizer's step on a mesh, and predicts it, without ranks, tensors or devices."""
 
 from __future__ import annotations
 
@@ -55,27 +55,27 @@ def plan(
     """Plan a step as the runtime would, and predict it.
 
     Args:
-        model: a preset ("qwen3-32b"), {name: shape} of the matrices, or a module, on the meta device for one, of which
-            all parameters of two or more dims are taken but embeddings and the head.
+        model: a preset ("qwen3-32b"), {name: shape} of the matrices, or a module, for example on the meta device; the
+            plan takes its parameters of two or more dims, except embeddings and the head.
         mesh: sizes of named dims, "fsdp=32,tp=8": dp, hsdp, fsdp, ep, tp, pp.
-        optimizer: "muon", "soap", "shampoo", "module:Class", a class, or an optimizer, whose first group's
-            hyperparameters count.
-        arguments: of the class, beside the parameters.
+        optimizer: "muon", "soap", "shampoo", "module:Class", a class, or an optimizer; the plan takes the
+            hyperparameters of its first parameter group.
+        arguments: the arguments of the class, beside the parameters.
         hardware: a name (h100, h200, gb300, a100, cpu), or a file that `canzona-compile calibrate` wrote.
-        split: which of a preset's fused weights are matrices of their own: "qkv", "gate-up", both, or "none".
-        strategy, planner, capacity, micro_groups, depth, numerics: as of `wrap`; the planner may also be "exact".
-        alpha: of the planner "alpha", from 0 (even communication) to 1 (even load).
+        split: the fused weights of a preset to take apart into matrices: "qkv", "gate-up", both, or "none".
+        strategy, planner, capacity, micro_groups, depth, numerics: options of `wrap`; the planner may also be "exact".
+        alpha: the parameter of the planner "alpha", from 0 (even communication) to 1 (even load).
         updates: who applies updates over `dp`: every replica ("ddp", what the runtime does), or the owner's replica
             alone, with parameters gathered under the next forward pass ("zero1", as frameworks with ZeRO-1 do).
-        rank: a rank whose timeline is wanted.
-        alternatives: also predict the other planners.
-        say: told what is being done.
+        rank: a rank whose timeline to show.
+        alternatives: whether to predict the plans of other planners too.
+        say: called with words that tell the progress.
 
     Returns:
-        The plan, its figures, and what can be made of them.
+        The plan and its figures, which can be written in several formats.
 
     Raises:
-        CanzonaError: something is unknown, absurd or does not fit; the message names it and the remedy.
+        CanzonaError: an argument is unknown, absurd or does not fit; the message names it and the remedy.
     """
     sizes = parse_mesh(mesh)
     rates = hardware if isinstance(hardware, Hardware) else named_hardware(str(hardware))
@@ -120,7 +120,7 @@ def model_of(given: str | nn.Module | Mapping[str, Any] | Model, split: str) -> 
 
 
 def hidden_matrix(name: str, _: nn.Parameter) -> bool:
-    """By the usual names, is it neither an embedding nor the head?"""
+    """Tell by the usual names whether a parameter is neither an embedding nor the head."""
     parts = name.lower().split(".")
     known = ("lm_head", "wte", "wpe")
     return parts[:1] != ["output"] and not any(part in known or "embed" in part for part in parts)
@@ -133,7 +133,7 @@ def optimizer_from(given: str | type[Optimizer] | Optimizer, arguments: Mapping[
 
 
 def machine_of(rates: Hardware, mesh: Mesh) -> Machine:
-    """What a run on this hardware would say of itself; rates that it would assume anyway go without saying."""
+    """Describe this hardware as a run on it would; leave out rates that the run would assume anyway."""
     assumed = rates in (named_hardware("cpu"), named_hardware("h100"))
     return Machine(rates.device, rates.backend if mesh.ranks > 1 else "", 1, None if assumed else rates)
 
@@ -152,7 +152,7 @@ def check_capacity(owned: Step, capacity: int) -> None:
 
 
 def alternative_steps(captured: Step, options: Options) -> dict[str, Callable[[], Step]]:
-    """The same step by other planners, and with every rank computing everything; made when asked for."""
+    """Return functions that plan the same step with other planners, and with every rank computing everything."""
 
     def by(changed: Options) -> Callable[[], Step]:
         return lambda: run(captured, [*planning_passes(changed), *lowering_passes(changed)])[0]

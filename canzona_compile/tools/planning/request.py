@@ -1,4 +1,4 @@
-"""What a plan is asked for, and how its steps are simulated for figures."""
+"""The request for a forecast, and the simulation of a step as the request asks for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from canzona_compile.tools.simulation.simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a forecast is asked for, beside the step.
+    """What the user asked a forecast for, beside the step.
 
     Attributes:
         updates: who applies updates over replicas: "ddp", all of them, or "zero1", the owner's alone.
-        rank: a rank whose timeline is wanted, global.
+        rank: a global rank whose timeline to show.
         elementwise: how many matrices the optimizer updates elementwise; they are not in the step.
     """
 
@@ -36,11 +36,11 @@ class Request:
 
 
 def simulated(step: Step, request: Request, shown: Sequence[int] = ()) -> Simulation:
-    """Simulate a step as `request.updates` says: all of it, or what a framework with ZeRO-1 leaves of it.
+    """Simulate a step as `request.updates` says: all of it, or the part that is left with ZeRO-1.
 
     Args:
         step: SCHEDULED.
-        shown: ranks whose spans are wanted.
+        shown: ranks whose spans to keep.
     """
     if request.updates == "zero1":
         step, _ = run(step, relowering_passes(request.options, owner_replica=True))

@@ -1,4 +1,4 @@
-"""A plan made offline, and what can be made of it."""
+"""A plan made offline, and the formats in which it can be written."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class OfflinePlan(JupyterMixin):
 
     @property
     def fingerprint(self) -> str:
-        """Equal to that of `optimizer.canzona.plan()` in the run that does the same."""
+        """The fingerprint; `optimizer.canzona.plan()` has the same one in a run that follows the same plan."""
         return self.file.fingerprint
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan file's fields, and the forecast's under "forecast"; infinite numbers are None."""
+        """Return the fields of the plan file, and those of the forecast under "forecast"; infinite numbers are None."""
         own = {**asdict(self.forecast), "hardware": self.forecast.hardware.to_dict()}
         own["mesh"], own["options"] = dict(self.forecast.mesh), dict(self.forecast.options)
         found: dict[str, Any] = finite({**self.file.to_dict(), "forecast": own})
@@ -52,19 +52,19 @@ class OfflinePlan(JupyterMixin):
         return json.dumps(self.to_dict()) + "\n"
 
     def to_html(self) -> str:
-        """One page that needs nothing else, not even a network."""
+        """Write one HTML page that needs nothing else, not even a network."""
         return page(self.forecast)
 
     def to_perfetto(self) -> str:
-        """A trace for ui.perfetto.dev or chrome://tracing."""
+        """Write a trace for ui.perfetto.dev or chrome://tracing."""
         return json.dumps(trace(self.forecast)) + "\n"
 
     def to_markdown(self) -> str:
-        """Tables to paste into a document or an issue."""
+        """Write tables to paste into a document or an issue."""
         return markdown(self.forecast)
 
     def to_text(self, width: int = 100) -> str:
-        """The rendering without colours, `width` columns wide."""
+        """Render the plan without colours, `width` columns wide."""
         console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
         console.print(self)
         assert isinstance(console.file, io.StringIO)
@@ -81,7 +81,7 @@ class OfflinePlan(JupyterMixin):
 
 
 def finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
+    """Return the same value with None for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(v) for key, v in value.items()}
     if isinstance(value, list | tuple):

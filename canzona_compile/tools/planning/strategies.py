@@ -1,7 +1,7 @@
-"""What matrices of one template would take by each strategy, in closed form: the numbers that decide.
+"""Predicts in closed form how long the matrices of one template take by each strategy.
 
-The seconds of computing follow from the compute graph (`analysis.roofline`), those of an exchange from the bytes of its
-busiest rank. Nothing else is on the ranks, and nothing overlaps.
+The compute graph gives the seconds of computing (`analysis.roofline`), and the bytes of its busiest rank give the
+seconds of an exchange. The ranks do nothing else, and nothing overlaps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from canzona_compile.tools.planning.figures import StrategyForecast
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where the matrices of a template lie, and which link their exchanges need."""
+    """The grid of a template's matrices, and the link that their exchanges use."""
 
     grid: Grid
     tasks: int
@@ -27,7 +27,7 @@ class Setting:
     hardware: Hardware
 
     def transfer(self, busiest: float) -> float:
-        """Seconds of an exchange within a replica, of which the busiest rank moves so many bytes."""
+        """Return the seconds of an exchange within a replica whose busiest rank moves this many bytes."""
         return exchange_seconds(self.link, busiest, self.grid.shards)
 
 
@@ -37,8 +37,8 @@ def strategies(
     """Predict every strategy for tasks that share a cut and a grid.
 
     Args:
-        time: of the cut, for one whole matrix.
-        tasks: one or more.
+        time: the predicted time of the cut for one whole matrix.
+        tasks: at least one.
         hardware: the rates.
         zero1: whether replicas leave the exchange of updates to the next forward pass.
 

@@ -1,4 +1,4 @@
-"""How a forecast looks on a terminal."""
+"""Lays out a forecast for a terminal."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def table(forecast: Forecast) -> RenderableType:
 
 
 def headline(forecast: Forecast) -> Panel:
-    """Frame what the plan amounts to."""
+    """Frame the plan's main figures."""
     exposed = max((r.exposed for r in forecast.simulation.ranks), default=0.0)
     figures = (
         (format_seconds(forecast.simulation.seconds), "predicted\nstep"),
@@ -86,7 +86,7 @@ def headline(forecast: Forecast) -> Panel:
 
 
 def alternatives(forecast: Forecast) -> Iterator[RenderableType]:
-    """Compare the plan with others; nothing where no others were asked for."""
+    """Compare the plan with others, if the user asked for others."""
     if len(forecast.alternatives) < 2:
         return
     table = columns("", "plan", ">step", ">max/mean", ">exposed", ">wire", ">buffers", ">micro-groups")
@@ -106,7 +106,7 @@ def alternatives(forecast: Forecast) -> Iterator[RenderableType]:
 
 
 def simulated(forecast: Forecast) -> Iterator[RenderableType]:
-    """Draw the simulated step of a few ranks: all that were simulated in detail, or the most telling of them."""
+    """Draw the simulated step of a few ranks: of all whose spans were kept, or of the most telling ones."""
     simulation = forecast.simulation
     if not simulation.seconds:
         return
@@ -143,12 +143,12 @@ def strategies(forecast: Forecast) -> Iterator[RenderableType]:
 
 
 def choice(table: Table, chosen: bool, *cells: str) -> None:
-    """Add a row; the one that the plan takes has a mark and bold letters."""
+    """Add a row. A mark and bold letters show the strategy that the plan takes."""
     table.add_row(Text(FILLS[0] if chosen else "", "green"), *(Text(cell, "bold" if chosen else "") for cell in cells))
 
 
 def costs(forecast: Forecast) -> Iterator[RenderableType]:
-    """Write what one matrix of each template costs, as formulas and as numbers."""
+    """Write the cost of one matrix of each template, as formulas and as numbers."""
     for template in forecast.templates:
         count = plural(template.tasks, "matrix", "matrices")
         words = f"{template.name}: {count} of {format_shape(template.shape)}, {format_seconds(template.seconds)} each"
@@ -186,7 +186,7 @@ def memory(forecast: Forecast) -> Iterator[RenderableType]:
 
 
 def rates(hardware: Hardware) -> Iterator[RenderableType]:
-    """List the rates that the predictions stand on, and where they are from."""
+    """List the rates that the predictions assume, and their sources."""
     sources = dict(hardware.sources)
     values = {
         "products": per_dtype(hardware.products),

@@ -1,6 +1,7 @@
 """A forecast as a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 
-A process per rank, a thread per stream. Arrows join the transfers of one collective, a counter shows the buffers.
+The trace has a process per rank and a thread per stream. Arrows join the transfers of one collective, and a counter
+shows the buffers.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
 
 SCHEMA = 1
-MOST_NAMES = 100  # of matrices beside a span; more are counted
+MOST_NAMES = 100  # how many names a span lists; the rest is a number
 MOST_ARROWS = 16  # of one collective
-TRACKS = 100  # threads that a stream may take, so that thread ids say which stream it is
+TRACKS = 100  # how many threads a stream may take, so that a thread id tells the stream
 TITLES = {COMPUTE: "compute", NODE: "links within the node", NETWORK: "links to other nodes"}
 
 TraceEvent = dict[str, Any]
 
 
 def trace(forecast: Forecast) -> dict[str, Any]:
-    """The simulated step as the object form of a trace: `json.dump` it to a file."""
+    """Return the simulated step as the object form of a trace: `json.dump` it to a file."""
     simulation = forecast.simulation
     rows = tracks(simulation.spans)
     timed = [*spans(simulation, rows), *arrows(simulation, rows), *buffers(simulation)]
@@ -48,9 +49,9 @@ def trace(forecast: Forecast) -> dict[str, Any]:
 
 
 def tracks(all_spans: Sequence[Span]) -> list[int]:
-    """For each span a row of its stream, the lowest where it overlaps no other: nearly always 0.
+    """Give each span the lowest row of its stream in which it overlaps no other span: nearly always 0.
 
-    Where communication takes the processors, a rank may move parts of two collectives at once.
+    If communication takes the processors, a rank may move parts of two collectives at once.
     """
     rows = [0] * len(all_spans)
     free: dict[tuple[int, str], list[float]] = defaultdict(list)  # when each row is free again
@@ -65,7 +66,7 @@ def tracks(all_spans: Sequence[Span]) -> list[int]:
 
 
 def names(forecast: Forecast, rows: Sequence[int]) -> Iterator[TraceEvent]:
-    """What processes and threads are called, and their order."""
+    """Name the processes and threads, and order them."""
     simulation = forecast.simulation
     used = {(s.rank, thread(s, row)): s.stream for s, row in zip(simulation.spans, rows, strict=True)}
     for rank in simulation.shown:
@@ -90,7 +91,7 @@ def micro(seconds: float) -> float:
 
 
 def spans(simulation: Simulation, rows: Sequence[int]) -> Iterator[TraceEvent]:
-    """A complete event each."""
+    """Write each span as a complete event."""
     for span, row in zip(simulation.spans, rows, strict=True):
         args: dict[str, Any] = {"micro-group": span.group}
         if span.tasks:
@@ -113,9 +114,9 @@ def spans(simulation: Simulation, rows: Sequence[int]) -> Iterator[TraceEvent]:
 
 
 def arrows(simulation: Simulation, rows: Sequence[int]) -> Iterator[TraceEvent]:
-    """From the span of a collective that starts first, on the lowest rank, to one span of each other rank.
+    """Draw arrows from the earliest span of a collective (on the lowest such rank) to one span of each other rank.
 
-    Each arrow has a number of its own, since viewers follow one number from span to span like a chain.
+    Each arrow has its own number, because viewers join all spans with the same number in a chain.
     """
     numbers = count(1)
     taking = [(s, row) for s, row in zip(simulation.spans, rows, strict=True) if s.flow >= 0 and s.end > s.start]
@@ -138,7 +139,7 @@ def arrow(phase: str, number: int, name: str, span: Span, row: int) -> TraceEven
 
 
 def buffers(simulation: Simulation) -> Iterator[TraceEvent]:
-    """A counter per rank: its bytes of buffers, from nothing to nothing."""
+    """Write a counter per rank: the bytes in its buffers, which are 0 before and after the step."""
     ordered = sorted(simulation.memory, key=attrgetter("rank", "at"))
     for rank, moments in groupby(ordered, key=attrgetter("rank")):
         yield counter(Memory(rank, 0.0, 0))

@@ -1,4 +1,4 @@
-"""Which matrices a model has: from a preset, a Hugging Face config, a list of shapes, or a module."""
+"""Lists the matrices of a model: from a preset, a Hugging Face config, a list of shapes, or a module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRESETS = Path(__file__).parents[2] / "data" / "qwen3.json"
 SPLITS = ("qkv", "gate-up")
 MOST_ELEMENTS = 1 << 48  # of a matrix
 MOST_MATRICES = 1 << 20
-# Fields of a config by which layers differ, or have other matrices than those of `Decoder`, unless they are as here.
+# Fields of a config and their usual values. With another value, layers differ or have other matrices than `Decoder`.
 USUAL: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (None, 1),
     "first_k_dense_replace": (None, 0),
@@ -35,10 +35,10 @@ class ModelWeight:
     """A matrix, or a stack of experts' matrices, that the matrix optimizer updates.
 
     Attributes:
-        layer: decides the pipeline stage.
-        tensor_dim: the dim that tensor parallelism cuts; None: it is replicated there.
-        expert: which expert's matrix it is, so that it lies on one coordinate of expert parallelism.
-        experts: is its first dim one of experts?
+        layer: the number of the layer, which decides the pipeline stage.
+        tensor_dim: the dim that tensor parallelism shards; None if tensor parallelism replicates the weight.
+        expert: the expert that the matrix belongs to, which decides its coordinate of expert parallelism.
+        experts: whether its first dim counts experts.
     """
 
     name: str
@@ -51,13 +51,13 @@ class ModelWeight:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a plan has to know of a model.
+    """The facts of a model that a plan needs.
 
     Attributes:
         others: elements of all other parameters (embeddings, head, norms), which another optimizer updates.
-        heads, kv_heads: that tensor parallelism must divide; 0 where unknown.
-        experts: that expert parallelism must divide; 0 where there are none.
-        active: elements of the weights that a token meets, the head included; 0 where unknown.
+        heads, kv_heads: numbers that the size of tensor parallelism must divide; 0 if unknown.
+        experts: a number that the size of expert parallelism must divide; 0 if there are none.
+        active: elements of the weights that a token uses, the head included; 0 if unknown.
     """
 
     name: str
@@ -83,9 +83,9 @@ def elements(shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The dims of a decoder with grouped-query attention and SwiGLU; its experts, if any, are all of its MLPs.
+    """The dims of a decoder with grouped-query attention and SwiGLU. If it has experts, it has no other MLPs.
 
-    Experts are matrices of their own, as in Hugging Face's models; `torch.optim.Muon` takes no stacks.
+    Each expert has its own matrices, as in Hugging Face's models, because `torch.optim.Muon` takes no stacks.
     """
 
     layers: int
@@ -100,7 +100,7 @@ class Decoder:
     top_k: int = 0
 
     def model(self, name: str, split: tuple[str, ...]) -> Model:
-        """Its weights, q, k, v and gate, up apart where `split` says so, else fused as in Megatron."""
+        """Return its model. q, k, v and gate, up are separate weights if `split` says so, else fused as in Megatron."""
         weights = tuple(
             replace(w, layer=i, name=f"layers.{i}.{w.name}") for i in range(self.layers) for w in self.layer(split)
         )
@@ -132,7 +132,7 @@ class Decoder:
 
 @cache
 def presets() -> Mapping[str, Decoder]:
-    """Qwen3's models by name."""
+    """Return Qwen3's models by name."""
     found = json.loads(PRESETS.read_text(encoding="utf-8"))
     common = found["_common"]
     return {
@@ -154,7 +154,7 @@ def presets() -> Mapping[str, Decoder]:
 
 
 def preset(name: str, split: tuple[str, ...]) -> Model:
-    """One of `presets`; raises CanzonaError for other names."""
+    """Return one of `presets`; raise CanzonaError for other names."""
     if name not in presets():
         raise CanzonaError(
             f"there is no model {name!r}",
@@ -165,7 +165,7 @@ def preset(name: str, split: tuple[str, ...]) -> Model:
 
 
 def from_config(path: Path, split: tuple[str, ...]) -> Model:
-    """The model of a Hugging Face config.json of a decoder.
+    """Make the model of a decoder from its Hugging Face config.json.
 
     Raises:
         CanzonaError: a field is missing or absurd.
@@ -238,7 +238,7 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
 
 
 def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
-    """A model of named shapes: {"layers.0.q": [5120, 5120], "layers.0.o": {"shape": [...], "tp": 1, "experts": true}}.
+    """Read named shapes: {"layers.0.q": [5120, 5120], "layers.0.o": {"shape": [...], "tp": 1, "experts": true}}.
 
     Raises:
         CanzonaError: an entry is absurd.
@@ -297,7 +297,7 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
 
 
 def from_module(module: nn.Module, keep: Callable[[str, nn.Parameter], bool]) -> Model:
-    """The matrices of a module, on the meta device or any other, for which `keep` says yes."""
+    """Make a model of the matrices of a module, on any device, for which `keep` returns True."""
     named = {name: p for name, p in module.named_parameters() if p.ndim >= 2 and keep(name, p)}
     model = from_shapes({name: tuple(p.shape) for name, p in named.items()}, type(module).__name__, "the module")
     taken = {id(p) for p in named.values()}
@@ -305,12 +305,12 @@ def from_module(module: nn.Module, keep: Callable[[str, nn.Parameter], bool]) ->
 
 
 def layer_of(name: str) -> int:
-    """The first number in a name: layers.12.attn.q is of layer 12."""
+    """Return the first number in a name: layers.12.attn.q belongs to layer 12."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
 
 
 def whole(value: Any) -> bool:
-    """Is it an integer of at least 0?"""
+    """Tell whether a value is an integer of at least 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -328,7 +328,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_split(text: str) -> tuple[str, ...]:
-    """ "qkv,gate-up", "qkv", "none"."""
+    """Parse the option `split`: "qkv,gate-up", "qkv", "none"."""
     if text == "none":
         return ()
     parts = tuple(text.split(","))

@@ -1,1 +1,1 @@
-"""A scheduled step played on all of its ranks: discrete events over streams, links and shared processors."""
+"""Plays a scheduled step on all of its ranks: discrete events over streams, links and shared processors."""

@@ -2,8 +2,8 @@
 
 Every rank runs its operations in order. Work takes a processor, which the ranks of a node may share: n jobs on C
 processors each run at min(1, C / n) of full speed. A collective begins when all of its members have started it and
-their links are free of earlier ones, and is over for each member when its own part has arrived. Where processors
-communicate themselves, a part is work that takes one, beside what the rank does meanwhile.
+their links are free of earlier ones. It is over for a member when that member's part has arrived. If processors move
+the bytes themselves, a part is a job that takes a processor, beside the rank's other work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, Spa
 
 @dataclass(frozen=True, slots=True)
 class ComputeOp:
-    """Seconds of a processor."""
+    """Work for some seconds of a processor."""
 
     act: str
     group: int
@@ -44,7 +44,7 @@ SimulatedOp = ComputeOp | Start | Wait
 
 @dataclass(frozen=True, slots=True)
 class CollectiveShare:
-    """What a collective asks of one member: seconds of its links within the node and to others, and bytes sent."""
+    """One member's part of a collective: seconds of its links within the node and to other nodes, and bytes sent."""
 
     node: float
     network: float
@@ -56,7 +56,7 @@ class Collective:
     """An exchange among `members`, with a part for each.
 
     Attributes:
-        latency: seconds before any data has arrived; where processors communicate, of each member's processor.
+        latency: seconds until the first data arrives. If processors move the bytes, seconds of each member's processor.
     """
 
     act: str
@@ -71,7 +71,7 @@ class SimulatedRun:
 
     Attributes:
         compute, exposed, bubble, finish: seconds, as in `RankSummary`.
-        moments: when each operation of a rank that is shown began and ended.
+        moments: when each operation of a shown rank began and ended.
     """
 
     def __init__(self, ranks: int, shown: Iterable[int]) -> None:
@@ -82,11 +82,11 @@ class SimulatedRun:
 
 
 class Node:
-    """Processors that some ranks share."""
+    """The processors that the ranks of a node share."""
 
     def __init__(self, processors: int) -> None:
         self.processors = processors
-        self.jobs: list[tuple[float, int, Callable[[float], None]]] = []  # by virtual time of their end
+        self.jobs: list[tuple[float, int, Callable[[float], None]]] = []  # sorted by the virtual time of their end
         self.virtual = self.now = 0.0
         self.version = 0
 
@@ -107,11 +107,11 @@ class Engine:
     """One simulated step.
 
     Args:
-        operations: of every rank.
-        collectives: by number.
-        processors: of a node; ranks_per_node: that share them.
-        alone: communication takes the processors too (gloo), instead of links that work beside them.
-        shown: ranks whose spans are kept.
+        operations: those of each rank, in order.
+        collectives: operations name them by their index.
+        processors: how many a node has; `ranks_per_node` ranks share them.
+        alone: whether communication takes the processors too (gloo) instead of links that work beside them.
+        shown: ranks whose spans to keep.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class Engine:
         self.shared = processors < ranks_per_node or alone
         self.ranks_per_node = ranks_per_node
         self.nodes = [Node(processors) for _ in range(-(-ranks // ranks_per_node))]
-        self.place = [0] * ranks  # of the next operation
-        self.links = {NODE: [0.0] * ranks, NETWORK: [0.0] * ranks}  # free from then on
+        self.place = [0] * ranks  # the index of the next operation
+        self.links = {NODE: [0.0] * ranks, NETWORK: [0.0] * ranks}  # the time at which each link is free
         self.issued: list[dict[int, float]] = [{} for _ in collectives]
         self.begun: list[float | None] = [None] * len(collectives)
         self.over: list[dict[int, float]] = [{} for _ in collectives]
@@ -202,7 +202,7 @@ class Engine:
         self.go_on(rank, end)
 
     def work(self, rank: int, now: float, seconds: float, done: Callable[[float], None]) -> None:
-        """Take a processor of the rank's node for so long, or longer where others want it too."""
+        """Take a processor of the rank's node for `seconds`, or longer if other jobs need it too."""
         if not self.shared:
             self.at(now + seconds, done)
             return
@@ -218,7 +218,7 @@ class Engine:
 
     def finish_job(self, node: Node, now: float, version: int) -> None:
         if version != node.version:
-            return  # another job came or went since; there is a later look
+            return  # another job came or went meanwhile, and a later check follows
         node.advance(now)
         _, _, done = heapq.heappop(node.jobs)
         node.version += 1
@@ -250,7 +250,7 @@ class Engine:
             self.arrive(member, number, end)
 
     def carry(self, member: int, number: int, begin: float, seconds: float) -> None:
-        """Move a member's part with a processor, to which latency is work as well: system calls and threads woken."""
+        """Move a member's part with a processor. Latency is work for it as well: system calls and waking threads."""
 
         def done(end: float) -> None:
             part = self.collectives[number].parts[self.index[number][member]]

@@ -1,12 +1,12 @@
-"""What a simulated step amounts to: plain data."""
+"""The figures of a simulated step, as plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 COMPUTE = "compute"  # the stream of a rank's processor
-NODE = "node"  # its links to the ranks of its node
-NETWORK = "network"  # its links to other nodes
+NODE = "node"  # the stream of its links to the ranks of its node
+NETWORK = "network"  # the stream of its links to other nodes
 STREAMS = (COMPUTE, NODE, NETWORK)
 
 
@@ -16,12 +16,12 @@ class Span:
 
     Attributes:
         stream: one of STREAMS.
-        act: of the schedule, e.g. "compute", "start gather".
-        group: micro-group.
+        act: an act of the schedule, e.g. "compute", "start gather".
+        group: the index of the micro-group.
         start, end: seconds from the begin of the step.
-        tasks: matrices that the rank computes meanwhile; empty for other acts.
-        bytes: that the rank sends, of transfers.
-        flow: the same number on all spans of one collective; -1 where it is none.
+        tasks: the matrices that the rank computes in this span; empty for other acts.
+        bytes: how many the rank sends in this transfer.
+        flow: the number of the collective, equal on all of its spans; -1 for a span of no collective.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of buffers that a rank holds from a moment on."""
+    """The bytes of buffers that a rank holds from a moment on."""
 
     rank: int
     at: float
@@ -49,13 +49,13 @@ class RankSummary:
     """One rank's step, in seconds, and bytes.
 
     Attributes:
-        compute: its processor works.
-        exposed: its processor waits while a collective that it needs is on its way.
-        bubble: its processor waits for others: a collective has not begun, because a rank is not there yet; and
-            from its own end to that of the last rank.
-        finish: the step is over for it.
+        compute: seconds that its processor works.
+        exposed: seconds that its processor waits while a collective that it needs is in transit.
+        bubble: seconds that its processor waits for other ranks: for a collective that has not begun, because a rank
+            has not started it yet, and from its own end to that of the last rank.
+        finish: when the step is over for it.
         peak: most bytes of buffers at any time.
-        sent: to other ranks.
+        sent: bytes that it sends to other ranks.
     """
 
     rank: int
@@ -73,9 +73,9 @@ class Simulation:
 
     Attributes:
         seconds: until the last rank is done.
-        ranks: a summary of each, by rank.
+        ranks: a summary of each rank, in order.
         spans, memory: of the ranks in `shown` only.
-        sent: (micro-group, phase, bytes that leave a rank, summed over all ranks).
+        sent: (micro-group, phase, bytes that ranks send to other ranks).
     """
 
     seconds: float

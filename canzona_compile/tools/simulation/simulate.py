@@ -1,9 +1,9 @@
-"""When does every rank do what, and how long does the whole step take? A scheduled step, played on all of its ranks.
+"""Plays a scheduled step on all of its ranks: when each rank does what, and how long the whole step takes.
 
 This is the second of the two models of time. The first one, `analysis.roofline`, gives the seconds of work from its
 FLOPs and bytes. The simulation takes these, and adds what depends on other ranks: links and processors that ranks
-share, collectives that begin when the last member is there, waiting. It shows what a finished plan will do, and decides
-nothing.
+share, collectives that begin when the last member starts them, waiting. It predicts what a finished plan will do, and
+decides nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from canzona_compile.tools.simulation.engine import (
 from canzona_compile.tools.simulation.figures import Memory, RankSummary, Simulation
 from canzona_compile.tools.simulation.traffic import Boxes, GroupTraffic, traffic
 
-MOST_SHOWN = 16  # ranks of a large job whose spans are kept
+MOST_SHOWN = 16  # how many ranks of a large job keep their spans
 
 STARTS = {Act.START_GATHER: Phase.GATHER, Act.START_SCATTER: Phase.SCATTER, Act.START_EXCHANGE: Phase.EXCHANGE}
 WAITS = {Act.WAIT_GATHER: Phase.GATHER, Act.WAIT_SCATTER: Phase.SCATTER, Act.WAIT_EXCHANGE: Phase.EXCHANGE}
@@ -49,8 +49,8 @@ def simulate(
     Args:
         step: at least SCHEDULED.
         hardware: the rates of the machine.
-        shown: ranks whose spans are wanted beside those that are chosen (all of up to 16; else busy and idle ones).
-        without: exchanges that are taken to cost nothing here, because they overlap something after the step.
+        shown: ranks whose spans to keep beside those that `chosen` returns.
+        without: exchanges that cost nothing here, because they overlap work after the step.
 
     Returns:
         What each rank does, in seconds from the begin of the step, and bytes.
@@ -97,7 +97,7 @@ def simulate(
 
 
 def chosen(groups: Collection[GroupTraffic], ranks: int) -> frozenset[int]:
-    """All ranks of a small job; of a large one the busiest, the idlest, and others evenly between them."""
+    """Return all ranks of a small job; of a large one the busiest, the idlest, and others evenly between them."""
     load = np.zeros(ranks)
     for own in groups:
         np.add.at(load, np.array(own.grid.ranks), own.compute)
@@ -123,10 +123,10 @@ class Player:
         self.operations: list[list[SimulatedOp]] = [[] for _ in range(ranks)]
         self.collectives: list[Collective] = []
         self.sent = [0] * ranks
-        self.totals: dict[tuple[int, Phase], int] = {}  # bytes of a group's exchange, over all ranks
-        self.numbers: dict[tuple[int, Phase], dict[int, int]] = {}  # of a rank's collective
+        self.totals: dict[tuple[int, Phase], int] = {}  # bytes of a micro-group's exchange, over all ranks
+        self.numbers: dict[tuple[int, Phase], dict[int, int]] = {}  # the number of each rank's collective
         self.visible = visible
-        self.position: dict[tuple[Event, int], int] = {}  # of an event among the operations of a visible rank
+        self.position: dict[tuple[Event, int], int] = {}  # the index of an event in the operations of a visible rank
 
     def write(self) -> None:
         for event in self.step.schedule:
@@ -191,7 +191,7 @@ class Player:
 
 
 def teams(grid: Grid, phase: Phase) -> Iterator[list[tuple[int, int]]]:
-    """Members of each process group of a phase."""
+    """Return the members of each process group of a phase."""
     if phase is Phase.EXCHANGE:
         for s in range(grid.shards):
             yield [(r, s) for r in range(grid.replicas)]
@@ -201,7 +201,7 @@ def teams(grid: Grid, phase: Phase) -> Iterator[list[tuple[int, int]]]:
 
 
 def buffer_bytes(own: GroupTraffic, buffer: Buffer) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Bytes of one buffer of a micro-group, by (replica, shard)."""
+    """Return the bytes of one buffer of a micro-group, by (replica, shard)."""
     if buffer.use is BufferUse.GATHERED:
         return own.gathered
     ends = own.ends[buffer.phase]
@@ -209,7 +209,7 @@ def buffer_bytes(own: GroupTraffic, buffer: Buffer) -> np.ndarray[tuple[int, ...
 
 
 def static_bytes(step: Step, groups: dict[int, GroupTraffic], ranks: int) -> list[int]:
-    """What the runtime allocates on each rank: every slot as large as the largest buffer that it ever holds."""
+    """Count the bytes that the runtime allocates on each rank: a slot is as large as the largest buffer in it."""
     slots: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = defaultdict(lambda: np.zeros(ranks))
     for buffer in step.buffers:
         own = groups[buffer.micro_group]
@@ -222,7 +222,7 @@ def static_bytes(step: Step, groups: dict[int, GroupTraffic], ranks: int) -> lis
 def live_bytes(
     step: Step, groups: dict[int, GroupTraffic], player: Player, outcome: SimulatedRun, rank: int
 ) -> Iterator[Memory]:
-    """What a rank's buffers hold over time, from the first event of each to its last."""
+    """Yield the bytes that a rank's buffers hold over time; a buffer counts from its first event to its last."""
     changes: dict[float, int] = defaultdict(int)
     for buffer in step.buffers:
         own = groups[buffer.micro_group]

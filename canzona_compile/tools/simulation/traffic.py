@@ -1,4 +1,4 @@
-"""What every rank of a micro-group sends, receives, computes and holds, as arrays over the grid, [replicas, shards]."""
+"""Counts what each rank of a micro-group sends, receives, computes and holds, as arrays [replicas, shards]."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(slots=True)
 class Ends:
-    """Bytes of one exchange by rank and class of link; what stays on its rank is in `own` alone."""
+    """Bytes of one exchange by rank and class of link. Only the buffers count bytes that stay on their rank."""
 
     sent_node: Floats
     sent_network: Floats
@@ -38,10 +38,10 @@ class Ends:
         return cls(*(np.zeros(shape) for _ in range(6)))
 
     def seconds(self, hardware: Hardware) -> tuple[Floats, Floats]:
-        """Seconds for which the links of each rank are busy: those within its node, and those to other nodes.
+        """Return the seconds for which each rank's links are busy: those within its node, and those to other nodes.
 
         Links send and receive at the same time. A processor that moves the bytes itself does one after the other,
-        and copies what stays on its rank.
+        and copies the bytes that stay on its rank.
         """
         if hardware.overlap:
             node = np.maximum(self.sent_node, self.received_node) / hardware.node.bandwidth
@@ -54,13 +54,13 @@ class Ends:
 
 @dataclass(slots=True)
 class GroupTraffic:
-    """One micro-group.
+    """The traffic of one micro-group.
 
     Attributes:
         prepare, compute, apply: seconds of a rank's processor, packing and unpacking included.
-        ends: of its exchanges.
-        gathered: bytes of the whole values that an owner assembles.
-        computed: names of the matrices that a rank computes, by (replica, shard); (-1, -1): every rank.
+        ends: the bytes of each of its exchanges.
+        gathered: bytes of the whole values that each rank assembles.
+        computed: names of the matrices that a rank computes, by (replica, shard); (-1, -1) stands for every rank.
     """
 
     grid: Grid
@@ -75,7 +75,7 @@ class GroupTraffic:
 def traffic(
     step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hardware: Hardware, boxes: Boxes
 ) -> GroupTraffic:
-    """Add up the figures of a micro-group task by task, without looking at pairs of ranks."""
+    """Sum up the figures of a micro-group task by task, without a look at pairs of ranks."""
     tasks = [step.task(name) for name in group.tasks]
     placed = {p.name: p for p in step.placed}
     grid = tasks[0].layout.grid
@@ -93,7 +93,7 @@ def traffic(
         made.apply += share * (time.apply.seconds + 2 * time.kept / hardware.bandwidth)
         up, down = boxes.bytes(task, cut.gather), boxes.bytes(task, cut.scatter)
         owner = task.owner
-        if owner is None and grid.shards > 1 and time.turned:  # parts that are strided are copied before they are used
+        if owner is None and grid.shards > 1 and time.turned:  # the rank copies strided parts before it uses them
             made.apply += share * (time.turned + 2 * time.scattered / hardware.bandwidth)
         made.computed[owner or (-1, -1)].append(task.name)
         where: tuple[int, int] | slice = slice(None) if owner is None else owner
@@ -123,14 +123,14 @@ def traffic(
 
 
 class Boxes:
-    """Fragments of tasks alike, looked up once for all groups."""
+    """The fragments of tasks, computed once for all tasks with the same layout."""
 
     def __init__(self) -> None:
         self._shares: dict[object, Floats] = {}
         self._bytes: dict[object, Floats] = {}
 
     def share(self, task: Task) -> Floats:
-        """The share of the matrix's elements that each shard has."""
+        """Return the share of the matrix's elements that each shard holds."""
         key = id(task.layout.boxes)
         if key not in self._shares:
             whole = max(1, math.prod(task.shape))
@@ -138,7 +138,7 @@ class Boxes:
         return self._shares[key]
 
     def bytes(self, task: Task, wires: tuple[Wire, ...]) -> Floats:
-        """Bytes of the wires that each shard has."""
+        """Return the bytes of the wires that each shard holds."""
         key = (id(task.layout.boxes), wires)
         if key not in self._bytes:
             sizes = [sum(w.box(box).numel * w.itemsize for w in wires) for box in task.layout.boxes]
@@ -147,11 +147,11 @@ class Boxes:
 
 
 class Launches:
-    """What operators cost beside their work, in seconds.
+    """The seconds that operators cost beside their work.
 
-    Each is launched once per batch where tasks are stacked, once per task where they are looped over, and once per list
-    of tasks alike where kernels take lists (CUDA's foreach; on CPU that is a loop). On CPU a loop over tasks, and the
-    view that a copy needs, take as long as another operator.
+    A program launches an operator once per batch of stacked tasks, once per task in a loop, and once per list of equal
+    tasks if kernels take lists (CUDA's foreach; on CPU that is a loop). On CPU a loop over tasks, and the view that a
+    copy needs, take as long as another operator.
     """
 
     def __init__(self, step: Step, group: MicroGroup, times: Mapping[str, PlacedTime], hardware: Hardware) -> None:
@@ -163,7 +163,7 @@ class Launches:
         self.counts: dict[str, tuple[int, int]] = {}
 
     def compute(self, task: Task) -> float:
-        """Seconds of a task on its owner, unpacking and packing included."""
+        """Return the seconds of launches for a task on its owner, unpacking and packing included."""
         time, batch = self.times[task.placed].compute, self.batches[task.name]
         alike = len(batch.tasks) if batch.stacked or not self.loops else 1
         pieces = sum(1 for box in task.layout.boxes if box.numel) if self.loops else 1
@@ -175,7 +175,7 @@ class Launches:
         return (own + copies) * self.hardware.launch + together / len(batch.tasks) + time.turned
 
     def stacked(self, placed: str) -> tuple[int, int]:
-        """Launches of a stacked graph: for all of its tasks together, and for each."""
+        """Count the launches of a stacked graph: those for all of its tasks together, and those for each task."""
         if placed not in self.counts:
             shared = own = 0
             for node in self.graphs[placed].nodes:
@@ -195,7 +195,7 @@ class Launches:
         return self.counts[placed]
 
     def prepare(self, tasks: Sequence[Task]) -> float:
-        """Seconds of preparing a group, with the copies into the send buffer."""
+        """Return the seconds of launches to prepare a micro-group, with the copies into the send buffer."""
         return self.elementwise(
             (t, self.times[t.placed].prepare, t.layout.grid.shards if t.owner is None else 1) for t in tasks
         )
@@ -204,7 +204,7 @@ class Launches:
         return self.elementwise((t, self.times[t.placed].apply, int(self.times[t.placed].kept > 0)) for t in tasks)
 
     def elementwise(self, works: Iterable[tuple[Task, GraphTime, int]]) -> float:
-        """Seconds of launching graphs over lists, each with some copies."""
+        """Return the seconds to launch graphs over lists, each with some copies."""
         seconds = {
             t.name if self.loops else t.placed: time.launches(self.hardware) + copies * self.hardware.launch
             for t, time, copies in works
@@ -213,14 +213,14 @@ class Launches:
 
 
 class Moved:
-    """How many values of each kind every rank gathers or scatters: tasks alike are counted together."""
+    """How many values of each kind each rank gathers or scatters; equal tasks count together."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         self.shape = shape
         self._counts: dict[tuple[Phase, int], tuple[Floats, Floats]] = {}
 
     def add(self, phase: Phase, size: Floats, where: tuple[int, int] | slice) -> None:
-        """Values of which shard s has `size[s]` bytes, and whole ones the rank or ranks `where`."""
+        """Add values; shard s holds `size[s]` bytes of them, and the rank or ranks `where` hold them whole."""
         if (phase, id(size)) not in self._counts:
             self._counts[phase, id(size)] = size, np.zeros(self.shape)
         self._counts[phase, id(size)][1][where] += 1
@@ -229,7 +229,7 @@ class Moved:
         """Add the bytes to the ends of each phase."""
         for (phase, _), (size, counts) in self._counts.items():
             own = ends[phase]
-            if phase is Phase.SCATTER:  # what is sent there is received here
+            if phase is Phase.SCATTER:  # a scatter receives what a gather would send
                 own = Ends(
                     own.received_node,
                     own.received_network,
@@ -242,7 +242,7 @@ class Moved:
 
 
 def gather(ends: Ends, size: Floats, counts: Floats, nodes: NDArray[np.int64]) -> None:
-    """Fragments to `counts[r, s]` whole values on each rank (r, s), inside of each replica."""
+    """Add the bytes of fragments that become `counts[r, s]` whole values on each rank (r, s) of a replica."""
     for r, row in enumerate(nodes):
         _, place = np.unique(row, return_inverse=True)
         whole, wanted = size.sum(), counts[r].sum()
@@ -257,7 +257,7 @@ def gather(ends: Ends, size: Floats, counts: Floats, nodes: NDArray[np.int64]) -
 
 
 def exchange(ends: Ends, size: Floats, nodes: NDArray[np.int64]) -> None:
-    """What each replica's owners computed, to the same shard of all other replicas."""
+    """Add the bytes that each replica's owners computed and send to the same shard of all other replicas."""
     replicas, whole = len(size), size.sum(0)
     for r, row in enumerate(nodes):
         near = nodes == row  # the replicas whose rank of the same shard is on the same node

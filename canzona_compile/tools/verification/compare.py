@@ -1,4 +1,4 @@
-"""How far two values are apart: in units in the last place, and relative to their size.
+"""Measures the distance of two values: in units in the last place, and relative to their size.
 
 `torch.testing.assert_close` does not serve here: it takes 0.0 and -0.0 for equal, though their bits differ, and it does
 not count units in the last place.

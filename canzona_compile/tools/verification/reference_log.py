@@ -1,4 +1,4 @@
-"""What the plain run did, step by step: it writes files, which the ranks read and then delete."""
+"""The log of the plain run, step by step: the plain run writes files, which the ranks read and then delete."""
 
 from __future__ import annotations
 

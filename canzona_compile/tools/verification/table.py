@@ -1,4 +1,4 @@
-"""How findings look on a terminal: what differs first, then the rest. Nothing depends on colour or Unicode."""
+"""Lays out findings for a terminal: first what differs, then the rest. Nothing depends on colour or Unicode."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sections(findings: Findings) -> Iterator[RenderableType]:
 
 def rows(leaves: list[LeafDifference]) -> Table:
     found = columns("parameter", "leaf", "shape", "dtype", ">ulps", ">relative", ">from step", "ranks")
-    for column in found.columns[:2]:  # long names go on in the next line, no letter is lost
+    for column in found.columns[:2]:  # a long name goes on in the next line and loses no letter
         column.no_wrap, column.overflow, column.min_width = False, "fold", 10
     for leaf in leaves:
         found.add_row(*map(Text, cells(leaf)), style="" if leaf.equal else "red")
