@@ -19,11 +19,11 @@ def cholesky_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
     First the columns get length 1, which changes R and not Q. A product S V, with V about the eigenvectors of S, is
     then well-conditioned for every S. A round takes G = A^T A, its Cholesky factor L, and A
-    L^-T for A (CholeskyQR); two rounds make columns orthogonal to rounding if the condition is below 1e3
-    (CholeskyQR2, Yamamoto et al. 2015). For other matrices a round takes the factor of G + s I (shifted CholeskyQR, Fukaya
-    et al. 2020), which divides the condition by about 1e3, so there are more rounds. `torch.where` chooses by what the
-    factorization reports, for each matrix of a batch, and the host waits for nothing. If columns are
-    dependent to rounding, A does not determine all of Q. Householder's method then completes Q by arbitrary directions; this one
+    L^-T for A (CholeskyQR); two rounds make columns orthogonal to rounding if the condition is below 1e3 (CholeskyQR2,
+    Yamamoto et al. 2015). For other matrices a round takes the factor of G + s I (shifted CholeskyQR, Fukaya et al.
+    2020), which divides the condition by about 1e3, so there are more rounds. `torch.where` chooses by what the
+    factorization reports, for each matrix of a batch, and the host waits for nothing. If columns are dependent to
+    rounding, A does not determine all of Q. Householder's method then completes Q by arbitrary directions; this one
     takes them from a fixed table of noise.
 
     Householder's method, and so torch.linalg.qr, gives R a diagonal of either sign. Both are QR decompositions: with
