@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a GPU machine's own Python
 
 from canzona_compile.tools.calibration.calibrate import calibrate
 from canzona_compile.tools.calibration.clock import Clock
-from canzona_compile.tools.calibration.measure import MeasurementSizes as CalibrationExtent
-from gpu_clock import Ceilings, MeasurementSizes, going_on, plain
+from canzona_compile.tools.calibration.measure import Extent as CalibrationExtent
+from gpu_clock import Ceilings, Extent, going_on, plain
 from gpu_products import Products
 from gpu_steps import Steps, warm
 
@@ -71,7 +71,7 @@ def versions(device: torch.device) -> dict[str, Any]:
 
 def measured(given: argparse.Namespace, device: torch.device, path: Path) -> dict[str, Any]:
     """All parts that were asked for, and what failed or was wrong; written to `path` after every record."""
-    extent, problems = MeasurementSizes(given.dry), list[str]()
+    extent, problems = Extent(given.dry), list[str]()
     clock = Clock(device, extent.rounds)
     start = time.monotonic()
     result: dict[str, Any] = {"schema": SCHEMA, "dry": given.dry, **versions(device), "problems": problems}
