@@ -30,14 +30,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a GPU machine's own Python
 
 from canzona_compile.tools.calibration.calibrate import calibrate
 from canzona_compile.tools.calibration.clock import Clock
-from canzona_compile.tools.calibration.measure import Extent as CalibrationExtent
+from canzona_compile.tools.calibration.measure import MeasurementSizes
 from gpu_clock import Ceilings, Extent, going_on, plain
 from gpu_products import Products
 from gpu_steps import Steps, warm
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("products", "kernels", "steps", "calibration")
-TINY = CalibrationExtent((16, 32), (16,), (16, 32), 2**16, 2)
+TINY = MeasurementSizes((16, 32), (16,), (16, 32), 2**16, 2)
 SCHEMA = 1
 
 
