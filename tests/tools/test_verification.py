@@ -30,7 +30,19 @@ from canzona_compile.tools.verification.user_model import built, names_of, packe
 from canzona_compile.tools.verification.workers import gradients
 from tests.harness import ranks
 from tests.tools import user_builds
-from tests.tools.user_builds import dies, leaves, locks, muon, muon_with_loss, named_muon, net, pid, quits, raises, sleeps
+from tests.tools.user_builds import (
+    dies,
+    leaves,
+    locks,
+    muon,
+    muon_with_loss,
+    named_muon,
+    net,
+    pid,
+    quits,
+    raises,
+    sleeps,
+)
 
 ROOT = Path(__file__).parents[2]
 BUILDS = "tests.tools.user_builds"
