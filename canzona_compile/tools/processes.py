@@ -154,17 +154,19 @@ def serve(index: int, jobs: Sequence[ProcessCall], folder: str, deadline: float,
     faulthandler.dump_traceback_later(max(0.01, deadline - time.monotonic()), exit=True)
     logging.basicConfig(level=level, format="%(message)s")
     torch.set_num_threads(1)  # exactness is promised for equally many threads
-    job, answer, code = jobs[index], None, 0
+    job, code = jobs[index], 0
     try:
-        answer = job.function(*job.args)
-    except CanzonaError as error:
-        answer, code = error, 1
+        try:
+            answer = pickle.dumps(job.function(*job.args))
+        except CanzonaError as error:
+            answer, code = pickle.dumps(error), 1
     except (Exception, SystemExit) as error:
         hint = "this should not happen: please report it"
-        answer, code = CanzonaError(f"{job.name} raised {type(error).__name__}: {error}", hint=hint), 1
-        answer.add_note(traceback.format_exc().rstrip())
+        failed, code = CanzonaError(f"{job.name} raised {type(error).__name__}: {error}", hint=hint), 1
+        failed.add_note(traceback.format_exc().rstrip())
+        answer = pickle.dumps(failed)
     unfinished = Path(folder, f"{index}.unfinished")
-    unfinished.write_bytes(pickle.dumps(answer))
+    unfinished.write_bytes(answer)
     unfinished.rename(Path(folder, str(index)))
     sys.stdout.flush()
     sys.stderr.flush()

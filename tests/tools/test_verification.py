@@ -30,7 +30,19 @@ from canzona_compile.tools.verification.user_model import built, names_of, packe
 from canzona_compile.tools.verification.workers import gradients
 from tests.harness import ranks
 from tests.tools import user_builds
-from tests.tools.user_builds import dies, leaves, muon, muon_with_loss, named_muon, net, pid, quits, raises, sleeps
+from tests.tools.user_builds import (
+    dies,
+    leaves,
+    locks,
+    muon,
+    muon_with_loss,
+    named_muon,
+    net,
+    pid,
+    quits,
+    raises,
+    sleeps,
+)
 
 ROOT = Path(__file__).parents[2]
 BUILDS = "tests.tools.user_builds"
@@ -239,6 +251,14 @@ def test_a_process_that_fails_ends_the_others(function: Callable[[], Any], says:
     assert set(multiprocessing.active_children()) == before
     notes = "\n".join(getattr(caught.value, "__notes__", ()))
     assert (f"in {function.__name__}" in notes and "in the process 'other'" in notes) == ("raised" in says)
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_a_result_that_cannot_be_pickled_is_an_error(before: Children) -> None:
+    with pytest.raises(CanzonaError, match="other raised TypeError: cannot pickle"):
+        run([ProcessCall("one", sleeps, (os.devnull,)), ProcessCall("other", locks, ())], 100.0)
+    assert set(multiprocessing.active_children()) == before
 
 
 @pytest.mark.ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -95,6 +96,11 @@ def another_every_time() -> Plain:
 def coupled() -> Plain:
     model = net(4, 6, 4)
     return model, GlobalNorm(model.parameters())
+
+
+def locks() -> Any:
+    """A result that cannot be pickled."""
+    return threading.Lock()
 
 
 def raises() -> Plain:
