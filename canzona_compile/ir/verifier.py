@@ -75,10 +75,10 @@ def same_routes(step: Step, before: Step) -> bool:
 
 
 def owned(step: Step) -> None:
-    variants = {own.name: others for own, others in step.variants().items()}
+    without_work = {p.name for p, variants in step.variants().items() if all(cut.elementwise for cut in variants)}
     for task in step.tasks:
         grid, owner = task.layout.grid, task.owner
-        if all(cut.elementwise for cut in variants[task.placed]):
+        if task.placed in without_work:
             raise InvalidStep("elementwise tasks have no place in a step with owners", at=task.name)
         if (grid.size == 1) != (task.strategy is Strategy.LOCAL):
             raise InvalidStep(f"its strategy is {task.strategy} on a grid of {grid.size}", at=task.name)
@@ -101,14 +101,17 @@ def grouped(step: Step) -> None:
             raise InvalidStep(f"group {i} calls itself {group.index}", at=f"group {i}")
         if not group.tasks:
             raise InvalidStep("it has no tasks", at=f"group {i}")
+        equal: dict[int, Grid] = {}  # by id, most tasks share one: to compare grids of thousands of ranks takes long
         for name in group.tasks:
             if name not in known:
                 raise InvalidStep(f"there is no task {name!r}", at=f"group {i}")
             if name in home:
                 raise InvalidStep(f"it is in group {home[name]} and in group {i}", at=name)
             home[name] = i
-            if step.task(name).layout.grid != grid_of(step, group):
+            own = step.task(name).layout.grid
+            if id(own) not in equal and any(own != grid for grid in equal.values()):
                 raise InvalidStep(f"its grid is not that of the others in group {i}", at=name)
+            equal[id(own)] = own
     for task in step.tasks:
         if task.name not in home:
             raise InvalidStep("it is in no group", at=task.name)
@@ -235,8 +238,9 @@ def batched(step: Step) -> None:
             returns(cut.stacked.graph, len(cut.stacked.outputs), where)
     for group in step.micro_groups:
         counts = Counter(name for batch in group.batches for name in batch.tasks)
+        members = set(group.tasks)
         for name in (*group.tasks, *counts):
-            if name not in group.tasks:
+            if name not in members:
                 raise InvalidStep(f"a batch of group {group.index} has a task of another", at=name)
             if counts[name] != 1:
                 raise InvalidStep(f"it is in {counts[name]} batches of group {group.index}", at=name)
