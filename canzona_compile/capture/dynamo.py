@@ -10,12 +10,14 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.types import GuardFilterEntry
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch._dynamo.callback import CallbackArgs
+    from torch._dynamo.types import GuardFilterEntry
 
 StepFunction = Callable[[Any], Any]
 
@@ -96,6 +98,8 @@ def traceable_pow() -> Iterator[None]:
     or if `torch.compiler.substitute_in_graph` did not refuse functions that Dynamo knows. A copy of the step's globals
     would not do: published optimizers call `math.pow` in helpers of other modules.
     """
+    from torch._dynamo.callback import callback_handler  # late: Dynamo imports Triton
+
     callback_handler.register_start_callback(put_power)
     try:
         yield

@@ -12,19 +12,7 @@ import torch
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.layout import Box
 from canzona_compile.ir.program import Program
-from canzona_compile.ir.step import (
-    Act,
-    BlockSlice,
-    Event,
-    Exchange,
-    Form,
-    Item,
-    Phase,
-    Stacked,
-    Step,
-    Strategy,
-    Wire,
-)
+from canzona_compile.ir.step import Act, BlockSlice, Event, Exchange, Form, Item, Phase, Stacked, Step, Strategy, Wire
 from canzona_compile.ir.verifier import owned, some_pairs, verify
 from canzona_compile.passes import AssignOwners, Batching, FormMicroGroups, FuseCollectives, Place, Schedule
 from tests.harness.samples import TOY_SHAPE, grid_of, muon_step, rows_layout, toy_module, toy_step
@@ -140,18 +128,8 @@ ROUTED: list[Case] = [
         "says that it is a exchange",
         "scatter of group 0",
     ),
-    (
-        "wire twice",
-        items(Phase.GATHER, lambda found: (*found, found[-1])),
-        "wire low of b is in it 2 times",
-        "gather",
-    ),
-    (
-        "wire missing",
-        items(Phase.GATHER, lambda found: found[1:]),
-        "wire new of a is in it 0 times",
-        "gather",
-    ),
+    ("wire twice", items(Phase.GATHER, lambda found: (*found, found[-1])), "wire low of b is in it 2 times", "gather"),
+    ("wire missing", items(Phase.GATHER, lambda found: found[1:]), "wire new of a is in it 0 times", "gather"),
     (
         "a stranger",
         items(Phase.EXCHANGE, lambda found: (*found, replace(found[0], wire=OTHER))),
@@ -285,12 +263,7 @@ BATCHED: list[Case] = [
     ("other owner", batch(owner=(1, 1)), "its owner is (0, 0), that of its batch (1, 1)", "a"),
     ("other cut", batch(placed="toy@whole"), "its cut is toy, that of its batch toy@whole", "a"),
     ("other group", batch(param_group=3), "its parameter group is 0, that of its batch 3", "a"),
-    (
-        "stacked result missing",
-        stacked((True,)),
-        "returns 2 values, not 1",
-        "stacked compute of cut toy",
-    ),
+    ("stacked result missing", stacked((True,)), "returns 2 values, not 1", "stacked compute of cut toy"),
     (
         "another stacked graph",
         lambda step: cut(stacked=Stacked(step.placed[0].prepare, (), (True,) * 3))(step),
@@ -356,12 +329,7 @@ SCHEDULED: list[Case] = [
         "group 0",
     ),
     ("twice", events(lambda found: (*found, found[0])), "happens twice", "event 12, prepare of"),
-    (
-        "a stranger",
-        events(lambda found: (*found, Event(Act.APPLY, 5))),
-        "no such group",
-        "event 12, apply of group 5",
-    ),
+    ("a stranger", events(lambda found: (*found, Event(Act.APPLY, 5))), "no such group", "event 12, apply of group 5"),
     (
         "a collective of nobody",
         events(lambda found: (*found, Event(Act.START_GATHER, 1))),
