@@ -49,8 +49,6 @@ def programs_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "machine_of", lambda params, rates=None: Machine("cuda", "nccl", 1, rates))
 
 
-# -- whole steps -------------------------------------------------------------------------------------
-
 MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "muon": lambda params: Muon(params, lr=0.1, momentum=0.9, weight_decay=0.1),
     "normuon": lambda params: NorMuon(params, lr=0.1),
