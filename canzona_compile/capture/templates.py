@@ -20,7 +20,7 @@ from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leave
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.separability import check_separable, coupled
 from canzona_compile.capture.twin import plain_class, signature
-from canzona_compile.capture.variant_period import Course, course_of
+from canzona_compile.capture.variant_period import VariantPeriod, variant_period_of
 from canzona_compile.ir.fx_utils import outputs, placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.printer import dtype_name
@@ -45,7 +45,7 @@ class ParamKind:
     templates: dict[Variant | None, Template]
     state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
     python_state: Mapping[str, Any]  # its other leaves then
-    course: Course | None = None
+    variant_period: VariantPeriod | None = None
 
     @property
     def template(self) -> Template:
@@ -174,7 +174,7 @@ class Capture:
             counters.append(self.counters_at(moment.group, moment.counters, moment.elsewhere))
             template, moment = self._learn(kind, oracle, moment)
             path.append(template.name)
-        kind.course = course_of(path, counters)
+        kind.variant_period = variant_period_of(path, counters)
 
     def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Counts) -> dict[Any, Any]:
         """Join all counters into one dict: leaves of the state by name, others by `Counter`."""

@@ -10,7 +10,7 @@ Counters = Mapping[Any, Any]  # leaves of the state by name, others by `external
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class VariantPeriod:
     """The variants of a kind, step by step.
 
     Attributes:
@@ -38,15 +38,15 @@ class Course:
         return {name: value + steps if name in self.counters else value for name, value in counters.items()}
 
 
-def course_of(path: Sequence[str], counters: Sequence[Counters]) -> Course | None:
-    """Find the shortest course that explains a path.
+def variant_period_of(path: Sequence[str], counters: Sequence[Counters]) -> VariantPeriod | None:
+    """Find the shortest period that explains a path.
 
     Args:
         path: the names of the templates that steps 0, 1, ... took.
         counters: the counters before each of these steps.
 
     Returns:
-        The course; None if no counter grows by one on every step.
+        The period; None if no counter grows by one on every step.
     """
     counting = {
         name: value
@@ -56,7 +56,7 @@ def course_of(path: Sequence[str], counters: Sequence[Counters]) -> Course | Non
     if not counting:
         return None
     start, length = repetition(path)
-    return Course(counting, start, tuple(path[start : start + length]))
+    return VariantPeriod(counting, start, tuple(path[start : start + length]))
 
 
 def repetition(path: Sequence[str]) -> tuple[int, int]:

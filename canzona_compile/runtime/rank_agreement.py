@@ -1,4 +1,4 @@
-"""Agreement among all ranks of one optimizer: the forums of its meshes, and what the ranks compare in them."""
+"""Agreement among all ranks of one optimizer: one per mesh, and what the ranks compare."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Ranks = tuple[int, ...]
 
 
 class RankAgreement:
-    """Holds all forums that this rank's parameters need.
+    """Holds the agreements of all sets of ranks that this rank's parameters need.
 
     Every rank of a mesh must make the same calls in the same order.
 
     Args:
-        groups: finds the process group of each forum.
+        groups: finds the process group of each agreement.
         device: the device of the parameters.
 
     Attributes:
-        waiter: waits for collectives and listens in all forums meanwhile.
+        waiter: waits for collectives and listens in all of them meanwhile.
     """
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
         self.groups, self.device = groups, device
-        self._forums: dict[Ranks, StoreAgreement] = {}
-        self.waiter = Waiter(self._forums.values(), device)
+        self._agreements: dict[Ranks, StoreAgreement] = {}
+        self.waiter = Waiter(self._agreements.values(), device)
 
     def report(self, members: Iterable[Ranks], error: CanzonaError | None) -> None:
         """Tell the ranks of every mesh whether this rank could make a plan. This is a collective.
@@ -78,12 +78,12 @@ class RankAgreement:
             raise error
 
     def _agree(self, ranks: Ranks, text: str, error: CanzonaError | None) -> CanzonaError | None:
-        """Agree in one forum and return the error that it raises, or None.
+        """Agree within one set of ranks and return the error that it raises, or None.
 
-        The caller passes this error on to the next forum, whose ranks may not be members of this one.
+        The caller passes this error on to the next set, whose ranks may not be members of this one.
         """
         try:
-            self._forum(ranks).agree(text, error)
+            self._agreement_of(ranks).agree(text, error)
         except CanzonaError as found:
             return found
         return None
@@ -99,25 +99,25 @@ class RankAgreement:
         Raises:
             CanzonaError: a rank did not see the change or cannot take the step. Every rank raises.
         """
-        forums = list(self._forums.values())
-        for forum in forums:  # call in all before waiting in any: a rank that hears one raises in all
-            forum.call(number, change, error)
+        agreements = list(self._agreements.values())
+        for agreement in agreements:  # call in all before waiting in any: a rank that hears one raises in all
+            agreement.call(number, change, error)
         if error is not None:
             raise error
         try:
-            for forum in forums:
-                forum.hear(number, change)
+            for agreement in agreements:
+                agreement.hear(number, change)
         except CanzonaError as failure:
-            for forum in forums:
-                forum.fail(failure, number)
+            for agreement in agreements:
+                agreement.fail(failure, number)
             raise
 
     def fail(self, number: int, error: CanzonaError) -> None:
         """Tell all ranks that this rank raised `error` during step `number`, so that no rank waits for it."""
-        for forum in self._forums.values():
-            forum.fail(error, number)
+        for agreement in self._agreements.values():
+            agreement.fail(error, number)
 
-    def _forum(self, ranks: Ranks) -> StoreAgreement:
-        if ranks not in self._forums:
-            self._forums[ranks] = StoreAgreement(ranks, self.groups.of(ranks), self.device)
-        return self._forums[ranks]
+    def _agreement_of(self, ranks: Ranks) -> StoreAgreement:
+        if ranks not in self._agreements:
+            self._agreements[ranks] = StoreAgreement(ranks, self.groups.of(ranks), self.device)
+        return self._agreements[ranks]

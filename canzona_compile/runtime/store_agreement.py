@@ -27,9 +27,9 @@ PATIENCE = timedelta(seconds=1)
 
 
 class StoreAgreement:
-    """A forum: a set of ranks that run collectives together and agree on what they run.
+    """A set of ranks that run collectives together and agree on what they run.
 
-    The constructor runs a collective, so every member must create its forums in the same order.
+    The constructor runs a collective, so every member must create its agreements in the same order.
 
     Args:
         ranks: the global ranks of the members, ascending.
@@ -144,7 +144,7 @@ class StoreAgreement:
         raise self._disagreement({caller: finding, self.rank: ""})
 
     def fail(self, error: CanzonaError, number: int | None = None) -> None:
-        """Tell the other members that this rank raised an error, possibly because of another forum.
+        """Tell the other members that this rank raised an error, possibly because of another agreement.
 
         Args:
             error: the error that this rank raises.
@@ -203,15 +203,15 @@ class Waiter:
     """Waits for the collectives of a step and listens for calls meanwhile. Implements `program_ops.Watch`.
 
     Args:
-        forums: the forums in which it listens; the collection may grow later.
+        agreements: those in which it listens; the collection may grow later.
         device: the device of the tensors that the collectives move.
 
     Attributes:
         number: the number of the step whose collectives it waits for. The caller sets it before each step.
     """
 
-    def __init__(self, forums: Collection[StoreAgreement], device: torch.device) -> None:
-        self.forums, self.device, self.number = forums, device, 0
+    def __init__(self, agreements: Collection[StoreAgreement], device: torch.device) -> None:
+        self.agreements, self.device, self.number = agreements, device, 0
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective. On the CPU the host waits; on other devices the current stream waits.
@@ -240,15 +240,15 @@ class Waiter:
                 f"a collective of this step failed: {str(error).splitlines()[0]}",
                 hint="a peer died or left the step; what belongs to this micro-group was not updated",
             )
-            for forum in self.forums:
-                forum.fail(failure)
+            for agreement in self.agreements:
+                agreement.fail(failure)
             raise failure from error
 
     def _listen(self) -> None:
         try:
-            for forum in self.forums:
-                forum.listen(self.number)
+            for agreement in self.agreements:
+                agreement.listen(self.number)
         except CanzonaError as error:
-            for forum in self.forums:
-                forum.fail(error, self.number)
+            for agreement in self.agreements:
+                agreement.fail(error, self.number)
             raise

@@ -116,14 +116,14 @@ def make_plan(
             at=odd[0],
             hint="split the parameter in pieces that the optimizer treats alike",
         )
-    courses = {b.task.name: b.kind.course for b in bound if b.kind.course is not None}
+    variant_periods = {b.task.name: b.kind.variant_period for b in bound if b.kind.variant_period is not None}
     return Plan(
         by_name,
         owned,
         first_steps(owned, by_name),
         tuple(b for b in bound if b.task.name not in matrices),
         frozenset(templates),
-        stagger(owned, courses),
+        stagger(owned, variant_periods),
         tuple(dict.fromkeys(b.fused for b in bound if b.fused is not None)),
         history,
     )

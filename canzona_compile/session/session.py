@@ -53,7 +53,7 @@ class Session:
         self.driver: StepDriver | None = None
         self.number = 0
         self.rehearsed = False
-        self._council: RankAgreement | None = None
+        self._agreement: RankAgreement | None = None
 
     @property
     def rank(self) -> int:
@@ -108,16 +108,16 @@ class Session:
         if driver is None or self._must_replan(driver):
             self.close()
             driver = self.driver = self._start()
-        council = self._council
-        assert council is not None
-        council.waiter.number = self.number
+        agreement = self._agreement
+        assert agreement is not None
+        agreement.waiter.number = self.number
         try:
             return driver.step() and driver.last is not None
         except CanzonaError:
             raise
         except Exception as error:  # the optimizer's own code failed on an owner, and others wait for its results
             failure = CanzonaError(f"the step failed on rank {self.rank}: {type(error).__name__}: {error}")
-            council.fail(self.number, failure)
+            agreement.fail(self.number, failure)
             raise
 
     def _must_replan(self, driver: StepDriver) -> bool:
@@ -130,8 +130,8 @@ class Session:
             error = found
         if change is None and error is None:
             return False
-        assert self._council is not None
-        self._council.call(self.number, "" if change is None else change.text, error)
+        assert self._agreement is not None
+        self._agreement.call(self.number, "" if change is None else change.text, error)
         return change is not None and change.kind is ChangeKind.REPLAN
 
     def _start(self) -> StepDriver:
@@ -143,12 +143,12 @@ class Session:
             self.groups.learn([*meshes, *([self.options.replicate] if self.options.replicate else [])])
         binder = Binder(self.optimizer, self.options, self.capture)
         plan, error = self._plan(binder)
-        council = self._council = self._council or RankAgreement(self.groups, device)
+        agreement = self._agreement = self._agreement or RankAgreement(self.groups, device)
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {binder.replicas}
-        council.report(members, error)
+        agreement.report(members, error)
         assert plan is not None
-        driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, council.waiter)
-        council.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", driver.begin())
+        driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, agreement.waiter)
+        agreement.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", driver.begin())
         driver.choose_variants()
         return driver
 

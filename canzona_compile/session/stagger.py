@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from canzona_compile.analysis.step_time import rates_of
-from canzona_compile.capture.variant_period import Course
+from canzona_compile.capture.variant_period import VariantPeriod
 from canzona_compile.ir.step import Step, Task
 
 MOST_PHASES = 16  # per period; every step on which some matrix refreshes needs a program of its own
 LONGEST = 256  # the most steps of a profile; a longer common period is cut off there
 
-Courses = Mapping[str, Course]  # by task
+VariantPeriods = Mapping[str, VariantPeriod]  # by task
 Profile = tuple[float, ...]
 
 
@@ -42,7 +42,7 @@ class Stagger:
     apart: Profile
 
 
-def stagger(owned: Step, courses: Courses) -> Stagger:
+def stagger(owned: Step, variant_periods: VariantPeriods) -> Stagger:
     """Choose an offset for every task with periodic work, the heaviest periodic work first.
 
     Each task takes the offset for which the busiest step of its owner rank stays cheapest. Ties go to the smaller sum
@@ -51,16 +51,16 @@ def stagger(owned: Step, courses: Courses) -> Stagger:
 
     Args:
         owned: the owned step.
-        courses: by task, how its code continues from step to step.
+        variant_periods: by task, how its code continues from step to step.
 
     Returns:
         The offsets and their predicted effect.
     """
-    tasks = [t for t in owned.tasks if t.name in courses and courses[t.name].periodic]
+    tasks = [t for t in owned.tasks if t.name in variant_periods and variant_periods[t.name].periodic]
     if not tasks:
         return Stagger({}, (), ())
-    horizon = min(LONGEST, lcm(*(len(courses[t.name].period) for t in tasks)))
-    cost = {t.name: cost_by_step(owned, t, courses.get(t.name), horizon) for t in owned.tasks}
+    horizon = min(LONGEST, lcm(*(len(variant_periods[t.name].period) for t in tasks)))
+    cost = {t.name: cost_by_step(owned, t, variant_periods.get(t.name), horizon) for t in owned.tasks}
     load = {rank: torch.zeros(horizon, dtype=torch.float64) for t in owned.tasks for rank in ranks_of(t)}
     together = {rank: own.clone() for rank, own in load.items()}
     for task in owned.tasks:
@@ -69,7 +69,7 @@ def stagger(owned: Step, courses: Courses) -> Stagger:
             load[rank] += 0 if task in tasks else cost[task.name]
     ahead: dict[str, int] = {}
     for task in sorted(tasks, key=lambda t: (float(cost[t.name].min() - cost[t.name].max()), t.index)):
-        period, own = len(courses[task.name].period), cost[task.name]
+        period, own = len(variant_periods[task.name].period), cost[task.name]
         offsets = sorted({i * period // min(period, MOST_PHASES) for i in range(period)})
         sums = busiest(load, ranks_of(task)) + torch.stack([own.roll(-offset) for offset in offsets])
         worst, squares = sums.amax(1).tolist(), sums.square().sum(1).tolist()
@@ -81,23 +81,23 @@ def stagger(owned: Step, courses: Courses) -> Stagger:
     return Stagger(ahead, *(tuple((busiest(loads, loads) / rate).tolist()) for loads in (together, load)))
 
 
-def cost_by_step(owned: Step, task: Task, course: Course | None, horizon: int) -> Tensor:
+def cost_by_step(owned: Step, task: Task, variant_period: VariantPeriod | None, horizon: int) -> Tensor:
     """Return the FLOPs of a task on every step of a profile.
 
     Args:
         owned: the owned step.
         task: the task.
-        course: how its code continues from step to step; None if it does the same on every step.
+        variant_period: how its code continues from step to step; None if it does the same on every step.
         horizon: the number of steps of the profile.
 
     Returns:
         A float64 tensor of shape [horizon].
     """
     placed = owned.placed_of(task)
-    if course is None:
+    if variant_period is None:
         return torch.full((horizon,), float(placed.flops), dtype=torch.float64)
     flops = {p.template.name: float(p.flops) for p in owned.variants()[placed]}
-    steps = [flops[course.period[i % len(course.period)]] for i in range(horizon)]
+    steps = [flops[variant_period.period[i % len(variant_period.period)]] for i in range(horizon)]
     return torch.tensor(steps, dtype=torch.float64)
 
 

@@ -156,8 +156,8 @@ class VariantSelection:
         assert kind.oracle is not None
         leaves = dict(zip(kind.python_state, counters, strict=False))
         known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, self.capture.elsewhere())
-        if ahead and kind.course is not None:
-            known = kind.course.ahead(known, ahead)
+        if ahead and kind.variant_period is not None:
+            known = kind.variant_period.ahead(known, ahead)
         kind.oracle.count({name: known[name] for name in leaves})
         own = {c.key: known[c] for c in self.capture.counts if c.home == "group" and c in known}
         elsewhere = {name: known[name] for name in self.capture.elsewhere()}
@@ -175,7 +175,7 @@ class VariantSelection:
         """
         leaves = dict(zip(kind.python_state, counters, strict=False))
         known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, self.capture.elsewhere())
-        if kind.course is None or kind.course.number(known) < kind.course.start:
+        if kind.variant_period is None or kind.variant_period.number(known) < kind.variant_period.start:
             return None
         with contextlib.suppress(Untraceable):
             return self._ask(kind, group, counters, ahead)
@@ -193,15 +193,15 @@ def counting_as(here: VariantPath, other: VariantPath, kind: ParamKind) -> Varia
     Returns:
         The template of `other`, with the counters of `here` and the numbers that follow from these counters.
     """
-    assert kind.course is not None
+    assert kind.variant_period is not None
     scalars = dict(other.scalars)
     for name, value in scalars.items():
         if name in here.scalars:
             scalars[name] = here.scalars[name]
             continue
-        for counter in kind.course.counters:  # only the other path reads it, so find it by name and value
+        for counter in kind.variant_period.counters:  # only the other path reads it, so find it by name and value
             key = counter.key if isinstance(counter, Counter) else str(kind.paths[counter][-1])
             if name.endswith(key) and value == other.before[counter]:
                 scalars[name] = here.before[counter]
-    after = {**other.counters, **{k: v for k, v in here.counters.items() if k in kind.course.counters}}
+    after = {**other.counters, **{k: v for k, v in here.counters.items() if k in kind.variant_period.counters}}
     return VariantPath(other.template, scalars, here.before, after)

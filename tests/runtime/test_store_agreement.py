@@ -32,7 +32,7 @@ class Work:
 
 
 class Listener:
-    """A forum that counts how often it is asked, and hears a call or not."""
+    """An agreement that counts how often it is asked, and hears a call or not."""
 
     def __init__(self, call: CanzonaError | None = None) -> None:
         self.call, self.heard, self.failures = call, 0, 0
@@ -46,36 +46,36 @@ class Listener:
         self.failures += 1
 
 
-def wait(work: Work, forum: Listener) -> None:
-    forums: Any = [forum]
+def wait(work: Work, listener: Listener) -> None:
+    listeners: Any = [listener]
     collective: Any = work
-    Waiter(forums, CPU).wait(collective)
+    Waiter(listeners, CPU).wait(collective)
 
 
 @pytest.mark.parametrize("waits", [0, 1, 3])
 def test_it_listens_whenever_patience_ends(waits: int) -> None:
-    forum = Listener()
-    wait(Work(waits), forum)
-    assert (forum.heard, forum.failures) == (waits, 0)
+    listener = Listener()
+    wait(Work(waits), listener)
+    assert (listener.heard, listener.failures) == (waits, 0)
 
 
 def test_a_collective_that_ends_just_after_patience_has_not_failed() -> None:
-    forum = Listener()
-    wait(Work(1, ends_late=True), forum)
-    assert (forum.heard, forum.failures) == (0, 0)
+    listener = Listener()
+    wait(Work(1, ends_late=True), listener)
+    assert (listener.heard, listener.failures) == (0, 0)
 
 
 @pytest.mark.parametrize("error", ["Connection closed by peer", "Timed out waiting 1800000ms"])
 def test_a_failure_is_told_to_all(error: str) -> None:
     """An error of the collective itself that speaks of a timeout, too."""
-    forum = Listener()
+    listener = Listener()
     with pytest.raises(CanzonaError, match=f"a collective of this step failed: {error}$|{error}\n"):
-        wait(Work(0, error), forum)
-    assert forum.failures == 1
+        wait(Work(0, error), listener)
+    assert listener.failures == 1
 
 
 def test_a_call_ends_the_wait() -> None:
-    forum = Listener(CanzonaError("rank 1 cannot run this step"))
+    listener = Listener(CanzonaError("rank 1 cannot run this step"))
     with pytest.raises(CanzonaError, match="rank 1"):
-        wait(Work(9), forum)
-    assert (forum.heard, forum.failures) == (1, 1)
+        wait(Work(9), listener)
+    assert (listener.heard, listener.failures) == (1, 1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.capture.variant_period import course_of, repetition
+from canzona_compile.capture.variant_period import repetition, variant_period_of
 from canzona_compile.errors import CanzonaError
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
@@ -97,9 +97,11 @@ def train(kind: str, case: Case | None, special: int = -1, restored: bool = Fals
         if step == 0:
             plan = wrapped.canzona.session.driver.plan
             ahead, names = plan.stagger.ahead, [f"group0.param{i}" for i in range(len(SHAPES))]
-        # The first step makes the state, and what comes before the course repeats itself is nobody's to stagger.
+        # The first step makes the state, and what comes before the period begins is nobody's to stagger.
         plain.phases = {
-            p: ahead[n] for p, n in zip(params_of(plain), names, strict=True) if step > plan.bound[n].kind.course.start
+            p: ahead[n]
+            for p, n in zip(params_of(plain), names, strict=True)
+            if step > plan.bound[n].kind.variant_period.start
         }
         plain.step()
         if restored and step == STEPS // 2:
@@ -113,9 +115,11 @@ def train(kind: str, case: Case | None, special: int = -1, restored: bool = Fals
     assert mine["param_groups"] == yours["param_groups"]
     assert len(set(ahead.values())) > 2, "an owner has at least three matrices"
     report: dict[str, Any] = wrapped.canzona.report().to_dict()
-    assert max(plan.bound[n].kind.course.start for n in names) == max(special - 1, 0)
+    assert max(plan.bound[n].kind.variant_period.start for n in names) == max(special - 1, 0)
     assert report["captures"] == (2 + (special > 0)) * len(set(SHAPES))
-    assert report["rank_programs"] <= EVERY + 1 + 2 * (special > 0), "before its start, a course has steps of its own"
+    assert report["rank_programs"] <= EVERY + 1 + 2 * (special > 0), (
+        "before the period begins, steps have programs of their own"
+    )
     return {"ahead": dict(ahead), "profile": report["profile"]}
 
 
@@ -216,7 +220,7 @@ def test_only_true_or_false() -> None:
         canzona_compile.wrap(torch.optim.Muon([nn.Parameter(torch.ones(8, 8))]), stagger=3)  # type: ignore[arg-type]
 
 
-# -- courses -----------------------------------------------------------------------------------
+# -- periods of variants --------------------------------------------------------------------------
 
 
 @given(st.lists(st.sampled_from("ab"), max_size=6), st.lists(st.sampled_from("ab"), min_size=1, max_size=12))
@@ -235,9 +239,9 @@ def test_periods_up_to_a_hundred(every: int) -> None:
 
 
 def test_what_does_not_count_has_no_course() -> None:
-    assert course_of([], []) is None
-    assert course_of(["a", "b"], [{"rank": 3}, {"rank": 3}]) is None
-    course = course_of(["a", "b", "a", "b"], [{"rank": 3, "step": 7 + i} for i in range(4)])
-    assert course is not None
-    assert (course.counters, course.period, course.periodic) == ({"step": 7}, ("a", "b"), True)
-    assert course.ahead({"rank": 3, "step": 9}, 2) == {"rank": 3, "step": 11}
+    assert variant_period_of([], []) is None
+    assert variant_period_of(["a", "b"], [{"rank": 3}, {"rank": 3}]) is None
+    variant_period = variant_period_of(["a", "b", "a", "b"], [{"rank": 3, "step": 7 + i} for i in range(4)])
+    assert variant_period is not None
+    assert (variant_period.counters, variant_period.period, variant_period.periodic) == ({"step": 7}, ("a", "b"), True)
+    assert variant_period.ahead({"rank": 3, "step": 9}, 2) == {"rank": 3, "step": 11}
