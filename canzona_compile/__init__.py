@@ -4,8 +4,10 @@ import canzona_compile
 optimizer = canzona_compile.wrap(torch.optim.Muon(model.parameters(), lr=2e-2))
 """
 
-from canzona_compile.api.wrap import explain, is_wrapped, unwrap, wrap
+from canzona_compile.api.wrap import explain, unwrap, wrap
 from canzona_compile.api.wrap_cls import wrap_cls
+from canzona_compile.api.wrapped_class import is_wrapped
+from canzona_compile.api.zero1 import zero1
 from canzona_compile.errors import (
     CanzonaError,
     InvalidGradient,
@@ -44,4 +46,5 @@ __all__ = [
     "verify",
     "wrap",
     "wrap_cls",
+    "zero1",
 ]

@@ -35,9 +35,12 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from canzona_compile.codegen.launch import available
+from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.pipeline import Pass
-from canzona_compile.ir.step import Machine, Step
+from canzona_compile.ir.step import Step
 from canzona_compile.options import Options
 from canzona_compile.ownership import planner_named
 from canzona_compile.passes.assign_owners import AssignOwners
@@ -45,6 +48,7 @@ from canzona_compile.passes.batch import Batching
 from canzona_compile.passes.canonicalize import Canonicalize
 from canzona_compile.passes.emit import Emit
 from canzona_compile.passes.follow_plan import FollowGroups, FollowOwners, InheritOwners
+from canzona_compile.passes.form_buckets import FormBuckets
 from canzona_compile.passes.fuse_collectives import FuseCollectives
 from canzona_compile.passes.gram import GramIterations
 from canzona_compile.passes.micro_group import FormMicroGroups
@@ -63,6 +67,7 @@ __all__ = [
     "Emit",
     "FollowGroups",
     "FollowOwners",
+    "FormBuckets",
     "FormMicroGroups",
     "FuseCollectives",
     "GramIterations",
@@ -79,24 +84,42 @@ __all__ = [
     "lowering_passes",
     "planning_passes",
     "relowering_passes",
+    "zero1_passes",
 ]
 
 
-def planning_passes(options: Options) -> list[Pass]:
+def planning_passes(options: Options, owned_as: Step | None = None) -> list[Pass]:
     """From captured templates (CAPTURED) to owners (OWNED): once per set of parameters.
 
     Args:
         options: `numerics`, and `plan` or else `strategy`, `planner` and `alpha` count.
+        owned_as: a step that has the owners of the same tasks already; None if they are to be chosen.
     """
     exact = options.numerics == "exact"
-    assign = AssignOwners(options.strategy, planner_named(options.planner, alpha=options.alpha))
+    assign: Pass = AssignOwners(options.strategy, planner_named(options.planner, alpha=options.alpha))
+    if options.plan is not None:
+        assign = FollowOwners(options.plan)
+    if owned_as is not None:
+        assign = InheritOwners(owned_as)
     return [
         Canonicalize(),
         *([] if exact else [Roots()]),
         Place(exact=exact),
         *([] if exact else [GramIterations()]),
-        assign if options.plan is None else FollowOwners(options.plan),
+        assign,
     ]
+
+
+def zero1_passes(ranks: Sequence[int], bucket_bytes: int, whole: frozenset[str], rank: int) -> list[Pass]:
+    """From the owners of all tasks to buckets, and to tasks that run in the owner's replica alone (OWNED to OWNED).
+
+    Args:
+        ranks: the global ranks of the data-parallel group of `rank`, in order.
+        bucket_bytes: the size at which a bucket closes.
+        whole: the names of elementwise parameters that may not be cut.
+        rank: the global rank whose fragments the buckets hold.
+    """
+    return [FormBuckets(tuple(ranks), bucket_bytes, whole, rank), OwnerReplica(len(ranks))]
 
 
 def first_step_passes(owned: Step) -> list[Pass]:

@@ -29,8 +29,8 @@ class AssignOwners:
 
     A task that has variants weighs as much as its heaviest variant, which also decides who owns it.
 
-    Elementwise tasks leave the step here: they need no owner and no communication, because the optimizer's own step
-    updates their fragments.
+    Elementwise tasks become `Step.elementwise`: they need no owner and no communication, because the optimizer's own
+    step updates their fragments.
 
     Attributes:
         strategy: "owner", "replicated" or "auto", which takes what is predicted to be faster.
@@ -67,7 +67,8 @@ class AssignOwners:
                 chosen += self._own([t for t in share if t.name not in reasons], grid, placed, load)
                 count(load, [t for t in chosen if t.owner is not None], grid, placed)
             owned.update((t.name, t) for t in chosen)
-        return replace(step, form=Form.OWNED, tasks=tuple(owned[t.name] for t in tasks))
+        rest = tuple(t for t in step.tasks if t.name not in owned)
+        return replace(step, form=Form.OWNED, tasks=tuple(owned[t.name] for t in tasks), elementwise=rest)
 
     def _own(
         self, tasks: list[Task], grid: Grid, placed: dict[str, Placed], load: dict[Ranks, dict[int, float]]

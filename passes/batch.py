@@ -1,4 +1,4 @@
-"""Compute equal tasks of one owner together."""
+"""Put the tasks of one owner that are alike into batches, and let batches run on stacks of matrices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from canzona_compile.analysis.flops import BY_PRODUCTS, addend, factors, flips, 
 from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.ir.bit_exactness import batches_equal, position_free
 from canzona_compile.ir.fx_utils import pointwise, tensor_value
-from canzona_compile.ir.step import Batch, Form, Machine, MicroGroup, Placed, Role, Step
+from canzona_compile.ir.hardware import Machine
+from canzona_compile.ir.step import Batch, Form, MicroGroup, Placed, Role, Step
 from canzona_compile.kernels.batched import gains
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.lowering.batch_graph import factorization, lift_stacked, product, starts_stack
 
 aten = torch.ops.aten
 
-# Operators with dims among their arguments, and where these are.
+# Operators that take dims, and where the dims are among their arguments.
 DIMS: dict[Any, slice] = {
     aten.diagonal.default: slice(2, 4),
     aten.diagonal_scatter.default: slice(3, 5),
@@ -30,18 +31,19 @@ DIMS: dict[Any, slice] = {
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """Group the tasks of a micro-group by owner, graph and hyperparameters, and stack them where that keeps bits.
+    """Form batches of tasks with equal owner, graph and hyperparameters, and stack the operators of a batch.
 
-    Under exact numerics only matrix products run on stacks [n, ...], together with the elementwise work and the
-    transposes around them. These are products of the library if the batched form is known to give the same bits (see
-    `canzona_compile.ir.bit_exactness`), and our own. Everything else (norms, decompositions) loops over the tasks.
-    Without a product to batch nothing is stacked.
+    Under exact numerics only matrix products, and the elementwise work and the transposes around them, run on stacks
+    [n, ...]. A product of the library qualifies if its batched form is known to give the same bits
+    (`canzona_compile.ir.bit_exactness`). Products of our own kernels always qualify. Everything else, such as norms and
+    decompositions, loops over the tasks. Nothing is stacked if there is no product to batch.
 
-    Under fast numerics decompositions on CUDA are stacked as well if that gains. Measured rates (`eigh` and
-    `eigh_batched`) decide, or torch's version if there are none (`canzona_compile.kernels.batched`).
+    Under fast numerics all products qualify, and on CUDA decompositions do too if a stack of them is faster. Measured
+    rates decide that (`eigh` and `eigh_batched`). Without such rates the version of torch decides
+    (`canzona_compile.kernels.batched`).
 
     Attributes:
-        exact: exact numerics.
+        exact: whether the step uses exact numerics.
     """
 
     exact: bool = True
@@ -53,10 +55,12 @@ class Batching:
     def __call__(self, step: Step) -> Step:
         placed = tuple(self._stacked(p, step.machine) for p in step.placed)
         by_name = {p.name: p for p in placed}
-        groups = tuple(replace(g, batches=batches(step, g, by_name)) for g in step.micro_groups)
-        return replace(step, form=Form.BATCHED, placed=placed, micro_groups=groups)
+        micro_groups = tuple(replace(g, batches=batches(step, g, by_name)) for g in step.micro_groups)
+        return replace(step, form=Form.BATCHED, placed=placed, micro_groups=micro_groups)
 
     def _stacked(self, placed: Placed, machine: Machine) -> Placed:
+        """A cut with a compute graph for stacks; the cut itself if nothing starts a stack."""
+
         def stackable(node: fx.Node) -> bool:
             return self._stackable(node, machine)
 
@@ -67,6 +71,7 @@ class Batching:
         return replace(placed, stacked=lifted)
 
     def _stackable(self, node: fx.Node, machine: Machine) -> bool:
+        """Whether an operator may run on a stack of the tasks' operands."""
         if name := factorization(node):
             return not self.exact and gains_by_stacking(name, node, machine)
         value = tensor_value(node)
@@ -76,7 +81,7 @@ class Batching:
             left, right = (turned(tuple(f.meta["val"].shape), flip) for f, flip in zip(pair, flips(node), strict=True))
             more = addend(node)
             plain = value.ndim == 2 and (more is None or tuple(more.meta["val"].shape) == tuple(value.shape))
-            # Products of ours do not promise the library's bits one by one either.
+            # Our own products do not promise the library's bits, stacked or not.
             equal = not self.exact or node.target in (SYM_GEMM, GEMM_AXPBY)
             equal = equal or batches_equal(node.target, (*left, right[-1]), value.dtype, machine)
             return product(node) and plain and equal
@@ -84,7 +89,7 @@ class Batching:
             return negative_dims(node)
         if node.target in (aten.permute.default, PAD_CAST):
             return True
-        # A 0-d operand never widens the result's dtype, a stack of them [n, 1, 1] could.
+        # A 0-d operand never widens the dtype of the result, but a stack [n, 1, 1] of such operands may.
         operands = [v for n in node.all_input_nodes if (v := tensor_value(n)) is not None]
         same = all(v.dtype == value.dtype for v in operands)
         equal = not self.exact or position_free(node, machine)
@@ -92,7 +97,13 @@ class Batching:
 
 
 def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:
-    """Is a decomposition faster in one call for all tasks? On CPU one call is a loop as well."""
+    """Whether a decomposition is faster in one call for all tasks.
+
+    Args:
+        name: the name of the decomposition in the machine's rates.
+        node: the call for one task.
+        machine: where it runs. On CPU one call is a loop as well, so nothing is gained.
+    """
     operand = tensor_value(node.all_input_nodes[0])
     if machine.device == "cpu" or operand is None:
         return False
@@ -106,20 +117,26 @@ def gains_by_stacking(name: str, node: fx.Node, machine: Machine) -> bool:
 
 
 def negative_dims(node: fx.Node) -> bool:
-    """Do the dims of a call count from the end, so that they mean the same for a stack?"""
+    """Whether the dims of a call count from the end, so that they mean the same for a stack."""
     dims = node.args[DIMS[node.target]]
     return bool(dims) and set(dims) <= {-2, -1}
 
 
 def numbers(placed: Placed) -> list[str]:
-    """Names of the leaves that are the same for all tasks of a batch: hyperparameters."""
+    """The names of the hyperparameters, which are the same for all tasks of a batch."""
     return [leaf.name for leaf in placed.template.inputs if leaf.role is Role.SCALAR]
 
 
-def batches(step: Step, group: MicroGroup, placed: dict[str, Placed]) -> tuple[Batch, ...]:
-    """The batches of a micro-group: tasks of one owner, one cut and one parameter group."""
+def batches(step: Step, micro_group: MicroGroup, placed: dict[str, Placed]) -> tuple[Batch, ...]:
+    """Divide a micro-group into batches: tasks of one owner rank, one cut and one param group.
+
+    Args:
+        step: the step.
+        micro_group: one of its micro-groups.
+        placed: the cuts by name, with their stacked graphs.
+    """
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for task in sorted(map(step.task, group.tasks), key=lambda t: t.index):
+    for task in sorted(map(step.task, micro_group.tasks), key=lambda t: t.index):
         alike[task.owner is not None, task.owner or (), task.placed, task.param_group].append(task.name)
     found = []
     for key in sorted(alike, key=repr):

@@ -32,8 +32,10 @@ class FollowOwners:
         for task in step.holistic_tasks():
             planned = self.plan.task(task)
             tasks.append(replace(task, owner=planned.owner, strategy=Strategy(planned.strategy), reason=planned.reason))
-        self.plan.check_complete(task.name for task in tasks)
-        return replace(step, form=Form.OWNED, tasks=tuple(tasks))
+        names = {task.name for task in tasks}
+        self.plan.check_complete(names)
+        rest = tuple(task for task in step.tasks if task.name not in names)
+        return replace(step, form=Form.OWNED, tasks=tuple(tasks), elementwise=rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,13 @@ class InheritOwners:
     """Take the owner and the strategy of every task from a step in which the same tasks have owners.
 
     The first step of a task runs other code than the later ones, but must run on the rank that is to hold the state.
+    Under ZeRO-1 owners stay the same however often the rest is planned anew, because gradients go to them.
 
     Attributes:
-        source: a step of form OWNED or beyond that has all tasks, by name.
+        source: a step of form OWNED or beyond that has the tasks, by name.
+
+    Raises:
+        CanzonaError: `source` lacks a task that needs an owner.
     """
 
     source: Step
@@ -54,10 +60,18 @@ class InheritOwners:
 
     def __call__(self, step: Step) -> Step:
         tasks = []
-        for task in step.tasks:
-            known = self.source.task(task.name)
+        for task in step.holistic_tasks():
+            known = self.source.find(task.name)
+            if known is None:
+                raise CanzonaError(
+                    "its update was elementwise and now needs the whole matrix",
+                    at=task.name,
+                    hint="this optimizer changes what it does in mid-run in a way that its sharding does not allow",
+                )
             tasks.append(replace(task, owner=known.owner, strategy=known.strategy, reason=known.reason))
-        return replace(step, form=Form.OWNED, tasks=tuple(tasks))
+        names = {task.name for task in tasks}
+        rest = tuple(task for task in step.tasks if task.name not in names)
+        return replace(step, form=Form.OWNED, tasks=tuple(tasks), elementwise=rest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Turn iterations on wide matrices into iterations on their small Gram matrices."""
+"""Rewrite iterations on wide matrices as iterations on their small Gram matrices."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class GramIterations:
-    """Rewrite chains of X <- (a I + p(X X^T)) X, X [m, n], to products of m x m matrices.
+    """Rewrite chains of X <- (a I + p(X X^T)) X, with X [m, n], as products of m x m matrices; for numerics="fast".
 
-    The pass comes before owners are chosen, and the cost of a cut becomes that of the rewritten graph: owners, groups
-    and reports weigh what will run.
+    With R = X X^T a step becomes Q <- (a I + p(R)) Q and R <- (a I + p(R))^2 R. At the end X <- Q X. That takes two
+    products with X in all instead of two per step (Dao AI Lab, "Gram Newton-Schulz"). Rounding makes restarts
+    necessary: after some steps the graph forms X <- Q X and a new R. `canzona_compile.analysis.gram_restarts` finds
+    them from the coefficients; five steps of the usual quintics restart after step 2. The products add a Q and a R in
+    their epilogue. Only the first Q is formed as a I + p(R).
 
-    With R = X X^T a step is Q <- (a I + p(R)) Q and R <- (a I + p(R))^2 R, and at the end X <- Q X. That takes two
-    products with X instead of two per step (Dao AI Lab, "Gram Newton-Schulz"). From the coefficients,
-    `canzona_compile.analysis.gram_restarts` finds the steps after which X <- Q X is formed and a new R begins: step 2
-    for five steps of the usual quintics. Products add a Q and a R in their epilogue. Only the first Q is formed as
-    a I + p(R).
+    The pass rewrites a chain only if all of this holds:
 
-    The pass rewrites a chain only if
+    * Its coefficients are numbers in the graph, and nothing else reads a value between its steps.
+    * The graph bounds the norm of X at the start, because it divides by a norm. So nothing can overflow.
+    * The products of the rewritten graph take no more time by the machine's rates. For quintics they are less work from
+      n = 1.5 m on. If the dtype changes, its rate counts as well: float16 is slow on CPUs.
 
-    * its coefficients are numbers in the graph, and nothing else reads what is between its steps,
-    * the graph itself bounds the norm of X at the start (it divides by a norm), so that nothing can overflow,
-    * the rewrite is less work by the formulas of `canzona_compile.analysis.flops`: for quintics, from n = 1.5 m on,
-    * and, if the dtype changes, takes less time by the machine's rates: float16 is slow on CPUs.
+    The pass normalises 16-bit matrices in float32 and iterates them in float16, whose roundoff is an eighth of
+    bfloat16's. Other matrices keep their dtype. Results keep theirs.
 
-    It normalises 16-bit matrices in float32 and iterates them in float16, whose roundoff is an eighth of bfloat16's.
-    Other matrices keep their dtype. Results have the dtype that they had.
+    The pass runs before owners are chosen. The cost of a cut becomes that of the rewritten graph, so owners,
+    micro-groups and reports weigh what will run.
 
-    `tests/passes/test_gram_errors.py` measures errors against float64, on 64 x 192 matrices with singular values from 1
-    to 1e-10 and from 1 to 1e-3 in logarithmic steps, with 10 equal ones, and with 2 beside a tail of 1e-3. Five steps
-    of Jordan's, You's, Polar Express and CANS coefficients are at most 0.1 off, relative to the exact result in the
-    Frobenius norm, and no singular value is more than 0.06 larger than the exact largest one. Newton-Schulz in
-    bfloat16, which this replaces, is 0.06 to 0.58 off. The tests run on CPU, with the library's products and with the
+    `tests/passes/test_gram_errors.py` measures errors against float64 on 64 x 192 matrices with four spectra: from 1 to
+    1e-10 in logarithmic steps, from 1 to 1e-3, 10 equal singular values beside zeros, and 2 beside a tail of 1e-3. Five
+    steps of Jordan's, You's, Polar Express and CANS coefficients are at most 0.1 off, relative to the exact result in
+    the Frobenius norm. No singular value exceeds the exact largest one by more than 0.06. Newton-Schulz in bfloat16,
+    which this replaces, is 0.06 to 0.58 off. The tests run on CPU, with the products of the library and with the
     references of `sym_gemm`, so the pass rewrites on CPU as well. Errors on CUDA are not measured yet.
     """
 
@@ -65,7 +65,7 @@ class GramIterations:
 
 
 def rewritten_cut(cut: Placed, hardware: Hardware) -> Placed:
-    """A cut with a rewritten compute graph, and the FLOPs of that; the optimizer's own eager step stays as it is."""
+    """Rewrite the compute graph of a cut, and count its FLOPs again. The optimizer's own eager step does not change."""
     if cut.template.interpreted:
         return cut
     compute = rewritten(cut.compute, cut.template, hardware)
@@ -76,7 +76,11 @@ def rewritten_cut(cut: Placed, hardware: Hardware) -> Placed:
 
 
 def rewritten(graph: fx.Graph, template: Template, hardware: Hardware) -> fx.Graph:
-    """A graph in which every chain is a Gram iteration if it can be one and that takes less time."""
+    """Rewrite every chain of a graph for which the conditions of `GramIterations` hold.
+
+    Returns:
+        A new graph; the graph itself if no chain was rewritten.
+    """
     for start in [chain.start.name for chain in chains(graph)]:
         attempt = copy.deepcopy(graph)
         chain = next((c for c in chains(attempt) if c.start.name == start), None)
@@ -93,7 +97,8 @@ def rewrite(graph: fx.Graph, chain: Chain) -> bool:
     """Rewrite one chain in place.
 
     Returns:
-        False, and the graph is as before, if nothing bounds the norm at the start or no restarts keep rounding small.
+        Whether the graph was changed. It was not if nothing bounds the norm at the start, or if no restarts keep the
+        effects of rounding small.
     """
     value, bound = tensor_value(chain.start), norm_bound(chain.start)
     if value is None or bound is None:
@@ -117,31 +122,39 @@ def rewrite(graph: fx.Graph, chain: Chain) -> bool:
 
 
 def trimmed(polynomial: Polynomial) -> Polynomial:
-    """A polynomial without zeros at its end."""
+    """The coefficients up to the highest one that is not zero."""
     degree = max(i for i, c in enumerate(polynomial) if c)
     return polynomial[: degree + 1]
 
 
 def cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """The node in `dtype`, by a cast where it has another one."""
+    """Insert a cast if the node has another dtype."""
     if node.meta["val"].dtype == dtype:
         return node
     return insert_call(graph, aten._to_copy.default, (node,), {"dtype": dtype})
 
 
 class GramWriter:
-    """Writes an iteration on a Gram matrix where a graph inserts.
+    """Writes iterations on Gram matrices into a graph.
 
     Args:
-        graph: gets the new nodes.
-        flipped: the wide matrix lies transposed, [n, m].
+        graph: gets the new nodes, at its insert point.
+        flipped: whether nodes are the transpose [..., n, m] of the wide matrix.
     """
 
     def __init__(self, graph: fx.Graph, flipped: bool) -> None:
         self.graph, self.flipped = graph, flipped
 
     def segment(self, x: fx.Node, polynomials: Sequence[Polynomial]) -> fx.Node:
-        """Two or more steps on one Gram matrix: from X to Q X, both [..., m, n], or [..., n, m] if flipped."""
+        """Write two or more steps on one Gram matrix.
+
+        Args:
+            x: X [..., m, n], or its transpose [..., n, m] if `flipped`.
+            polynomials: the coefficients of each step.
+
+        Returns:
+            Q X, in the shape of `x`.
+        """
         r = self.gram(x)
         q: fx.Node | None = None
         for i, polynomial in enumerate(polynomials):
@@ -155,7 +168,7 @@ class GramWriter:
         return self.product(*self.applied(q, x))
 
     def without_constant(self, r: fx.Node, polynomial: Polynomial) -> tuple[float, fx.Node]:
-        """p(R) - p(0) by Horner's rule, as a number times a matrix."""
+        """Write p(R) - p(0) by Horner's rule, and return it as a number and a matrix, which are to be multiplied."""
         *lower, highest = polynomial[1:]
         if not lower:
             return highest, r
@@ -165,27 +178,27 @@ class GramWriter:
         return 1.0, z
 
     def gram(self, x: fx.Node) -> fx.Node:
-        """X X^T, [..., m, m]."""
+        """Write X X^T [..., m, m]."""
         turned = flipped(self.graph, x)
         return self.product(turned, x) if self.flipped else self.product(x, turned)
 
     def applied(self, q: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The factors of Q X."""
+        """The factors of Q X, or of X^T Q if `flipped`, in order. Q is symmetric."""
         return (x, q) if self.flipped else (q, x)
 
     def product(self, left: fx.Node, right: fx.Node) -> fx.Node:
-        """left @ right."""
+        """Write left @ right."""
         target = aten.mm.default if left.meta["val"].ndim == 2 else aten.bmm.default
         return insert_call(self.graph, target, (left, right))
 
     def sum(self, added: fx.Node, left: fx.Node, right: fx.Node, beta: float, alpha: float) -> fx.Node:
-        """beta * added + alpha * left @ right."""
+        """Write beta * added + alpha * left @ right."""
         target = aten.addmm.default if added.meta["val"].ndim == 2 else aten.baddbmm.default
         numbers = {name: n for name, n in (("beta", beta), ("alpha", alpha)) if n != 1.0}
         return insert_call(self.graph, target, (added, left, right), numbers)
 
     def shifted(self, z: fx.Node, scale: float, shift: float) -> fx.Node:
-        """scale * Z + shift * I."""
+        """Write scale * Z + shift * I."""
         if scale != 1.0:
             z = insert_call(self.graph, aten.mul.Tensor, (z, scale))
         main = (0, -2, -1)

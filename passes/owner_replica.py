@@ -1,4 +1,4 @@
-"""Let only the owner's replica apply updates, as frameworks with ZeRO-1 do."""
+"""Let only the ranks of the owner's replica update a matrix (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from canzona_compile.ir.step import Form, Placed, Step, Strategy, Task
 class OwnerReplica:
     """Move every owned task to the grid of its owner's replica. The other replicas then neither gather nor apply.
 
-    The other replicas would get the new parameters in the next forward pass. Forecasts of `updates="zero1"` use such
-    steps; the runtime does not execute them yet.
+    They get the new parameters from an all-gather after the step, and have sent their gradients in a reduce-scatter
+    before it. Those are the collectives of `Step.buckets`.
+
+    Attributes:
+        replicas: the number of data-parallel replicas. A grid with more rows, because a tensor is replicated over other
+            mesh dims as well, keeps the rows that belong to the owner's replica. None: every row is a replica.
     """
+
+    replicas: int | None = None
 
     name: ClassVar[str] = "owner-replica"
     requires: ClassVar[Form] = Form.OWNED
@@ -25,7 +31,7 @@ class OwnerReplica:
     def __call__(self, step: Step) -> Step:
         cuts = {p.name: p for p in step.placed}
         tasks, wanted = [], set()
-        for task in alone(step.tasks):
+        for task in in_own_replica(step.tasks, self.replicas):
             cut = cuts[task.placed]
             if cut.kind.replicated and task.layout.grid.replicas == 1:
                 cut = without_replicas(cut)
@@ -35,18 +41,28 @@ class OwnerReplica:
         return replace(step, tasks=tuple(tasks), placed=tuple(c for c in both if family(c) in wanted))
 
 
-def alone(tasks: Iterable[Task]) -> tuple[Task, ...]:
-    """Tasks on the grid of their owner's replica; those that every rank computes stay as they are."""
+def in_own_replica(tasks: Iterable[Task], replicas: int | None = None) -> tuple[Task, ...]:
+    """Move tasks to the grid of their owner's replica; those that every rank computes stay as they are.
+
+    Args:
+        tasks: of form OWNED.
+        replicas: see `OwnerReplica`. Grids whose rows are no multiple of it are left alone.
+    """
     layouts: dict[tuple[int, int], Layout] = {}
 
     def moved(task: Task) -> Task:
-        if task.owner is None or task.layout.grid.replicas == 1:
+        grid = task.layout.grid
+        count = replicas or grid.replicas
+        if task.owner is None or count == 1 or grid.replicas % count:
             return task
-        key = (id(task.layout), task.owner[0])
+        rows = grid.replicas // count
+        replica, row = divmod(task.owner[0], rows)
+        key = (id(task.layout), replica)
         if key not in layouts:
-            layouts[key] = replace(task.layout, grid=Grid((task.layout.grid.ranks[task.owner[0]],)))
+            own = Grid(grid.ranks[replica * rows : (replica + 1) * rows])
+            layouts[key] = replace(task.layout, grid=own)
         strategy = Strategy.LOCAL if layouts[key].grid.size == 1 else task.strategy
-        return replace(task, layout=layouts[key], owner=(0, task.owner[1]), strategy=strategy)
+        return replace(task, layout=layouts[key], owner=(row, task.owner[1]), strategy=strategy)
 
     return tuple(map(moved, tasks))
 

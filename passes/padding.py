@@ -1,4 +1,4 @@
-"""Pad 16-bit matrices of odd sizes with zeros once, so that the rows of all their products are aligned."""
+"""Pad 16-bit matrices of odd sizes with zeros, so that the rows of all their products are aligned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from canzona_compile.kernels.padding import padded_size
 
 aten = torch.ops.aten
 
-# The factors of a product and of its addend: the keyword, and the number if it is not given.
+# For the factor of a product and for that of its addend: the keyword of the operator, and its default.
 PRODUCTS: Mapping[Any, tuple[tuple[str, float], tuple[str, float]]] = {
     aten.mm.default: (("alpha", 1.0), ("beta", 0.0)),
     aten.addmm.default: (("alpha", 1.0), ("beta", 1.0)),
@@ -32,11 +32,11 @@ PRODUCTS: Mapping[Any, tuple[tuple[str, float], tuple[str, float]]] = {
 class Padding:
     """On CUDA, pad the 16-bit matrices that products read to multiples of 16, and crop the results.
 
-    Kernels copy rows asynchronously only if these begin at multiples of 16 bytes. Padding happens together with the
-    cast to 16 bits. Products, sums and transposes of padded matrices are padded matrices: they have zeros beside the
-    matrix, and a multiple of the identity in the corner if multiples of the identity were added. The pass follows that
-    multiple as a number. Where it is not known or could overflow, the pass does not pad. Matrices with a size that
-    would grow by more than a sixteenth stay as they are, and their products too.
+    Kernels copy rows asynchronously only if the rows begin at multiples of 16 bytes. The cast to 16 bits pads at the
+    same time. Products, sums and transposes of padded matrices are padded matrices again: they have zeros beside the
+    matrix. If a multiple of the identity was added, a multiple of it also stands in the corner of the padding. The pass
+    follows that multiple as a number, and it does not pad where the number is unknown or may overflow. If a size would
+    grow by more than a sixteenth, the matrix and its products stay as they are.
     """
 
     name: ClassVar[str] = "padding"
@@ -50,12 +50,16 @@ class Padding:
 
 
 def padded_cut(cut: Placed) -> Placed:
-    """A cut with a padded compute graph; the optimizer's own eager step stays as it is."""
+    """Pad the compute graph of a cut. The optimizer's own eager step does not change."""
     return cut if cut.template.interpreted else replace(cut, compute=padded(cut.compute))
 
 
 def padded(graph: fx.Graph) -> fx.Graph:
-    """A graph whose 16-bit products have aligned rows where that is possible; the graph itself if none gains."""
+    """Pad the 16-bit products of a graph where that is possible.
+
+    Returns:
+        A new graph; the graph itself if no product needs padding.
+    """
     if not any(odd(node) for node in padded_values(graph)):
         return graph
     graph = copy.deepcopy(graph)
@@ -71,21 +75,21 @@ def wanted(size: int) -> int:
 
 
 def odd(node: fx.Node) -> bool:
-    """Whether the pass would pad a matrix."""
+    """Whether padding would change the shape of a matrix."""
     value = tensor_value(node)
     return value is not None and any(wanted(size) != size for size in value.shape)
 
 
 def even(value: torch.Tensor) -> bool:
-    """Whether a value is a 16-bit matrix that has aligned rows once it is padded."""
+    """Whether a value is a 16-bit matrix [m, n] whose rows are aligned after padding."""
     return value.ndim == 2 and value.dtype.itemsize == 2 and all(wanted(size) % 16 == 0 for size in value.shape)
 
 
 def padded_values(graph: fx.Graph) -> dict[fx.Node, float]:
-    """Find the products, and the values between them, that can be computed padded.
+    """Find the products that can be computed padded, and the values between them.
 
     Returns:
-        For each of them, in order, the multiple of I in its corner.
+        For each of these nodes, in the order of the graph, the multiple of I in the corner of its padding.
     """
     found: dict[fx.Node, float] = {}
     for node in graph.nodes:
@@ -96,20 +100,20 @@ def padded_values(graph: fx.Graph) -> dict[fx.Node, float]:
             corner = corner_of(node, found)
             if corner is not None and abs(corner) < torch.finfo(value.dtype).max / 4:
                 found[node] = corner
-    for node in reversed(list(found)):  # values that no product reads stay as they were
+    for node in reversed(list(found)):  # a value that no product reads in the end is not worth padding
         if node.target not in PRODUCTS and not any(reader in found for reader in readers(node)):
             del found[node]
     return found
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """The nodes that read a matrix, directly or by putting its shifted diagonal back."""
+    """The nodes that read a matrix; also the one that puts its shifted diagonal back, if there is one."""
     shifts = [s for d in node.users for a in d.users for s in a.users if (t := shifted(s)) and t.node is node]
     return [*node.users, *shifts]
 
 
 def corner_of(node: fx.Node, known: Mapping[fx.Node, float]) -> float | None:
-    """The multiple of I in the corner of a node's padded value, given those of its operands; None if not known."""
+    """The multiple of I in the corner of a node's padding, from those of its operands; None if it is not known."""
     if node.target in PRODUCTS:
         return corner_of_product(node, known)
     if shift := shifted(node):
@@ -123,7 +127,7 @@ def corner_of(node: fx.Node, known: Mapping[fx.Node, float]) -> float | None:
     corner = known.get(inside, 0.0)
     if swaps(node) or node.target in (aten._to_copy.default, aten.clone.default):
         return corner
-    if node.target in (aten.mul.Tensor, aten.div.Tensor) and not corner:  # zeros times or by one number on the device
+    if node.target in (aten.mul.Tensor, aten.div.Tensor) and not corner:  # a finite 0-d tensor keeps zeros
         other = node.args[1]
         value = tensor_value(other) if isinstance(other, fx.Node) else None
         return 0.0 if value is not None and value.ndim == 0 else None
@@ -131,7 +135,7 @@ def corner_of(node: fx.Node, known: Mapping[fx.Node, float]) -> float | None:
 
 
 def corner_of_product(node: fx.Node, known: Mapping[fx.Node, float]) -> float | None:
-    """The multiple of I in the corner of a product's padded value; None if not known or an operand has no padding."""
+    """The multiple of I in the corner of a product's padding; None if it is not known or an operand is not `even`."""
     pair, added = factors(node), addend(node)
     assert pair is not None
     operands = [*pair, *([added] if added is not None else [])]
@@ -145,7 +149,7 @@ def corner_of_product(node: fx.Node, known: Mapping[fx.Node, float]) -> float | 
 
 
 def multiple(factor: Any, corner: float, shift: Any = 0.0) -> float | None:
-    """factor * corner + shift; None if a number that matters is not known."""
+    """The number factor * corner + shift; None if a number that matters is not a constant."""
     if not isinstance(shift, int | float):
         return None
     if corner == 0.0:
@@ -154,13 +158,18 @@ def multiple(factor: Any, corner: float, shift: Any = 0.0) -> float | None:
 
 
 class Padder:
-    """Pads the products of a graph, in place."""
+    """Pads the products of one graph, in place.
+
+    Args:
+        graph: the graph.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.inside = graph, padded_values(graph)
         self.made: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> None:
+        """Insert padded operators, and crop their results for all other nodes that read them."""
         for node in self.inside:
             with self.graph.inserting_before(node):
                 self.made[node] = self.rewritten(node)
@@ -176,7 +185,7 @@ class Padder:
         drop_dead_code(self.graph)
 
     def rewritten(self, node: fx.Node) -> fx.Node:
-        """Insert the same operator on padded operands."""
+        """Insert the operator of a node again, on padded operands."""
         if shift := shifted(node):
             spread: Any = node.args[1]
             diagonal = self.put(spread.args[0], {shift.node: self.operand(shift.node)})
@@ -191,7 +200,7 @@ class Padder:
         return insert_call(self.graph, node.target, args, kwargs, name=node.name)
 
     def operand(self, node: fx.Node) -> fx.Node:
-        """The padded matrix for a node. If there is none yet, insert the padding, together with the node's cast."""
+        """The padded matrix for a node. If there is none yet, insert the padding, which replaces a cast of the node."""
         if node in self.made:
             return self.made[node]
         if not odd(node):
@@ -206,7 +215,7 @@ class Padder:
         return self.made[node]
 
     def cropped(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
-        """Cut the padding off: the part of `node` that has the shape of `value`.
+        """Insert the part of `node` that has the shape of `value`.
 
         Dims count from the end, so that the calls mean the same for a stack.
         """

@@ -1,4 +1,4 @@
-"""Divide the graph of every template between fragments and owner, so that the fewest bytes move between them."""
+"""Divide the graph of every template between fragments and owner so that the fewest bytes move between them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,9 @@ from canzona_compile.ir.fx_utils import (
     subgraph,
     tensor_value,
 )
+from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import LayoutKind, Shape
-from canzona_compile.ir.step import (
-    Form,
-    Leaf,
-    Machine,
-    Placed,
-    Role,
-    Step,
-    Template,
-    Wire,
-)
+from canzona_compile.ir.step import Form, Leaf, Placed, Role, Step, Template, Wire
 
 # Every replica repeats the work and the state of FRAGMENT nodes. This is the cost of their bytes, as a fraction of
 # the cost of the same bytes on a wire: memory is about 16 times as fast. The cost decides where a transfer is free
@@ -51,7 +43,7 @@ class Place:
     matrices. A value that crosses from one side to the other costs its bytes once per direction, however many users
     it has. The rules of the cut are:
 
-    - The parameter, the gradient and the new parameter are FRAGMENT.
+    - The parameter and the gradient are FRAGMENT. The new parameter is too, unless only the owner can compute it.
     - A node may be FRAGMENT only if it is pointwise on values of the parameter's shape. Under exact numerics, the
       bits of an element must also not depend on its position in the tensor.
     - A state leaf and its new value have the same label.
@@ -94,7 +86,7 @@ class Place:
 
 
 def unique_name(template: Template, kind: LayoutKind, placed: dict[tuple[str, LayoutKind], Placed]) -> str:
-    """The name of a new cut: that of the template, with the kind of layout behind it if the name is taken."""
+    """The name for a new cut: the name of the template, followed by the kind of layout if that name is taken."""
     taken = {p.name for p in placed.values()}
     return template.name if template.name not in taken else f"{template.name}@{kind}"
 
@@ -195,8 +187,11 @@ class Cutter:
             owner |= returning
 
     def _minimum_cut(self, owner: set[fx.Node]) -> set[fx.Node]:
+        """The FRAGMENT nodes of the cheapest cut in which all nodes of `owner` are OWNER."""
         net: nx.DiGraph[Any] = nx.DiGraph()
         net.add_nodes_from(["fragment", "owner"])
+        # A gather takes a byte up to the owner. A scatter takes a byte down, and an exchange takes it on to the other
+        # replicas. A layout that only replicates needs neither gather nor scatter.
         up = 1.0 if self.kind.sharded or not self.kind.replicated else 0.0
         down = float(self.kind.sharded or not self.kind.replicated) + float(self.kind.replicated)
         for node in self.nodes:
@@ -291,7 +286,7 @@ def split(template: Template, kind: LayoutKind, cut: Cut, name: str) -> Placed:
     needed = {a for n in apply_nodes for a in n.all_input_nodes} | wanted
     scatter = [n for n in ordered if n in owner and n in needed]
     kept = [n for n in ordered if n in early and n.op != "placeholder" and n in needed]
-    assert not late & early, "a value crosses to the owner after it came from there"
+    assert not late & early, "a value goes back to the owner from which it came"
     prepare = subgraph(graph, [], [*gather, *kept])
     compute = subgraph(graph, gather, [*scatter, *(new[w] for w in owner_writes)])
     apply = subgraph(graph, [*scatter, *kept], [new[w] for w in fragment_writes])

@@ -1,4 +1,4 @@
-"""Replace inverse roots by eigenvalues, and QR of products, by operators that are made of matrix products."""
+"""Replace inverse roots from eigenvalues, and QR of products, by operators that consist of matrix products."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class Roots:
        are the eigenvalues and eigenvectors of A, and p is a power of two. `canzona_compile.analysis.spectral`
        recognises it in any spelling. If anything else reads l or V, the graph needs the eigendecomposition anyway and
        stays as it is.
-    2. QR of a product, possibly with its columns reordered, becomes `canzona::cholesky_qr`. The signs of Q's columns
-       change; no QR decomposition prescribes them.
+    2. QR of a product, whose rows or columns may be reordered, becomes `canzona::cholesky_qr`. The signs of Q's columns
+       may change; no QR decomposition prescribes them.
 
-    The pass tries each rewrite by itself if the machine's rates say how fast it is (`inverse_root`, `cholesky_qr`). It
-    keeps the rewrite if the predicted time of the graph decreases (by the rates `eigh` and `qr`, or `eigh_batched` and
-    `qr_batched` for tasks that share an owner). No known kind of machine has these rates: measure them first. On CPU
-    the pass changes nothing: see `benchmarks/factorizations.py`.
+    The pass tries each rewrite by itself, and only if the machine has a measured rate for it (`inverse_root`,
+    `cholesky_qr`). It keeps the rewrite if the predicted time of the graph decreases. The prediction uses the rates
+    `eigh` and `qr`; if the tasks outnumber the ranks, so that some share an owner, it may use `eigh_batched` and
+    `qr_batched`. No known kind of machine comes with these rates: measure them first. On CPU the pass changes nothing:
+    see `benchmarks/factorizations.py`.
     """
 
     name: ClassVar[str] = "roots"
@@ -49,7 +50,7 @@ class Roots:
         if step.machine.device == "cpu":
             return step
         hardware = hardware_of(step.machine)
-        family = {t.name: t.family or t.name for t in step.templates}  # a task takes any of them, and names one
+        family = {t.name: t.family or t.name for t in step.templates}  # a task names one variant and may take any
         templates = []
         for template in step.templates:
             layouts = [task.layout for task in step.tasks if family[task.template] == family[template.name]]
@@ -59,7 +60,7 @@ class Roots:
 
 
 def in_batches(hardware: Hardware) -> Hardware:
-    """Rates in which those of stacks replace those of single matrices, if they were measured and are better."""
+    """The same machine, with the rates of stacks in place of those of single matrices where they are better."""
     curves = dict(hardware.factorizations)
     best = {
         name: max(curve, curves.get(f"{name}_batched", curve), key=lambda c: c.best) for name, curve in curves.items()
@@ -68,7 +69,11 @@ def in_batches(hardware: Hardware) -> Hardware:
 
 
 def rewritten(template: Template, hardware: Hardware) -> Template:
-    """The template with every rewrite that saves time; the template itself if none does."""
+    """Rewrite the graph of a template.
+
+    Returns:
+        The template with every rewrite that saves time; the template itself if none does.
+    """
     graph = template.graph
     for name in [n.name for n in graph.nodes if n.target in (EIGH, QR)]:
         changed = copy.deepcopy(graph)
@@ -89,13 +94,14 @@ def rewritten(template: Template, hardware: Hardware) -> Template:
 
 
 def roots_of(eigh: fx.Node) -> bool:
-    """Replace everything that is made of an eigendecomposition by inverse roots, in place.
+    """Replace everything that the graph computes from an eigendecomposition by inverse roots, in place.
 
     Args:
-        eigh: a call of `_linalg_eigh` on float32 [..., n, n].
+        eigh: a call of `_linalg_eigh` on [..., n, n].
 
     Returns:
-        False, and the graph is as before, if the graph reads anything of it that is no inverse root.
+        Whether the graph was changed. It was not if the matrix is not float32, if the call reads the upper triangle,
+        or if the rest of the graph reads something that is no inverse root.
     """
     matrix = eigh.args[0]
     value = tensor_value(matrix) if isinstance(matrix, fx.Node) else None
@@ -117,7 +123,11 @@ def roots_of(eigh: fx.Node) -> bool:
 
 
 def root_in(word: Any) -> tuple[int, Spectrum] | None:
-    """Read V diag(...)^(-1/p) V^T: p and the spectrum. None for all other words."""
+    """Read V diag(...)^(-1/p) V^T.
+
+    Returns:
+        p and the spectrum; None for all other words, and if the operator does not support p or the floor.
+    """
     if not isinstance(word, tuple) or len(word) != 3 or (word[0], word[2]) != (V, VT):
         return None
     spectrum = word[1]
@@ -131,7 +141,17 @@ def root_in(word: Any) -> tuple[int, Spectrum] | None:
 
 
 def inverse_root(graph: fx.Graph, matrix: Any, p: int, spectrum: Spectrum) -> fx.Node:
-    """Insert the p-th inverse root [..., n, n] of a matrix with this spectrum."""
+    """Insert the p-th inverse root of a matrix.
+
+    Args:
+        graph: gets the new nodes, at its insert point.
+        matrix: the node of the matrix [..., n, n].
+        p: a power of two, at most `LARGEST_P`.
+        spectrum: gives the ridge, the floor and the factor.
+
+    Returns:
+        The node of the root [..., n, n].
+    """
     ridge = folded(graph, operator.add, spectrum.ridge, 0.0)
     floor = None if spectrum.floor is None else folded(graph, operator.add, spectrum.floor, 0.0)
     made = insert_call(graph, INVERSE_ROOT, (matrix, p, ridge, floor), name="inverse_root_default")
@@ -144,7 +164,17 @@ def inverse_root(graph: fx.Graph, matrix: Any, p: int, spectrum: Spectrum) -> fx
 def folded(
     graph: fx.Graph, combine: Callable[[Any, Any], Any], terms: Sequence[NumberOrNode], start: float
 ) -> NumberOrNode:
-    """The sum or product of numbers and of nodes that hold numbers: a number if all are numbers, else a node."""
+    """Add or multiply numbers and nodes that hold numbers.
+
+    Args:
+        graph: gets the new nodes, at its insert point.
+        combine: `operator.add` or `operator.mul`.
+        terms: the numbers and nodes.
+        start: the neutral element of `combine`.
+
+    Returns:
+        A number if all terms are numbers, else a node.
+    """
     made: NumberOrNode = reduce(combine, (t for t in terms if not isinstance(t, fx.Node)), start)
     nodes = [t for t in terms if isinstance(t, fx.Node)]
     if nodes and made == start:
@@ -164,10 +194,11 @@ def products_of(qr: fx.Node) -> bool:
     """Replace a QR decomposition of a product, in place.
 
     Args:
-        qr: a call of `linalg_qr` on float32 [..., m, n].
+        qr: a call of `linalg_qr` on [..., m, n].
 
     Returns:
-        False, and the graph is as before, if it decomposes something else or m < n.
+        Whether the graph was changed. It was not if the operand is no product, is not float32 or has m < n, or if the
+        call is no reduced QR.
     """
     value = tensor_value(qr.all_input_nodes[0])
     reduced = qr.args[1:2] in ((), ("reduced",)) and not qr.kwargs
@@ -177,13 +208,13 @@ def products_of(qr: fx.Node) -> bool:
     with qr.graph.inserting_before(qr):
         made = insert_call(qr.graph, CHOLESKY_QR, (qr.args[0],), name="cholesky_qr_default")
     qr.replace_all_uses_with(made)
-    for factor in made.users:  # the factors lie in memory otherwise than those of the library
+    for factor in made.users:  # the strides of the factors differ from those of the library
         record_again(factor)
     return True
 
 
 def is_product(node: Any) -> bool:
-    """Is an operand a matrix product, up to the order of rows and columns?"""
+    """Whether an operand is a matrix product, up to the order of its rows and columns."""
     while isinstance(node, fx.Node) and node.target in REORDERING:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target in PRODUCTS

@@ -1,4 +1,4 @@
-"""Compute one triangle of products that are proved symmetric, by `canzona::sym_gemm`."""
+"""Compute products that are proved symmetric by `canzona::sym_gemm`, which computes one triangle only."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 aten = torch.ops.aten
 
-MODEST = 2.0**10  # numbers, and inverses of such, that may be multiplied after a product instead of before it
+MODEST = 2.0**10  # a factor from 1 / MODEST to MODEST may be multiplied after a product instead of before it
 
 
 @dataclass(frozen=True, slots=True)
 class Symmetry:
-    """Rewrite the products that `canzona_compile.analysis.symmetry_proof` proves symmetric, in steps on CUDA.
+    """On CUDA, rewrite the products that `canzona_compile.analysis.symmetry_proof` proves symmetric.
 
     One call of `canzona::sym_gemm` computes a product, multiplies it by numbers, and adds a symmetric matrix and a
-    multiple of the identity. Transposes of symmetric values disappear. X + F X becomes `canzona::gemm_axpby`. Rounding
-    differs from that of the library as one library's differs from another's. On CPU nothing changes: the references
-    are no faster there, and exact numerics keeps bits.
+    multiple of the identity. Transposes of symmetric values disappear. X + F X becomes `canzona::gemm_axpby`. Results
+    differ from those of the library by rounding, as the results of two libraries differ.
 
-    Costs stay those of the original graph, so owners stay as well.
+    On CPU the pass changes nothing: the references are no faster there, and exact numerics keeps bits. Costs stay those
+    of the original graph, so owners stay as well.
 
     Attributes:
-        checked: leaves of the owners' state, as (family of templates, leaf), whose present values are symmetric, as the
-            ranks that hold them have checked. The pass takes no other leaf for symmetric at the start.
+        checked: the leaves of the owners' state whose present values are symmetric, as (family of templates, leaf). The
+            ranks that hold the values have checked that. The pass assumes nothing about other leaves.
     """
 
     checked: frozenset[tuple[str, str]] = frozenset()
@@ -85,12 +85,20 @@ class Symmetry:
 
 
 def family_of(cut: Placed) -> str:
-    """The name that all variants of a cut's step share."""
+    """The name of the family that a cut's template belongs to."""
     return cut.template.family or cut.template.name
 
 
 def rewritten(graph: fx.Graph, leaves: Collection[str] = ()) -> fx.Graph:
-    """A copy of a graph whose symmetric products are `sym_gemm`, given that the placeholders `leaves` are symmetric."""
+    """Rewrite a copy of a graph.
+
+    Args:
+        graph: the graph, which does not change.
+        leaves: names of the placeholders that are symmetric.
+
+    Returns:
+        The copy, in which `sym_gemm` computes the symmetric products.
+    """
     graph = copy.deepcopy(graph)
     known = symmetric_values(graph, leaves)
     for node in known:
@@ -107,7 +115,15 @@ def rewritten(graph: fx.Graph, leaves: Collection[str] = ()) -> fx.Graph:
 class Call:
     """One call of `sym_gemm`: alpha a b^T + beta c + diag I or, if `trans`, alpha a^T b + beta c + diag I.
 
-    No b means a itself. `flip_b`: b is the transpose of what the call needs.
+    Attributes:
+        a: the first factor.
+        b: the second factor; None stands for a.
+        trans: which of the two products the call computes.
+        flip_b: whether b has to be transposed before the call.
+        alpha: the factor of the product.
+        c: the symmetric addend, if there is one.
+        beta: the factor of c.
+        diag: the factor of the identity.
     """
 
     a: fx.Node
@@ -127,13 +143,22 @@ class Call:
 
 
 class Rewriter:
-    """Finds a call for every symmetric product, lets it take in what follows, and writes the calls that remain."""
+    """Rewrites one graph, in place.
+
+    It finds a call for every symmetric product. A call may absorb the nodes that follow the product, such as a sum.
+    Only calls that no other call has absorbed are written.
+
+    Args:
+        graph: the graph.
+        known: the proofs for its symmetric values.
+    """
 
     def __init__(self, graph: fx.Graph, known: SymmetricValues) -> None:
         self.graph, self.known = graph, known
         self.calls: dict[fx.Node, Call] = {}
 
     def run(self) -> None:
+        """Write the calls for symmetric products first, and then those for other updates."""
         for node in list(self.graph.nodes):
             if node in self.known and (call := self.call_of(node)):
                 self.calls[node] = call
@@ -151,7 +176,7 @@ class Rewriter:
     # -- symmetric products ----------------------------------------------------------------------
 
     def call_of(self, node: fx.Node) -> Call | None:
-        """The call that computes a symmetric value; None if the value is no product and takes in none."""
+        """The call that computes a symmetric value; None if the value is no product and absorbs none."""
         if product := product_of(node):
             return self.with_addend(self.bare(product), product)
         if (shift := shifted(node)) and self.only_use(shift.node, node):
@@ -160,7 +185,7 @@ class Rewriter:
         return self.sum_of(node)
 
     def bare(self, product: Product) -> Call:
-        """The call for a product without its addend. Its operands are what transposes are made of, not transposes."""
+        """The call for a product without its addend. Its operands are no transposes, where that is possible."""
         (left, right), (first, second) = product.pair, map(root, product.pair)
         if first[0] is second[0] and first[1] != second[1]:
             return Call(first[0], None, first[1], False, product.alpha)
@@ -173,27 +198,34 @@ class Rewriter:
         return Call(left, b, False, not turned, product.alpha)
 
     def scaled(self, node: fx.Node) -> MatrixTerm:
-        """A node without the numbers that it was multiplied by; the result of a call keeps them."""
+        """Take off the numbers by which a node was multiplied. The result of a call keeps its numbers."""
         return MatrixTerm(1.0, node) if node in self.calls else scaled(node)
 
     def operand(self, node: fx.Node) -> MatrixTerm:
-        """A factor without the numbers that it was multiplied by, unless these may keep the product in range."""
+        """Take off the numbers by which a factor was multiplied, if they are constants and their product is `MODEST`.
+
+        Other numbers stay, because they may keep the product in range.
+        """
         term = self.scaled(node)
         modest = isinstance(term.factor, float) and 1.0 / MODEST <= abs(term.factor) <= MODEST
         return term if modest else MatrixTerm(1.0, node)
 
     def symmetric(self, node: fx.Node) -> bool:
-        """Is a node, or the transpose of it, proved symmetric?"""
+        """Whether a node, or its transpose, is proved symmetric."""
         return root(node)[0] in self.known
 
     def with_addend(self, call: Call, product: Product) -> Call:
+        """The call with the addend of a product, if it has one."""
         if product.added is None:
             return call
         added = self.scaled(product.added)
         return replace(call, c=added.node, beta=times(product.beta, added.factor))
 
     def sum_of(self, node: fx.Node) -> Call | None:
-        """The call for a sum of a product that nothing else reads with at most one more matrix."""
+        """The call for a multiple of a product, or for the sum of one with another matrix.
+
+        None if the node is no such sum, or if anything else reads the product.
+        """
         own = terms(node)
         grown = [t for t in own if self.only_use(t.node, node)]
         for term in sorted(grown, key=lambda t: self.calls[t.node].c is not None):
@@ -214,11 +246,11 @@ class Rewriter:
         return None
 
     def only_use(self, inner: fx.Node, outer: fx.Node) -> bool:
-        """Is there a call for `inner`, and does nothing but `outer` read its result?"""
+        """Whether there is a call for `inner` and only `outer` reads its result."""
         return inner in self.calls and self.users(inner) == {outer}
 
     def users(self, node: fx.Node) -> set[fx.Node]:
-        """Who reads a node. A diagonal that is only read to be shifted counts as the shifted matrix."""
+        """The nodes that read a node. A diagonal that is read only to shift it counts as the shifted matrix."""
         found = set()
         for user in node.users:
             shift = [s for add in user.users for s in add.users if (t := shifted(s)) and t.node is node]
@@ -226,18 +258,18 @@ class Rewriter:
         return found
 
     def grows(self, node: fx.Node) -> bool:
-        """Does another call take in the call for `node`?"""
+        """Whether another call has absorbed the call for `node`."""
         return any(user in self.calls and self.inside(node, user) for user in self.users(node))
 
     def inside(self, node: fx.Node, user: fx.Node) -> bool:
-        """Does the call for `user` take in that for `node`, instead of reading its result?"""
+        """Whether the call for `user` has absorbed the call for `node`, instead of reading its result."""
         if not self.only_use(node, user) or product_of(user) is not None:
             return False
         call = self.calls[user]
         return node not in (call.a, call.b, call.c)
 
     def write(self, node: fx.Node, call: Call) -> None:
-        """Put a call in the place of a node."""
+        """Replace a node by its call."""
         with self.graph.inserting_before(node):
             b = call.b
             if b is not None and call.flip_b:
@@ -249,13 +281,13 @@ class Rewriter:
             self.put(node, SYM_GEMM, args, kwargs)
 
     def put(self, node: fx.Node, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Insert an operator's call where the graph inserts, for all users of `node`."""
+        """Insert the call of an operator at the graph's insert point, and let all users of `node` read it instead."""
         new = insert_call(self.graph, target, args, kwargs)
         node.replace_all_uses_with(new)
         self.renew(node, new)
 
     def renew(self, node: fx.Node, new: fx.Node) -> None:
-        """Let the calls that are not written yet, and the proofs, name the new node instead of the old one."""
+        """Let the calls and the proofs name the new node instead of the old one."""
         for key, call in self.calls.items():
             a, b, c = (new if n is node else n for n in (call.a, call.b, call.c))
             assert a is not None
@@ -266,7 +298,10 @@ class Rewriter:
     # -- products that are not symmetric as a whole ------------------------------------------------
 
     def split(self, node: fx.Node) -> None:
-        """Split a symmetric product from an addend that is not symmetric, unless that rounds to 16 bits once more."""
+        """Split a symmetric product from an addend that is not symmetric.
+
+        16-bit products stay whole, because the split would round once more.
+        """
         product, value = product_of(node), tensor_value(node)
         if product is None or product.added is None or value is None or value.dtype.itemsize < 4:
             return
@@ -281,7 +316,7 @@ class Rewriter:
             self.put(node, aten.add.Tensor, (half, product.added), beta)
 
     def update(self, node: fx.Node) -> None:
-        """Write alpha X + beta F X, or alpha X + beta X F, as one call."""
+        """Write alpha X + beta F X, or alpha X + beta X F, as one call of `gemm_axpby`."""
         product = product_of(node)
         if product is None or product.added is None:
             product = self.sum_with_product(node)
@@ -299,7 +334,10 @@ class Rewriter:
             self.put(node, GEMM_AXPBY, (factor, product.added), kwargs)
 
     def sum_with_product(self, node: fx.Node) -> Product | None:
-        """Read a sum of a product and a matrix, each times a number, as a product with an addend."""
+        """Read a sum of a product and a matrix, each times a number, as a product with an addend.
+
+        None for all other nodes, if the matrix is no factor of the product, and if another node reads the product.
+        """
         own = terms(node)
         for term in own if len(own) == 2 else ():
             product = product_of(term.node)

@@ -46,6 +46,7 @@ PUBLIC = {
     "verify",
     "wrap",
     "wrap_cls",
+    "zero1",
 }
 
 

@@ -1,6 +1,6 @@
-"""Read graphs as matrix algebra: transposes, products, and sums with numbers as factors.
+"""Read graphs as matrix algebra: transposes, products, and sums whose terms have numbers as factors.
 
-The same algebra has many spellings in ATen. The functions here give one answer for all of them. Matrices are the last
+ATen has many spellings for the same algebra. The functions here give one answer for all of them. Matrices are the last
 two dims of floating-point tensors [..., m, n]; the dims before them are batch dims.
 """
 
@@ -19,7 +19,7 @@ from canzona_compile.ir.fx_utils import insert_call, tensor_value
 
 aten = torch.ops.aten
 
-Factor: TypeAlias = "float | fx.Node | Arithmetic"  # a number: a constant, a node, or arithmetic of these
+Factor: TypeAlias = "float | fx.Node | Arithmetic"  # a number: a constant, a node that holds one, or arithmetic
 
 COPIES = frozenset(
     {
@@ -36,7 +36,12 @@ COPIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """`op` ("add", "sub" or "mul") of two numbers, which the graph does not compute yet."""
+    """A number that the graph does not compute yet.
+
+    Attributes:
+        op: "add", "sub" or "mul".
+        left, right: the operands.
+    """
 
     op: str
     left: Factor
@@ -44,21 +49,21 @@ class Arithmetic:
 
 
 def plus(a: Factor, b: Factor) -> Factor:
-    """a + b."""
+    """The number a + b, without arithmetic where that is possible."""
     if isinstance(a, float) and isinstance(b, float):
         return a + b
     return b if a == 0.0 else a if b == 0.0 else Arithmetic("add", a, b)
 
 
 def minus(a: Factor, b: Factor) -> Factor:
-    """a - b."""
+    """The number a - b, without arithmetic where that is possible."""
     if isinstance(a, float) and isinstance(b, float):
         return a - b
     return a if b == 0.0 else Arithmetic("sub", a, b)
 
 
 def times(a: Factor, b: Factor) -> Factor:
-    """a * b."""
+    """The number a * b, without arithmetic where that is possible."""
     if isinstance(a, float) and isinstance(b, float):
         return a * b
     if a == 0.0 or b == 0.0:
@@ -67,11 +72,11 @@ def times(a: Factor, b: Factor) -> Factor:
 
 
 def written(factor: Factor, graph: fx.Graph) -> float | fx.Node:
-    """Write a number as an operand.
+    """Make a number an operand.
 
     Args:
         factor: the number.
-        graph: gets a node for each piece of arithmetic, where it inserts.
+        graph: gets a node for each piece of arithmetic, at its insert point.
 
     Returns:
         The constant or the node that holds the number.
@@ -83,7 +88,11 @@ def written(factor: Factor, graph: fx.Graph) -> float | fx.Node:
 
 
 def number(value: Any) -> Factor | None:
-    """Read an operand as a number. None if it is not one: booleans and 0-d tensors are none."""
+    """Read an operand as a number.
+
+    Returns:
+        The constant or the node; None for everything else, which includes booleans and 0-d tensors.
+    """
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -95,19 +104,19 @@ def number(value: Any) -> Factor | None:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a node's tensor, () for numbers and structure."""
+    """The shape of a node's tensor; () if its value is no tensor."""
     value = tensor_value(node)
     return () if value is None else tuple(value.shape)
 
 
 def source(node: fx.Node) -> fx.Node | None:
-    """The first operand of a node if it is a tensor, else None."""
+    """The first operand of a node, if it is a node with a tensor; else None."""
     first = node.args[0] if node.args else None
     return first if isinstance(first, fx.Node) and tensor_value(first) is not None else None
 
 
 def swaps(node: fx.Node) -> bool:
-    """Does a node transpose the last two dims of its operand, and nothing else?"""
+    """Whether a node transposes the last two dims of its operand and does nothing else."""
     ndim = len(shape_of(node))
     args: Any = node.args
     if node.target is aten.permute.default:
@@ -119,7 +128,7 @@ def swaps(node: fx.Node) -> bool:
 
 
 def copies(node: fx.Node) -> bool:
-    """Does a node return its operand with the same shape, dtype and elements?"""
+    """Whether a node returns its operand with the same shape, dtype and elements."""
     inside = source(node)
     if node.target not in COPIES or inside is None:
         return False
@@ -128,7 +137,11 @@ def copies(node: fx.Node) -> bool:
 
 
 def root(node: fx.Node) -> tuple[fx.Node, bool]:
-    """The node that a node is a copy or transpose of in the end, and whether it is the transpose."""
+    """Take off all copies and transposes.
+
+    Returns:
+        The node that is left, and whether `node` is its transpose.
+    """
     turned = False
     while swaps(node) or copies(node):
         turned ^= swaps(node)
@@ -139,32 +152,52 @@ def root(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def any_strides(graph: fx.Graph) -> None:
-    """Let views take operands of any strides, in place: a rewrite may have changed the strides of their operands."""
+    """Replace `view` by `reshape` in a graph whose rewrite may have changed strides; see `for_any_strides`.
+
+    Args:
+        graph: changed in place.
+    """
     for node in graph.nodes:
         if node.args and isinstance(node.args[0], fx.Node):
             node.target = for_any_strides(node.target, node.args[0])
 
 
 def for_any_strides(target: Any, operand: fx.Node) -> Any:
-    """`reshape`, which copies where no view will do, in place of `view`. The strides of placeholders do not change."""
+    """Choose the operator that takes an operand of any strides.
+
+    Args:
+        target: the operator of a call.
+        operand: the first operand. A rewrite does not change the strides of placeholders.
+
+    Returns:
+        `reshape` for `view`, because it copies if a view is impossible; all other operators as they are.
+    """
     return aten.reshape.default if target is aten.view.default and operand.op != "placeholder" else target
 
 
 def flipped(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Insert the transpose of a matrix [..., m, n], as a view [..., n, m]."""
+    """Insert the transpose of a matrix.
+
+    Args:
+        graph: gets the new node, at its insert point.
+        node: [..., m, n].
+
+    Returns:
+        A view [..., n, m].
+    """
     ndim = len(shape_of(node))
     return insert_call(graph, aten.permute.default, (node, [*range(ndim - 2), ndim - 1, ndim - 2]))
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """alpha * left @ right + beta * added, in the last two dims. All have one dtype.
+    """The value alpha * left @ right + beta * added. All three matrices have one dtype.
 
     Attributes:
         left, right: [..., m, k] and [..., k, n].
         alpha: the factor of the product.
-        added: [..., m, n], None where nothing is added.
-        beta: its factor.
+        added: [..., m, n]; None if nothing is added.
+        beta: the factor of `added`.
     """
 
     left: fx.Node
@@ -175,11 +208,16 @@ class Product:
 
     @property
     def pair(self) -> tuple[fx.Node, fx.Node]:
+        """Both factors, `left` first."""
         return self.left, self.right
 
 
 def product_of(node: fx.Node) -> Product | None:
-    """Read a call of mm, bmm, addmm or baddbmm. None for all other nodes, and for an addend that is broadcast."""
+    """Read a call of mm, bmm, addmm or baddbmm.
+
+    Returns:
+        The product; None for all other nodes, and if the addend is broadcast or of another dtype.
+    """
     value, pair = tensor_value(node), factors(node)
     if pair is None or node.target not in LIBRARY_PRODUCTS or value is None or not value.dtype.is_floating_point:
         return None
@@ -203,10 +241,10 @@ class MatrixTerm:
 
 
 def terms(node: fx.Node) -> tuple[MatrixTerm, ...]:
-    """Read a node as a sum of one or two of its operands, each times a number.
+    """Read a node as one of its operands times a number, or as the sum of two of these.
 
     Returns:
-        The terms, whose nodes have the shape and dtype of the result; empty if the node is no such sum.
+        The terms, whose nodes have the shape and dtype of the result; empty if the node is something else.
     """
     args: Any = node.args
     found: Sequence[tuple[Any, Any]] = ()
@@ -235,7 +273,7 @@ def terms(node: fx.Node) -> tuple[MatrixTerm, ...]:
 
 
 def alike(operand: Any, node: fx.Node) -> bool:
-    """Has an operand the shape and dtype of the result, a floating dtype?"""
+    """Whether an operand has the shape and the dtype of the result, and the dtype is a floating one."""
     value = tensor_value(node)
     own = tensor_value(operand) if isinstance(operand, fx.Node) else None
     return (
@@ -247,7 +285,11 @@ def alike(operand: Any, node: fx.Node) -> bool:
 
 
 def scaled(node: fx.Node) -> MatrixTerm:
-    """Take off the numbers by which a matrix was multiplied: its factor, and the matrix without it."""
+    """Take off all numbers by which a matrix was multiplied.
+
+    Returns:
+        The product of these numbers (1.0 if there are none), and the matrix without them.
+    """
     own = terms(node)
     if len(own) != 1:
         return MatrixTerm(1.0, node)
@@ -256,16 +298,16 @@ def scaled(node: fx.Node) -> MatrixTerm:
 
 
 def identity(node: fx.Node) -> bool:
-    """Is a node the identity matrix [n, n]?"""
+    """Whether a node is the identity matrix [n, n]."""
     shape = shape_of(node)
     return node.target in (aten.eye.default, aten.eye.m) and len(shape) == 2 and shape[0] == shape[1]
 
 
 def shifted(node: fx.Node) -> MatrixTerm | None:
-    """Read matrix + factor * I that is written as a change of the main diagonal.
+    """Read matrix + factor * I, written as a change of the main diagonal.
 
     Returns:
-        The matrix with the factor of I, None if the node is something else.
+        The matrix together with the factor of I; None if the node is something else.
     """
     if node.target is not aten.diagonal_scatter.default or not main_diagonal(node.args[2:], shape_of(node)):
         return None
@@ -282,7 +324,12 @@ def shifted(node: fx.Node) -> MatrixTerm | None:
 
 
 def main_diagonal(args: Sequence[Any], shape: Sequence[int]) -> bool:
-    """Do the arguments offset, dim1 and dim2, or the first of them, mean the main diagonal of the last two dims?"""
+    """Whether the arguments of a diagonal mean the main one of the last two dims.
+
+    Args:
+        args: offset, dim1 and dim2; later ones may be absent.
+        shape: the shape of the matrix.
+    """
     defaults: list[Any] = [0, 0, 1]
     offset, *dims = [*args, *defaults[len(args) :]]
     ndim = len(shape)

@@ -1,8 +1,8 @@
-"""Find iterations X <- p(X X^T) X in a graph: Newton-Schulz and its kin, recognised by algebra and not by spelling.
+"""Find iterations X <- p(X X^T) X in a graph, Newton-Schulz and others, by their algebra and not by their spelling.
 
-The search begins at a matrix X whose Gram matrix G = X X^T the graph forms. It follows the values that are p(G) or
-p(G) X, p a polynomial, through products, sums and transposes. If the rest of the graph reads only one of them, and that
-one is a p(G) X, then it is the next iterate. For tall matrices G is X^T X, and everything is transposed.
+The search begins at a matrix X whose Gram matrix G = X X^T the graph forms. It follows all values p(G) and p(G) X, with
+p a polynomial, through products, sums and transposes. If the rest of the graph reads only one of these values, and that
+value is a p(G) X, then it is the next iterate. For tall matrices G is X^T X, and everything is transposed.
 """
 
 from __future__ import annotations
@@ -18,29 +18,37 @@ from canzona_compile.analysis.linear_algebra import copies, identity, product_of
 from canzona_compile.analysis.linear_algebra import source as source_of
 from canzona_compile.ir.fx_utils import ancestors
 
-Polynomial: TypeAlias = tuple[float, ...]  # coefficients, that of the identity first
+Polynomial: TypeAlias = tuple[float, ...]  # coefficients in ascending order; the first one is that of the identity
 
 
 @dataclass(frozen=True, slots=True)
 class PolynomialForm:
-    """A value as p(G), as p(G) Y or, if `flipped`, as the transpose Y^T p(G)."""
+    """A value p(G), p(G) Y or Y^T p(G), where Y is the wide matrix.
+
+    Attributes:
+        polynomial: p.
+        square: the value is p(G) alone.
+        flipped: the value is Y^T p(G), the transpose of p(G) Y.
+    """
 
     polynomial: Polynomial
-    square: bool  # p(G) alone
+    square: bool
     flipped: bool = False
 
     @property
     def degree(self) -> int:
-        """Of the polynomial."""
+        """The degree of the polynomial; coefficients of zero do not count."""
         return max((i for i, c in enumerate(self.polynomial) if c), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Iterate:
-    """One step from `before` to `after`: Y <- p(G) Y, Y the wide matrix [..., m, n].
+    """One step Y <- p(G) Y of the wide matrix Y [..., m, n].
 
     Attributes:
-        flipped: both nodes are the transpose [..., n, m] of the wide matrix.
+        before: Y before the step.
+        after: Y after the step.
+        flipped: both nodes are the transpose [..., n, m] of Y.
         polynomial: p.
     """
 
@@ -52,29 +60,37 @@ class Iterate:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Iterates that follow one another. Nothing but the next iterate reads what is between two of them."""
+    """Iterates that follow one another. Only the next iterate reads a value between two of them."""
 
     steps: tuple[Iterate, ...]
 
     @property
     def start(self) -> fx.Node:
+        """The wide matrix before the first step."""
         return self.steps[0].before
 
     @property
     def end(self) -> fx.Node:
+        """The wide matrix after the last step."""
         return self.steps[-1].after
 
     @property
     def flipped(self) -> bool:
+        """Whether the nodes are the transpose [..., n, m] of the wide matrix."""
         return self.steps[0].flipped
 
     @property
     def polynomials(self) -> tuple[Polynomial, ...]:
+        """The polynomial of each step."""
         return tuple(step.polynomial for step in self.steps)
 
 
 def chains(graph: fx.Graph) -> tuple[Chain, ...]:
-    """Find all iterations of a graph, each as long as possible."""
+    """Find all iterations of a graph.
+
+    Returns:
+        The chains, each as long as possible.
+    """
     bases = gram_bases(graph)
     after: dict[fx.Node, Iterate] = {}
     for base, flipped in bases.items():
@@ -93,18 +109,22 @@ def chains(graph: fx.Graph) -> tuple[Chain, ...]:
 
 
 def linked(step: Iterate, after: Mapping[fx.Node, Iterate]) -> bool:
-    """Does another iterate begin with the result of this one, and does nothing else read that result?"""
+    """Whether another iterate begins with the result of this one, and nothing else reads that result."""
     following = after.get(step.after)
     return following is not None and following.flipped == step.flipped and only_inside(step.after, following)
 
 
 def only_inside(node: fx.Node, step: Iterate) -> bool:
-    """Do all readers of a value belong to one iterate?"""
+    """Whether all nodes that read a value belong to one iterate."""
     return ancestors([step.after], stop={node}).issuperset(node.users)
 
 
 def gram_bases(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """The matrices X of which the graph forms X X^T (False) or X^T X (True)."""
+    """Find the matrices whose Gram matrix the graph forms.
+
+    Returns:
+        For each matrix X, whether the graph forms X^T X (True) or X X^T (False). If it forms both, the first counts.
+    """
     found: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if product := product_of(node):
@@ -115,7 +135,17 @@ def gram_bases(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 
 def iterate(graph: fx.Graph, base: fx.Node, flipped: bool, bases: Mapping[fx.Node, bool]) -> Iterate | None:
-    """The iterate that begins with `base`; None if more than one value leaves it, or one that is no p(G) Y."""
+    """Find the iterate that begins with a matrix.
+
+    Args:
+        graph: the graph.
+        base: the matrix.
+        flipped: whether `base` is the transpose of the wide matrix.
+        bases: all results of `gram_bases`. The search stops where another iterate may begin.
+
+    Returns:
+        The iterate; None if the rest of the graph reads several values, or one that is no p(G) Y.
+    """
     forms = {base: PolynomialForm((1.0,), False, flipped)}
     ends: set[fx.Node] = set()
     for node in graph.nodes:
@@ -140,7 +170,7 @@ def iterate(graph: fx.Graph, base: fx.Node, flipped: bool, bases: Mapping[fx.Nod
 
 
 def form_of(node: fx.Node, forms: Mapping[fx.Node, PolynomialForm]) -> PolynomialForm | None:
-    """The form of a node, given those of the nodes before it; None if it has none."""
+    """The form of a node, from the forms of the nodes before it; None if it has none."""
     if identity(node):
         return PolynomialForm((1.0,), True)
     if not any(n in forms for n in node.all_input_nodes):
@@ -177,7 +207,7 @@ def form_of(node: fx.Node, forms: Mapping[fx.Node, PolynomialForm]) -> Polynomia
 
 
 def multiplied(left: PolynomialForm, right: PolynomialForm) -> PolynomialForm | None:
-    """The form of left @ right."""
+    """The form of left @ right; None if it has none."""
     p = convolved(left.polynomial, right.polynomial)
     if left.square and right.square:
         return PolynomialForm(p, True)
@@ -200,11 +230,12 @@ def convolved(p: Polynomial, q: Polynomial) -> Polynomial:
 
 
 def weighted(factor: float, form: PolynomialForm) -> PolynomialForm:
+    """The form of a number times a value."""
     return PolynomialForm(tuple(factor * c for c in form.polynomial), form.square, form.flipped)
 
 
 def added(a: PolynomialForm, b: PolynomialForm) -> PolynomialForm | None:
-    """The form of a + b; None if they are of different kinds."""
+    """The form of a + b; None if only one of them is square, or only one flipped."""
     if (a.square, a.flipped) != (b.square, b.flipped):
         return None
     return PolynomialForm(

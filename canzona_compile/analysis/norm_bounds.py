@@ -1,4 +1,4 @@
-"""Find bounds of matrix norms from the way in which a graph normalises matrices, and normalise them in float32."""
+"""Find upper bounds of matrix norms from the way a graph normalises matrices, and redo normalisations in float32."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SAME_ELEMENTS = (aten.view.default, aten.expand.default, aten.unsqueeze.default,
 
 
 def norm_bound(node: fx.Node) -> float | None:
-    """An upper bound of the Frobenius norm of a matrix, or of every matrix in a stack [..., m, n].
+    """Find an upper bound of the Frobenius norm of a matrix, or of every matrix in a stack.
 
-    The bound holds in exact arithmetic. A norm that is rounded in 16 bits may exceed it. `Wide` computes such a
-    normalisation in float32.
+    The bound holds in exact arithmetic. If the graph normalises in 16 bits, rounding may make the norm exceed it: use
+    `Wide` to normalise in float32.
 
     Args:
         node: a node whose value is a tensor [..., m, n].
@@ -50,7 +50,7 @@ def norm_bound(node: fx.Node) -> float | None:
 
 
 def least_inverse(node: fx.Node, matrix: fx.Node) -> float:
-    """The largest known f with 1 / node >= f * |matrix|, where |.| is the Frobenius norm; 0.0 if none is known."""
+    """Find f so that 1 / node >= f * |matrix|, where |.| is the Frobenius norm; 0.0 if no f is known."""
     inside = source(node)
     if inside is None:
         return 0.0
@@ -62,7 +62,7 @@ def least_inverse(node: fx.Node, matrix: fx.Node) -> float:
 
 
 def least_over_norm(node: fx.Node, matrix: fx.Node, power: int) -> float:
-    """The largest known f with node >= f * |matrix|^power, where |.| is the Frobenius norm; 0.0 if none is known."""
+    """Find f so that node >= f * |matrix|^power, where |.| is the Frobenius norm; 0.0 if no f is known."""
     args: Any = node.args
     inside = source(node)
     if inside is None:
@@ -102,9 +102,11 @@ def least_over_norm(node: fx.Node, matrix: fx.Node, power: int) -> float:
 
 
 def beside(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Whether each number of a tensor still belongs to the same matrix after a change of shape from `old` to `new`.
+    """Whether a change of shape leaves each number of a tensor beside the same matrix.
 
-    The tensor has one number per matrix of a stack, or a single number.
+    Args:
+        old: the shape before. The tensor has one number per matrix of a stack, or a single number.
+        new: the shape after.
     """
     return math.prod(old) == 1 or (old[-2:] == (1, 1) and new[:-2] == old[:-2] and len(new) == len(old))
 
@@ -120,7 +122,7 @@ def reduces(args: Any, shape: tuple[int, ...]) -> bool:
     ndim = len(shape)
     if not dims:
         return True
-    kept = ndim == 2 or (len(args) > 1 and bool(args[1]))  # else a number could broadcast to the wrong matrix
+    kept = ndim == 2 or (len(args) > 1 and bool(args[1]))  # without keepdim a number may broadcast to another matrix
     return {ndim - 2, ndim - 1} <= {d % ndim for d in dims} and kept
 
 
@@ -130,7 +132,7 @@ def same_elements(a: fx.Node, b: fx.Node) -> bool:
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """The node that is left when all transposes, copies and casts are taken off a node."""
+    """Take all transposes, copies and casts off a node, and return the node that is left."""
     while True:
         node = root(node)[0]
         inside = source(node)
@@ -140,10 +142,10 @@ def origin(node: fx.Node) -> fx.Node:
 
 
 class Wide:
-    """Inserts nodes that compute a 16-bit matrix a second time, in float32.
+    """Inserts nodes that compute 16-bit values a second time, in float32.
 
     Args:
-        graph: the graph to change. New nodes appear at its insert point.
+        graph: gets the new nodes, at its insert point.
     """
 
     OPERATORS = frozenset(
@@ -160,7 +162,11 @@ class Wide:
         self.made: dict[fx.Node, fx.Node] = {}
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The float32 version of a 16-bit floating-point node. Any other node is returned as it is."""
+        """Insert the float32 version of a node.
+
+        Returns:
+            The new node; `node` itself if it is no tensor of 16-bit floats.
+        """
         value = tensor_value(node)
         if value is None or value.dtype.itemsize > 2 or not value.dtype.is_floating_point:
             return node
@@ -169,12 +175,13 @@ class Wide:
         return self.made[node]
 
     def _made(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
+        """Compute a node in float32 from its operands if all of `OPERATORS` allow that, else cast it."""
         inside = source(node)
         if node.target is aten._to_copy.default and inside is not None and set(node.kwargs) == {"dtype"}:
             before = tensor_value(inside)
             assert before is not None
             if before.dtype.itemsize <= 4 and before.dtype.is_floating_point:
-                return self.of(inside)  # the cast rounded the value, so leave it out
+                return self.of(inside)  # this cast rounds the value: leave it out
         if node.target in self.OPERATORS:
             args: Any = fx.map_arg(node.args, self.of)
             kwargs = {name: v for name, v in fx.map_arg(node.kwargs, self.of).items() if name != "dtype"}

@@ -35,8 +35,8 @@ from canzona_compile.analysis.flops import (
     turned,
 )
 from canzona_compile.ir.fx_utils import outputs, tensor_value
-from canzona_compile.ir.hardware import Hardware, Link, named_hardware
-from canzona_compile.ir.step import Machine, Placed, Template
+from canzona_compile.ir.hardware import Hardware, Link, Machine, named_hardware
+from canzona_compile.ir.step import Placed, Template
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
 TYPICAL = 4096  # dim of the products whose rate is used for all products if only FLOPs should count

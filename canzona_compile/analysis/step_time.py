@@ -14,8 +14,9 @@ from functools import cache
 
 from canzona_compile.analysis.flops import bytes_of_wires
 from canzona_compile.analysis.roofline import TYPICAL, graph_time, hardware_of
+from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Grid
-from canzona_compile.ir.step import Act, Event, Machine, Placed, Step, Task
+from canzona_compile.ir.step import Act, Event, Placed, Step, Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,18 @@
 """Prove from a graph alone which of its matrices are symmetric.
 
-A product X X^T is symmetric. Sums, scalings, elementwise functions, casts and transposes of symmetric matrices are
-symmetric, and so are products of symmetric matrices that commute, P S P^T and V diag(w) V^T. Two matrices commute if
-they are polynomials of one symmetric matrix, their *generator*. Multiples of the identity commute with every matrix.
+These matrices are symmetric:
+
+- a product X X^T,
+- sums, scalings, elementwise functions, casts and transposes of symmetric matrices,
+- a product of symmetric matrices that commute,
+- P S P^T and V diag(w) V^T, with S symmetric.
+
+Two matrices commute if they are polynomials of one symmetric matrix, their *generator*. Multiples of the identity
+commute with every matrix.
 
 A leaf of the state is symmetric if its value before the first step is symmetric and every variant of the step keeps it
-so. This file proves the second condition, by induction over all variants. Who has the values checks the first one.
+symmetric. This module proves the second condition, by induction over all variants. The ranks that hold the values
+check the first one.
 """
 
 from __future__ import annotations
@@ -33,13 +40,17 @@ from canzona_compile.ir.step import Placed
 
 aten = torch.ops.aten
 
-# Pointwise by torch's tags, or copies, but not a function of the operand's elements alone.
+# Torch tags these as pointwise, or they look like copies. But their results do not depend on the operand's elements.
 UNRELATED = (aten.empty_like.default,)
 
 
 @dataclass(frozen=True, slots=True)
 class Symmetric:
-    """A matrix is symmetric and a polynomial of `generator`, or, if that is None, a multiple of the identity."""
+    """The proof that a matrix is symmetric.
+
+    Attributes:
+        generator: the matrix is a polynomial of this symmetric one. None: it is a multiple of the identity.
+    """
 
     generator: fx.Node | None
 
@@ -48,7 +59,15 @@ SymmetricValues = dict[fx.Node, Symmetric]
 
 
 def symmetric_values(graph: fx.Graph, leaves: Collection[str] = ()) -> SymmetricValues:
-    """Find the matrices [..., n, n] of a graph that are symmetric if the placeholders `leaves` are."""
+    """Find the symmetric matrices [..., n, n] of a graph.
+
+    Args:
+        graph: the graph.
+        leaves: names of the placeholders that are symmetric.
+
+    Returns:
+        The proof for each node that is proved symmetric.
+    """
     known: SymmetricValues = {}
     for node in graph.nodes:
         shape = shape_of(node)
@@ -69,7 +88,10 @@ def symmetric_leaves(variants: Sequence[Placed], candidates: Collection[str]) ->
 
     Args:
         variants: all variants of one step, cut for one kind of layout.
-        candidates: leaves that are symmetric before the step.
+        candidates: names of the leaves that are symmetric before the step.
+
+    Returns:
+        The candidates that stay symmetric.
     """
     names = set(candidates)
     while True:
@@ -80,7 +102,7 @@ def symmetric_leaves(variants: Sequence[Placed], candidates: Collection[str]) ->
 
 
 def keeps(cut: Placed, name: str, names: Collection[str]) -> bool:
-    """Does a variant keep the leaf `name` symmetric if all leaves `names` are symmetric before?"""
+    """Whether a variant keeps the leaf `name` symmetric if all leaves `names` are symmetric before the step."""
     if name in cut.fragment_writes:
         return False
     if name not in cut.owner_writes:
@@ -90,7 +112,7 @@ def keeps(cut: Placed, name: str, names: Collection[str]) -> bool:
 
 
 def proof(node: fx.Node, known: SymmetricValues) -> Symmetric | None:
-    """The proof that a node is symmetric, given the proofs for the nodes before it; None if no rule applies."""
+    """Prove that a node is symmetric, from the proofs for the nodes before it. None if no rule applies."""
     if swaps(node) or copies(node):
         inside = source_of(node)
         return known.get(inside) if inside is not None else None
@@ -109,9 +131,14 @@ def proof(node: fx.Node, known: SymmetricValues) -> Symmetric | None:
 
 
 def together(node: fx.Node, proofs: Sequence[Symmetric | None]) -> Symmetric | None:
-    """The proof for a node that is made of symmetric matrices by sums and products of commuting ones.
+    """Prove that a sum of symmetric matrices, or a product of such that commute, is symmetric.
 
-    If the matrices have several generators, the node is a generator of its own. None if a proof is missing.
+    Args:
+        node: the sum or product.
+        proofs: the proof for each operand.
+
+    Returns:
+        The proof, with `node` as its own generator if the operands have several. None if an operand has no proof.
     """
     if None in proofs:
         return None
@@ -120,14 +147,14 @@ def together(node: fx.Node, proofs: Sequence[Symmetric | None]) -> Symmetric | N
 
 
 def commute(a: Symmetric | None, b: Symmetric | None) -> bool:
-    """Are both matrices symmetric, and do they commute?"""
+    """Whether both matrices are symmetric and commute."""
     if a is None or b is None:
         return False
     return a.generator is None or b.generator is None or a.generator is b.generator
 
 
 def product_proof(node: fx.Node, product: Product, known: SymmetricValues) -> Symmetric | None:
-    """The proof for left @ right, without the addend."""
+    """Prove that left @ right, without the addend, is symmetric. None if no rule applies."""
     (left, left_flipped), (right, right_flipped) = map(root, product.pair)
     a, b = known.get(left), known.get(right)
     if commute(a, b):
@@ -137,7 +164,7 @@ def product_proof(node: fx.Node, product: Product, known: SymmetricValues) -> Sy
 
 
 def congruent(product: Product, known: SymmetricValues) -> bool:
-    """Is a product (P S) P^T or P (S P^T), with S symmetric or diagonal?"""
+    """Whether a product is (P S) P^T or P (S P^T), with S symmetric or diagonal."""
     for inner, outer in (product.pair, product.pair[::-1]):
         inside = product_of(inner)
         if inside is not None and inside.added is None:
@@ -150,16 +177,20 @@ def congruent(product: Product, known: SymmetricValues) -> bool:
 
 
 def transposed(p: fx.Node, q: fx.Node, known: Mapping[fx.Node, Symmetric]) -> bool:
-    """Is q the transpose of p?"""
+    """Whether q is the transpose of p."""
     (a, a_flipped), (b, b_flipped) = root(p), root(q)
     return a is b and (a_flipped != b_flipped or a in known)
 
 
 def columns_scaled(node: fx.Node, by_column: bool) -> list[fx.Node]:
-    """The matrices V for which an elementwise product is V diag(w), or diag(w) V if not `by_column`."""
+    """Read an elementwise product as a matrix whose columns or rows are scaled.
+
+    Returns:
+        Every V for which the node is V diag(w) or, if not `by_column`, diag(w) V.
+    """
     if node.target is not aten.mul.Tensor:
         return []
-    broadcast = -2 if by_column else -1  # along this dim all factors are equal
+    broadcast = -2 if by_column else -1  # w has size 1 in this dim
     found = []
     for v, w in (node.args[:2], node.args[1::-1]):
         if isinstance(v, fx.Node) and isinstance(w, fx.Node) and shape_of(v) == shape_of(node):
@@ -170,7 +201,11 @@ def columns_scaled(node: fx.Node, by_column: bool) -> list[fx.Node]:
 
 
 def elementwise(node: fx.Node, known: SymmetricValues) -> Symmetric | None:
-    """The proof for an elementwise function of symmetric matrices and of tensors with one number per matrix."""
+    """Prove that an elementwise function of symmetric matrices is symmetric. None if that does not follow.
+
+    Other operands may have one number per matrix. Scaling and casts between floating dtypes keep the generator. Other
+    functions lose it, because their result is no polynomial of it.
+    """
     random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
     if not pointwise(node) or random or node.target in UNRELATED:
         return None
@@ -180,12 +215,12 @@ def elementwise(node: fx.Node, known: SymmetricValues) -> Symmetric | None:
         return None
     scaling = node.target in (aten.mul.Tensor, aten.div.Tensor) and len(tensors) == 2 and len(matrices) == 1
     floats = all(v is not None and v.dtype.is_floating_point for v in map(tensor_value, (node, *matrices)))
-    cast = node.target is aten._to_copy.default and floats  # to integers is a function that loses commutation
-    over = node.target is aten.div.Tensor and node.args[0] not in matrices  # a number over each element
+    cast = node.target is aten._to_copy.default and floats
+    over = node.target is aten.div.Tensor and node.args[0] not in matrices  # a number divided by each element
     return known[matrices[0]] if (scaling and not over) or cast else Symmetric(node)
 
 
 def single(node: fx.Node) -> bool:
-    """Has a tensor one number for all elements of a matrix?"""
+    """Whether a tensor has one number for all elements of a matrix."""
     shape = (1, 1, *shape_of(node))
     return shape[-1] == shape[-2] == 1

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
-from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.fx_utils import graph_module
@@ -15,7 +14,6 @@ from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
-from canzona_compile.options import Options
 from canzona_compile.report.build import Report, headline, make_report
 from canzona_compile.report.explain import Explanation, explain_session
 from canzona_compile.report.run_facts import facts_of
@@ -30,16 +28,14 @@ class Canzona:
     """Graphs, passes, plan and report of a wrapped optimizer. Before the first step only `explain` works.
 
     Args:
-        optimizer: the wrapped optimizer.
-        options: what `wrap` was given.
-        lost: why the optimizer cannot step until it is wrapped again; empty if it can.
+        session: takes the steps.
 
     Attributes:
         session: takes the steps; users add observers of passes to `session.observers`.
     """
 
-    def __init__(self, optimizer: Optimizer, options: Options, lost: str = "") -> None:
-        self.session = Session(optimizer, options, lost)
+    def __init__(self, session: Session) -> None:
+        self.session = session
 
     def graph(self, stage: str = "program", template: str | None = None) -> nn.Module:
         """A stage's graph as a module with `print_readable()`.

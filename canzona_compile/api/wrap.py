@@ -8,26 +8,19 @@ class of the optimizer, as `fully_shard` swaps the class of modules, and all of 
 
 from __future__ import annotations
 
-import copy
-import functools
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from canzona_compile.api.handle import Canzona
-from canzona_compile.capture.leaves import keys_of, read
-from canzona_compile.capture.twin import check_step_signature, plain_class
-from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import MissingGrads, Numerics, Options, StrategyOption
@@ -36,8 +29,6 @@ from canzona_compile.session.session import Session
 from canzona_compile.split import Split
 
 Opt = TypeVar("Opt", bound=Optimizer)
-
-LOST = "replicate= is lost: process groups cannot be pickled"
 
 
 def wrap(
@@ -142,25 +133,8 @@ def wrap(
         if not session.lost:
             return optimizer
         unwrap(optimizer)
-    kind = type(optimizer)
-    check_step_signature(kind)
-    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a proxy passes `hasattr` on to its inner optimizer
-        raise UnsupportedOptimizer(
-            f"{kind.__name__} has not called torch.optim.Optimizer.__init__",
-            hint="if it goes around another optimizer, wrap that one",
-        )
-    own = optimizer.__dict__.get("step")
-    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
-        raise CanzonaError(
-            "the step on the object itself hides that of its class, which is what wrap changes",
-            hint="call wrap before what replaces optimizer.step: a framework's prepare, torch.compile",
-        )
-    if kind.__module__ == "torch.distributed.optim.zero_redundancy_optimizer":
-        raise UnsupportedOptimizer(
-            "ZeroRedundancyOptimizer communicates by itself",
-            hint="wrap the optimizer class that you gave to it, with replicate=",
-        )
-    return _attach(optimizer, options)
+    check_wrappable(optimizer)
+    return attach(optimizer, Canzona(Session(optimizer, options)))
 
 
 def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
@@ -211,7 +185,7 @@ def unwrap(optimizer: Opt) -> Opt:
         optimizer.canzona.session.close()  # type: ignore[attr-defined]
         optimizer.__class__ = plain_class(optimizer)  # type: ignore[assignment]
         del optimizer.canzona  # type: ignore[attr-defined]
-        _rebind_scheduled_step(optimizer)
+        rebind_scheduled_step(optimizer)
     return optimizer
 
 
@@ -231,143 +205,3 @@ def explain(optimizer: Optimizer) -> Explanation:
     """
     session = optimizer.canzona.session if is_wrapped(optimizer) else Session(optimizer, Options())  # type: ignore[attr-defined]
     return explain_session(session)
-
-
-def is_wrapped(optimizer: object) -> bool:
-    """Tell whether an object is an optimizer that steps through canzona_compile."""
-    return hasattr(type(optimizer), "_canzona_plain_class")
-
-
-def _attach(optimizer: Opt, options: Options, lost: str = "") -> Opt:
-    plain: Any = type(optimizer)
-    optimizer.__class__ = wrapped_class(plain)
-    optimizer.canzona = Canzona(optimizer, options, lost)  # type: ignore[attr-defined]
-    _rebind_scheduled_step(optimizer)
-    return optimizer
-
-
-def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give loaded state the dtypes that it was saved with.
-
-    Torch casts loaded state to the dtype of the parameter, but preconditioners may be wider. Torch also turns strings
-    in the state into generators.
-
-    Args:
-        optimizer: the optimizer that has just loaded `state_dict`.
-        state_dict: the state dict that it loaded.
-    """
-    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, param in zip(ids, params, strict=True):
-        state: dict[str, Any] = optimizer.state.get(param) or {}
-
-        def kept(path: Any, saved: Any, state: dict[str, Any] = state) -> Any:
-            if not isinstance(saved, Tensor):
-                return saved
-            loaded = read(state, keys_of(path))
-            return loaded if loaded.dtype == saved.dtype else saved.detach().clone().to(loaded.device)
-
-        state.update(pytree.tree_map_with_path(kept, dict(state_dict["state"].get(i) or {})))
-
-
-def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
-    """Turn lists in parameter groups back into tuples if they were tuples before the load.
-
-    Full state dicts of torch.distributed.checkpoint turn tuples into lists, and the optimizer's code would be captured
-    anew for lists.
-
-    Args:
-        optimizer: the optimizer that has just loaded a state dict.
-        before: its parameter groups before the load.
-    """
-    for group, old in zip(optimizer.param_groups, before, strict=True):
-        group.update({k: tuple(v) for k, v in group.items() if isinstance(v, list) and isinstance(old.get(k), tuple)})
-
-
-def _rebind_scheduled_step(optimizer: Optimizer) -> None:
-    """Make the counting `step` that a scheduler put on the instance before `wrap` call the new class."""
-    patched = optimizer.__dict__.get("step")
-    if patched is None or not getattr(patched, "_wrapped_by_lr_sched", False):
-        return
-    own = weakref.ref(optimizer)
-
-    @functools.wraps(type(optimizer).step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        alive = own()
-        assert alive is not None
-        alive._opt_called = True  # type: ignore[attr-defined]
-        return type(alive).step(alive, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.__dict__["step"] = step
-
-
-@functools.cache
-def wrapped_class(plain: type[Optimizer]) -> type[Any]:
-    """Make the subclass of an optimizer class whose `step` goes through canzona_compile.
-
-    Args:
-        plain: the optimizer class that the user wrote.
-
-    Returns:
-        The subclass, one per `plain`.
-    """
-
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self.canzona.session.step():
-            self.canzona.log_headline()
-        return loss
-
-    def state_dict(self: Any) -> dict[str, Any]:
-        with self.canzona.session.portable_state():
-            return plain.state_dict(self)
-
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        before = self.param_groups
-        plain.load_state_dict(self, state_dict)
-        keep_tuples(self, before)
-        keep_as_saved(self, state_dict)
-        self.canzona.session.forget_plan()
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        options: Options = self.canzona.session.options
-        lost = LOST if options.replicate is not None else self.canzona.session.lost
-        with self.canzona.session.portable_state():
-            state = {k: v for k, v in self.__getstate__().items() if k != "canzona"}
-            state["state"] = defaultdict(dict, {} if self.canzona.session.rehearsed else state["state"])
-        return _restore, (plain, replace(options, replicate=None), lost), state
-
-    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-        restore, (kind, options, _), state = reduce(self, 4)
-        same = self.canzona.session
-        made = restore(kind, same.options if not same.lost else options, same.lost)
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(state, memo))
-        return made
-
-    step.__doc__ = plain.step.__doc__
-    members = {
-        "step": step,
-        "state_dict": state_dict,
-        "load_state_dict": load_state_dict,
-        "__reduce_ex__": reduce,
-        "__deepcopy__": deepcopy,
-        "__module__": plain.__module__,
-        "__doc__": plain.__doc__,
-        "_canzona_plain_class": plain,
-    }
-    made: Any = type(f"Canzona{plain.__name__}", (plain,), members)
-    hooked = Optimizer.profile_hook_step(step)  # what Optimizer.__init__ does to a class on first use
-    hooked.hooked = True  # type: ignore[attr-defined]
-    made.step = hooked
-    wrapped: type[Any] = made
-    return wrapped
-
-
-def _restore(plain: type[Optimizer], options: Options, lost: str) -> Any:
-    """Make an empty wrapped optimizer, which pickle and deepcopy fill."""
-    return _attach(object.__new__(plain), options, lost)

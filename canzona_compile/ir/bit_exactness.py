@@ -1,10 +1,13 @@
-"""Measured facts about ATen kernels that passes rely on under exact numerics, where every bit must stay.
+"""Measured facts about ATen kernels. Passes rely on them under exact numerics, where every bit must stay.
 
-The facts answer two questions. May an elementwise operator run on a fragment instead of the whole tensor?
-CPU kernels compute the last elements of a run (fewer than a vector) by scalar code. For some operators and
-dtypes that code rounds differently, so the bits of an element depend on its position. And may n equal
-matrix products run as one batched product? `tests/ir/test_bit_exactness.py` measures every line of the
-tables below against torch on the machine that runs it.
+The facts answer two questions:
+
+- May an elementwise operator run on a fragment instead of the whole tensor? A CPU kernel computes the last elements of
+  a run, fewer than a vector, by scalar code. For some operators and dtypes that code rounds differently. Then the bits
+  of an element depend on its position.
+- May n equal matrix products run as one batched product?
+
+`tests/ir/test_bit_exactness.py` measures every line of the tables below against torch, on the machine that runs it.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ import torch
 from torch import fx
 
 from canzona_compile.ir.fx_utils import tensor_value
+from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import Machine
 
 aten = torch.ops.aten
 
-# On CPU these give an element the same bits wherever it stands, in every floating dtype. `add`, `sub`
-# and `rsub` with a factor alpha do so only in 32 and 64 bits, and only if both operands have the shape of
-# the result. `maximum`, `minimum` and `clamp` may return either of 0.0 and -0.0. Measurements rule out
+# On CPU these operators give an element the same bits at every position, in every floating dtype. There are two
+# exceptions. `add`, `sub` and `rsub` with a factor alpha do so only in 32 and 64 bits, and only if both operands have
+# the shape of the result. `maximum`, `minimum` and `clamp` may return either of 0.0 and -0.0. Measurements rule out
 # rsqrt in 16 bits, and pow and sigmoid in 32 and 64 bits. All other operators are not measured.
 POSITION_FREE_NAMES = """
     add sub rsub mul div lerp addcmul addcdiv sqrt square neg abs sign reciprocal maximum minimum
@@ -32,11 +35,16 @@ POSITION_FREE_NAMES = """
 POSITION_FREE_ON_CPU = frozenset(
     packet for name in POSITION_FREE_NAMES.split() if (packet := getattr(aten, name, None)) is not None
 )
-ALIGNMENT = 64  # elements: a multiple of the step of every CPU vector loop, so that no scalar tail is left
+ALIGNMENT = 64  # in elements: a multiple of the step of every CPU vector loop, so that no scalar tail is left
 
 
 def position_free(node: fx.Node, machine: Machine) -> bool:
-    """Does a pointwise node give an element the same bits in a fragment as in the whole tensor?"""
+    """Whether a pointwise node gives an element the same bits at every position.
+
+    Args:
+        node: the call.
+        machine: where it runs. On CUDA every pointwise node does.
+    """
     if machine.device != "cpu":
         return True
     target = node.target
@@ -51,17 +59,21 @@ def position_free(node: fx.Node, machine: Machine) -> bool:
 
 
 def scaled(node: fx.Node) -> bool:
-    """Has an addition or subtraction a factor alpha other than 1, so that it multiplies and adds?"""
+    """Whether an addition or subtraction has a factor alpha other than 1, so that it multiplies and adds."""
     alpha = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
     return bool(alpha != 1)
 
 
 def placed_equally(node: fx.Node, machine: Machine, aligned: bool) -> bool:
-    """Does a pointwise node give a fragment the bits that it gives the whole tensor?
+    """Whether a pointwise node gives a fragment the bits that it gives the whole tensor.
 
-    Even if the position of an element matters, it does so if neither the whole tensor nor a fragment leaves
-    a scalar tail (`aligned`) and every operand is contiguous. Strided operands run as scalar code, and
-    broadcast ones make every row a run of its own, with its own tail.
+    If the position of an element matters, it still does so if there is no scalar tail and every operand is contiguous.
+    Strided operands run as scalar code. Broadcast operands make every row a run of its own, with its own tail.
+
+    Args:
+        node: the call, recorded on whole tensors.
+        machine: where it runs.
+        aligned: whether the sizes of the whole tensor and of all fragments are multiples of `ALIGNMENT`.
     """
     if position_free(node, machine):
         return True
@@ -72,9 +84,13 @@ def placed_equally(node: fx.Node, machine: Machine, aligned: bool) -> bool:
 
 
 def foreach_equal(node: fx.Node, in_place: bool) -> bool:
-    """Is torch's foreach function on CPU the operator in a loop, bit for bit?
+    """Whether torch's foreach function on CPU gives the bits of the operator in a loop.
 
-    `_foreach_mul_` by a number in 16 bits is not: it rounds the number first.
+    `_foreach_mul_` by a number in 16 bits does not, because it rounds the number first.
+
+    Args:
+        node: the call for one tensor.
+        in_place: whether the foreach function writes to its operands.
     """
     value = tensor_value(node)
     by_number = not isinstance(node.args[1], fx.Node) if len(node.args) > 1 else False
@@ -84,16 +100,16 @@ def foreach_equal(node: fx.Node, in_place: bool) -> bool:
 
 
 def batches_equal(op: Any, dims: Shape, dtype: torch.dtype, machine: Machine) -> bool:
-    """Is a batch of products [m, k] @ [k, n] bit-equal to the products one by one?
+    """Whether a batch of products [m, k] @ [k, n] has the bits of the products one by one.
 
-    It is on CPU with one thread in bfloat16 if m, k and n are multiples of 16: 0 of 2500 random shapes
-    differed. With odd dims 3 of 750 shapes differed, in float32 about 1 in 60. On CUDA the libraries choose
-    other kernels for batches.
+    It has on CPU with one thread, in bfloat16, if m, k and n are multiples of 16: none of 2500 random shapes differed.
+    With odd dims 3 of 750 shapes differed, and in float32 about 1 of 60. On CUDA the libraries choose other kernels for
+    batches.
 
     Args:
         op: the operator for one product.
         dims: (m, k, n).
-        dtype: of the operands.
+        dtype: the dtype of the operands.
         machine: where the products run.
     """
     return (

@@ -1,6 +1,7 @@
-"""Check what CAPTURED and PLACED promise of templates, layouts and cuts; `canzona_compile.ir.verifier` calls this.
+"""Check what the forms CAPTURED and PLACED promise about templates, layouts and cuts.
 
-Every function raises InvalidStep if a promise is broken.
+`canzona_compile.ir.verifier` calls these functions. Each one raises InvalidStep if a promise is broken. An argument
+`where` is the place that the error names.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from canzona_compile.ir.step import (
 
 
 def captured(step: Step) -> None:
-    """Templates are sound, names are unique, and every task has a template and a layout of the same shape."""
+    """Check that templates are sound, names are unique, and each task has a template and a layout of equal shape."""
     unique((t.name for t in step.templates), "templates")
     unique((t.name for t in step.tasks), "tasks")
     for template in step.templates:
@@ -56,7 +57,7 @@ def captured(step: Step) -> None:
 
 
 def captured_template(template: Template) -> None:
-    """The graph reads the template's leaves, in order, and returns a value for each leaf that it writes."""
+    """Check that a graph reads its template's leaves in order, and returns a value for each leaf that it writes."""
     sound(template.graph, f"template {template.name}")
     unique((leaf.name for leaf in template.inputs), f"leaves of template {template.name}")
     unique(template.writes, f"writes of template {template.name}")
@@ -67,7 +68,7 @@ def captured_template(template: Template) -> None:
             f"its graph has the placeholders {found}, not its leaves {leaves}",
             at=f"template {template.name}",
         )
-    roles = {leaf.name: leaf.role for leaf in (*template.inputs, *template.state)}  # what is replaced need not be read
+    roles = {leaf.name: leaf.role for leaf in (*template.inputs, *template.state)}  # it may write state it never reads
     for name in template.writes:
         # The first step, which is interpreted, writes state that it does not read.
         role = roles.get(name, Role.STATE if template.interpreted else None)
@@ -80,41 +81,41 @@ def captured_template(template: Template) -> None:
 
 
 def sound(graph: fx.Graph, where: str) -> None:
-    """The graph is well formed and functional."""
+    """Check that a graph is well formed and functional."""
     try:
         graph.lint()
     except RuntimeError as error:
         raise InvalidStep(f"its graph is malformed: {error}", at=where) from error
     for node in graph.nodes:
         if node.op not in ("call_function", "placeholder", "output"):
-            raise InvalidStep(f"a node of kind {node.op} in {where}", at=f"%{node.name}")
+            raise InvalidStep(f"{where} has a node of kind {node.op}", at=f"%{node.name}")
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             raise InvalidStep(f"{node.target} writes to its operand in {where}", at=f"%{node.name}")
 
 
 def returns(graph: fx.Graph, count: int, where: str) -> None:
-    """The graph returns so many values."""
+    """Check that a graph returns `count` values."""
     if len(outputs(graph)) != count:
         raise InvalidStep(f"it returns {len(outputs(graph))} values, not {count}", at=where)
 
 
 def unique(names: Iterable[str], what: str) -> None:
-    """No two of them share a name."""
+    """Check that no two names are equal. `what` says in the plural what has the names."""
     for name, count in Counter(names).items():
         if count > 1:
             raise InvalidStep(f"{count} {what} share a name", at=name)
 
 
 def tiled(layout: Layout, where: str) -> None:
-    """The boxes lie in the matrix, are disjoint and cover it."""
+    """Check that the boxes of a layout lie in the matrix, are disjoint and cover it."""
     for box in layout.boxes:
         inside = len(box.size) == len(layout.shape) and all(
             0 <= a <= a + n <= length for a, n, length in zip(box.start, box.size, layout.shape, strict=True)
         )
         if not inside:
-            raise InvalidStep(f"box {box} is not inside of {list(layout.shape)}", at=where)
+            raise InvalidStep(f"box {box} is not inside {list(layout.shape)}", at=where)
     boxes = [box for box in layout.boxes if box.numel]
-    # The edges of all boxes cut the matrix into cells. A cell in two boxes is an overlap.
+    # The edges of all boxes cut the matrix into cells. Two boxes overlap if they share a cell.
     cuts = [
         sorted({edge for b in boxes for edge in (b.start[d], b.start[d] + b.size[d])}) for d in range(len(layout.shape))
     ]
@@ -135,7 +136,7 @@ def tiled(layout: Layout, where: str) -> None:
 
 
 def placed(step: Step) -> None:
-    """Cuts are sound, and every task has one of its own template and kind of layout."""
+    """Check that cuts are sound, and that the cut of each task is made from its template, for its kind of layout."""
     unique((p.name for p in step.placed), "cuts")
     for cut in step.placed:
         placed_graphs(cut)
@@ -153,7 +154,10 @@ def placed(step: Step) -> None:
 
 
 def placed_graphs(cut: Placed) -> None:
-    """The three graphs of a cut read and return what `Placed` says, each only what lies where it runs."""
+    """Check that the three graphs of a cut read and return what `Placed` says.
+
+    Prepare and apply may read only what lies with the fragments, compute only what lies on the owner.
+    """
     leaves = {leaf.name: leaf for leaf in cut.template.inputs}
     state = {n for n in cut.template.writes if n not in leaves} | {leaf.name for leaf in cut.template.state}
     state |= {leaf.name for leaf in cut.template.inputs if leaf.role is Role.STATE}
@@ -186,7 +190,7 @@ def placed_graphs(cut: Placed) -> None:
             )
         for name in names[len(first) :]:
             if name not in allowed:
-                raise InvalidStep(f"{title} reads %{name}, which is not where it runs", at=where)
+                raise InvalidStep(f"{title} reads %{name}, which does not lie where {title} runs", at=where)
     for title, graph in (("prepare", cut.prepare), ("apply", cut.apply)):
         elementwise(graph, f"{title} of {where}")
     returns(cut.prepare, len(cut.gather) + len(cut.kept), f"prepare of {where}")
@@ -197,7 +201,7 @@ def placed_graphs(cut: Placed) -> None:
 
 
 def elementwise(graph: fx.Graph, where: str) -> None:
-    """Every node is pointwise, or arithmetic of numbers and of 0-d tensors that every rank has."""
+    """Check that every node is pointwise, or computes a number or a 0-d tensor that every rank can compute."""
     free = from_numbers(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node not in free and not pointwise(node):
@@ -205,7 +209,7 @@ def elementwise(graph: fx.Graph, where: str) -> None:
 
 
 def typed(graph: fx.Graph, wires: Sequence[Wire], where: str) -> None:
-    """The first results of a graph have the shapes and dtypes of the wires."""
+    """Check that the first results of a graph have the shapes and dtypes of the wires."""
     for wire, node in zip(wires, outputs(graph), strict=False):
         value = tensor_value(node) if isinstance(node, fx.Node) else None
         if value is not None and (tuple(value.shape), value.dtype) != (wire.shape, wire.dtype):

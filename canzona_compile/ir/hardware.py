@@ -156,6 +156,23 @@ class Hardware:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What passes may know of the hardware that a step runs on.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        backend: of the process group: "gloo" or "nccl"; empty if there is none.
+        threads: CPU threads per rank.
+        rates: the rates of the hardware; None stands for those that are assumed for the device.
+    """
+
+    device: str
+    backend: str
+    threads: int
+    rates: Hardware | None = None
+
+
 RATES = (
     *("products", "factorizations", "bandwidth", "transposed", "memory", "launch", "product_calls", "host"),
     *("node", "network"),

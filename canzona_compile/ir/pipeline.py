@@ -1,4 +1,4 @@
-"""Runs passes in order, verifies after each one, and keeps every intermediate step."""
+"""Run passes in order, verify the step after each one, and keep every intermediate step."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ class PassRecord:
     """What one pass did.
 
     Attributes:
-        seconds: that the pass took, without verification.
-        nodes, ops: change in the number of graph nodes, and of calls of each ATen operator, over
-            the graphs that would run (see `graphs`).
+        name: the name of the pass.
+        seconds: the time that the pass took, without verification.
+        before, after: the step before and after the pass.
+        nodes: how many nodes the pass added to the graphs that would run (see `graphs`), less those that it removed.
+        ops: the same for the calls of each ATen operator.
     """
 
     name: str
@@ -49,22 +51,26 @@ class PassRecord:
 
 
 class Observer(Protocol):
-    """Sees every pass from outside, after its result was verified."""
+    """Called with what each pass did, after its result was verified."""
 
     def __call__(self, record: PassRecord, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PassHistory:
-    """What each pass did, in order. Prints as a table (`rich.print`)."""
+    """What each pass did, in order. `rich.print` shows it as a table."""
 
     records: tuple[PassRecord, ...] = ()
 
     def step_at(self, where: Form | str) -> Step:
-        """The last step of a form ("placed"), or the step after a pass ("place").
+        """Find an intermediate step.
+
+        Args:
+            where: a form (also by its name, "placed") for the last step of that form, or the name of a pass ("place")
+                for the step after it.
 
         Raises:
-            CanzonaError: there is none.
+            CanzonaError: there is no such step.
         """
         steps = {record.name: record.after for record in self.records}
         steps |= {step.form.name.lower(): step for step in self._steps()}
@@ -74,6 +80,7 @@ class PassHistory:
         return steps[name]
 
     def _steps(self) -> Iterator[Step]:
+        """The step before the first pass, and the step after each pass."""
         for i, record in enumerate(self.records):
             if i == 0:
                 yield record.before
@@ -99,22 +106,26 @@ class PassHistory:
 
 
 def brief(op: str) -> str:
-    """mm for aten.mm.default."""
+    """A short name for an ATen operator: mm for aten.mm.default."""
     return op.removeprefix("aten.").removesuffix(".default")
 
 
 def check_order(passes: Sequence[Pass], start: Form) -> None:
-    """Check that every pass gets a step of the form that it requires.
+    """Check, without running any pass, that every pass would get a step of the form that it requires.
+
+    Args:
+        passes: the passes in order.
+        start: the form of the step that the first pass gets.
 
     Raises:
-        PipelineError: one would not; no pass has run.
+        PipelineError: a pass would get a step of another form.
     """
     form, source = start, "the step given to it is of"
     for current in passes:
         needed, name = current.requires, current.name
         if form != needed:
             hint = f"put a pass that ensures {needed.name.lower()} before {name}"
-            if form > needed:  # it would drop or contradict what was added since
+            if form > needed:  # the pass would drop or contradict what later forms have added
                 hint = f"put {name} before the passes that go beyond {needed.name.lower()}"
             raise PipelineError(
                 f"{name} needs form {needed.name.lower()}, but {source} form {form.name.lower()}",
@@ -124,11 +135,20 @@ def check_order(passes: Sequence[Pass], start: Form) -> None:
 
 
 def run(step: Step, passes: Sequence[Pass], observers: Sequence[Observer] = ()) -> tuple[Step, PassHistory]:
-    """Apply passes in order and verify the step before the first and after each of them.
+    """Apply passes in order. Verify the step before the first pass and after each one.
+
+    Args:
+        step: the step that the first pass gets.
+        passes: the passes in order.
+        observers: called after each pass.
+
+    Returns:
+        The step after the last pass, and what each pass did.
 
     Raises:
-        PipelineError: the order is wrong (before any pass ran), or a pass failed.
-        InvalidStep: a pass broke a promise; the message names it.
+        PipelineError: the order is wrong and no pass has run, or a pass raised an error of its own.
+        InvalidStep: `step` is invalid, or a pass broke a promise; the message says which.
+        CanzonaError: a pass raised it; a note names the pass.
     """
     check_order(passes, step.form)
     try:
@@ -151,7 +171,7 @@ def run(step: Step, passes: Sequence[Pass], observers: Sequence[Observer] = ()) 
 
 
 def call(current: Pass, step: Step, records: Sequence[PassRecord]) -> Step:
-    """Apply one pass; whatever it raises says which pass it was and what ran before it."""
+    """Apply one pass. If it raises, the error names the pass and the passes before it."""
     earlier = ", ".join(record.name for record in records) or "no other pass"
     try:
         return current(step)
@@ -167,7 +187,7 @@ def call(current: Pass, step: Step, records: Sequence[PassRecord]) -> Step:
 
 
 def checked(current: Pass, before: Step, after: Step) -> None:
-    """Verify what a pass made of a valid step.
+    """Verify the step that a pass returned for a valid step.
 
     Raises:
         InvalidStep: the form is not the one that the pass ensures, or a promise of the form is broken.
@@ -186,7 +206,7 @@ def checked(current: Pass, before: Step, after: Step) -> None:
 
 
 def graphs(step: Step) -> Iterator[fx.Graph]:
-    """The graphs that a step would run: templates, once placed their cuts, at last the program."""
+    """The graphs that a step would run: those of its program, else those of its cuts, else those of its templates."""
     if step.program is not None:
         for module in step.program.module.modules():
             if isinstance(module, fx.GraphModule):
@@ -200,7 +220,11 @@ def graphs(step: Step) -> Iterator[fx.Graph]:
 
 
 def difference(before: Step, after: Step) -> tuple[int, dict[str, int]]:
-    """Nodes and calls of ATen operators that a pass added, negative where it removed some."""
+    """Count what a pass added to the graphs.
+
+    Returns:
+        The number of nodes, and the number of calls of each ATen operator; negative if the pass removed more.
+    """
     ops: Counter[str] = Counter()
     nodes = 0
     for step, sign in ((before, -1), (after, 1)):

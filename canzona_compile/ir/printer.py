@@ -1,8 +1,8 @@
-"""The text form of a step: what people read, what tests compare and what ranks hash.
+"""Print a step as text, which people read, tests compare and ranks hash.
 
-It says everything that decides what a step computes and nothing else: no object ids, times, paths
-or device numbers, so that ranks which hold the same plan print the same text. Graphs are printed
-once per template and per cut, tasks on a line each; a step of hundreds of tasks takes milliseconds.
+The text says everything that decides what a step computes, and nothing else. It contains no object ids, times, paths or
+device numbers, so ranks that hold the same plan print the same text. Each template and each cut is printed once, and
+each task takes a line. A step of hundreds of tasks takes milliseconds.
 """
 
 from __future__ import annotations
@@ -32,16 +32,20 @@ from canzona_compile.ir.step import (
     Template,
 )
 
-MATRIX_RANKS = 8  # largest grid whose blocks are printed one by one
+MATRIX_RANKS = 8  # the largest grid, in ranks, whose blocks are printed one by one
 
 
 def show(step: Step) -> str:
-    """Print a step of any form."""
+    """Print a step of any form as one text."""
     return text_of(parts(step))
 
 
 def text_of(printed: Mapping[str, Sequence[str]]) -> str:
-    """The text of a printed step from its parts."""
+    """Join the parts of a printed step.
+
+    Args:
+        printed: lines by part, from `parts`.
+    """
     return "".join(f"{line}\n" for lines in printed.values() for line in lines)
 
 
@@ -49,22 +53,22 @@ def parts(step: Step, reasons: bool = True) -> dict[str, list[str]]:
     """Print a step of any form in parts.
 
     Args:
-        reasons: print why tasks have their owners and why templates are interpreted. The same decision for another
-            reason is the same plan.
+        step: the step.
+        reasons: whether to print why tasks have their owners and why templates are interpreted. Fingerprints of plans
+            leave the reasons out: the same decision for another reason is the same plan.
 
     Returns:
-        Lines of text by part: "graphs" (what runs), "tasks" (on whom), "groups" (together with what) and "schedule"
-        (when, in which memory; at last the program). Blocks of lines have an empty line between them, which belongs
-        to the part before it.
+        Lines of text by part: "graphs" (what runs), "tasks" (on which rank), "groups" (the micro-groups) and "schedule"
+        (when, in which memory, and at last the program). An empty line between two blocks belongs to the first one.
     """
     layouts = Layouts()
     tasks = [show_task(step.form, task, layouts.name(task.layout), reasons) for task in step.tasks]
     blocks: list[tuple[str, Iterable[str]]] = [("graphs", [show_header(step)])]
     blocks += [("graphs", show_template(template, reasons)) for template in step.templates]
     blocks += [("graphs", show_placed(placed)) for placed in step.placed]
-    blocks.append(("tasks" if layouts.lines else "graphs", layouts.lines))  # where there are none, an empty line
+    blocks.append(("tasks" if layouts.lines else "graphs", layouts.lines))  # without layouts this is an empty line
     blocks.append(("tasks", ["tasks {", *indented(tasks), "}"]))
-    blocks += [("groups", show_group(step, group)) for group in step.micro_groups]
+    blocks += [("groups", show_group(step, micro_group)) for micro_group in step.micro_groups]
     if step.form >= Form.SCHEDULED:
         blocks += [("schedule", show_schedule(step)), ("schedule", show_buffers(step))]
     if step.program is not None:
@@ -89,14 +93,19 @@ def show_header(step: Step) -> str:
 
 
 def differences(a: str, b: str) -> str:
-    """A unified diff of two texts, empty where they are equal."""
+    """A unified diff of two texts; empty if they are equal."""
     before, after = a.splitlines(), b.splitlines()
     found = difflib.unified_diff(before, after, "before", "after", n=2, lineterm="")
     return "".join(f"{line}\n" for line in found)
 
 
 def show_nodes(graph: fx.Graph, writes: Sequence[str] | None = None) -> Iterator[str]:
-    """The operators of a graph and what it returns, as `leaf=value` if the leaves are given."""
+    """Print the operators of a graph and what it returns.
+
+    Args:
+        graph: the graph.
+        writes: the name of each result. With names, results are printed as `name=value`.
+    """
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -105,13 +114,13 @@ def show_nodes(graph: fx.Graph, writes: Sequence[str] | None = None) -> Iterator
         kind = show_type(node.meta.get("val"))
         yield f"%{node.name} = {show_target(node.target)}({', '.join(args)}){kind and f' : {kind}'}"
     values = [show_argument(value) for value in outputs(graph)]
-    if writes is not None and len(writes) == len(values):  # a broken step must print as well
+    if writes is not None and len(writes) == len(values):  # an invalid step has to print as well
         values = [f"{name}={value}" for name, value in zip(writes, values, strict=True)]
     yield f"return {', '.join(values)}".rstrip()
 
 
 def show_target(target: Any) -> str:
-    """aten.lerp.Scalar, operator.mul, eager_step: never an address."""
+    """The name of an operator or function, without its address: aten.lerp.Scalar, operator.mul, eager_step."""
     if isinstance(target, torch._ops.OpOverload | str):
         return str(target)
     name = getattr(target, "__name__", type(target).__name__)
@@ -120,7 +129,7 @@ def show_target(target: Any) -> str:
 
 
 def show_argument(value: Any) -> str:
-    """An operand. Numbers keep all digits; devices lose their index, which differs by rank."""
+    """Print an operand. Numbers keep all digits. Devices lose their index, because it differs between ranks."""
     match value:
         case fx.Node():
             return f"%{value.name}"
@@ -142,7 +151,7 @@ def show_argument(value: Any) -> str:
 
 
 def show_type(value: Any) -> str:
-    """f32[64x32] for a tensor, float for a symbolic number, empty where nothing is known."""
+    """The type of a value: f32[64x32] for a tensor, float for a symbolic number, empty for everything else."""
     match value:
         case torch.Tensor():
             return show_tensor(value.dtype, tuple(value.shape))
@@ -162,7 +171,7 @@ def show_tensor(dtype: torch.dtype, shape: Shape) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """bf16, f32, i64, f8_e4m3fn."""
+    """The short name of a dtype: bf16, f32, i64, f8_e4m3fn."""
     name = str(dtype).removeprefix("torch.")
     for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
         if name.startswith(long):
@@ -171,7 +180,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def neutral(text: str) -> str:
-    """Free text without what differs between ranks and machines: addresses and directories."""
+    """Remove addresses and directories from free text, because they differ between ranks and machines."""
     text = re.sub(r"0x[0-9a-fA-F]+", "0x...", text.replace("\n", " "))
     return re.sub(r"(?<![\w.])(?:/[\w.+-]+)+/(?=[\w.+-])", "", text)
 
@@ -183,7 +192,7 @@ def indented(lines: Iterable[str]) -> Iterator[str]:
 def show_template(template: Template, reasons: bool = True) -> list[str]:
     kind = show_tensor(template.dtype, template.shape)
     end = " {"
-    if template.interpreted:  # without the reason there is no brace either: fingerprints were taken of such text
+    if template.interpreted:  # without the reason the brace is left out too: fingerprints were taken of such text
         end = f" interpreted because {neutral(template.interpreted)} {{" if reasons else " interpreted"
     resident = "" if template.resident is None else f" resident={','.join(template.resident)}"
     nodes = placeholders(template.graph)
@@ -194,7 +203,7 @@ def show_template(template: Template, reasons: bool = True) -> list[str]:
 
 
 def show_leaf(leaf: Leaf, node: str) -> str:
-    """A line per leaf; FX renames placeholders that would shadow a Python builtin."""
+    """Print a leaf, and its node if that has another name: FX renames placeholders that shadow a Python builtin."""
     renamed = f" = %{node}" if node != leaf.name else ""
     kind = "number" if leaf.dtype is None else show_tensor(leaf.dtype, leaf.shape)
     return f"{leaf.role} %{leaf.name}{renamed} : {kind}"
@@ -225,13 +234,17 @@ def show_placed(placed: Placed) -> list[str]:
 
 
 def flags(stacked: Stacked) -> str:
-    """Which inputs and outputs of a stacked compute are stacks, the others being lists."""
+    """Print which inputs and outputs of a stacked compute graph are stacks; the others are lists."""
     outs = "".join("s" if flag else "l" for flag in stacked.outputs)
     return f"in={','.join(stacked.inputs)} out={outs}"
 
 
 class Layouts:
-    """Names the layouts of a step L0, L1, ... in order of appearance, and prints each once."""
+    """Names the layouts of a step L0, L1, ... in order of appearance, and prints each layout once.
+
+    Attributes:
+        lines: the printed layouts.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -239,6 +252,7 @@ class Layouts:
         self._seen: dict[int, str] = {}  # most tasks share their layout as one object
 
     def name(self, layout: Layout) -> str:
+        """The name of a layout. Equal layouts have one name."""
         if id(layout) not in self._seen:
             self._seen[id(layout)] = self._name(layout)
         return self._seen[id(layout)]
@@ -278,12 +292,12 @@ def show_place(owner: tuple[int, int] | None) -> str:
     return "all" if owner is None else f"({owner[0]}, {owner[1]})"
 
 
-def show_group(step: Step, group: MicroGroup) -> list[str]:
-    lines = [f"group {group.index} {{", f"  tasks {', '.join(group.tasks)}"]
-    for exchange in group.exchanges:
+def show_group(step: Step, micro_group: MicroGroup) -> list[str]:
+    lines = [f"group {micro_group.index} {{", f"  tasks {', '.join(micro_group.tasks)}"]
+    for exchange in micro_group.exchanges:
         grid = step.task(exchange.items[0].task).layout.grid if exchange.items else None
         lines += indented(show_exchange(step, exchange, grid))
-    for batch in group.batches:
+    for batch in micro_group.batches:
         how = "stacked" if batch.stacked else "looped"
         lines.append(
             f"  batch {batch.placed} group={batch.param_group} owner={show_place(batch.owner)} {how}: "
@@ -309,7 +323,15 @@ def show_exchange(step: Step, exchange: Exchange, grid: Grid | None) -> Iterator
 
 
 def item_bytes(item: Item, shape: Shape, sizes: dict[tuple[int, Shape], int]) -> int:
-    """Bytes of all fragments of an item. Boxes tile the parameter: few have to be added up."""
+    """The bytes of all fragments of an item.
+
+    The boxes tile the parameter, so for a wire of the parameter's shape they need not be added up.
+
+    Args:
+        item: the item.
+        shape: the shape of the parameter.
+        sizes: elements of the items so far, by the id of their boxes and the shape of their wire. It gets a new entry.
+    """
     if item.wire.shape == shape:
         return math.prod(shape) * item.wire.itemsize
     key = id(item.boxes), item.wire.shape
@@ -319,7 +341,7 @@ def item_bytes(item: Item, shape: Shape, sizes: dict[tuple[int, Shape], int]) ->
 
 
 def show_blocks(exchange: Exchange, grid: Grid) -> Iterator[str]:
-    """Bytes of every block, a row per sender and a column per receiver, per process group."""
+    """Print the bytes of every block, as a matrix per process group: a row per sender, a column per receiver."""
     over_shards = exchange.phase is not Phase.EXCHANGE
     title, peers = ("replica", grid.shards) if over_shards else ("shard", grid.replicas)
     for fixed in range(grid.replicas if over_shards else grid.shards):
@@ -344,7 +366,7 @@ def show_buffers(step: Step) -> Iterator[str]:
 
 
 def show_program(program: Any) -> Iterator[str]:
-    """The generated code of one rank and of the graphs that it calls."""
+    """Print the program of one rank: its code, and that of the graphs that it calls."""
     slots = ", ".join(map(str, program.slots))
     yield f"program collectives={program.collectives} slots=[{slots}] {{"
     for name, module in program.module.named_modules():

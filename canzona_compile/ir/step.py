@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.bucket import Bucket
+from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Box, Grid, Layout, LayoutKind, Shape
 
 
@@ -335,19 +336,14 @@ class Buffer:
         return str(self.use) if self.use is BufferUse.GATHERED else f"{self.phase} {self.use}"
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What passes may know of the hardware: names and rates, no handles."""
-
-    device: str  # "cpu", "cuda"
-    backend: str  # of the process group: "gloo", "nccl", "" where there is none
-    threads: int  # CPU threads per rank
-    rates: Hardware | None = None  # None: assumed
-
-
 @dataclass(frozen=True, eq=False)
 class Step:
-    """An optimizer step on its way from capture to rank program."""
+    """An optimizer step on its way from capture to rank program.
+
+    Attributes:
+        elementwise: from OWNED on, the tasks that need no owner. No program updates them, but buckets hold them.
+        buckets: under ZeRO-1, where gradients lie when they are reduced, in the order in which they are complete.
+    """
 
     form: Form
     optimizer: str
@@ -359,6 +355,8 @@ class Step:
     schedule: tuple[Event, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     depth: int = 1
+    elementwise: tuple[Task, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
     program: Any = None  # canzona_compile.ir.program.Program, from EMITTED on
     _by_name: dict[str, Task] = field(init=False, repr=False, default_factory=dict)
 
@@ -369,6 +367,9 @@ class Step:
 
     def task(self, name: str) -> Task:
         return self._by_name[name]
+
+    def find(self, name: str) -> Task | None:
+        return self._by_name.get(name)
 
     def placed_of(self, task: Task) -> Placed:
         return next(p for p in self.placed if p.name == task.placed)

@@ -1,11 +1,11 @@
 """Plan the memory of rank programs: the slot of each buffer, its offset and alignment, and the size of each slot.
 
-A rank program addresses all of its buffers as views of *slots*, each a piece of memory of its own. Two stages decide:
+A *slot* is a piece of memory. A rank program addresses its buffers as views of slots. There are two stages:
 
-- `plan_buffers` gives the buffers of a scheduled step slots by their lives in the schedule, as a linear-scan register
-  allocator gives registers. It asks no rank, so all ranks number their slots alike.
-- `RankMemory` lays out one rank's buffers while its program is written, and adds up the bytes of every slot.
-  `ExchangeBuffers` says where the pieces of one exchange lie in that rank's send and receive buffers.
+- `plan_buffers` assigns slots to the buffers of a step by their lives in the schedule, as a linear-scan allocator
+  assigns registers. The result does not depend on the rank, so all ranks number their slots alike.
+- `RankMemory` lays out the buffers of one rank while its program is written, and finds the size of each slot.
+  `ExchangeBuffers` says where the pieces of one exchange lie in the rank's send and receive buffers.
 
 The runtime allocates slots of these sizes (`Program.slots`) and decides nothing about what lies in them.
 """
@@ -23,8 +23,9 @@ from canzona_compile.ir.layout import Box, Shape
 from canzona_compile.ir.program import View
 from canzona_compile.ir.step import Act, BlockSlice, Buffer, BufferUse, Event, Exchange, MicroGroup, Phase, Step
 
-# In bytes. Whole matrices and prepared values are aligned for vector loads of any width. The allocators of torch align
-# slots at least as much. The pieces of send and receive buffers are aligned to their element size: see `Exchange`.
+# In bytes. It suits vector loads of any width. Whole matrices and prepared values begin at multiples of it. The
+# allocators of torch align slots at least as much. `Exchange` aligns the pieces of send and receive buffers to their
+# element size only.
 ALIGNMENT = 64
 
 
@@ -37,7 +38,7 @@ def aligned(offset: int) -> int:
 
 
 def plan_buffers(step: Step, events: Sequence[Event], apart: bool) -> tuple[Buffer, ...]:
-    """The buffers of a step, with slots.
+    """Find the buffers of a step and assign slots to them.
 
     Args:
         step: a step of form BATCHED or later.
@@ -51,58 +52,68 @@ def plan_buffers(step: Step, events: Sequence[Event], apart: bool) -> tuple[Buff
 
 
 def lives(step: Step, events: Sequence[Event], apart: bool) -> Iterator[Buffer]:
-    """Every buffer of a step, with the first event that writes it and the last event that reads it, without a slot.
+    """Find the life of every buffer of a step: the first event that writes it and the last one that reads it.
 
-    Computed values may be views of gathered values. If apply uses them (for tasks without a scatter, or as new
-    resident state), the gathered values live until apply. If one stream unpacks the next micro-group while another one
-    computes this one (`apart`), the gathered values of both live at the same time.
+    Computed values may be views of gathered values. Apply uses them for tasks without a scatter, and as new resident
+    state. In these cases the gathered values live until apply.
+
+    Args:
+        step: a step of form BATCHED or later.
+        events: the schedule of its micro-groups.
+        apart: whether one stream unpacks the next micro-group while another one computes this one. Then the gathered
+            values of both live at the same time.
+
+    Yields:
+        The buffers, without slots.
     """
     at = {event: i for i, event in enumerate(events)}
     following = dict(successors(step, events)) if apart else {}
 
-    def life(group: MicroGroup, phase: Phase, use: BufferUse, first: Act, last: Act) -> Buffer:
-        return Buffer(group.index, phase, use, at[Event(first, group.index)], at[Event(last, group.index)], -1)
+    def life(micro_group: MicroGroup, phase: Phase, use: BufferUse, first: Act, last: Act) -> Buffer:
+        index = micro_group.index
+        return Buffer(index, phase, use, at[Event(first, index)], at[Event(last, index)], -1)
 
     resident = {p.name for p in step.placed if p.resident}
-    for group in step.micro_groups:
-        tasks = [step.task(name) for name in group.tasks]
-        late = not group.scatter or any(t.owner is None or t.placed in resident for t in tasks)
-        if group.gather:
-            yield life(group, Phase.GATHER, BufferUse.SEND, Act.PREPARE, Act.WAIT_GATHER)
-            yield life(group, Phase.GATHER, BufferUse.RECEIVE, Act.START_GATHER, Act.COMPUTE)
+    for own in step.micro_groups:
+        tasks = [step.task(name) for name in own.tasks]
+        late = not own.scatter or any(t.owner is None or t.placed in resident for t in tasks)
+        if own.gather:
+            yield life(own, Phase.GATHER, BufferUse.SEND, Act.PREPARE, Act.WAIT_GATHER)
+            yield life(own, Phase.GATHER, BufferUse.RECEIVE, Act.START_GATHER, Act.COMPUTE)
             last = Act.APPLY if late else Act.COMPUTE
-            gathered = life(group, Phase.GATHER, BufferUse.GATHERED, Act.COMPUTE, last)
-            after = at[Event(Act.COMPUTE, following.get(group.index, group.index))]
+            gathered = life(own, Phase.GATHER, BufferUse.GATHERED, Act.COMPUTE, last)
+            after = at[Event(Act.COMPUTE, following.get(own.index, own.index))]
             yield replace(gathered, last=max(gathered.last, after))
-        if group.scatter:
-            yield life(group, Phase.SCATTER, BufferUse.SEND, Act.COMPUTE, Act.WAIT_SCATTER)
-            last = Act.START_EXCHANGE if group.exchange else Act.APPLY
-            yield life(group, Phase.SCATTER, BufferUse.RECEIVE, Act.START_SCATTER, last)
-        if group.exchange:
-            first = Act.START_EXCHANGE if group.scatter else Act.COMPUTE
-            yield life(group, Phase.EXCHANGE, BufferUse.SEND, first, Act.WAIT_EXCHANGE)
-            yield life(group, Phase.EXCHANGE, BufferUse.RECEIVE, Act.START_EXCHANGE, Act.APPLY)
+        if own.scatter:
+            yield life(own, Phase.SCATTER, BufferUse.SEND, Act.COMPUTE, Act.WAIT_SCATTER)
+            last = Act.START_EXCHANGE if own.exchange else Act.APPLY
+            yield life(own, Phase.SCATTER, BufferUse.RECEIVE, Act.START_SCATTER, last)
+        if own.exchange:
+            first = Act.START_EXCHANGE if own.scatter else Act.COMPUTE
+            yield life(own, Phase.EXCHANGE, BufferUse.SEND, first, Act.WAIT_EXCHANGE)
+            yield life(own, Phase.EXCHANGE, BufferUse.RECEIVE, Act.START_EXCHANGE, Act.APPLY)
 
 
 def successors(step: Step, events: Sequence[Event]) -> Iterator[tuple[int, int]]:
-    """Pairs of indices of micro-groups that the same ranks compute one directly after the other."""
-    grids = {group.index: step.task(group.tasks[0]).layout.grid for group in step.micro_groups}
+    """Pairs of micro-groups, by index, that the same ranks compute directly one after the other."""
+    grids = {g.index: step.task(g.tasks[0]).layout.grid for g in step.micro_groups}
     order = [event.micro_group for event in events if event.act is Act.COMPUTE]
     for grid in dict.fromkeys(grids.values()):
         yield from pairwise(index for index in order if grids[index] == grid)
 
 
 def assign_slots(buffers: Iterable[Buffer]) -> Iterator[Buffer]:
-    """Give every buffer, in order of first use, the lowest slot that is free for its whole life."""
+    """Assign to each buffer, in order of first use, the lowest slot that is free for its whole life."""
     ordered = sorted(buffers, key=lambda b: (b.first, b.micro_group, b.title))
     slots = lowest_free([(b.first, b.last) for b in ordered])
     return (replace(buffer, slot=slot) for buffer, slot in zip(ordered, slots, strict=True))
 
 
 def prepared_slots(step: Step) -> dict[int, int]:
-    """For each micro-group, by index, the slot for the values that prepare leaves to compute and apply.
+    """Assign slots to the values that prepare leaves to compute and apply.
 
-    These slots come after those of the buffers.
+    Returns:
+        The slot for each micro-group, by index. These slots come after those of the buffers.
     """
     first = 1 + max((b.slot for b in step.buffers), default=-1)
     at = {event: i for i, event in enumerate(step.schedule)}
@@ -110,11 +121,11 @@ def prepared_slots(step: Step) -> dict[int, int]:
         (at[Event(Act.PREPARE, g.index)], at[Event(Act.APPLY, g.index)], g.index) for g in step.micro_groups
     )
     slots = lowest_free([(start, end) for start, end, _ in ordered])
-    return {group: first + slot for (*_, group), slot in zip(ordered, slots, strict=True)}
+    return {index: first + slot for (*_, index), slot in zip(ordered, slots, strict=True)}
 
 
 def lowest_free(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """The lowest slot of each span, such that spans which overlap have different slots.
+    """Assign to each span the lowest slot that no overlapping span before it has.
 
     Args:
         spans: (first, last) positions of events, both included, sorted by `first`.
@@ -138,8 +149,8 @@ class ExchangeBuffers:
 
     Args:
         exchange: an exchange of one micro-group.
-        at: (replica, shard) coordinate of the rank.
-        peers: coordinates of the ranks of its process group, including the rank itself.
+        at: the (replica, shard) coordinate of the rank.
+        peers: the coordinates of the ranks of its process group, including the rank itself.
     """
 
     def __init__(self, exchange: Exchange, at: tuple[int, int], peers: Sequence[tuple[int, int]]) -> None:
@@ -157,11 +168,24 @@ class ExchangeBuffers:
                 start += size
 
     def byte_counts(self, use: BufferUse) -> tuple[int, ...]:
-        """The size of the block of each peer in bytes, in the order of the peers."""
+        """The size in bytes of the block of each peer, in the order of the peers.
+
+        Args:
+            use: SEND or RECEIVE.
+        """
         return tuple(size for _, size in self._blocks[use])
 
     def places(self, use: BufferUse, task: str, wire: str) -> list[tuple[int, Box]]:
-        """All pieces of a task's wire: byte offsets in the buffer, and boxes in the whole value."""
+        """Find all pieces of a wire in one of the buffers.
+
+        Args:
+            use: SEND or RECEIVE.
+            task: the name of the task.
+            wire: the name of the wire.
+
+        Returns:
+            For each piece its offset in the buffer, in bytes, and its box in the whole value.
+        """
         return self._places[use].get((task, wire), [])
 
 
@@ -180,43 +204,67 @@ class RankMemory:
         self._filled: dict[tuple[int, int], int] = {}  # bytes in use, by micro-group and slot
 
     def view(
-        self, group: int, phase: Phase, use: BufferUse, offset: int, dtype: torch.dtype, shape: Sequence[int]
+        self, micro_group: int, phase: Phase, use: BufferUse, offset: int, dtype: torch.dtype, shape: Sequence[int]
     ) -> View:
-        """A view of a send or receive buffer of a micro-group.
+        """A view of a part of a send or receive buffer.
 
         Args:
-            group: index of the micro-group.
+            micro_group: the index of the micro-group.
             phase: the phase of the exchange.
             use: SEND or RECEIVE.
-            offset: in bytes from the start of the buffer, see `ExchangeBuffers`.
-            dtype: dtype of the view.
-            shape: shape of the view.
+            offset: in bytes from the start of the buffer; see `ExchangeBuffers`.
+            dtype: the dtype of the view.
+            shape: the shape of the view.
         """
-        return View(self._slots[group, phase, use], offset, dtype, tuple(shape))
+        return View(self._slots[micro_group, phase, use], offset, dtype, tuple(shape))
 
-    def exchange_buffer(self, group: int, phase: Phase, use: BufferUse, size: int) -> View:
-        """A view of the whole send or receive buffer of a micro-group: uint8 [size]."""
-        view = self.view(group, phase, use, 0, torch.uint8, (size,))
+    def exchange_buffer(self, micro_group: int, phase: Phase, use: BufferUse, size: int) -> View:
+        """Reserve memory for a whole send or receive buffer.
+
+        Args:
+            micro_group: the index of the micro-group.
+            phase: the phase of the exchange.
+            use: SEND or RECEIVE.
+            size: in bytes.
+
+        Returns:
+            A view uint8 [size].
+        """
+        view = self.view(micro_group, phase, use, 0, torch.uint8, (size,))
         self._reserve(view.slot, size)
         return view
 
-    def gathered(self, group: int, dtype: torch.dtype, shape: Shape) -> View:
-        """Reserve memory for the whole wire values [n, ...] of a batch, behind that of the micro-group's other ones."""
-        return self._append(group, self._slots[group, Phase.GATHER, BufferUse.GATHERED], dtype, shape)
+    def gathered(self, micro_group: int, dtype: torch.dtype, shape: Shape) -> View:
+        """Reserve memory for whole values of a wire, behind the whole values that the micro-group has so far.
 
-    def prepared(self, group: int, dtype: torch.dtype, shape: Shape) -> View:
-        """Reserve memory for a fragment that prepare leaves to compute or apply, behind those of the micro-group."""
-        return self._append(group, self._prepared[group], dtype, shape)
+        Args:
+            micro_group: the index of the micro-group.
+            dtype: the dtype of the wire.
+            shape: [n, ...], for the n tasks of a batch.
+        """
+        return self._append(micro_group, self._slots[micro_group, Phase.GATHER, BufferUse.GATHERED], dtype, shape)
+
+    def prepared(self, micro_group: int, dtype: torch.dtype, shape: Shape) -> View:
+        """Reserve memory for fragments that prepare leaves to compute or apply, behind those so far.
+
+        Args:
+            micro_group: the index of the micro-group.
+            dtype: the dtype of the fragments.
+            shape: the shape to reserve.
+        """
+        return self._append(micro_group, self._prepared[micro_group], dtype, shape)
 
     def slot_sizes(self) -> tuple[int, ...]:
-        """The size of every slot in bytes: that of the largest buffer that it ever holds."""
+        """The size of each slot in bytes, which is that of the largest buffer that it ever holds."""
         return tuple(self._sizes.get(slot, 0) for slot in range(max((self._count, *(s + 1 for s in self._sizes)))))
 
-    def _append(self, group: int, slot: int, dtype: torch.dtype, shape: Shape) -> View:
-        view = View(slot, aligned(self._filled.get((group, slot), 0)), dtype, shape)
-        self._filled[group, slot] = view.offset + math.prod(shape) * dtype.itemsize
-        self._reserve(slot, self._filled[group, slot])
+    def _append(self, micro_group: int, slot: int, dtype: torch.dtype, shape: Shape) -> View:
+        """Reserve memory in a slot, behind what the micro-group has in it so far."""
+        view = View(slot, aligned(self._filled.get((micro_group, slot), 0)), dtype, shape)
+        self._filled[micro_group, slot] = view.offset + math.prod(shape) * dtype.itemsize
+        self._reserve(slot, self._filled[micro_group, slot])
         return view
 
     def _reserve(self, slot: int, size: int) -> None:
+        """Make a slot at least so many bytes large."""
         self._sizes[slot] = max(self._sizes.get(slot, 0), size)

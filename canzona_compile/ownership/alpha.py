@@ -1,4 +1,4 @@
-"""The authors' balanced rule: cuts between jobs that even out, over all buckets, what rows own."""
+"""The alpha-balanced rule of Canzona's authors: it cuts buckets between jobs and balances rows over all buckets."""
 
 from __future__ import annotations
 
@@ -26,21 +26,34 @@ from canzona_compile.ownership.static import StaticStart
 
 @dataclass(frozen=True, slots=True)
 class AlphaBalanced:
-    """Runs of jobs whose lengths blend evenness within a bucket with filling up rows that have too little.
+    """Gives each row one run of jobs per bucket, and gives longer runs to rows that own little so far.
 
-    Buckets are taken longest first. In each, a row is to get (1 - alpha) of an even share and alpha of the bucket in
-    proportion to what the row lacks to E/R elements by then. The ends of those shares, moved to the nearest boundary
-    between jobs (to the earlier of two), are the cuts. Targets are in elements; costs, `load` included, only decide
-    whether the plan is taken: if its busiest row has strictly less than under `StaticStart`. Otherwise the static plan
-    is returned. Columns share the jobs of a row, largest first by elements. This is the alpha-balanced partition of
-    Canzona (arXiv 2602.06079).
+    The planner takes the longest bucket first. In a bucket of B elements, the target of a row is (1 - alpha) * B/R
+    plus alpha times a part of B in proportion to what the row lacks. A row lacks E/R minus the elements that it owns,
+    and never less than nothing. E is the number of elements of all jobs, and R the number of rows. The targets follow
+    one another and so give the cuts between rows. The planner moves each cut to the nearest boundary between two jobs,
+    and to the earlier boundary if two are equally near.
 
-    Guarantee: the busiest *row* never costs more than under `StaticStart`. Over W = R x S places, with d and k as
-    there, d * (2 + (k - 1)/S) times the optimum for S = 1, which follows from that, and for alpha of 0 or 1; otherwise
-    1 - alpha more than 2. A shard exceeds its target by at most the largest job of the bucket, half of it at either
-    cut. What rows lack sums to at least what is left to deal out, so that no row is ever meant to get more than it
-    lacks: at alpha = 1 it ends with at most E/R + k * p_max elements, as a static row does. Below that an even share
-    of (1 - alpha) comes on top even for full rows: at most (1 - alpha) * E/R in all.
+    The planner returns this plan if its busiest row costs strictly less than under `StaticStart`, `load` included.
+    Otherwise it returns the static plan. Costs decide nothing else. The columns of a row share its jobs, largest first
+    by elements. This is the alpha-balanced partition of Canzona (arXiv 2602.06079).
+
+    Guarantee: the busiest *row* never costs more than under `StaticStart`. Over W = R x S places, the makespan is at
+    most d * (2 + m + (k - 1)/S) times the optimum, with d and k as in `StaticStart`. Here m is 1 - alpha if S > 1 and
+    alpha > 0, and 0 otherwise. If ranks have a load already, the factor is one more.
+
+    Proof:
+        1. The bound of `StaticStart` holds if its plan is returned. It holds for S = 1 as well: each row is then one
+           place. In the other cases the steps below apply.
+        2. A shard exceeds its target by at most p, the largest job of the bucket: each of its two cuts moves by p/2 at
+           most.
+        3. All rows together lack at least what is left to deal out, and so at least B. So the part in proportion to
+           what a row lacks is never more than the row lacks.
+        4. With alpha = 0 a row gets at most B/R + p of each bucket. With alpha = 1 a row that lacks L gets at most
+           L + p. In both cases it ends with at most E/R + k * p_max elements, as a row of `StaticStart` does.
+        5. With an alpha between 0 and 1, rows that lack nothing get (1 - alpha) * B/R of each bucket in addition. All
+           buckets together add at most m * E/R.
+        6. With (1 + m) * E/R for E/R, steps 3 to 5 of the proof in `StaticStart` give the factor.
 
     Attributes:
         alpha: 0 balances each bucket by itself; 1 balances rows over all buckets.
@@ -55,16 +68,24 @@ class AlphaBalanced:
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise CanzonaError(f"alpha={self.alpha} is not between 0 and 1", hint="1 balances most")
-        StaticStart(self.bucket)  # refuses invalid buckets
+        StaticStart(self.bucket)  # raises if the bucket is invalid
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
         static = rows_of(StaticStart(self.bucket).shards(jobs, rows))
         balanced = rows_of(self.shards(jobs, rows))
-        taken = min(static, balanced, key=lambda plan: busiest_row(jobs, plan, rows, load))  # on a tie, the first one
+        taken = min(static, balanced, key=lambda plan: busiest_row(jobs, plan, rows, load))  # static wins a tie
         return within_rows(jobs, taken, columns, "elements", load)
 
     def shards(self, jobs: Sequence[Job], rows: int) -> Shards:
-        """The jobs of each bucket that each row would own, before the plan is compared with the static one."""
+        """Deal the jobs to rows, without the comparison with the static plan.
+
+        Args:
+            jobs: the jobs.
+            rows: the number of rows.
+
+        Returns:
+            For each bucket and each row, the jobs of the row in the order of the buffer.
+        """
         buckets = in_buckets(jobs, self.bucket)
         goal = length(jobs) / rows
         load = [0.0] * rows
@@ -78,7 +99,16 @@ class AlphaBalanced:
         return found
 
     def _cuts(self, ends: list[int], goal: float, load: list[float]) -> list[int]:
-        """The cuts between rows, as positions in `ends`, the boundaries between jobs. There is one more than rows."""
+        """Cut one bucket.
+
+        Args:
+            ends: the boundaries between the jobs of the bucket, in elements; the first one is 0.
+            goal: E/R, in elements.
+            load: the elements that each row owns so far.
+
+        Returns:
+            Positions in `ends`, one more than rows. Row r gets the jobs between the r-th and the next one.
+        """
         rows, whole = len(load), ends[-1]
         lack = [max(0.0, goal - own) for own in load]
         lacking = sum(lack)
@@ -90,20 +120,36 @@ class AlphaBalanced:
         return [*cuts, len(ends) - 1]
 
     def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
+        """The factor of the guarantee above; see `Planner.bound`."""
         k = overhang(jobs, self.bucket)
         more = 1 - self.alpha if self.alpha and columns > 1 else 0.0
         return capped(density_ratio(jobs) * (2 + more + (k - 1) / columns), rows, columns, load, blind=True)
 
 
 def nearest(ends: list[int], target: float) -> int:
-    """The position of the boundary that is closest to `target`: the earlier of two, and the first of equal ones."""
+    """Find the boundary that is closest to a target.
+
+    Args:
+        ends: boundaries in ascending order; some may be equal.
+        target: in the unit of `ends`.
+
+    Returns:
+        The position in `ends`: the earlier one if two are equally close, and the first of equal boundaries.
+    """
     above = min(bisect_left(ends, target), len(ends) - 1)
     below = bisect_left(ends, ends[max(0, above - 1)])
     return below if target - ends[below] <= abs(ends[above] - target) else above
 
 
 def busiest_row(jobs: Sequence[Job], plan: Rows, rows: int, load: LoadByRank) -> float:
-    """The cost of the busiest row: that of all its columns together, including the load that they have already."""
+    """The cost of the busiest row, which is the sum over its columns.
+
+    Args:
+        jobs: the jobs.
+        plan: the row of each job, by the index of the job.
+        rows: the number of rows.
+        load: the cost that ranks have already; it counts as well.
+    """
     total = row_loads(rows, load)
     for job in sorted(jobs, key=lambda j: j.index):
         total[plan[job.index]] += job.cost

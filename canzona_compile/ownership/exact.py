@@ -1,4 +1,4 @@
-"""Find the least possible makespan by integer programming, as the measure of other planners."""
+"""A planner that finds the least makespan by integer programming; the other planners are measured by it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class OptimalityBound:
-    """How good a plan is.
+    """How far a plan may be from the optimum.
 
     Attributes:
-        optimum_or_best: the makespan of the plan that this describes, in the unit of costs.
-        lower: a lower bound of the makespan of every plan.
+        optimum_or_best: the makespan of the plan, in the unit of costs.
+        lower: a lower bound of the makespan of every plan, in the same unit.
         gap: by how much the plan may be worse than the best one; 0.01 is one percent.
         proven: whether the plan is proven optimal, to one part in a million.
     """
@@ -35,12 +35,12 @@ class OptimalityBound:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Finds the best plan that it can in `seconds`. The plan is never worse than that of `Joint`.
+    """Finds the best plan that it can within `seconds`. The plan is never worse than that of `Joint`.
 
-    Beware: which plan it finds in limited time depends on the machine. If ranks plan by themselves and must agree, one
-    of them has to send its plan to the others, unless `solve` says that the plan is proven: then all had enough time.
+    If the time runs out, the plan depends on the speed of the machine. So one rank has to send its plan to the others,
+    unless `solve` says on every rank that the plan is proven.
 
-    Guarantee: that of `Joint`, or a factor of 1 if `solve` says that the plan is proven.
+    Guarantee: the factor of `Joint`, or 1 if `solve` says that the plan is proven.
 
     Attributes:
         seconds: the time limit of the solver. The work before and after it is short.
@@ -58,23 +58,35 @@ class Exact:
         return solve(jobs, rows, columns, load, seconds=self.seconds)[0]
 
     def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
+        """The factor of `Joint`, which holds for unproven plans as well; see `Planner.bound`."""
         return Joint().bound(jobs, rows, columns, load)
 
 
 def solve(
     jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING, *, seconds: float = SECONDS
 ) -> tuple[list[GridPosition], OptimalityBound]:
-    """The best plan that can be found, and how far from the optimum it may be.
+    """Find the best plan within a time limit.
 
-    The search starts from the plan of `Joint`. If that does not reach `lower_bound`, the candidates are all loads in
-    between that a place can have. The search first tries the largest one, because often none is possible, and then
-    bisects. If the jobs are of too many kinds for that, a single program looks for the least makespan.
+    The search starts from the plan of `Joint`. If the makespan of that plan is above `lower_bound`, the candidates are
+    all loads between the two that a place can have. The search tries the largest candidate first, because often none
+    is possible, and then bisects. If the jobs are of too many kinds for that, a single program looks for the least
+    makespan.
+
+    Args:
+        jobs: the jobs.
+        rows: the number of rows.
+        columns: the number of columns.
+        load: the cost that ranks have already.
+        seconds: the time limit of the solver.
+
+    Returns:
+        The owner (r, s) of each job, in the order of `jobs`, and how far the plan may be from the optimum.
     """
     return Search(jobs, rows, columns, load, time.monotonic() + seconds).run()
 
 
 class Search:
-    """The state of the search: the best plan so far, and the largest makespan that is known to be too small."""
+    """The state of a search: the best plan so far, its makespan, and a lower bound of all makespans."""
 
     def __init__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank, deadline: float) -> None:
         self.jobs, self.rows, self.columns, self.load, self.deadline = jobs, rows, columns, load, deadline
@@ -83,9 +95,10 @@ class Search:
         self.lower = min(self.upper, lower_bound(jobs, rows, columns, load))
 
     def run(self) -> tuple[list[GridPosition], OptimalityBound]:
+        """Try patterns, then counts, until the best plan is proven; see `solve`."""
         for attempt in (self._bisect, self._count):
             if not self._proven():
-                with suppress(GaveUp):  # what is known by then is the answer
+                with suppress(GaveUp):  # the best plan and the bound so far stay valid
                     attempt(Kinds.of(self.jobs, self.rows, self.columns, self.load))
         gap = self.upper / self.lower - 1 if self.lower else 0.0
         return self.best, OptimalityBound(self.upper, self.lower, gap, self._proven())

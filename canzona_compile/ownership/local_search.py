@@ -8,21 +8,26 @@ from heapq import heapify, heappop, heappush
 
 from canzona_compile.ownership.jobs import GridPosition, Job
 
-ROUNDS = 20_000  # most moves and swaps
-PAIRS = 500_000  # most kinds of swaps that are considered in all rounds together; this takes about a second
-NEAR = 16  # how many kinds are considered on either side of the ideal one
-EQUAL = 1e-12  # a smaller difference between loads is rounding
+ROUNDS = 20_000  # the most moves and swaps of one search
+PAIRS = 500_000  # the most pairs of kinds that one search considers; these take about a second
+NEAR = 16  # how many kinds the search considers on either side of the ideal one
+EQUAL = 1e-12  # relative: a smaller difference between loads is rounding
 
-Swap = tuple[
-    float, int, int, GridPosition
-]  # what the busier of two is left with; cost given, cost taken, the other place
+# The load that the busier of the two places would have; the kind given; the kind taken; the other place.
+Swap = tuple[float, int, int, GridPosition]
 
 
 class SwapSearch:
-    """An assignment that swaps improve. Jobs of equal cost are one kind; a move is a swap for the kind "nothing".
+    """Improves a plan by swaps between the busiest place and another one.
 
-    For each kind a heap knows the least loaded place that holds one. Entries become stale when a load changes and are
-    dropped when they come up.
+    Jobs of equal cost are one *kind*. Kind 0 is "nothing": every place holds it, and a move is a swap for it. For each
+    kind a heap finds the place with the least load that holds a job of that kind. A change of a load makes entries of
+    the heaps stale. The search drops a stale entry when it comes to the top.
+
+    Args:
+        jobs: the jobs.
+        owners: the place of each job, in the order of `jobs`.
+        total: for each place, the cost of its jobs and of the load that it has besides.
     """
 
     def __init__(
@@ -46,7 +51,14 @@ class SwapSearch:
         self.looked = 0
 
     def run(self, goal: float) -> list[GridPosition]:
-        """Swap until no swap helps the busiest place, its load is at most `goal`, or ROUNDS or PAIRS are used up."""
+        """Swap until no swap relieves the busiest place, or its load is at most `goal`, or a limit is reached.
+
+        Args:
+            goal: a load in the unit of costs. `ROUNDS` and `PAIRS` are the limits.
+
+        Returns:
+            The place of each job, in the order of `jobs`.
+        """
         for _ in range(ROUNDS):
             busiest = self._busiest()
             if self.total[busiest] <= goal * (1 + EQUAL) or self.looked > PAIRS:
@@ -57,24 +69,27 @@ class SwapSearch:
         return [self.owners[job.index] for job in self.jobs]
 
     def _busiest(self) -> GridPosition:
+        """The place with the most load."""
         while self.total[self.busiest[0][1]] != -self.busiest[0][0]:
             heappop(self.busiest)
         return self.busiest[0][1]
 
     def _idlest(self, kind: int) -> tuple[float, GridPosition] | None:
+        """The least load of a place that holds a job of this kind, and the place; None if no place does."""
         heap = self.idlest[kind]
         while heap and (self.total[heap[0][1]] != heap[0][0] or kind not in self.held[heap[0][1]]):
             heappop(heap)
         return heap[0] if heap else None
 
     def _best(self, busiest: GridPosition) -> Swap | None:
-        """The swap after which the busier of the two places has the least load.
+        """The swap after which the busier of the two places has the least load; None if no swap helps.
 
-        Among equal swaps it is the one of the cheapest job, and then of the lowest place.
+        Among equal swaps it is the one that gives the cheapest job, then takes the cheapest one, then has the lowest
+        place.
         """
         most = self.total[busiest]
         idlest = self._idlest(0)
-        assert idlest is not None, "every place holds nothing, too"
+        assert idlest is not None, "every place holds kind 0"
         best: Swap | None = None
         for given in sorted(self.held[busiest]):
             for taken in self._worth_taking(given, most - idlest[0]):
@@ -89,9 +104,14 @@ class SwapSearch:
         return best
 
     def _worth_taking(self, given: int, difference: float) -> list[int]:
-        """The kinds to take in return: NEAR on either side of the one that would even out two places, and "nothing".
+        """The kinds to consider in return for the kind `given`.
 
-        A swap that moves more than the difference to the idlest place would only make that place the busiest.
+        These are `NEAR` kinds on either side of the one that would make the two places equal, and "nothing". None of
+        them moves more than `difference`: that would only make the idlest place the busiest one.
+
+        Args:
+            given: the kind that the busiest place gives away.
+            difference: the load of the busiest place minus that of the idlest one.
         """
         cheapest = bisect_right(self.costs, self.costs[given] - difference)
         even = bisect_left(self.costs, self.costs[given] - difference / 2)
@@ -99,6 +119,7 @@ class SwapSearch:
         return near if cheapest or 0 in near or not given else [0, *near]
 
     def _do(self, busiest: GridPosition, swap: Swap) -> None:
+        """Carry out a swap of the busiest place."""
         _, given, taken, other = swap
         change = self.costs[given] - self.costs[taken]
         self._hand_over(given, busiest, other)
@@ -110,6 +131,7 @@ class SwapSearch:
                 heappush(self.idlest[kind], (self.total[place], place))
 
     def _hand_over(self, kind: int, giver: GridPosition, taker: GridPosition) -> None:
+        """Move the job of this kind that has the lowest index."""
         if kind:
             own = self.held[giver][kind]
             job = own.pop(0)

@@ -1,4 +1,4 @@
-"""Planners that ignore the order of the buffer: largest cost first, in two stages or over all places at once."""
+"""Planners that ignore the order of the buffer: they place the most costly job first, in two stages or in one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,19 @@ from canzona_compile.ownership.local_search import SwapSearch
 
 @dataclass(frozen=True, slots=True)
 class TwoStageLpt:
-    """Assign jobs, the largest cost first, to the row with the least load, then to its column with the least load.
+    """Assigns every job to a row, then the jobs of each row to its columns.
 
-    Guarantee: in a single row or column that of `Joint`. Else 2 - 1/W times the optimum over W = R x S places, loads
-    included. Where the busiest place got its last job, it had least of its row: at most a S-th of the row, without
-    that job. Likewise the row has at most an R-th of everything and (1 - 1/R) of its own last job. Put together, the
-    mean plus (1 - 1/W) of the largest job, and the optimum is at least either.
+    Both stages take the most costly job first and give it to the row, or column, with the least load at that time.
+
+    Guarantee: if there is one row or one column, that of `Joint`. Otherwise the makespan is at most 2 - 1/W times the
+    optimum over W = R x S places, loads included.
+
+    Proof, with T the sum of all costs and loads:
+        1. If the busiest place has no job, its load is at most the optimum. Otherwise let its last job cost j. Before
+           that job it had the least load in its row. So it ends with at most 1/S of its row plus (1 - 1/S) * j.
+        2. Let the last job of that row cost i. For the same reason the row ends with at most T/R + (1 - 1/R) * i.
+        3. Let c be the highest cost of a job. Steps 1 and 2 together give at most T/W + (1 - 1/W) * c.
+        4. The optimum is at least T/W and at least c.
     """
 
     name: ClassVar[str] = "lpt"
@@ -39,6 +46,7 @@ class TwoStageLpt:
         return within_rows(jobs, owned, columns, "cost", load)
 
     def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
+        """The factor of the guarantee above; see `Planner.bound`."""
         if 1 in (rows, columns):
             return Joint().bound(jobs, rows, columns, load)
         return capped(2 - 1 / (rows * columns), rows, columns, load, blind=False)
@@ -46,24 +54,34 @@ class TwoStageLpt:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Largest cost first to whichever place has least; then swaps that relieve the busiest place (`exchange.py`).
+    """Assigns the most costly job first to the place with the least load, and then improves the plan by swaps.
 
-    Ties go to the lower index, to the lowest column and then to the lowest row: jobs alike spread over the replicas,
-    which then have equally much to exchange. Never worse than without the swaps, nor than
-    `TwoStageLpt`, from whose plan the swaps start anew in the rare case that it is better still.
+    If jobs are equal, the one of lower index comes first. If places are equal, the job goes to the lowest column and
+    then to the lowest row. So equal jobs spread over the replicas, which then have equally much to exchange.
 
-    Guarantee, over W places: 4/3 - 1/(3W) times the optimum (Graham 1969) if nothing is there before, otherwise
-    3/2 - 1/(2W) (Lee 1991). For the second, leave out what comes after the last job j of the busiest place. Before j
-    that place had at most the mean without j: if j is at most half the optimum, that and (1 - 1/W) * j are within the
-    bound. If it is more, the optimum has at most one of these jobs on a place, best the i-th largest on the i-th
-    emptiest place. The rule does no worse: of the i emptiest places one still has only its load when the i-th job
-    comes.
+    `SwapSearch` relieves the busiest place. If `TwoStageLpt` has the better plan even so, the swaps start again from
+    that plan. So the result is never worse than without the swaps, and never worse than `TwoStageLpt`.
+
+    Guarantee: over W places, the makespan is at most 4/3 - 1/(3W) times the optimum if no rank has a load before
+    (Graham 1969), and otherwise at most 3/2 - 1/(2W) times (Lee 1991).
+
+    Proof of the second factor, before the swaps:
+        1. If the busiest place has no job, its load is at most the optimum. Otherwise let j be the cost of its last
+           job. Leave out all jobs that come after that one. The busiest place keeps its cost, and the optimum does not
+           grow. Every job that is left costs at least j.
+        2. Let T be the sum of all loads and of the costs that are left. Before its last job the place had the least
+           load, at most (T - j)/W. So it ends with at most T/W + (1 - 1/W) * j. The optimum is at least T/W. If j is at
+           most half the optimum, the factor follows.
+        3. If j is more than half the optimum, an optimal plan has at most one job on each place. Then it is best to put
+           the i-th most costly job on the place with the i-th smallest load.
+        4. When the rule comes to the i-th most costly job, one of the i places with the smallest loads has no job yet.
+           So the job ends up on a place with at most the i-th smallest load, and the makespan is the optimum at most.
     """
 
     name: ClassVar[str] = "joint"
 
     def __call__(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> list[GridPosition]:
-        # Columns come before rows in the keys, so that among equals the lowest column comes first, with all its rows.
+        # Keys are (column, row): among places with equal load, all rows of the lowest column come first.
         free = largest_first(jobs, {(s, r): load.get((r, s), 0.0) for r, s in places_of(rows, columns)}, "cost")
         owners = [(r, s) for s, r in (free[job.index] for job in jobs)]
         busiest, best = self._relieved(jobs, owners, rows, columns, load)
@@ -75,14 +93,19 @@ class Joint:
     def _relieved(
         self, jobs: Sequence[Job], owners: list[GridPosition], rows: int, columns: int, load: LoadByRank
     ) -> tuple[float, list[GridPosition]]:
-        """The makespan of a plan that is at least as good, and that plan."""
+        """Improve a plan by swaps.
+
+        Returns:
+            The makespan of a plan that is at least as good as `owners`, and that plan.
+        """
         before = loads(jobs, owners, rows, columns, load)
         swapped = SwapSearch(jobs, owners, before).run(lower_bound(jobs, rows, columns, load))
-        # The order of the swaps affects rounding, so the loads that count are summed again.
+        # The search adds costs in the order of its swaps, which affects rounding. So the loads are summed again.
         after = makespan(loads(jobs, swapped, rows, columns, load))
         return (after, swapped) if after < makespan(before) else (makespan(before), owners)
 
     def bound(self, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank = NOTHING) -> float:
+        """The factor of the guarantee above; see `Planner.bound`."""
         places = rows * columns
         factor = 3 / 2 - 1 / (2 * places) if any(load.values()) else 4 / 3 - 1 / (3 * places)
         return capped(factor, rows, columns, load, blind=False)

@@ -1,9 +1,12 @@
-"""Find least makespans by integer programs, which HiGHS solves through scipy.
+"""Find the least makespan by integer programs, which HiGHS solves through scipy.
 
-There are two formulations. *Patterns*: a pattern says how many jobs of each kind a place takes. Places with equal load
-are interchangeable, so it only matters how many of them take which pattern. The program asks whether a given makespan
-is possible. Its coefficients are small integers, not costs, and it has no symmetry left. *Counts*: the variables are
-the numbers of jobs of each kind on each place. This formulation is for instances with too many patterns.
+There are two formulations:
+
+- *Patterns*: a pattern says how many jobs of each kind a place takes. Places with equal load are interchangeable, so it
+  only matters how many of them take which pattern. The program asks whether a given makespan is possible. Its
+  coefficients are small integers, not costs, and no two solutions differ by interchangeable places alone.
+- *Counts*: the variables are the numbers of jobs of each kind on each place. This formulation serves instances that
+  have too many patterns.
 """
 
 from __future__ import annotations
@@ -23,26 +26,26 @@ if TYPE_CHECKING:
 
     Counts = NDArray[np.int64]  # [any, kinds]
 
-PATTERNS = 100_000  # most patterns that are listed; the limit of makespans is ten times as high
-COLUMNS = 30_000  # most variables of a program of patterns
-ENTRIES = 5_000  # most variables of a program of counts
-TOLERANCE = 1e-6  # makespans that differ by less, relatively, count as equal: HiGHS's own tolerance
+PATTERNS = 100_000  # the most patterns to list; the limit for makespans is ten times as high
+COLUMNS = 30_000  # the most variables of a program of patterns
+ENTRIES = 5_000  # the most variables of a program of counts
+TOLERANCE = 1e-6  # makespans whose relative difference is smaller count as equal; HiGHS has the same tolerance
 
-Allotment = dict[GridPosition, tuple[int, ...]]  # how many jobs of each kind
+Allotment = dict[GridPosition, tuple[int, ...]]  # for each place, how many jobs of each kind it takes
 
 
 class GaveUp(Exception):
-    """The instance is too large, or the time is used up."""
+    """The instance is too large for a formulation, or no time is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """An instance in which jobs of equal cost, and places of equal load, are interchangeable.
+    """The jobs by cost and the places by load: jobs of equal cost, and places of equal load, are interchangeable.
 
     Attributes:
-        jobs: for each cost (a *kind*), the largest first, the jobs of that cost in order of index. Jobs that cost
-            nothing are left out.
-        places: for each load, the places with that load in order of rank.
+        jobs: for each cost (a *kind*), in descending order, the jobs of that cost in order of index. Jobs without
+            cost are left out.
+        places: for each load, in ascending order, the places with that load in order of rank.
     """
 
     jobs: dict[float, list[Job]]
@@ -50,6 +53,14 @@ class Kinds:
 
     @classmethod
     def of(cls, jobs: Sequence[Job], rows: int, columns: int, load: LoadByRank) -> Kinds:
+        """Sort jobs and places by kind.
+
+        Args:
+            jobs: the jobs.
+            rows: the number of rows.
+            columns: the number of columns.
+            load: the cost that ranks have already.
+        """
         by_cost: dict[float, list[Job]] = defaultdict(list)
         by_load: dict[float, list[GridPosition]] = defaultdict(list)
         for job in sorted(jobs, key=lambda j: (-j.cost, j.index)):
@@ -60,7 +71,14 @@ class Kinds:
         return cls(dict(by_cost), dict(sorted(by_load.items())))
 
     def owners(self, allotment: Allotment) -> dict[int, GridPosition]:
-        """The owner of each job that costs something, by index. A place gets fewer jobs if none of a kind are left."""
+        """Turn an allotment into owners.
+
+        Args:
+            allotment: may allot more jobs of a kind than there are; the last places then get fewer.
+
+        Returns:
+            The owner of each job that has a cost, by the index of the job.
+        """
         left = [iter(own) for own in self.jobs.values()]
         chosen: dict[int, GridPosition] = {}
         for place, counts in sorted(allotment.items()):
@@ -70,9 +88,14 @@ class Kinds:
 
 
 class Patterns:
-    """Decides by patterns which makespans below `most` are possible.
+    """Decides by patterns which makespans up to `most` are possible.
 
-    The patterns list all kinds but the cheapest one, whose jobs then fill the room that is left.
+    The patterns list all kinds except the cheapest one, whose jobs fill the room that is left.
+
+    Args:
+        kinds: the instance.
+        most: a makespan that is known to be possible.
+        deadline: when to give up, in seconds of `time.monotonic`.
 
     Raises:
         GaveUp: there are too many patterns.
@@ -99,7 +122,14 @@ class Patterns:
                 raise GaveUp
 
     def makespans(self, above: float, below: float) -> list[float]:
-        """All loads that a place can have strictly between two costs, in order. Raises GaveUp if there are too many."""
+        """All loads that a place can have strictly between two costs.
+
+        Returns:
+            The loads in ascending order, each once.
+
+        Raises:
+            GaveUp: there are too many.
+        """
         import numpy as np
 
         cost, jobs = self.cost[-1], self.jobs[-1]
@@ -114,11 +144,15 @@ class Patterns:
         return [float(total) for total in np.unique(totals[(totals > above) & (totals < below)])]
 
     def within(self, makespan: float) -> Allotment | None:
-        """An allotment in which no place has more than `makespan`; None if there is none. Raises GaveUp."""
+        """An allotment in which no place has more than `makespan`; None if there is none.
+
+        Raises:
+            GaveUp: the program is too large, or the time was not enough to solve it.
+        """
         import numpy as np
         from scipy.sparse import csr_array
 
-        makespan *= 1 + TOLERANCE / 10  # so that equal sums in another order fit
+        makespan *= 1 + TOLERANCE / 10  # a sum of the same costs in another order has to fit as well
         parts = [self._maximal(makespan - load) for load in self.load]
         if any(not len(part) for part in parts):
             return None
@@ -146,7 +180,7 @@ class Patterns:
         }
 
     def _maximal(self, room: float) -> Counts:
-        """The patterns that fit and to which no job can be added. All other patterns are parts of these."""
+        """The patterns that fit into `room` and to which no job can be added. All other patterns are parts of them."""
         import numpy as np
 
         fits = self.used <= room
@@ -159,7 +193,20 @@ class Patterns:
 
 
 def by_counts(kinds: Kinds, lower: float, upper: float, deadline: float) -> tuple[Allotment | None, float]:
-    """The best allotment found, if any, and a lower bound of the makespan. Raises GaveUp if it is no use to try."""
+    """Look for the least makespan by one program, whose variables are counts.
+
+    Args:
+        kinds: the instance.
+        lower: a lower bound of the makespan.
+        upper: a makespan that is known to be possible; it is positive.
+        deadline: when to stop, in seconds of `time.monotonic`.
+
+    Returns:
+        The best allotment that was found, None if there is none, and a lower bound of the makespan.
+
+    Raises:
+        GaveUp: the program is too large, or no time is left.
+    """
     import numpy as np
     from scipy.sparse import csr_array, kron
 
@@ -169,12 +216,13 @@ def by_counts(kinds: Kinds, lower: float, upper: float, deadline: float) -> tupl
     size = len(places) * len(cost)
     if size > ENTRIES:
         raise GaveUp
-    # The variables are the counts, place by place, and then the makespan.
+    # The variables are the counts, place by place, and then the makespan. All costs are divided by `upper`.
     place, kind = csr_array(np.eye(len(places))), csr_array(np.eye(len(cost)))
     counted = widened(kron(csr_array(np.ones((1, len(places)))), kind))
     sums = widened(kron(place, csr_array(cost[None])))
     busiest = widened(csr_array((len(places), size)), 1.0)
-    # Among places with equal load, an earlier one gets no less. This keeps one of many equivalent assignments.
+    # Among places with equal load, an earlier one gets no less than a later one. So one of many equivalent solutions
+    # is left.
     alike = np.flatnonzero(np.diff(load) == 0)
     falling = (place[alike] - place[alike + 1]) @ sums
     result = run(
@@ -197,7 +245,7 @@ def by_counts(kinds: Kinds, lower: float, upper: float, deadline: float) -> tupl
 
 
 def widened(matrix: Any, last: float = 0.0) -> Any:
-    """The matrix with one more column, whose entries are all `last`."""
+    """Append a column to a sparse matrix; all entries of the column are `last`."""
     import numpy as np
     from scipy.sparse import csr_array, hstack
 
@@ -205,7 +253,21 @@ def widened(matrix: Any, last: float = 0.0) -> Any:
 
 
 def run(deadline: float, *, bounds: Any, constraints: Any, gap: float = 0.0, **program: Any) -> Any:
-    """The result of HiGHS for a program, within the time that is left until `deadline`."""
+    """Solve a program with HiGHS.
+
+    Args:
+        deadline: when to stop, in seconds of `time.monotonic`.
+        bounds: the lower and upper bounds of the variables.
+        constraints: for each constraint its matrix, its lower and its upper bound.
+        gap: the relative gap at which a solution counts as optimal.
+        program: further arguments of `scipy.optimize.milp`.
+
+    Returns:
+        The result of `scipy.optimize.milp`.
+
+    Raises:
+        GaveUp: no time is left.
+    """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     left = deadline - time.monotonic()

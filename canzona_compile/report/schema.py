@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Shape
-from canzona_compile.ir.step import Machine
 
 
 @dataclass(frozen=True, slots=True)

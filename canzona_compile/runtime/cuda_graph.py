@@ -1,15 +1,16 @@
-"""A rank program as CUDA graphs: recorded once, replayed on every step that looks the same to the device.
+"""Record a rank program as a CUDA graph, and replay it on every step that looks the same to the device.
 
-A recording keeps addresses and numbers. The numbers it reads lie in tensors, which every step fills
-(`device_scalars`). Buffers and state stay where they are. Gradients may move, since `zero_grad` frees them by
-default. So `Replay` records a program after two steps in a row with the same addresses, and a few times at most. If
-addresses keep changing, or if something cannot be recorded, the program runs call by call; `Replay.how` says why.
+A recording keeps the addresses and the numbers that it was made with. Numbers that change from step to step lie in
+tensors instead, which every step fills (`device_scalars`). Buffers and state stay where they are. Gradients may move,
+because `zero_grad` frees them by default. So `Replay` records a program after two steps in a row with the same
+addresses, and a few times at most. If addresses keep changing, or if something cannot be recorded, the program runs
+call by call. `Replay.how` says why.
 
-Recordings of all programs share one pool of memory: they never run at the same time, and no value of a recording is
-used after it.
+The recordings of all programs share one pool of memory. That is safe because they never run at the same time, and no
+value of a recording is used after it.
 
-NCCL does not shut down while a recording of one of its collectives exists (pytorch#115388). So all such recordings
-are dropped before a process group shuts down, whoever does that.
+NCCL does not shut down while a recording of one of its collectives exists (pytorch#115388). So this module drops all
+such recordings before a process group shuts down, no matter which code shuts it down.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from canzona_compile.runtime.streams import index_of, stream_named
 MOST_RECORDINGS = 3
 
 Run = Callable[[], None]
-Recorder = Callable[[Run], Run]  # records a run and returns what replays it
+Recorder = Callable[[Run], Run]  # records a run and returns the function that replays it
 
-# Operators that read a value from the device, so that the host waits.
+# ATen operators that make the host wait for a value from the device. Families are given by the start of the name, and
+# LAUNCHING has the exceptions, which launch kernels only.
 WAITING = ("nonzero", "_local_scalar_dense", "item", "equal", "masked_select", "geqrf", "ormqr", "cholesky")
 WAITING_FAMILIES = ("linalg_", "_linalg_", "unique", "_unique", "svd", "_svd")
 LAUNCHING = frozenset({"linalg_vector_norm", "linalg_matrix_exp", "linalg_cross", "linalg_diagonal"})
@@ -49,7 +51,7 @@ class Recording:
 
     Attributes:
         replay: runs it again.
-        laid: by the name of each generated kernel, what its table held.
+        laid: for each generated kernel, by name, what its table held when the recording was made.
     """
 
     replay: Run
@@ -57,18 +59,18 @@ class Recording:
 
 
 class Replay:
-    """Runs one program on CUDA, and records it when that is worth it.
+    """Runs one program on CUDA, and records it when it can be replayed.
 
     Args:
-        program: as emitted.
-        device: of its tensors.
-        entered: makes the program's streams ready, see `streams`.
-        record: makes a recording of a run; by default `recorded`.
-        wanted: False to run the program call by call.
+        program: the program, as `emit` wrote it.
+        device: the device of its tensors.
+        entered: makes the program's streams ready; see `streams`.
+        record: makes a recording of a run; None stands for `recorded`.
+        wanted: whether to record at all. If not, the program runs call by call.
 
     Attributes:
         recordings: how many recordings were made so far.
-        stopped: why the program is not recorded (any more); empty if it may be.
+        stopped: why the program is not recorded, or not any more; empty if it may be.
     """
 
     def __init__(
@@ -88,8 +90,8 @@ class Replay:
         self.program, self.device = program, device
         self._hypers = [i for i, value in enumerate(inputs) if isinstance(value, ScalarInput)]
         self._moving = [i for i, value in enumerate(inputs) if isinstance(value, Fragments | Residents)]
-        self._numbers: dict[int, Any] | None = None  # hyperparameters of the last step that are no tensors
-        self._changing: set[str] = set()  # names of those that have changed since the first step
+        self._numbers: dict[int, Any] | None = None  # by input, the Python numbers of the last step
+        self._changing: set[str] = set()  # names of the inputs whose number has changed since the first step
         self._known: dict[Hashable, Recording] = {}
         self._last: Hashable = None
         self._rehearsed = False
@@ -110,8 +112,8 @@ class Replay:
     def run(self, arguments: Sequence[Any]) -> None:
         """Run the program once.
 
-        It runs plainly at the first step with new addresses, with numbers on the device at the second, is recorded
-        at the third, and replayed from then on.
+        The first step with new addresses runs the program as it is. The second one runs it with its numbers on the
+        device. The third one records it, and from then on it is replayed.
 
         Args:
             arguments: one per input of the program.
@@ -138,7 +140,7 @@ class Replay:
             return
         try:
             replay = self.record(run)
-        except Exception as error:  # of the device, of Triton: nothing was executed
+        except Exception as error:  # from the device or from Triton; nothing was executed
             self._stop(f"it cannot be recorded: {(str(error) or repr(error)).splitlines()[0]}")
             self._plainly(arguments)
             return
@@ -153,15 +155,19 @@ class Replay:
         replay()
 
     def _kernel(self, name: str) -> GroupedKernel:
+        """The generated kernel of this name."""
         kernel = self._split.module.get_submodule(name)
         assert isinstance(kernel, GroupedKernel)
         return kernel
 
     def _resume(self, laid: Mapping[str, Laid]) -> bool:
-        """Restore the tables of generated kernels as a recording was made with them.
+        """Restore the tables of generated kernels to what a recording was made with, with the numbers of this step.
+
+        Args:
+            laid: from the recording.
 
         Returns:
-            Whether all of them could be restored; if not, all recordings are dropped.
+            Whether all tables could be restored. If not, all recordings are dropped.
         """
         for name, own in laid.items():
             numbers = [[self._values[i] for i in part] for part in self._split.tables[name]]
@@ -171,28 +177,34 @@ class Replay:
         return True
 
     def _plainly(self, arguments: Sequence[Any]) -> None:
+        """Run the program as it was emitted, call by call."""
         with self.entered():
             self.plain(*arguments)
 
     def _on_device(self, arguments: Sequence[Any]) -> None:
+        """Run the program call by call, with its numbers on the device, as it is recorded."""
         with self.entered():
             self._split.module(*arguments, *self._values)
 
     def _stop(self, why: str) -> None:
+        """Never record the program again."""
         self.stopped = why
         self.forget()
 
     def forget(self) -> None:
-        """Drop all recordings, so that NCCL's communicators may be destroyed."""
+        """Drop all recordings, so that NCCL can destroy its communicators."""
         self._known.clear()
         self._last = None
 
     def _look(self, arguments: Sequence[Any]) -> Hashable | None:
-        """Compute the numbers of this step, and tell what a recording would keep of it.
+        """Compute the numbers of this step, and find what a recording of it would keep.
+
+        Args:
+            arguments: one per input of the program.
 
         Returns:
-            Addresses, and the numbers that operators keep. None if some tensor is on the CPU: a recording would do
-            the work on that tensor only once, when it is made.
+            The addresses, and the numbers that operators keep. None if a tensor is on the CPU: work on that tensor
+            would happen only once, while the recording is made.
         """
         given = {i: arguments[i] for i in self._hypers}
         tensors = {i: value for i, value in given.items() if isinstance(value, Tensor)}
@@ -218,6 +230,7 @@ class Replay:
         return places, tuple(t.data_ptr() for t in tensors.values()), tuple(fixed)
 
     def _prepare(self, numbers: list[str]) -> None:
+        """Choose again which numbers lie on the device, and drop all recordings."""
         self._split = with_device_numbers(self.program, numbers, self._changing)
         self._values: list[Any] = [
             DeviceNumber(self.device) if kind == "device" else None for kind in self._split.kinds
@@ -226,26 +239,27 @@ class Replay:
         self._tried = 0
 
     def _fill(self) -> None:
-        """Give the numbers on the device their values, on the caller's stream."""
+        """Write the numbers of this step to the device, on the caller's stream."""
         for value, wanted in zip(self._values, self._wanted, strict=True):
             if isinstance(value, DeviceNumber):
                 value.fill(wanted)
 
 
 def recorded(run: Run, device: torch.device) -> Run:
-    """Record what a run launches as a CUDA graph.
+    """Record what a run launches, as a CUDA graph.
 
-    Other threads go on meanwhile, NCCL's watchdog among them; only this thread must not do what cannot be recorded.
+    Other threads, such as NCCL's watchdog, may use the device meanwhile. Only this thread may not do what cannot be
+    recorded.
 
     Args:
         run: launches the work.
-        device: on which it does.
+        device: the device of the work.
 
     Returns:
-        What replays the recording.
+        A function that replays the recording.
 
     Raises:
-        Exception: something in the run cannot be recorded. Nothing was executed, and the device is as it was.
+        Exception: something in the run cannot be recorded. Nothing was executed, and the device is as it was before.
     """
     graph = torch.cuda.CUDAGraph()
     index = index_of(device)
@@ -264,30 +278,30 @@ def recorded(run: Run, device: torch.device) -> Run:
 
 
 def clean_up(graph: Any, device: int, pool: Any) -> None:
-    """End what torch leaves open after a failed recording, since `CUDAGraph::capture_end` raises too early.
+    """End what torch leaves open after a failed recording, because `CUDAGraph::capture_end` raises too early.
 
-    Otherwise the allocator would go on as in a recording: memory that was lent to a stream would never be free again,
-    and `empty_cache` would fail. The random generator of older versions would refuse to draw; the end of another
-    recording sets it right, so this makes one.
+    Otherwise the allocator would behave as if the recording went on: memory that a stream has used would never be free
+    again, and `empty_cache` would fail. In older versions of torch the random generator would refuse to draw numbers.
+    The end of any recording corrects that, so this function makes a small one.
 
     Args:
-        graph: whose recording failed.
-        device: index of the device.
-        pool: of memory that was recorded into.
+        graph: the CUDA graph whose recording failed.
+        device: the index of the device.
+        pool: the memory pool of the recording.
     """
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
-    except RuntimeError:  # torch has ended everything
+    except RuntimeError:  # torch left nothing open
         return
     torch._C._cuda_releasePool(device, pool)
     pool_of.cache_clear()
-    broken.append(graph)  # allocators of pinned memory may ask it whether a stream is being recorded
+    broken.append(graph)  # it has to stay alive: allocators of pinned memory may still ask it about its stream
     stream = stream_named("record", device)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
         torch.zeros(1, device=torch.device("cuda", device))
 
 
-broken: list[Any] = []
+broken: list[Any] = []  # CUDA graphs whose recording failed
 
 
 @functools.cache
@@ -298,11 +312,12 @@ def pool_of(device: int) -> Any:
 
 @functools.cache
 def with_collectives() -> weakref.WeakSet[Replay]:
-    """Programs whose recordings contain collectives; process groups drop these before they shut down.
+    """The programs whose recordings contain collectives. Process groups drop these recordings before they shut down.
 
-    The first call replaces two methods of `ProcessGroup` for that. Nothing else runs early enough: `atexit` and
-    finalizers come after `destroy_process_group`, which would hang, and instances take no attributes. Torch could
-    make this unnecessary with a hook before a process group shuts down, or by an NCCL that ends its recordings itself.
+    For that the first call replaces two methods of `ProcessGroup`. Nothing else runs early enough: `atexit` and
+    finalizers come after `destroy_process_group`, which would hang. The methods of an instance cannot be replaced,
+    because instances take no attributes. A hook that torch calls before a process group shuts down would make this
+    unnecessary, and so would an NCCL that ends recordings itself.
     """
     found: weakref.WeakSet[Replay] = weakref.WeakSet()
     for name in ("shutdown", "abort"):
@@ -311,19 +326,24 @@ def with_collectives() -> weakref.WeakSet[Replay]:
 
 
 def after_forgetting(end: Callable[..., None], replays: weakref.WeakSet[Replay]) -> Callable[..., None]:
-    """A method of `ProcessGroup` that drops all recordings first."""
+    """Wrap a method of `ProcessGroup` so that it drops all recordings first.
+
+    Args:
+        end: the method, which shuts a process group down.
+        replays: the programs whose recordings are dropped.
+    """
 
     @functools.wraps(end)
-    def ended(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
+    def ended(process_group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
         for replay in list(replays):
             replay.forget()
-        end(group, *args, **kwargs)
+        end(process_group, *args, **kwargs)
 
     return ended
 
 
 def obstacle(program: Program) -> str:
-    """Why a program cannot be recorded, as far as its code shows; empty if it may be."""
+    """Why a program cannot be recorded, as far as its code shows; empty if nothing speaks against it."""
     if any(isinstance(value, EagerTasks) for value in program.inputs.values()):
         return "the optimizer's own code runs in it"
     if program.collectives and dist.is_initialized() and (backend := backend_on_cuda()) != "nccl":
@@ -338,13 +358,13 @@ def obstacle(program: Program) -> str:
 
 
 def backend_on_cuda() -> str:
-    """The backend that runs collectives of CUDA tensors: a group may have one for each kind of device."""
+    """The backend for CUDA tensors. The default process group may have another one for each kind of device."""
     pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
     return next((backend for device, backend in pairs if device == "cuda"), "no backend for CUDA")
 
 
 def targets(module: fx.GraphModule) -> Iterator[Any]:
-    """Every function that a program calls, those that it calls for each of several tasks included."""
+    """Every function that a program calls, directly or for each of several tasks."""
     for own in module.modules():
         for node in own.graph.nodes if isinstance(own, fx.GraphModule) else ():
             if node.op == "call_function":

@@ -1,11 +1,12 @@
-"""Rank programs whose numbers lie on the device, so that a recorded program can be replayed with other numbers.
+"""Put the numbers of rank programs on the device, so that a recorded program can be replayed with other numbers.
 
-A CUDA graph keeps the numbers that its kernels were launched with. This module takes the arithmetic on
-hyperparameters out of a program. The host does that arithmetic, in double precision as before, and hands its results
-to the operators as 0-d tensors. An operator that takes Python numbers only is replaced by a form that takes such
-tensors (`scalar_ops`). An operator without such a form keeps its number, so another value needs another recording.
-Every operator keeps its number as long as the number has never changed: forms take more launches, and they add in
-another order than the library's products.
+A CUDA graph keeps the numbers that its kernels were launched with. So this module takes the arithmetic on
+hyperparameters out of a program. The host does that arithmetic, in double precision as before, and passes the results
+to the operators as 0-d tensors. If an operator takes Python numbers only, a *form* that takes such tensors replaces it
+(`scalar_ops`). An operator without a form keeps its number, so another value needs another recording.
+
+Every operator keeps its number until the number changes for the first time. The reason is that forms need more
+launches, and that they add in another order than the library's products.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from canzona_compile.ir.fx_utils import outputs, placeholders
 from canzona_compile.ir.program import Program
 from canzona_compile.runtime.scalar_ops import FORMS, each_numbered
 
-# How a value reaches its operator: in a 0-d tensor; as a number, which a recording keeps; or in a kernel's table.
+# How a value reaches its operator: in a 0-d tensor ("device"), as a number that a recording keeps ("kept"), or in the
+# table of a generated kernel ("table").
 ScalarKind = Literal["device", "kept", "table"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeviceProgram:
-    """A program in two parts: arithmetic on the host, and the rest.
+    """A program in two parts: the arithmetic on numbers, for the host, and the rest.
 
     Attributes:
-        host: takes the numbers among the program's inputs, in order; returns the values that operators take.
-        module: takes the program's inputs, then the values of `host`: as `DeviceNumber` where their kind is
-            "device", else as they are. It does not read the numbers among the program's inputs.
-        kinds: one per value.
-        tables: by the name of each generated kernel, for each of its parts the indices of the values that it reads.
-        movable: names of inputs from which values of kind "kept" come that could be of kind "device". If such an
-            input changes, the program should be split anew.
+        host: takes the numbers among the program's inputs, in order, and returns the values that operators take.
+        module: takes the program's inputs and then the values of `host`. A value of kind "device" is passed as a
+            `DeviceNumber`, all others as they are. The module does not read the numbers among the program's inputs.
+        kinds: the kind of each value of `host`.
+        tables: for each generated kernel, by name, and for each of its parts, the indices of the values that it reads.
+        movable: the names of inputs from which a value of kind "kept" comes that could be of kind "device". If such an
+            input changes, the program should be split again.
     """
 
     host: fx.GraphModule
@@ -52,10 +54,10 @@ def with_device_numbers(program: Program, numbers: Sequence[str], changing: Coll
     """Split a program into the arithmetic on its numbers and the rest.
 
     Args:
-        program: the program as it was emitted; it is not changed.
-        numbers: the names of its inputs that are Python numbers. Hyperparameters that are tensors are not among them.
-        changing: those of `numbers` that may change from step to step. Values that come from the others alone are
-            of kind "kept".
+        program: the program as `emit` wrote it; it does not change.
+        numbers: the names of the inputs that are Python numbers. Hyperparameters that are tensors do not belong here.
+        changing: those of `numbers` that may change from step to step. An operator keeps a value that comes from other
+            inputs alone.
 
     Returns:
         Both parts.
@@ -68,9 +70,9 @@ class _Cut:
     """A copy of a graph without its arithmetic on numbers.
 
     Attributes:
-        name: of the submodule.
-        takes: the numbers that it takes in addition, in the order of its inputs: the node of the old graph that
-            computes each, and how the number reaches its operator.
+        name: the name of the submodule that holds the copy.
+        takes: the numbers that the copy takes as additional inputs, in order: for each one the node of the old graph
+            that computes it, and how it reaches its operator.
     """
 
     name: str
@@ -78,21 +80,21 @@ class _Cut:
 
 
 class _Splitter:
-    """Writes the two parts of one program."""
+    """Writes the two parts of one program; see `with_device_numbers`."""
 
     def __init__(self, program: Program, numbers: Sequence[str], changing: Collection[str]) -> None:
         self.old, self.numbers, self.changing = program.module, numbers, frozenset(changing)
-        self.sources: dict[fx.Node, frozenset[str]] = {}  # by node of `host`, the inputs that it comes from
+        self.sources: dict[fx.Node, frozenset[str]] = {}  # by node of `host`, the inputs from which it is computed
         self.movable: frozenset[str] = frozenset()
         self.host, self.root = fx.Graph(), torch.nn.Module()
         self.graph = fx.Graph()
-        self.values: dict[tuple[fx.Node, ScalarKind], fx.Node] = {}  # by node of `host`
-        self.results: dict[fx.Node, list[fx.Node]] = {}  # by call of a graph of numbers, its results in `host`
-        self.known: dict[Hashable, fx.Node] = {}  # arithmetic that is in `host` already
+        self.values: dict[tuple[fx.Node, ScalarKind], fx.Node] = {}  # by node of `host`, the placeholder in `graph`
+        self.results: dict[fx.Node, list[fx.Node]] = {}  # by call of a graph of numbers alone, its results in `host`
+        self.known: dict[Hashable, fx.Node] = {}  # the arithmetic that `host` has already
         self.cuts: dict[Hashable, _Cut] = {}
 
     def split(self) -> DeviceProgram:
-        """Go through the program once, node by node."""
+        """Go through the program once, node by node, and write both parts."""
         new: dict[fx.Node, fx.Node] = {}
         on_host = {name: self.host.placeholder(name) for name in self.numbers}
         self.sources |= {node: frozenset([name]) for name, node in on_host.items()}
@@ -123,7 +125,13 @@ class _Splitter:
         return DeviceProgram(host, module, kinds, self.tables(), self.movable)
 
     def kernel(self, node: fx.Node, kernel: GroupedKernel, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Write the call of a generated kernel, whose numbers the host computes."""
+        """Write the call of a generated kernel. The host computes its numbers.
+
+        Args:
+            node: the call in the old program.
+            kernel: the kernel that it calls.
+            new: the new node for each node of the old program before the call.
+        """
         self.root.add_module(str(node.target), kernel)
         parts: list[Any] = []
         for part in node.args:
@@ -135,7 +143,7 @@ class _Splitter:
         return self.graph.call_module(str(node.target), tuple(parts))
 
     def tables(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Which values each generated kernel reads, see `DeviceProgram.tables`."""
+        """Find which values each generated kernel reads; see `DeviceProgram.tables`."""
         place = {node: i for i, node in enumerate(self.values.values())}
         found: dict[str, tuple[tuple[int, ...], ...]] = {}
         for node in self.graph.nodes:
@@ -144,11 +152,17 @@ class _Splitter:
         return found
 
     def given(self, node: fx.Node, graph: fx.Graph, numbers: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """By placeholder of a called graph, the node of `host` that the call passes for it."""
+        """For each placeholder of a called graph that gets a number, the node of `host` that computes the number."""
         return {i: numbers[a] for i, a in zip(placeholders(graph), node.args, strict=True) if a in numbers}  # type: ignore[index]
 
     def call(self, node: fx.Node, new: Mapping[fx.Node, fx.Node], numbers: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Write the call of a module, or the loop over tasks that calls one, with numbers among its arguments."""
+        """Write a call that has numbers among its arguments: of a module, or of a loop that calls one for each task.
+
+        Args:
+            node: the call in the old program.
+            new: the new node for each node of the old program before the call.
+            numbers: for each number among the arguments, the node of `host` that computes it.
+        """
         looped = node.target is program_ops.each
         arguments = list(node.args[1:] if looped else node.args)
         attribute: Any = node.args[0] if looped else None
@@ -167,14 +181,14 @@ class _Splitter:
         return self.graph.call_function(program_ops.each, (self.graph.get_attr(cut.name), *args))
 
     def inline(self, graph: fx.Graph, given: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Copy a graph's arithmetic on numbers to `host`, once where several graphs do the same.
+        """Copy a graph's arithmetic on numbers to `host`. Equal arithmetic of several graphs is copied once.
 
         Args:
-            graph: of a module that the program calls.
-            given: by placeholder of `graph`, the node of `host` that it stands for.
+            graph: the graph of a module that the program calls.
+            given: for each placeholder of `graph` that is a number, the node of `host` that computes it.
 
         Returns:
-            By node of `graph` that is a number, the node of `host` that computes it.
+            For each node of `graph` that is a number, the node of `host` that computes it.
         """
         found = dict(given)
         for node in graph.nodes:
@@ -188,7 +202,7 @@ class _Splitter:
         return found
 
     def value(self, number: fx.Node, kind: ScalarKind) -> fx.Node:
-        """The placeholder for a value that the host computes; made now if the program has none yet."""
+        """The placeholder for a value that the host computes. It is made if the new program has none yet."""
         if (number, kind) not in self.values:
             last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
             with self.graph.inserting_after(last):
@@ -196,15 +210,15 @@ class _Splitter:
         return self.values[number, kind]
 
     def cut(self, name: str, graph: fx.Graph, singles: Mapping[fx.Node, fx.Node]) -> _Cut:
-        """Copy a graph without its arithmetic on numbers; operators take device numbers where they can.
+        """Copy a graph without its arithmetic on numbers. Operators take device numbers where they have a form.
 
         Args:
-            name: of the submodule that holds the graph.
+            name: the name of the submodule that holds the graph.
             graph: the graph.
-            singles: by node that is a number, the node of `host` that computes it.
+            singles: for each node that is a number, the node of `host` that computes it.
 
         Returns:
-            The copy, which is the same for calls with the same numbers moving.
+            The copy. Calls share one if the same of their numbers may change.
         """
         moving = {n for n, on_host in singles.items() if self.sources[on_host] & self.changing}
         for node in graph.nodes:
@@ -246,7 +260,7 @@ class _Splitter:
 
 
 def numbers_only(graph: fx.Graph) -> bool:
-    """Does a graph return numbers only, computed from its inputs by arithmetic alone?"""
+    """Whether a graph computes all its results from its inputs by arithmetic on numbers alone."""
     known: set[fx.Node] = set(placeholders(graph))
     for node in graph.nodes:
         if node.op == "call_function" and arithmetic(node, known):
@@ -260,7 +274,12 @@ def first_of(graph: fx.Graph) -> fx.Node | None:
 
 
 def arithmetic(node: fx.Node, numbers: Any) -> bool:
-    """Does a node compute a number from numbers alone? Operators of ATen do not: they return tensors."""
+    """Whether a node computes a number from numbers alone.
+
+    Args:
+        node: the node. ATen operators never do, because they return tensors.
+        numbers: the nodes that are numbers.
+    """
     operands = node.all_input_nodes
     plain = node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload)
     return plain and node.target is not program_ops.each and bool(operands) and all(n in numbers for n in operands)

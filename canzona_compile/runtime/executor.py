@@ -1,4 +1,4 @@
-"""Runs a rank program: owns its memory and binds its inputs, nothing else."""
+"""Run a rank program: own its memory and bind its inputs, and do nothing else."""
 
 from __future__ import annotations
 
@@ -39,17 +39,23 @@ class Tensors(Protocol):
     """Where a program finds its tensors on each step."""
 
     def fragment(self, role: Role, leaf: str, task: str) -> Tensor:
-        """This rank's fragment of a parameter, gradient or state leaf."""
+        """This rank's fragment of a parameter, gradient or state leaf of a task."""
 
     def resident(self, leaf: str, task: str) -> Tensor:
-        """The whole state tensor of a task that this rank owns."""
+        """The whole tensor of a state leaf, for a task that this rank owns."""
 
 
 class Numbers(Protocol):
     """Where a program finds its hyperparameters on each step."""
 
     def number(self, template: str, label: int, name: str) -> Any:
-        """The value of a hyperparameter, as the code of `template` reads it."""
+        """The value of a hyperparameter on this step.
+
+        Args:
+            template: the name of the template whose code reads it.
+            label: the index of the param group, or another number if the tasks of a param group read several values.
+            name: the name of the hyperparameter in the template.
+        """
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,7 +63,7 @@ class Sources:
     """What the inputs of programs are bound to on this rank.
 
     Attributes:
-        device: the device of the parameters, and with them of buffers.
+        device: the device of parameters and buffers.
         groups: finds process groups by their ranks.
         watch: waits for collectives.
         tensors: parameters, gradients and state.
@@ -74,16 +80,16 @@ class Sources:
 
 
 class Executor:
-    """One program, bound to memory, which it may share with programs that never run at the same time.
+    """One program, bound to memory.
 
-    The executor makes all views of buffers once. On each run it looks up parameters, gradients, state and numbers,
-    and nothing else.
+    The program may share its memory with others, which never run at the same time. The executor makes all views of
+    buffers once. On each run it looks up only parameters, gradients, state and numbers.
 
     Args:
-        program: what `emit` wrote for this rank.
+        program: the program that `emit` wrote for this rank.
         sources: what its inputs are bound to.
         memory: the slots from which it takes its buffers.
-        cuda_graphs: on CUDA, whether the program may be recorded as a CUDA graph.
+        cuda_graphs: whether the program may be recorded as a CUDA graph. It counts on CUDA only.
     """
 
     def __init__(self, program: Program, sources: Sources, memory: SharedSlots, cuda_graphs: bool = True) -> None:
@@ -125,12 +131,12 @@ class Executor:
                 else:
                     self.replay.run(arguments)
         finally:
-            for i, _ in self._lookups:  # do not keep gradients alive between steps
+            for i, _ in self._lookups:  # gradients must not stay alive between steps
                 arguments[i] = None
 
     @property
     def how(self) -> str:
-        """How the program runs on its device, in words."""
+        """How the program runs on its device, in words for reports."""
         return "call by call" if self.replay is None else self.replay.how
 
     def view(self, view: View) -> Tensor:
@@ -163,13 +169,13 @@ class Executor:
         raise AssertionError(value)
 
     def _lookup(self, value: Input) -> Callable[[], Any] | None:
-        """What finds the argument for an input that each step looks up; None for the others."""
+        """The function that finds the argument for an input on each step; None if the argument never changes."""
         tensors, numbers = self.sources.tensors, self.sources.numbers
         match value:
             case Fragments(role, leaf, tasks):
                 return lambda: [tensors.fragment(role, leaf, t) for t in tasks]
             case Residents(leaf, tasks):
                 return lambda: [tensors.resident(leaf, t) for t in tasks]
-            case ScalarInput(template, group, name):
-                return lambda: numbers.number(template, group, name)
+            case ScalarInput(template, label, name):
+                return lambda: numbers.number(template, label, name)
         return None

@@ -104,16 +104,9 @@ class Binder:
         self.optimizer, self.options, self.capture = optimizer, options, capture
         self.distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
-        self.replicas = self._replica_ranks()
+        self.replicas = replica_ranks(options.replicate)
         self._rules: dict[Any, str] = {}  # by kind of parameter, the reason that `missing_rule` gives
         self._rows: dict[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = {}
-
-    def _replica_ranks(self) -> tuple[int, ...]:
-        given = self.options.replicate
-        if given is None:
-            return ()
-        group = given.get_group() if isinstance(given, DeviceMesh) else given
-        return tuple(sorted(dist.get_process_group_ranks(group)))
 
     def bind(self) -> list[BoundParam]:
         """Bind all parameters of the optimizer.
@@ -256,13 +249,28 @@ def cut_along_experts(param: DTensor) -> bool:
 
 
 def same_but_sizes(whole: ParamKind, part: ParamKind) -> bool:
-    """Tell whether the optimizer treats a part of a stack as it treats the whole, apart from sizes."""
+    """Tell whether the optimizer treats a part of a parameter as it treats the whole, apart from sizes."""
 
     def without_sizes(kind: ParamKind) -> list[Any]:
         calls = [n for n in kind.template.graph.nodes if n.op == "call_function"]
-        return [(str(n.target), [a for a in n.args if isinstance(a, float)], sorted(n.kwargs)) for n in calls]
+        return [
+            (
+                str(n.target),
+                [a for a in n.args if isinstance(a, float)],
+                [(key, value if isinstance(value, float) else None) for key, value in sorted(n.kwargs.items())],
+            )
+            for n in calls
+        ]
 
     return without_sizes(whole) == without_sizes(part)
+
+
+def replica_ranks(given: DeviceMesh | dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the global ranks of `replicate=`, ascending; none if it is None."""
+    if given is None:
+        return ()
+    group = given.get_group() if isinstance(given, DeviceMesh) else given
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def meshes_of(params: Sequence[Tensor]) -> list[DeviceMesh]:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.hardware import Hardware, Machine
 from canzona_compile.ir.pipeline import Observer, PassHistory, run
-from canzona_compile.ir.step import Form, Machine, Placed, Step, Task, Template
+from canzona_compile.ir.step import Form, Placed, Step, Task, Template
 from canzona_compile.options import Options
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
 from canzona_compile.session.bind import BoundParam
@@ -34,6 +34,7 @@ class Plan:
         stagger: which tasks do their periodic work earlier, and the predicted effect.
         fused: the parameters that hold several logical matrices. Their pieces are in `bound`.
         history: the record of the passes from CAPTURED to OWNED.
+        params: the parameters of the optimizer for which the plan was made, in order.
     """
 
     bound: dict[str, BoundParam]
@@ -44,6 +45,7 @@ class Plan:
     stagger: Stagger
     fused: tuple[Fused, ...]
     history: PassHistory
+    params: tuple[torch.Tensor, ...]
 
     def placed(self, task: str) -> Placed:
         """Return the placed template of a task."""
@@ -81,8 +83,25 @@ def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) ->
     return Machine(device, backend, torch.get_num_threads() if device == "cpu" else 1, rates)
 
 
+def captured_step(bound: Sequence[BoundParam], optimizer: str, options: Options) -> Step:
+    """Make the CAPTURED step of bound parameters.
+
+    Args:
+        bound: the parameters, bound to tasks.
+        optimizer: the name of the optimizer's class.
+        options: the options of `wrap`.
+    """
+    templates = {t.name: t for b in bound for t in b.kind.templates.values()}
+    machine = machine_of((b.param for b in bound), options.hardware)
+    return Step(Form.CAPTURED, optimizer, machine, tuple(templates.values()), tuple(b.task for b in bound))
+
+
 def make_plan(
-    bound: Sequence[BoundParam], optimizer: str, options: Options, observers: Sequence[Observer] = ()
+    bound: Sequence[BoundParam],
+    optimizer: str,
+    options: Options,
+    observers: Sequence[Observer] = (),
+    owned_as: Step | None = None,
 ) -> Plan:
     """Make the plan of an optimizer: give every task that needs one an owner rank.
 
@@ -91,6 +110,7 @@ def make_plan(
         optimizer: the name of the optimizer's class.
         options: the options of `wrap`.
         observers: callables that see every pass that runs.
+        owned_as: a step that has the owners of the same tasks already; None if they are to be chosen.
 
     Returns:
         The plan, which is the same on all ranks of a mesh.
@@ -99,15 +119,8 @@ def make_plan(
         CanzonaError: a pass cannot handle a task, or the optimizer's work is elementwise on some pieces of a fused
             parameter and not on others.
     """
-    templates = {t.name: t for b in bound for t in b.kind.templates.values()}
-    captured = Step(
-        Form.CAPTURED,
-        optimizer,
-        machine_of((b.param for b in bound), options.hardware),
-        tuple(templates.values()),
-        tuple(b.task for b in bound),
-    )
-    owned, history = run(captured, planning_passes(options), observers)
+    captured = captured_step(bound, optimizer, options)
+    owned, history = run(captured, planning_passes(options, owned_as), observers)
     by_name = {b.task.name: b for b in bound}
     matrices = {t.name for t in owned.tasks}
     if odd := [b.task.name for b in bound if b.fused is not None and b.task.name not in matrices]:
@@ -122,10 +135,11 @@ def make_plan(
         owned,
         first_steps(owned, by_name),
         tuple(b for b in bound if b.task.name not in matrices),
-        frozenset(templates),
+        frozenset(t.name for t in captured.templates),
         stagger(owned, variant_periods),
         tuple(dict.fromkeys(b.fused for b in bound if b.fused is not None)),
         history,
+        tuple(dict.fromkeys(b.param if b.fused is None else b.fused.whole for b in bound)),
     )
 
 

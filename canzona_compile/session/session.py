@@ -19,7 +19,7 @@ from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.rank_agreement import RankAgreement
-from canzona_compile.session.bind import Binder, check_gradient, meshes_of, named_params
+from canzona_compile.session.bind import Binder, check_gradient, meshes_of, named_params, replica_ranks
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
 from canzona_compile.session.plan import Plan, lower, make_plan
@@ -76,7 +76,7 @@ class Session:
         if is_dummy_step(self.optimizer):
             self._rehearse()
             return False
-        with self._gradients():
+        with self.gradients():
             try:
                 return self._step()
             finally:
@@ -91,7 +91,7 @@ class Session:
         self.rehearsed = True
 
     @contextlib.contextmanager
-    def _gradients(self) -> Iterator[None]:
+    def gradients(self) -> Iterator[None]:
         """Inside this context, give parameters without a gradient zeros if `missing_grads` is "zero"."""
         params = [p for _, _, p in named_params(self.optimizer)] if self.options.missing_grads == "zero" else []
         bare = [p for p in params if p.grad is None]
@@ -139,12 +139,12 @@ class Session:
         params = [p for _, _, p in named_params(self.optimizer)]
         device = params[0].device if params else torch.device("cpu")
         meshes = meshes_of(params)
+        replicate = self.options.replicate
         if distributed():
-            self.groups.learn([*meshes, *([self.options.replicate] if self.options.replicate else [])])
-        binder = Binder(self.optimizer, self.options, self.capture)
-        plan, error = self._plan(binder)
+            self.groups.learn([*meshes, *([replicate] if replicate else [])])
+        plan, error = self._plan()
         agreement = self._agreement = self._agreement or RankAgreement(self.groups, device)
-        members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {binder.replicas}
+        members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {replica_ranks(replicate)}
         agreement.report(members, error)
         assert plan is not None
         driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, agreement.waiter)
@@ -152,21 +152,30 @@ class Session:
         driver.choose_variants()
         return driver
 
-    def _plan(self, binder: Binder) -> tuple[Plan | None, CanzonaError | None]:
+    def _plan(self) -> tuple[Plan | None, CanzonaError | None]:
         try:
-            for name, _, param in named_params(self.optimizer, self.options.names):
-                if param.grad is not None:
-                    check_gradient(param, name, param.grad.dtype)
-            plan = make_plan(binder.bind(), plain_class(self.optimizer).__name__, self.options, self.observers)
-            if self.options.plan is not None:
-                self.options.plan.check_followed(whole(plan, self.options))
-            return plan, None
+            return self.bind_and_plan(), None
         except CanzonaError as error:
             return None, error
         except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
             failure = CanzonaError(f"planning failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             return None, failure
+
+    def bind_and_plan(self) -> Plan:
+        """Bind the parameters and plan their updates.
+
+        Raises:
+            CanzonaError: a parameter, its gradient or the optimizer is not supported, or the given plan does not fit.
+        """
+        for name, _, param in named_params(self.optimizer, self.options.names):
+            if param.grad is not None:
+                check_gradient(param, name, param.grad.dtype)
+        bound = Binder(self.optimizer, self.options, self.capture).bind()
+        plan = make_plan(bound, plain_class(self.optimizer).__name__, self.options, self.observers)
+        if self.options.plan is not None:
+            self.options.plan.check_followed(whole(plan, self.options))
+        return plan
 
     def last(self) -> tuple[Step, PassHistory]:
         """Return the emitted step that the next `step()` runs if nothing changes, and the passes that made it.

@@ -144,8 +144,7 @@ class StepDriver:
     def _bound(self) -> bool:
         """Tell whether the optimizer still has the parameters of this plan."""
         params = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
-        bound = (b.param if b.fused is None else b.fused.whole for b in self.plan.bound.values())
-        return params == list(dict.fromkeys(map(id, bound)))
+        return params == list(map(id, self.plan.params))
 
     def _take_pieces(self) -> None:
         """Give the pieces of fused parameters their current values and gradients; may raise InvalidGradient."""

@@ -15,6 +15,7 @@ from torch import fx
 
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
+from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Box, Grid, Layout, LayoutKind, Shape, local_layout
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import (
@@ -27,7 +28,6 @@ from canzona_compile.ir.step import (
     Form,
     Item,
     Leaf,
-    Machine,
     MicroGroup,
     Phase,
     Placed,

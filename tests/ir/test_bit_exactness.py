@@ -19,7 +19,7 @@ from canzona_compile.ir.bit_exactness import (
     placed_equally,
     position_free,
 )
-from canzona_compile.ir.step import Machine
+from canzona_compile.ir.hardware import Machine
 from canzona_compile.lowering.batch_graph import FOREACH
 from tests.harness.samples import CPU, Builder
 

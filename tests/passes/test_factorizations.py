@@ -18,9 +18,9 @@ from canzona_compile.analysis.flops import symbolic_flops
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import placeholders
-from canzona_compile.ir.hardware import hardware_from, named_hardware
+from canzona_compile.ir.hardware import Machine, hardware_from, named_hardware
 from canzona_compile.ir.pipeline import run
-from canzona_compile.ir.step import Leaf, Machine, Placed, Role, Template
+from canzona_compile.ir.step import Leaf, Placed, Role, Template
 from canzona_compile.ir.verifier import verify
 from canzona_compile.kernels import batched, cholesky_qr, inverse_root
 from canzona_compile.kernels.root_ops import INVERSE_ROOT

@@ -20,9 +20,8 @@ from canzona_compile.analysis.norm_bounds import norm_bound
 from canzona_compile.analysis.roofline import product_flops
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
-from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.ir.hardware import Machine, named_hardware
 from canzona_compile.ir.pipeline import PassHistory, run
-from canzona_compile.ir.step import Machine
 from canzona_compile.kernels.ops import SYM_GEMM
 from canzona_compile.options import Numerics, Options
 from canzona_compile.passes import lowering_passes, planning_passes

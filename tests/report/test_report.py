@@ -13,8 +13,9 @@ from rich.console import Console
 
 from canzona_compile.analysis.step_time import GroupLoad, load_of, pipeline_seconds, rates_of
 from canzona_compile.errors import InvalidStep
+from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Grid, Shape
-from canzona_compile.ir.step import Exchange, Form, Machine, MicroGroup, Step
+from canzona_compile.ir.step import Exchange, Form, MicroGroup, Step
 from canzona_compile.passes import (
     AssignOwners,
     Batching,

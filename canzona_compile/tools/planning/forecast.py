@@ -21,7 +21,7 @@ from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
 from canzona_compile.ownership.exact import solve
 from canzona_compile.ownership.jobs import Job
 from canzona_compile.passes import relowering_passes
-from canzona_compile.passes.owner_replica import alone
+from canzona_compile.passes.owner_replica import in_own_replica
 from canzona_compile.report.build import rank_loads
 from canzona_compile.report.schema import LoadReport
 from canzona_compile.report.units import format_flops
@@ -226,7 +226,7 @@ def group_forecasts(step: Step, simulation: Simulation, placed: Mapping[str, Pla
 
 def memory_forecast(step: Step, request: Request, simulation: Simulation) -> MemoryForecast:
     one, _ = run(step, relowering_passes(replace(request.options, micro_groups=1, capacity=1 << 62)))
-    state, everywhere = state_bytes(step, alone(step.tasks) if request.updates == "zero1" else step.tasks)
+    state, everywhere = state_bytes(step, in_own_replica(step.tasks) if request.updates == "zero1" else step.tasks)
     return MemoryForecast(
         buffers=max((r.peak for r in simulation.ranks), default=0),
         one_group=max((r.peak for r in simulated(one, request).ranks), default=0),

@@ -15,8 +15,9 @@ from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Layout, Shape
-from canzona_compile.ir.step import Form, Machine, Step, Task
+from canzona_compile.ir.step import Form, Step, Task
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
 

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from canzona_compile.analysis.flops import bytes_of_wires
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import Hardware, named_hardware
+from canzona_compile.ir.hardware import Hardware, Machine, named_hardware
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.plan_file import PlanFile
-from canzona_compile.ir.step import Machine, Step
+from canzona_compile.ir.step import Step
 from canzona_compile.options import Numerics, Options, StrategyOption
 from canzona_compile.passes import lowering_passes, planning_passes
 from canzona_compile.tools.planning.forecast import forecast

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from canzona_compile.api.wrap import is_wrapped
+from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.capture.twin import check_step_signature
 from canzona_compile.session.bind import named_params
 from canzona_compile.tools.verification.failure import CannotVerify, blamed

@@ -1,0 +1,300 @@
+"""`zero1`: data parallelism whose optimizer step needs no communication, in place of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from canzona_compile.api.handle import Canzona
+from canzona_compile.api.wrap import names_in
+from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped
+from canzona_compile.data_parallel.collectives import DataParallelGroup
+from canzona_compile.data_parallel.engine import GatherAt, Zero1
+from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.joint_plan import plan_jointly
+from canzona_compile.data_parallel.session import OwnerSession
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.hardware import Hardware, named_hardware
+from canzona_compile.options import MissingGrads, Numerics, Options
+from canzona_compile.runtime.store_agreement import StoreAgreement
+
+Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
+
+BUCKET_BYTES = 64 * 2**20
+
+
+class Zero1Canzona(Canzona):
+    """`optimizer.canzona` of an optimizer under ZeRO-1: what `wrap` gives, and what is done to all gradients.
+
+    Args:
+        session: takes the steps.
+
+    Attributes:
+        zero1: the buckets of the model and their collectives; all optimizers of one call share it.
+    """
+
+    def __init__(self, session: OwnerSession) -> None:
+        super().__init__(session)
+        self.zero1: Zero1
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients of the whole model so that their norm is at most `max_norm`. This is a collective.
+
+        The gradients are those of all optimizers of the call of `zero1`. The result is that of
+        `torch.nn.utils.clip_grad_norm_` on whole gradients, up to the order of one sum.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: the order of the norm; `math.inf` for the largest absolute value.
+            error_if_nonfinite: whether to raise if the norm is not finite.
+
+        Returns:
+            The norm before, a 0-d float32 tensor, equal on all ranks.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+            CanzonaError: gradients are not reduced yet.
+        """
+        return self.zero1.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside this context, backward passes accumulate gradients on each rank without communication.
+
+        Run the last backward pass of a step outside of it.
+        """
+        return self.zero1.no_sync()
+
+    def synchronize(self) -> None:
+        """Wait until all parameters are whole on this rank.
+
+        With `gather="forward"`, call this on every rank before anything but the model's forward pass reads parameters.
+        """
+        self.zero1.synchronize()
+
+
+def zero1(
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    mesh: DeviceMesh | ProcessGroup,
+    planner: str = "joint",
+    alpha: float = 1.0,
+    bucket_bytes: int = BUCKET_BYTES,
+    reduce_dtype: torch.dtype | None = None,
+    gather: GatherAt = "step",
+    numerics: Numerics = "exact",
+    capacity: int = 512 * 2**20,
+    micro_groups: int | None = None,
+    depth: int = 2,
+    missing_grads: MissingGrads = "skip",
+    hardware: str | Path | Hardware | None = None,
+    cuda_graphs: bool = True,
+) -> Optimizers:
+    """Train a model under data parallelism so that each matrix is updated once, on one rank, without communication.
+
+    This takes the place of `DistributedDataParallel(model)` and of `wrap`. During backward, gradients are reduced to
+    the ranks that own them. The step updates what each rank owns. An all-gather returns the parameters. A matrix has
+    one owner; parameters with elementwise updates are cut so that all ranks own equally much. The first rank's
+    parameters and buffers are sent to all ranks.
+
+    Args:
+        model: the model, on its device, not wrapped in DDP or FSDP. Parameters may be plain tensors, or DTensors over
+            other mesh dims than `mesh` (tensor parallelism).
+        optimizer: an optimizer that `wrap` takes, or several that share no parameter.
+        mesh: the data-parallel ranks: a mesh of one dim, a process group, or a mesh of two dims whose first one
+            replicates: gradients are then reduced along the second dim and summed over the first.
+        planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
+        alpha: for the planner "alpha", from 0 (even communication) to 1 (even load).
+        bucket_bytes: a bucket closes when it has at least so many bytes of gradients.
+        reduce_dtype: the dtype in which gradients travel; None is that of the gradients.
+        gather: "step" if parameters are whole when `step` returns; "forward" if each module waits for its own
+            parameters just before it runs. Then all else that reads parameters must come after
+            `optimizer.canzona.synchronize()`.
+        numerics, capacity, micro_groups, depth, hardware, cuda_graphs: as in `wrap`.
+        missing_grads: "skip" leaves a parameter out if no rank has a gradient of it; "zero" takes zeros for it. If only
+            some ranks have a gradient, the others count as zeros, as in DDP.
+
+    Returns:
+        The same object or objects. Each class is now a subclass of the old one, and each has `.canzona`.
+
+    Raises:
+        CanzonaError: the model, an optimizer, the mesh or an option does not fit, or ranks differ in their parameters.
+    """
+    optimizers: list[Optimizer] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    check(model, optimizers, bucket_bytes, reduce_dtype, gather)
+    group, ranks = group_of(mesh)
+    rates = named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware
+    options = [
+        Options(
+            strategy="owner",
+            numerics=numerics,
+            capacity=capacity,
+            micro_groups=micro_groups,
+            depth=depth,
+            missing_grads=missing_grads,
+            names=names_in(model, own),
+            planner=planner,
+            alpha=alpha,
+            hardware=rates,
+            cuda_graphs=cuda_graphs,
+        )
+        for own in optimizers
+    ]
+    trained = {id(p) for own in optimizers for g in own.param_groups for p in g["params"] if p.requires_grad}
+    params = {name: p for name, p in model.named_parameters() if id(p) in trained}
+    if not params:
+        raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
+    device = next(iter(params.values())).device
+    check_meshes(params, ranks)
+    agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device)
+    if agreement is not None:
+        said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]} {options[0].text}"
+        agreement.agree("\n".join([said, *described(model, params)]), None)
+    send_from_first(model, group)
+    sessions = [OwnerSession(own, each) for own, each in zip(optimizers, options, strict=True)]
+    order = {name: i for i, name in enumerate(params)}
+    error: CanzonaError | None = None
+    try:
+        joint = plan_jointly(
+            optimizers, [s.capture for s in sessions], options, order, group.shard, ranks, own_rank(), bucket_bytes
+        )
+    except CanzonaError as found:
+        error = found
+    if agreement is not None:
+        agreement.agree("" if error is not None else joint.text, error)
+    elif error is not None:
+        raise error
+    slices = defaultdict(list)
+    for part in (part for bucket in joint.step.buckets for part in bucket.slices):
+        slices[part.name].append(part)
+    fragments = {name: Fragment(name, param, slices[name], group.rank) for name, param in params.items()}
+    names = {session: list(bound) for session, bound in zip(sessions, joint.bound, strict=True)}
+    engine = Zero1(
+        model, fragments, joint.step.buckets, group, names, reduce_dtype, gather, missing_grads == "zero", agreement
+    )
+    for own, session in zip(optimizers, sessions, strict=True):
+        session.attach(
+            [fragments[name] for name in names[session]], group, joint.step, joint.bound[sessions.index(session)]
+        )
+        handle = Zero1Canzona(session)
+        handle.zero1 = engine
+        attach(own, handle)
+    return optimizer
+
+
+def check(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    bucket_bytes: int,
+    reduce_dtype: torch.dtype | None,
+    gather: str,
+) -> None:
+    """Refuse arguments of `zero1` that cannot work."""
+    if isinstance(model, DistributedDataParallel | FSDPModule):
+        raise CanzonaError(
+            f"the model is under {type(model).__name__} already, which reduces gradients itself",
+            at="zero1(model)",
+            hint="zero1 takes its place: pass the model itself; for FSDP use canzona_compile.wrap(optimizer)",
+        )
+    for part in model.modules():
+        if isinstance(part, DistributedDataParallel | FSDPModule):
+            raise CanzonaError("a part of the model is under DDP or FSDP already", at="zero1(model)")
+    if not optimizers:
+        raise CanzonaError("there is no optimizer", at="zero1(model, [])")
+    seen: set[int] = set()
+    for own in optimizers:
+        if not isinstance(own, Optimizer):
+            raise CanzonaError(f"zero1 takes a torch.optim.Optimizer, not a {type(own).__name__}", at="zero1()")
+        if is_wrapped(own):
+            raise CanzonaError("the optimizer is wrapped already", at="zero1()", hint="pass the plain optimizer")
+        check_wrappable(own)
+        ids = {id(p) for g in own.param_groups for p in g["params"]}
+        if ids & seen:
+            raise CanzonaError("two of the optimizers share a parameter", at="zero1()")
+        seen |= ids
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+        raise CanzonaError(f"bucket_bytes={bucket_bytes!r} is not a positive integer", at="the option bucket_bytes")
+    if gather not in ("step", "forward"):
+        raise CanzonaError(f"gather={gather!r} is none of 'step', 'forward'", at="the option gather")
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise CanzonaError(f"reduce_dtype={reduce_dtype!r} is no floating-point dtype", at="the option reduce_dtype")
+
+
+def own_rank() -> int:
+    """The global rank of this process; 0 without a default process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def group_of(mesh: DeviceMesh | ProcessGroup) -> tuple[DataParallelGroup, tuple[int, ...]]:
+    """Find the process groups of a mesh.
+
+    Returns:
+        The groups, and the global ranks that own shards together, in the order of their group.
+
+    Raises:
+        CanzonaError: the mesh has more than two dims, or this rank is not part of it.
+    """
+    if isinstance(mesh, ProcessGroup):
+        ranks = tuple(dist.get_process_group_ranks(mesh))
+        if dist.get_rank() not in ranks:
+            raise CanzonaError(f"rank {dist.get_rank()} is none of the ranks {ranks}", at="zero1(..., mesh=)")
+        return DataParallelGroup(mesh, None, mesh.rank(), len(ranks), 1), ranks
+    if not isinstance(mesh, DeviceMesh):
+        raise CanzonaError(f"mesh= takes a DeviceMesh or a ProcessGroup, not a {type(mesh).__name__}", at="zero1()")
+    if mesh.ndim > 2:
+        raise CanzonaError(
+            f"the mesh has {mesh.ndim} dims",
+            at="zero1(..., mesh=)",
+            hint='pass its data-parallel dim, as mesh["dp"], or two of them: replicas first, then shards',
+        )
+    if mesh.get_coordinate() is None:
+        raise CanzonaError(f"rank {dist.get_rank()} is not part of {mesh}", at="zero1(..., mesh=)")
+    shard = mesh.get_group(mesh.ndim - 1)
+    ranks = tuple(dist.get_process_group_ranks(shard))
+    replicate = mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+    replicas = mesh.size(0) if mesh.ndim == 2 else 1
+    alone = len(ranks) == 1
+    return DataParallelGroup(None if alone else shard, replicate, shard.rank(), len(ranks), replicas), ranks
+
+
+def check_meshes(params: Mapping[str, Tensor], ranks: Sequence[int]) -> None:
+    """Refuse parameters that are sharded or replicated over the data-parallel ranks already."""
+    for name, param in params.items():
+        if isinstance(param, DTensor):
+            mesh = set(param.device_mesh.mesh.flatten().tolist())
+            if len(mesh & set(ranks)) > 1:
+                raise CanzonaError(
+                    f"it is a DTensor over {param.device_mesh}, which contains data-parallel ranks",
+                    at=name,
+                    hint="zero1 takes parameters that each data-parallel rank holds; for FSDP2 use wrap(optimizer)",
+                )
+
+
+def described(model: nn.Module, params: Mapping[str, Tensor]) -> Iterable[str]:
+    """One line per parameter of the model: what must be equal on all ranks."""
+    for name, param in model.named_parameters():
+        trained = "trained" if name in params else "not trained"
+        yield f"{name} {list(param.shape)} {param.dtype} requires_grad={param.requires_grad} {trained}"
+
+
+def send_from_first(model: nn.Module, group: DataParallelGroup) -> None:
+    """Give all ranks the parameters and buffers of the first one, as DDP does. This is a collective."""
+    tensors = [*model.parameters(), *model.buffers()]
+    with torch.no_grad():
+        for own in (group.shard, group.replicate):
+            for tensor in tensors if own is not None else ():
+                value = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+                dist.broadcast(value.detach(), dist.get_process_group_ranks(own)[0], group=own)

@@ -1,0 +1,127 @@
+"""The two collectives of a bucket: reduce its gradients to their owners, and gather its parameters from them.
+
+Uniform buckets use `reduce_scatter_tensor` and `all_gather_into_tensor`, the fastest collectives of every backend.
+Uneven ones use the forms for lists, which NCCL makes of one reduction or broadcast per shard. Gloo has no all-gather of
+uneven shards; there an all-to-all sends the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canzona_compile.ir.bucket import Bucket
+from canzona_compile.ir.program_ops import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelGroup:
+    """The ranks over which gradients are reduced.
+
+    Attributes:
+        shard: the process group whose ranks own parts of each bucket; None if this rank is alone.
+        replicate: the process group over which the shards are summed as well; None if there is one replica.
+        rank: the position of this rank in `shard`.
+        size: the number of ranks of `shard`.
+        replicas: the number of ranks of `replicate`.
+    """
+
+    shard: dist.ProcessGroup | None
+    replicate: dist.ProcessGroup | None
+    rank: int
+    size: int
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A collective under way.
+
+    Attributes:
+        bucket: its bucket.
+        result: the tensor that it writes: a shard if it reduces, the whole bucket if it gathers.
+        works: what to wait for; empty if it is done.
+        kept: memory that the collective still reads.
+    """
+
+    bucket: Bucket
+    result: Tensor
+    works: tuple[dist.Work, ...]
+    kept: tuple[Tensor, ...]
+
+
+def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
+    """Start to sum a bucket over all ranks, each shard on its owner.
+
+    Args:
+        group: the ranks.
+        bucket: the bucket.
+        filled: its gradients on this rank, [bucket.starts[-1]], in the dtype of the wire.
+    """
+    shard = filled.new_empty(bucket.shard_lengths[group.rank])
+    if group.shard is None:
+        shard.copy_(filled)
+        return Pending(bucket, shard, (), ())
+    if bucket.uniform:
+        work = dist.reduce_scatter_tensor(shard, filled, group=group.shard, async_op=True)
+    else:
+        work = dist.reduce_scatter(shard, shards_of(bucket, filled), group=group.shard, async_op=True)
+    return Pending(bucket, shard, tuple(w for w in (work,) if w is not None), (filled,))
+
+
+def gather(group: DataParallelGroup, bucket: Bucket, shard: Tensor) -> Pending:
+    """Start to gather the shards of all owners on every rank.
+
+    Args:
+        group: the ranks.
+        bucket: the bucket.
+        shard: this rank's own shard, [bucket.shard_lengths[group.rank]].
+    """
+    if group.shard is None:
+        return Pending(bucket, shard, (), ())
+    whole = shard.new_empty(bucket.starts[-1])
+    sent = shard
+    if bucket.uniform:
+        work = dist.all_gather_into_tensor(whole, shard, group=group.shard, async_op=True)
+    elif shard.device.type == "cpu":
+        sent = shard.repeat(group.size)
+        sizes = [len(shard)] * group.size
+        work = dist.all_to_all_single(whole, sent, list(bucket.shard_lengths), sizes, group=group.shard, async_op=True)
+    else:
+        work = dist.all_gather(shards_of(bucket, whole), shard, group=group.shard, async_op=True)
+    return Pending(bucket, whole, tuple(w for w in (work,) if w is not None), (sent,))
+
+
+def shards_of(bucket: Bucket, whole: Tensor) -> list[Tensor]:
+    """The shards of a whole bucket, as views, by owner."""
+    return list(torch.split(whole, list(bucket.shard_lengths)))
+
+
+def largest(group: DataParallelGroup, values: Tensor, watch: Watch) -> Tensor:
+    """Replace values by their elementwise maximum over all ranks of both process groups. This is a collective."""
+    for own in (group.shard, group.replicate):
+        if own is not None:
+            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=own, async_op=True)
+            assert work is not None
+            watch.wait(work)
+    return values
+
+
+def total(group: DataParallelGroup, values: Tensor, watch: Watch) -> Tensor:
+    """Replace values by their sum over the owners of all shards. This is a collective.
+
+    Replicas hold the same shards and are not counted twice.
+    """
+    if group.shard is not None:
+        work = dist.all_reduce(values, group=group.shard, async_op=True)
+        assert work is not None
+        watch.wait(work)
+    return values
+
+
+def empty_shard(bucket: Bucket, owner: int, like: Tensor) -> Tensor:
+    """Memory for one owner's shard, with zeros where it holds no element."""
+    return torch.zeros(bucket.shard_lengths[owner], dtype=bucket.dtype, device=like.device)

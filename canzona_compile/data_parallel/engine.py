@@ -1,0 +1,156 @@
+"""ZeRO-1 for one model: backward reduces gradients to owners, steps update what they own, a gather returns it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from canzona_compile.data_parallel.collectives import DataParallelGroup, largest
+from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
+from canzona_compile.data_parallel.gradient import ReducedGradient
+from canzona_compile.data_parallel.norms import clip_by_norm
+from canzona_compile.data_parallel.reduction import Reduction
+from canzona_compile.data_parallel.session import OwnerSession
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.bucket import Bucket
+from canzona_compile.runtime.store_agreement import StoreAgreement
+
+GatherAt = Literal["step", "forward"]
+
+
+class Zero1:
+    """Everything that one call of `zero1` sets up on this rank.
+
+    Args:
+        model: the model.
+        fragments: its parameters that are trained, by name, in the order of the model.
+        buckets: the buckets that hold them.
+        group: the data-parallel ranks.
+        sessions: those of the optimizers.
+        wire: the dtype in which gradients travel; None is that of the gradients.
+        gather: when parameters are whole again: when `step` returns, or when a module needs them.
+        zeros: whether a gradient that is missing on all ranks counts as zeros.
+        agreement: tells the other ranks of errors; None if this rank is alone.
+
+    Attributes:
+        reduction: what happens during backward.
+        gathering: what happens after a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fragments: Mapping[str, Fragment],
+        buckets: Sequence[Bucket],
+        group: DataParallelGroup,
+        sessions: Mapping[OwnerSession, Sequence[str]],
+        wire: torch.dtype | None,
+        gather: GatherAt,
+        zeros: bool,
+        agreement: StoreAgreement | None,
+    ) -> None:
+        self.fragments, self.buckets, self.group, self.gather = fragments, tuple(buckets), group, gather
+        self.device = next(iter(fragments.values())).param.device
+        self._agreement = agreement
+        self.reduction = Reduction(fragments, buckets, group, wire, agreement, self, zeros)
+        self.gathering = Gathering(fragments, buckets, group, self.reduction.waiter)
+        self._names = {session: frozenset(names) for session, names in sessions.items()}
+        self._stepped: set[str] = set()  # parameters that were updated and are not being gathered yet
+        self._scalings: list[str] = []
+        self.forward = ForwardHooks(model, self.gathering) if gather == "forward" else None
+        model.register_forward_pre_hook(lambda *_: self.flush(), prepend=True)
+        for session in sessions:
+            session.around = partial(self._around, session)
+        if self.forward is not None:
+            self.reduction.check = self.forward.check
+
+    # -- around a step ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _around(self, session: OwnerSession) -> Iterator[None]:
+        with self.reduction.told():
+            self._before()
+            yield
+            self._after(session)
+
+    def _before(self) -> None:
+        """See to it that gradients are with their owners, scaled alike on all ranks."""
+        reduction = self.reduction
+        grads = [f.param.grad for f in self.fragments.values()]
+        if reduction.under_way or any(g is not None and not isinstance(g, ReducedGradient) for g in grads):
+            reduction.finish()
+        elif not any(isinstance(g, ReducedGradient) for g in grads):
+            raise CanzonaError(
+                "there is no gradient to step with",
+                at="step()",
+                hint="call backward() before every step(), on every rank, and zero_grad() after it",
+            )
+        self._agree_on_scalings()
+
+    def _after(self, session: OwnerSession) -> None:
+        """Gather every bucket whose parameters have all been updated."""
+        if not self.reduction.reduced:
+            return
+        self._stepped |= self._names[session] & self.reduction.present
+        ready = [
+            b.index
+            for b in self.buckets
+            if self._stepped & set(b.names) and self.reduction.present & set(b.names) <= self._stepped
+        ]
+        self._gather(ready)
+        if self.gather == "step":
+            self.gathering.wait()
+
+    def _gather(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._stepped -= set(self.buckets[index].names)
+        with torch.no_grad():
+            self.gathering.begin(indices)
+
+    def flush(self) -> None:
+        """Gather what an optimizer updated while another one, which shares its buckets, took no step."""
+        if self._stepped:
+            self._gather([b.index for b in self.buckets if self._stepped & set(b.names)])
+            if self.gather == "step":
+                self.gathering.wait()
+
+    def synchronize(self) -> None:
+        """Wait until all parameters are whole on this rank. Every rank must call this, or run a forward pass."""
+        self.flush()
+        self.gathering.wait()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside this context, backward passes accumulate gradients on each rank and reduce nothing."""
+        return self.reduction.paused()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients of all parameters so that their total norm is at most `max_norm`. A collective."""
+        if self.reduction.under_way:
+            self.reduction.finish()
+        return clip_by_norm(self.fragments, self.group, self.reduction.waiter, max_norm, norm_type, error_if_nonfinite)
+
+    # -- what operations on gradients tell, see `gradient.Ledger` -----------------------------------------
+
+    def note_scaling(self, operation: str, factor: float) -> None:
+        """Remember that this rank scales gradients."""
+        self._scalings.append(operation)
+
+    def share_infinity(self, found: Tensor) -> None:
+        """Make `found` the maximum over all ranks. This is a collective."""
+        largest(self.group, found, self.reduction.waiter)
+
+    def _agree_on_scalings(self) -> None:
+        """Raise unless all ranks scaled gradients alike. Ranks that did not scale do not communicate here."""
+        if not self._scalings:
+            return
+        told, self._scalings = "; ".join(self._scalings), []
+        number = self.reduction.number
+        if self._agreement is not None:
+            self._agreement.call(number, told, None)
+            self._agreement.hear(number, told)

@@ -1,0 +1,150 @@
+"""After a step under ZeRO-1: owners send the parameters that they updated to all ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from canzona_compile.data_parallel.collectives import DataParallelGroup, Pending, empty_shard, gather
+from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.bucket import Bucket
+from canzona_compile.ir.program_ops import Watch
+
+IN_FLIGHT = 2  # buckets that are gathered at once; each holds memory of its own
+
+
+class Gathering:
+    """Gathers buckets in the order in which a forward pass needs them: the reverse of backward's.
+
+    Args:
+        fragments: the parameters, by name.
+        buckets: the buckets that hold them.
+        group: the ranks.
+        watch: waits for collectives.
+
+    Attributes:
+        called: the parameters whose modules were called since buckets were last outstanding.
+    """
+
+    def __init__(
+        self, fragments: Mapping[str, Fragment], buckets: Sequence[Bucket], group: DataParallelGroup, watch: Watch
+    ) -> None:
+        self.fragments, self.buckets, self.group, self.watch = fragments, tuple(buckets), group, watch
+        self._waiting: deque[Bucket] = deque()  # updated by owners, not started
+        self._pending: deque[Pending] = deque()
+        self._bucket_of = {name: bucket.index for bucket in self.buckets for name in bucket.names}
+        self.called: set[str] = set()
+
+    @property
+    def outstanding(self) -> frozenset[int]:
+        """The indices of the buckets that are not here yet."""
+        return frozenset([b.index for b in self._waiting] + [p.bucket.index for p in self._pending])
+
+    def begin(self, indices: Iterable[int]) -> None:
+        """Start to gather buckets; the first ones at once, each further one when an earlier one has arrived.
+
+        Args:
+            indices: those of the buckets whose parameters were updated. Every rank must give the same ones.
+        """
+        self._waiting.extend(self.buckets[i] for i in sorted(indices, reverse=True))
+        self._start_some()
+
+    def _start_some(self) -> None:
+        while self._waiting and len(self._pending) < IN_FLIGHT:
+            bucket = self._waiting.popleft()
+            own = bucket.of(self.group.rank)
+            shard = empty_shard(bucket, self.group.rank, self.fragments[bucket.names[0]].param)
+            for part in own:
+                values = self.fragments[part.name].flat()[part.start : part.stop]
+                shard[part.offset : part.offset + part.length] = values
+            self._pending.append(gather(self.group, bucket, shard))
+
+    def _take(self) -> None:
+        """Wait for the bucket that was started first, and copy what other ranks own to its place."""
+        pending = self._pending[0]
+        for work in pending.works:
+            self.watch.wait(work)
+        self._pending.popleft()
+        bucket = pending.bucket
+        for part in bucket.slices if pending.works else ():
+            if part.owner != self.group.rank:
+                start = bucket.starts[part.owner] + part.offset
+                values = self.fragments[part.name].flat()
+                values[part.start : part.stop] = pending.result[start : start + part.length]
+        self._start_some()
+
+    def wait(self) -> None:
+        """Wait until all parameters are whole.
+
+        Raises:
+            CanzonaError: another rank failed, or died.
+        """
+        with torch.no_grad():
+            while self._pending:
+                self._take()
+
+    def wait_for(self, names: Iterable[str]) -> None:
+        """Wait until these parameters are whole."""
+        if not self._pending:
+            return
+        needed = {self._bucket_of[name] for name in names}
+        with torch.no_grad():
+            while self._pending and needed & self.outstanding:
+                self._take()
+
+
+class ForwardHooks:
+    """Lets every module wait for its own parameters just before it runs.
+
+    Args:
+        model: the model.
+        gathering: what to wait for.
+    """
+
+    def __init__(self, model: nn.Module, gathering: Gathering) -> None:
+        self.gathering = gathering
+        self._early: set[str] = set()  # parameters that were not here when the last forward pass began
+        self._called: set[str] = set()  # parameters whose modules have been called in it
+        known = {id(f.param): name for name, f in gathering.fragments.items()}
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_state_dict_pre_hook(lambda *_: gathering.wait())
+        for module in model.modules():
+            names = [known[id(p)] for p in module.parameters(recurse=False) if id(p) in known]
+            if names:
+                module.register_forward_pre_hook(partial(self._before, tuple(names)))
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _begin(self, *_: Any) -> None:
+        gathering = self.gathering
+        if not torch.is_grad_enabled():
+            gathering.wait()  # backward cannot tell afterwards whether a parameter was read too early
+        late = gathering.outstanding
+        self._early = {name for i in late for name in gathering.buckets[i].names}
+        self._called = set()
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _before(self, names: tuple[str, ...], *_: Any) -> None:
+        self._called.update(names)
+        self.gathering.wait_for(names)
+
+    def check(self, name: str) -> None:
+        """Raise unless a parameter was here when the forward pass read it.
+
+        Args:
+            name: a parameter whose gradient has arrived.
+
+        Raises:
+            CanzonaError: something read the parameter without calling its module, while it was still on its way.
+        """
+        if name in self._early and name not in self._called:
+            raise CanzonaError(
+                "the forward pass read it before it was gathered, because its module was not called",
+                at=name,
+                hint='use gather="step", or call optimizer.canzona.synchronize() before such a forward pass',
+            )

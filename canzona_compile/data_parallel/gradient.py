@@ -1,0 +1,148 @@
+"""What `param.grad` is once a gradient was reduced: the whole gradient by shape, of which this rank holds a part.
+
+Every rank has such a gradient for every parameter, also for those of which it holds no element. So code that asks
+whether there is a gradient, or that scales all gradients, does the same on all ranks. Code that would compute another
+result from a part than from the whole is refused: a norm, a comparison, a sum with other tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from canzona_compile.errors import CanzonaError
+
+aten = torch.ops.aten
+SCALINGS = {aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar}
+LIST_SCALINGS = {
+    aten._foreach_mul_.Scalar,
+    aten._foreach_mul_.Tensor,
+    aten._foreach_div_.Scalar,
+    aten._foreach_div_.Tensor,
+}
+UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+class Ledger(Protocol):
+    """What an operation on gradients needs of the other ranks."""
+
+    def note_scaling(self, operation: str, factor: float) -> None:
+        """Remember that this rank scales gradients. All ranks must have done the same when the step begins."""
+
+    def share_infinity(self, found: Tensor) -> None:
+        """Make `found`, a tensor of one element, the maximum over all ranks. This is a collective."""
+
+
+class ReducedGradient(Tensor):
+    """A gradient that was reduced to its owners.
+
+    Attributes:
+        parts: the elements that this rank owns, flattened: views of the shards that it received. Empty if it owns none.
+        origin: the name of the parameter.
+        ledger: where operations on gradients are noted.
+    """
+
+    parts: Sequence[Tensor]
+    origin: str
+    ledger: Ledger
+
+    @staticmethod
+    def __new__(cls, param: Tensor, parts: Sequence[Tensor], origin: str, ledger: Ledger) -> ReducedGradient:
+        made: ReducedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        made.parts, made.origin, made.ledger = parts, origin, ledger
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = sum(part.numel() for part in self.parts)
+        return f"ReducedGradient({self.origin}, shape={list(self.shape)}, {held} elements on this rank)"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is aten.detach.default:
+            own = args[0]
+            return ReducedGradient(own, own.parts, own.origin, own.ledger)
+        if func in SCALINGS and not isinstance(args[1], ReducedGradient):
+            return scale(func, [args[0]], args[1], lambda part: func(part, args[1]))
+        if func in LIST_SCALINGS:
+            scale(func, args[0], args[1], lambda part: func([part], args[1]))
+            return None
+        if func is UNSCALE:
+            return unscale(*args)
+        first = next(a for a in flattened(args) if isinstance(a, ReducedGradient))
+        raise refusal(func, first)
+
+
+def scale(func: Any, gradients: Sequence[Tensor], by: Any, apply: Callable[[Tensor], Any]) -> Any:
+    """Scale gradients in place by one number.
+
+    Raises:
+        CanzonaError: `by` is a tensor of several elements.
+    """
+    own = [g for g in gradients if isinstance(g, ReducedGradient)]
+    if isinstance(by, Tensor) and by.numel() != 1:
+        raise refusal(func, own[0])
+    factor = float(by)
+    for gradient in gradients:
+        for part in gradient.parts if isinstance(gradient, ReducedGradient) else (gradient,):
+            apply(part)
+    names = f"{own[0].origin} and {len(own) - 1} more" if len(own) > 1 else own[0].origin
+    own[0].ledger.note_scaling(f"{func.overloadpacket.__name__.strip('_')} by {factor!r} of {names}", factor)
+    return gradients[0]
+
+
+def unscale(gradients: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """Unscale gradients and find out whether one of them, on any rank, is not finite. This is a collective."""
+    parts: list[Tensor] = []
+    ledger: Ledger | None = None
+    for gradient in gradients:
+        if isinstance(gradient, ReducedGradient):
+            parts += gradient.parts
+            ledger = gradient.ledger
+        else:
+            parts.append(gradient)
+    if parts:
+        UNSCALE(parts, found, inverse)
+    assert ledger is not None
+    ledger.share_infinity(found)
+
+
+def flattened(values: Sequence[Any]) -> list[Any]:
+    """The values, with those of lists among them."""
+    return [v for value in values for v in (value if isinstance(value, list | tuple) else (value,))]
+
+
+def refusal(func: Any, gradient: ReducedGradient) -> CanzonaError:
+    """Say why an operation on a reduced gradient is refused, and what to do instead."""
+    name = func.overloadpacket.__name__
+    if name == "add_":
+        return CanzonaError(
+            "backward ran again although its gradient is reduced already",
+            at=gradient.origin,
+            hint="call zero_grad() before; to accumulate, run all backward passes but the last inside no_sync()",
+        )
+    if "norm" in name:
+        return CanzonaError(
+            "this rank holds a part of its gradient, so a norm of it would differ from rank to rank",
+            at=gradient.origin,
+            hint="clip with optimizer.canzona.clip_grad_norm_(max_norm)",
+        )
+    if name in ("zero_", "_foreach_zero_"):
+        return CanzonaError(
+            "a reduced gradient cannot be zeroed in place",
+            at=gradient.origin,
+            hint="call zero_grad(set_to_none=True), which is the default",
+        )
+    return CanzonaError(
+        f"this rank holds a part of its gradient, on which {name} would not give what it gives on the whole",
+        at=gradient.origin,
+        hint="change gradients before they are reduced, in a hook of the parameter, or scale them by one number",
+    )

@@ -1,0 +1,124 @@
+"""One plan for all optimizers of a model under ZeRO-1: who owns which matrix, and which bucket holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.templates import Capture
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.bucket import ALIGNMENT
+from canzona_compile.ir.pipeline import PassHistory, run
+from canzona_compile.ir.printer import show
+from canzona_compile.ir.step import Form, Step, Template
+from canzona_compile.options import Options
+from canzona_compile.passes import planning_passes, zero1_passes
+from canzona_compile.session.bind import Binder, BoundParam, same_but_sizes
+from canzona_compile.session.plan import captured_step
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class JointPlan:
+    """The decisions of ZeRO-1 for a model.
+
+    Attributes:
+        step: the OWNED step of all optimizers, with buckets; each task on the ranks of its owner's replica.
+        history: the record of the passes that made it.
+        bound: for each optimizer, its parameters by name, with the task as if on all replicas.
+    """
+
+    step: Step
+    history: PassHistory
+    bound: tuple[Mapping[str, BoundParam], ...]
+
+    @property
+    def text(self) -> str:
+        """The plan as text, which must be equal on all data-parallel ranks."""
+        return show(replace(self.step, buckets=())) + "\n".join(map(str, self.step.buckets))
+
+
+def plan_jointly(
+    optimizers: Sequence[Optimizer],
+    captures: Sequence[Capture],
+    options: Sequence[Options],
+    order: Mapping[str, int],
+    group: ProcessGroup | None,
+    ranks: Sequence[int],
+    rank: int,
+    bucket_bytes: int,
+) -> JointPlan:
+    """Plan ZeRO-1. Every rank of every replica gets the same owners; this is a collective if there is a DTensor.
+
+    Args:
+        optimizers: the optimizers, which share no parameter.
+        captures: the captured code of each.
+        options: those of each; they differ in the names of parameters only.
+        order: the position of each parameter in the model, by name.
+        group: the data-parallel process group of this rank; None if the rank is alone.
+        ranks: its global ranks, in order.
+        rank: this rank, global.
+        bucket_bytes: the size at which a bucket closes.
+
+    Raises:
+        CanzonaError: an optimizer or a parameter is not supported.
+    """
+    bound: list[Mapping[str, BoundParam]] = []
+    parts: list[Step] = []
+    for optimizer, capture, own in zip(optimizers, captures, options, strict=True):
+        found = [
+            replace(b, task=replace(b.task, index=order[b.task.name]))
+            for b in Binder(optimizer, replace(own, replicate=group), capture).bind()
+            if b.param.requires_grad
+        ]
+        bound.append({b.task.name: b for b in found})
+        parts.append(captured_step(found, plain_class(optimizer).__name__, own))
+    owned, planned = run(joined(parts), planning_passes(options[0]))
+    elementwise = {task.name for task in owned.elementwise}
+    whole = {
+        name
+        for own, capture in zip(bound, captures, strict=True)
+        for name, b in own.items()
+        if name in elementwise and not may_be_cut(b, capture)
+    }
+    step, shared = run(owned, zero1_passes(ranks, bucket_bytes, frozenset(whole), rank))
+    return JointPlan(step, PassHistory((*planned.records, *shared.records)), tuple(bound))
+
+
+def may_be_cut(bound: BoundParam, capture: Capture) -> bool:
+    """Tell whether the optimizer does the same to some elements of a parameter, in one dim, as to the whole."""
+    kind = bound.kind
+    if kind.oracle is None:
+        return False
+    spec = ParameterSpec((2 * ALIGNMENT,), bound.param.dtype, kind.grad_dtype, bound.param.device)
+    group = capture.optimizer.param_groups[bound.param_group]
+    try:
+        part = capture.kind_of(group, spec, f"elements of {bound.task.name}")
+    except CanzonaError:
+        return False
+    leaves = {(leaf.name, leaf.shape == bound.task.shape, leaf.shape == ()) for leaf in kind.state}
+    own = {(leaf.name, leaf.shape == spec.shape, leaf.shape == ()) for leaf in part.state}
+    everywhere = all(same or scalar for _, same, scalar in leaves)
+    return everywhere and leaves == own and same_but_sizes(kind, part)
+
+
+def joined(parts: Sequence[Step]) -> Step:
+    """Put the CAPTURED steps of several optimizers together. Templates of equal names get numbers."""
+    if len(parts) == 1:
+        return parts[0]
+    templates: list[Template] = []
+    tasks = []
+    groups = 0
+    for number, part in enumerate(parts):
+        taken = {t.name for t in templates}
+        names = {t.name: t.name if t.name not in taken else f"{t.name}_{number}" for t in part.templates}
+        families = {t.family: f"{t.family}_{number}" if t.family and number else t.family for t in part.templates}
+        templates += [replace(t, name=names[t.name], family=families[t.family]) for t in part.templates]
+        tasks += [replace(t, template=names[t.template], param_group=t.param_group + groups) for t in part.tasks]
+        groups += 1 + max((t.param_group for t in part.tasks), default=0)
+    tasks.sort(key=lambda t: t.index)
+    return Step(Form.CAPTURED, "+".join(p.optimizer for p in parts), parts[0].machine, tuple(templates), tuple(tasks))

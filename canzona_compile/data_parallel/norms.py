@@ -1,0 +1,111 @@
+"""The norm of all gradients of a model whose gradients are with their owners, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from canzona_compile.data_parallel.collectives import DataParallelGroup, largest, total
+from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.gradient import ReducedGradient
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.program_ops import Watch
+
+
+def clip_by_norm(
+    fragments: Mapping[str, Fragment],
+    group: DataParallelGroup,
+    watch: Watch,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Scale gradients as `torch.nn.utils.clip_grad_norm_` does on whole gradients. This is a collective.
+
+    Args:
+        fragments: the parameters, by name, in the order of the model.
+        group: the data-parallel ranks.
+        watch: waits for collectives.
+        max_norm: the largest total norm.
+        norm_type: the order p of the norm; `math.inf` for the largest absolute value.
+        error_if_nonfinite: whether to raise if the norm is not finite.
+
+    Returns:
+        The norm before, a 0-d tensor that is equal on all ranks. Its bits are those of torch's norm over the parameters
+        in the order of the model, unless a parameter is cut: the sum over its elements then has another order.
+
+    Raises:
+        RuntimeError: the norm is not finite, and `error_if_nonfinite`. Torch raises the same.
+        CanzonaError: a gradient is not reduced yet.
+    """
+    norm = total_norm(fragments, group, watch, norm_type)
+    if error_if_nonfinite and not math.isfinite(float(norm)):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from the parameters is non-finite, "
+            "so it cannot be clipped. To disable this error, set error_if_nonfinite=False"
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for fragment in fragments.values():
+        if isinstance(fragment.param.grad, ReducedGradient) and fragment.param.grad.parts:
+            torch._foreach_mul_(list(fragment.param.grad.parts), scale)
+    return norm
+
+
+def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watch: Watch, norm_type: float) -> Tensor:
+    """The norm of all gradients, from the norm of each. This is a collective."""
+    present = [f for f in fragments.values() if f.param.grad is not None]
+    device = next(iter(fragments.values())).param.device
+    if not present:
+        return torch.zeros((), device=device)
+    infinite = math.isinf(norm_type)
+    found = torch.zeros(len(present), device=device)  # of uncut gradients their norm, of cut ones a sum of powers
+    for i, fragment in enumerate(present):
+        grad = fragment.param.grad
+        if not isinstance(grad, ReducedGradient):
+            raise CanzonaError(
+                "its gradient is not reduced yet",
+                at=fragment.name,
+                hint="clip after the last backward pass, which runs outside of no_sync()",
+            )
+        for part in grad.parts:
+            norm = torch.linalg.vector_norm(part, norm_type)
+            if infinite:
+                found[i] = torch.maximum(found[i], norm)
+            else:
+                found[i] += norm.float() ** norm_type if is_cut(fragment) else norm
+    (largest if infinite else total)(group, found, watch)
+    for mesh, own in cut_by_mesh(present).items():
+        values = found[own]
+        for dim in range(mesh.ndim):
+            op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+            work = dist.all_reduce(values, op, group=mesh.get_group(dim), async_op=True)
+            assert work is not None
+            watch.wait(work)
+        found[own] = values
+    norms = []
+    for fragment, value in zip(present, found, strict=True):
+        whole = value ** (1.0 / norm_type) if not infinite and is_cut(fragment) else value
+        norms.append(whole.to(fragment.param.dtype))
+    whole_norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return whole_norm
+
+
+def cut_by_mesh(fragments: Sequence[Fragment]) -> dict[DeviceMesh, list[int]]:
+    """The positions of the parameters that mesh dims cut, by mesh."""
+    found: dict[DeviceMesh, list[int]] = {}
+    for i, fragment in enumerate(fragments):
+        param: Tensor = fragment.param
+        if isinstance(param, DTensor) and any(p.is_shard() for p in param.placements):
+            found.setdefault(param.device_mesh, []).append(i)
+    return found
+
+
+def is_cut(fragment: Fragment) -> bool:
+    """Tell whether no rank holds the whole gradient: it has several owners, or a mesh dim cuts the parameter."""
+    return fragment.cut or bool(cut_by_mesh([fragment]))

@@ -1,0 +1,241 @@
+"""Backward under ZeRO-1: a bucket is reduced to its owners as soon as its last gradient is there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from canzona_compile.data_parallel.collectives import DataParallelGroup, Pending, largest, reduce
+from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.bucket import Bucket
+from canzona_compile.runtime.store_agreement import StoreAgreement, Waiter
+
+IN_FLIGHT = 2  # buckets that are reduced at once; each holds memory of its own
+
+
+class Reduction:
+    """Reduces the gradients of one model to their owners.
+
+    Autograd calls it for each parameter whose gradient is complete. Buckets start in their order, because every rank
+    has to start them in the same one. What is left at the end of backward, for parameters that took no part, starts
+    then. A bucket's gradients are freed when it starts.
+
+    Args:
+        fragments: the parameters, by name.
+        buckets: the buckets that hold them.
+        group: the ranks.
+        wire: the dtype in which gradients travel; None is that of the gradients.
+        agreement: tells the other ranks of an error; None if this rank is alone.
+        ledger: where operations on reduced gradients are noted.
+        zeros: whether a gradient that is missing on all ranks counts as zeros.
+
+    Attributes:
+        number: how often gradients were reduced, this time included.
+        under_way: whether a backward pass has begun whose gradients are not all reduced.
+        reduced: whether gradients are with their owners now.
+        check: called with the name of each parameter whose gradient arrives; it may raise.
+        present: the names of the parameters that had a gradient on some rank when they were last reduced.
+    """
+
+    def __init__(
+        self,
+        fragments: Mapping[str, Fragment],
+        buckets: Sequence[Bucket],
+        group: DataParallelGroup,
+        wire: torch.dtype | None,
+        agreement: StoreAgreement | None,
+        ledger: Ledger,
+        zeros: bool,
+    ) -> None:
+        self.fragments, self.buckets, self.group, self.wire = fragments, tuple(buckets), group, wire
+        self.agreement, self.ledger, self.zeros = agreement, ledger, zeros
+        device = next(iter(fragments.values())).param.device
+        self.waiter = Waiter([] if agreement is None else [agreement], device)
+        self.number = 0
+        self.reduced = False
+        self.present: frozenset[str] = frozenset()
+        self._bucket_of = {name: bucket.index for bucket in self.buckets for name in bucket.names}
+        self._paused = False
+        self.under_way = False
+        self.check: Callable[[str], None] = lambda _: None
+        self._queued = False  # whether the end of this backward pass will call `finish`
+        self._missing: list[set[str]] = []  # by bucket, the parameters whose gradients are not there yet
+        self._next = 0  # the first bucket that is not started
+        self._pending: deque[Pending] = deque()
+        self._shards: dict[int, Tensor] = {}
+        self._seen: set[str] = set()
+        for fragment in fragments.values():
+            fragment.param.register_post_accumulate_grad_hook(self._hook_of(fragment))
+
+    # -- during backward -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside this context, gradients accumulate on each rank and nothing is reduced."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _hook_of(self, fragment: Fragment) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            if not self._paused:
+                with self.told():
+                    self._arrived(fragment)
+
+        return arrived
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside this context, tell the other ranks of any error, so that none of them waits for this rank."""
+        try:
+            yield
+        except Exception as error:
+            self.under_way = False
+            if self.agreement is not None:
+                known = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
+                self.agreement.fail(known, self.number)
+            raise
+
+    def _arrived(self, fragment: Fragment) -> None:
+        if not self.under_way:
+            self._begin()
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._at_end)
+        index = self._bucket_of[fragment.name]
+        if fragment.name not in self._missing[index]:
+            raise CanzonaError(
+                "its gradient was complete twice in one backward pass",
+                at=fragment.name,
+                hint="use checkpoints with use_reentrant=False for a parameter that several of them share",
+            )
+        self.check(fragment.name)
+        fragment.gradient()
+        self._missing[index].discard(fragment.name)
+        self._start_complete()
+
+    def _begin(self) -> None:
+        """Begin to reduce gradients anew."""
+        stale = [n for n, f in self.fragments.items() if isinstance(f.param.grad, ReducedGradient)]
+        if stale:
+            raise CanzonaError(
+                "backward ran again although gradients are reduced already",
+                at=stale[0],
+                hint="call zero_grad() before; to accumulate, run all backward passes but the last inside no_sync()",
+            )
+        self.number += 1
+        self.waiter.number = self.number
+        self.under_way, self.reduced = True, False
+        self._missing = [set(bucket.names) for bucket in self.buckets]
+        self._next = 0
+        self._pending.clear()
+        self._shards.clear()
+        self._seen.clear()
+
+    def _start_complete(self) -> None:
+        while self._next < len(self.buckets) and not self._missing[self._next]:
+            self._start(self.buckets[self._next])
+
+    def _start(self, bucket: Bucket) -> None:
+        """Copy the gradients of a bucket together, free them, and start to reduce the bucket."""
+        while len(self._pending) >= IN_FLIGHT:
+            self._take(self._pending.popleft())
+        filled = self._filled(bucket)
+        for name in bucket.names:
+            self.fragments[name].param.grad = None
+        self._pending.append(reduce(self.group, bucket, filled))
+        self._next += 1
+
+    def _filled(self, bucket: Bucket) -> Tensor:
+        param = self.fragments[bucket.names[0]].param
+        filled = torch.empty(bucket.starts[-1], dtype=self.wire or bucket.dtype, device=param.device)
+        for start, stop in bucket.gaps:
+            filled[start:stop] = 0
+        grads = {name: self.fragments[name].gradient() for name in bucket.names}
+        self._seen.update(name for name, grad in grads.items() if grad is not None)
+        share = 1.0 / (self.group.size * self.group.replicas)
+        for part in bucket.slices:
+            start = bucket.starts[part.owner] + part.offset
+            target, grad = filled[start : start + part.length], grads[part.name]
+            if grad is None:
+                target.zero_()
+            elif target.dtype == grad.dtype:
+                torch.mul(grad[part.start : part.stop], share, out=target)
+            else:
+                target.copy_(grad[part.start : part.stop]).mul_(share)
+        return filled
+
+    def _take(self, pending: Pending) -> None:
+        """Wait for a bucket and keep this rank's shard of it."""
+        for work in pending.works:
+            self.waiter.wait(work)
+        shard = pending.result
+        if self.group.replicate is not None:
+            work = torch.distributed.all_reduce(shard, group=self.group.replicate, async_op=True)
+            assert work is not None
+            self.waiter.wait(work)
+        self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype)
+
+    # -- at the end of backward ----------------------------------------------------------------------
+
+    def _at_end(self) -> None:
+        self._queued = False
+        # A reentrant checkpoint runs a backward pass inside of another one, whose end is not the end of all.
+        inner = torch._C._current_autograd_node() is not None
+        if self.under_way and not (inner and self._next < len(self.buckets)):
+            self.finish()
+
+    def finish(self) -> None:
+        """Reduce what is left, wait for all, and show every rank that its parameters have gradients.
+
+        Every rank must call this. Autograd does at the end of backward.
+
+        Raises:
+            CanzonaError: another rank failed, or died.
+        """
+        with self.told():
+            if not self.under_way:
+                self._begin()
+            while self._next < len(self.buckets):
+                self._start(self.buckets[self._next])
+            present = self._agree_on_presence()
+            while self._pending:
+                self._take(self._pending.popleft())
+        self.under_way, self.reduced, self.present = False, True, present
+        self._hand_out()
+
+    def _agree_on_presence(self) -> frozenset[str]:
+        """Find the parameters that have a gradient on some rank. This is a collective.
+
+        The host reads the answer only if a gradient is missing here, because reading waits for the device.
+        """
+        names = tuple(self.fragments)
+        missing = [i for i, name in enumerate(names) if name not in self._seen]
+        param = self.fragments[names[0]].param
+        flags = torch.ones(len(names), dtype=torch.uint8, device=param.device)
+        flags[missing] = 0
+        found = largest(self.group, flags, self.waiter)
+        if not missing or self.zeros:
+            return frozenset(names)
+        return frozenset(name for name, there in zip(names, found.tolist(), strict=True) if there)
+
+    def _hand_out(self) -> None:
+        """Give owners the gradients of what they own, and every rank the sign that there are gradients."""
+        for fragment in self.fragments.values():
+            bucket = self.buckets[self._bucket_of[fragment.name]]
+            shard = self._shards[bucket.index]
+            if fragment.name not in self.present:
+                continue
+            # `.data` gives each part a version counter of its own
+            parts = [shard.data[part.offset : part.offset + part.length] for part in fragment.owned]
+            fragment.param.grad = ReducedGradient(fragment.param, parts, fragment.name, self.ledger)
+        self._shards.clear()

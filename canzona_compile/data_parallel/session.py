@@ -1,0 +1,149 @@
+"""The session of an optimizer under ZeRO-1: it steps what this rank owns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from torch.optim import Optimizer
+
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.data_parallel.collectives import DataParallelGroup
+from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.state import put_together, take_apart
+from canzona_compile.ir.layout import local_layout
+from canzona_compile.ir.step import Step, Task
+from canzona_compile.options import Options
+from canzona_compile.session.bind import Binder, BoundParam
+from canzona_compile.session.checkpoint_probe import is_dummy_step
+from canzona_compile.session.plan import Plan, make_plan
+from canzona_compile.session.session import Session
+
+
+class OwnerSession(Session):
+    """Steps the matrices and the slices that this rank owns, on doubles that share their memory.
+
+    The optimizer keeps its parameters. While a plan is in use, `optimizer.state` holds the state of the doubles.
+    Portable state is whole and the same on every rank.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        options: the options of `zero1` that `wrap` has too.
+
+    Attributes:
+        around: makes the context of every step. It sees to the gradients before and to the parameters after.
+    """
+
+    def __init__(self, optimizer: Optimizer, options: Options) -> None:
+        super().__init__(optimizer, options)
+        self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._fragments: tuple[Fragment, ...] = ()
+        self._group = DataParallelGroup(None, None, 0, 1, 1)
+        self._joint: Step | None = None
+        self._bound: Mapping[str, BoundParam] = {}
+
+    def attach(
+        self,
+        fragments: Sequence[Fragment],
+        group: DataParallelGroup,
+        joint: Step,
+        bound: Mapping[str, BoundParam],
+    ) -> None:
+        """Tell the session what this rank owns.
+
+        Args:
+            fragments: the optimizer's parameters.
+            group: the data-parallel ranks.
+            joint: the OWNED step of all optimizers.
+            bound: the optimizer's parameters by name.
+        """
+        self._fragments, self._group, self._joint, self._bound = tuple(fragments), group, joint, bound
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Update what this rank owns, and start to gather all parameters.
+
+        Raises:
+            CanzonaError: there is no gradient, a rank failed, or gradients were scaled on some ranks only.
+        """
+        if is_dummy_step(self.optimizer):
+            return super().step()
+        with self.around():
+            return super().step()
+
+    @contextlib.contextmanager
+    def gradients(self) -> Iterator[None]:
+        """Inside this context, the doubles have the gradients of what this rank owns."""
+        for fragment in self._fragments:
+            fragment.lend_gradients()
+        try:
+            yield
+        finally:
+            for fragment in self._fragments:
+                fragment.drop_gradients()
+
+    def _rehearse(self) -> None:
+        with self.gradients():
+            super()._rehearse()
+
+    def _start(self) -> Any:
+        take_apart(self.optimizer, self._fragments)
+        return super()._start()
+
+    def bind_and_plan(self) -> Plan:
+        """Plan the updates of what this rank owns, with the owners of the joint plan."""
+        bound = [b for fragment in self._fragments for b in self._bind(fragment)]
+        bound.sort(key=lambda b: b.task.index)
+        kind = plain_class(self.optimizer).__name__
+        plan = make_plan(bound, kind, self.options, self.observers, self._joint)
+        params = tuple(p for group in self.optimizer.param_groups for p in group["params"])
+        return replace(plan, params=params)
+
+    def _bind(self, fragment: Fragment) -> Iterator[BoundParam]:
+        known = self._bound[fragment.name]
+        binder = Binder(self.optimizer, self.options, self.capture)
+        group = self.optimizer.param_groups[known.param_group]
+        for part, double in zip(fragment.owned, fragment.doubles, strict=True):
+            state = self.optimizer.state.get(double) or None
+            if not fragment.cut:
+                own = binder.bind_one(known.task.index, fragment.name, known.param_group, double)
+                yield from own
+                continue
+            spec = ParameterSpec(tuple(double.shape), double.dtype, double.dtype, double.device)
+            name = f"{fragment.name}[{part.start}:{part.stop}]"
+            kind = self.capture.kind_of(group, spec, name, state)
+            layout = local_layout(double.shape, self.rank)
+            task = Task(name, known.task.index, known.param_group, kind.template.name, layout)
+            yield BoundParam(double, known.param_group, task, kind)
+
+    # -- state -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Put whole state into `optimizer.state` and drop the plan. This is a collective."""
+        planned = self.driver is not None
+        super().close()
+        if planned:
+            put_together(self.optimizer, self._fragments, self._group)
+
+    @contextlib.contextmanager
+    def portable_state(self) -> Iterator[None]:
+        """Inside this context, `optimizer.state` holds what the unwrapped optimizer would hold, on every rank.
+
+        Entering it is a collective.
+        """
+        if self.driver is None:
+            yield
+            return
+        with super().portable_state():
+            own = dict(self.optimizer.state)
+            try:
+                put_together(self.optimizer, self._fragments, self._group)
+                yield
+            finally:
+                self.optimizer.state.clear()
+                self.optimizer.state.update(own)

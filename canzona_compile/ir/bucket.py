@@ -1,0 +1,103 @@
+"""Buckets of ZeRO-1: flat buffers of gradients that one collective reduces and of parameters that one gathers.
+
+A bucket has one *shard* per data-parallel rank. A matrix lies whole in the shard of its owner rank. A parameter whose
+update is elementwise may be cut anywhere, so its slices fill the shards that are short. Canzona (arXiv 2602.06079)
+calls the first property atomicity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+ALIGNMENT = 64  # elements: slices begin at multiples of it, so that vectorized kernels see whole vectors
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSlice:
+    """Consecutive elements of one parameter's fragment, and the place where a bucket holds them.
+
+    Attributes:
+        name: the name of the parameter, or of the piece of a fused parameter.
+        start: the first element, in the flattened fragment.
+        length: the number of elements; the whole fragment unless the parameter is cut.
+        owner: the data-parallel rank that updates them, counted within the data-parallel mesh dim.
+        offset: the position of the first element in the owner's shard.
+    """
+
+    name: str
+    start: int
+    length: int
+    owner: int
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        """The element after the last one, in the flattened fragment."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One bucket.
+
+    Attributes:
+        index: its position; the gradients of bucket 0 are complete first.
+        dtype: the dtype of its parameters and gradients.
+        slices: what it holds, by owner and offset.
+        lengths: the length of each shard in elements, without padding; a multiple of ALIGNMENT.
+        uniform: whether all shards are padded to the longest one, for collectives of equal shards.
+    """
+
+    index: int
+    dtype: torch.dtype
+    slices: tuple[BucketSlice, ...]
+    lengths: tuple[int, ...]
+    uniform: bool
+
+    @cached_property
+    def shard_lengths(self) -> tuple[int, ...]:
+        """The length of each shard in elements, with padding."""
+        return (max(self.lengths),) * len(self.lengths) if self.uniform else self.lengths
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The position of each shard in the bucket, and last the length of the bucket."""
+        found = [0]
+        for length in self.shard_lengths:
+            found.append(found[-1] + length)
+        return tuple(found)
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The positions (start, stop) in the bucket that hold no element: padding, and what alignment leaves."""
+        found, reached = [], 0
+        for part in self.slices:
+            start = self.starts[part.owner] + part.offset
+            if start > reached:
+                found.append((reached, start))
+            reached = start + part.length
+        if self.starts[-1] > reached:
+            found.append((reached, self.starts[-1]))
+        return tuple(found)
+
+    @property
+    def elements(self) -> int:
+        """The number of elements, without padding and alignment."""
+        return sum(part.length for part in self.slices)
+
+    @property
+    def padding(self) -> int:
+        """The number of elements that padding and alignment add."""
+        return self.starts[-1] - self.elements
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of its parameters, each once."""
+        return tuple(dict.fromkeys(part.name for part in self.slices))
+
+    def of(self, owner: int) -> tuple[BucketSlice, ...]:
+        """The slices of one owner."""
+        return tuple(part for part in self.slices if part.owner == owner)
