@@ -1,4 +1,4 @@
-"""Four ways to spread one model over ranks, as torch itself offers them.
+"""Six ways to spread one model over ranks: four as torch itself offers them, and ZeRO-1 with and without torch's TP.
 
 Nothing here knows of `canzona_compile`: it reads the layout off the parameters. Only where torch
 leaves no trace of it, because the parameters are replicated plain tensors (DDP) or DTensors of the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ class Parallel:
         num_data_ranks: parts of a batch.
         replicate: what `canzona_compile.wrap` has to be told, if anything.
         average: ranks over which the backward pass leaves the gradients to be averaged, if any.
+        zero1: the data-parallel ranks of `canzona_compile.zero1`, which takes the place of `wrap`; None for `wrap`.
     """
 
     forward: nn.Module
@@ -44,6 +46,7 @@ class Parallel:
     num_data_ranks: int
     replicate: DeviceMesh | None = None
     average: DeviceMesh | None = None
+    zero1: DeviceMesh | None = None
 
     def finish_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave each gradient laid out like its parameter and averaged over all data."""
@@ -107,11 +110,25 @@ def tp(model: Decoder) -> Parallel:
     return Parallel(model, data.get_local_rank(), data.size(), replicate=data, average=data)
 
 
+def zero1(model: Decoder) -> Parallel:
+    """Whole parameters on every rank; each matrix's gradient, state and update on one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    return Parallel(model, dist.get_rank(), dist.get_world_size(), zero1=mesh)
+
+
+def zero1_tp(model: Decoder) -> Parallel:
+    """Heads and hidden units split in two; ZeRO-1 over the other ranks."""
+    made = tp(model)
+    return Parallel(model, made.data_rank, made.num_data_ranks, zero1=made.replicate)
+
+
 PARALLEL: dict[str, Callable[[Decoder], Parallel]] = {
     "fsdp": fsdp,
     "ddp": ddp,
     "tp": tp,
     "hsdp": hsdp,
+    "zero1": zero1,
+    "zero1-tp": zero1_tp,
 }
 
 
@@ -119,7 +136,7 @@ def two_by_half() -> tuple[int, int]:
     """Shape a mesh of two rows."""
     ranks = dist.get_world_size()
     if ranks % 2:
-        raise ValueError(f"tp and hsdp split the ranks in two: {ranks} is odd")
+        raise ValueError(f"tp, hsdp and zero1-tp split the ranks in two: {ranks} is odd")
     return 2, ranks // 2
 
 
@@ -159,4 +176,5 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor; a collective if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    sharded: Any = tensor
+    return sharded.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -99,7 +99,7 @@ def parse() -> Options:
     options = Options(**vars(parser.parse_args()))
     if options.steps < 2 or options.ranks < 1:
         parser.error("a falling loss takes at least 2 steps and 1 rank")
-    if options.ranks % 2 and options.parallel in ("tp", "hsdp"):
+    if options.ranks % 2 and options.parallel in ("tp", "hsdp", "zero1-tp"):
         parser.error(f"--parallel {options.parallel} splits the ranks in two: give an even number")
     if options.batch % options.ranks:
         parser.error("--batch has to be a multiple of --ranks")
@@ -137,8 +137,11 @@ def train(options: Options) -> bool:
     def build(matrices: NamedParameters) -> Optimizer:
         return OPTIMIZERS[options.optimizer](matrices, options.lr)
 
-    optimizer = canzona_compile.wrap(build(hidden), replicate=parallel.replicate)
-    others = torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    others: Optimizer = torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    if parallel.zero1 is None:
+        optimizer = canzona_compile.wrap(build(hidden), replicate=parallel.replicate)
+    else:
+        optimizer, others = canzona_compile.zero1(model, [build(hidden), others], mesh=parallel.zero1)
     schedules = [LambdaLR(o, partial(warm_cosine, options.steps)) for o in (optimizer, others)]
     plain = PlainOptimizer(optimizer, hidden, build)
 
@@ -154,8 +157,11 @@ def train(options: Options) -> bool:
         for step in range(1, options.steps + 1):
             loss = parallel.forward(*batches.draw())
             loss.backward()
-            parallel.finish_gradients(parameters)
-            norm = clip_gradients(parameters, options.clip)
+            if parallel.zero1 is None:
+                parallel.finish_gradients(parameters)
+                norm = clip_gradients(parameters, options.clip)
+            else:
+                norm = float(optimizer.canzona.clip_grad_norm_(options.clip))  # type: ignore[attr-defined]
 
             verify = step <= options.verify
             if verify:
@@ -164,8 +170,7 @@ def train(options: Options) -> bool:
             optimizer.step()
             seconds = time.perf_counter() - step_begin
             others.step()
-            optimizer.zero_grad()
-            others.zero_grad()
+            model.zero_grad()
 
             history.losses.append(average_over_ranks(loss.detach()))
             note = f"gradient {norm:.2f}  {options.optimizer} {1000 * seconds:.0f} ms"

@@ -29,11 +29,15 @@ from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.options import MissingGrads, Numerics, Options
-from canzona_compile.runtime.store_agreement import StoreAgreement
+from canzona_compile.runtime.store_agreement import StoreAgreement, Subject
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 
 BUCKET_BYTES = 64 * 2**20
+SCALED_APART = Subject(
+    "gradients were scaled differently on some ranks",
+    "scale gradients alike on all ranks, or not at all; clip with optimizer.canzona.clip_grad_norm_(max_norm)",
+)
 
 
 class Zero1Canzona(Canzona):
@@ -159,7 +163,7 @@ def zero1(
         raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
     device = next(iter(params.values())).device
     check_meshes(params, ranks)
-    agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device)
+    agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, SCALED_APART)
     if agreement is not None:
         said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]} {options[0].text}"
         agreement.agree("\n".join([said, *described(model, params)]), None)

@@ -1,6 +1,6 @@
 """The two collectives of a bucket: reduce its gradients to their owners, and gather its parameters from them.
 
-Uniform buckets use `reduce_scatter_tensor` and `all_gather_into_tensor`, the fastest collectives of every backend.
+Uniform buckets use the collectives of one tensor with equal shards, the fastest collectives of every backend.
 Uneven ones use the forms for lists, which NCCL makes of one reduction or broadcast per shard. Gloo has no all-gather of
 uneven shards; there an all-to-all sends the same bytes.
 """
@@ -8,6 +8,7 @@ uneven shards; there an all-to-all sends the same bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,10 @@ from torch import Tensor
 
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.program_ops import Watch
+
+# Torch 2.13 gave both collectives new names and warns of the old ones.
+REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
         shard.copy_(filled)
         return Pending(bucket, shard, (), ())
     if bucket.uniform:
-        work = dist.reduce_scatter_tensor(shard, filled, group=group.shard, async_op=True)
+        work = REDUCE_SCATTER(shard, filled, group=group.shard, async_op=True)
     else:
         work = dist.reduce_scatter(shard, shards_of(bucket, filled), group=group.shard, async_op=True)
     return Pending(bucket, shard, tuple(w for w in (work,) if w is not None), (filled,))
@@ -85,7 +90,7 @@ def gather(group: DataParallelGroup, bucket: Bucket, shard: Tensor) -> Pending:
     whole = shard.new_empty(bucket.starts[-1])
     sent = shard
     if bucket.uniform:
-        work = dist.all_gather_into_tensor(whole, shard, group=group.shard, async_op=True)
+        work = ALL_GATHER(whole, shard, group=group.shard, async_op=True)
     elif shard.device.type == "cpu":
         sent = shard.repeat(group.size)
         sizes = [len(shard)] * group.size
@@ -120,6 +125,15 @@ def total(group: DataParallelGroup, values: Tensor, watch: Watch) -> Tensor:
         assert work is not None
         watch.wait(work)
     return values
+
+
+def send(group: DataParallelGroup, values: Tensor, owner: int, watch: Watch) -> None:
+    """Replace values by those of one owner, on every rank. This is a collective."""
+    if group.shard is not None:
+        source = dist.get_process_group_ranks(group.shard)[owner]
+        work = dist.broadcast(values, source, group=group.shard, async_op=True)
+        assert work is not None
+        watch.wait(work)
 
 
 def empty_shard(bucket: Bucket, owner: int, like: Tensor) -> Tensor:

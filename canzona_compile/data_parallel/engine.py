@@ -9,8 +9,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from canzona_compile.data_parallel.collectives import DataParallelGroup, largest
+from canzona_compile.data_parallel.collectives import DataParallelGroup, largest, send
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
@@ -19,6 +20,7 @@ from canzona_compile.data_parallel.reduction import Reduction
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
+from canzona_compile.ir.layout import local_part
 from canzona_compile.runtime.store_agreement import StoreAgreement
 
 GatherAt = Literal["step", "forward"]
@@ -82,6 +84,7 @@ class Zero1:
     def _before(self) -> None:
         """See to it that gradients are with their owners, scaled alike on all ranks."""
         reduction = self.reduction
+        self._check_params()
         grads = [f.param.grad for f in self.fragments.values()]
         if reduction.under_way or any(g is not None and not isinstance(g, ReducedGradient) for g in grads):
             reduction.finish()
@@ -92,6 +95,19 @@ class Zero1:
                 hint="call backward() before every step(), on every rank, and zero_grad() after it",
             )
         self._agree_on_scalings()
+
+    def _check_params(self) -> None:
+        """Raise unless the optimizers still have the parameters that buckets hold."""
+        known = {id(f.param) for f in self.fragments.values()}
+        for session in self._names:
+            for g, group in enumerate(session.optimizer.param_groups):
+                for i, param in enumerate(group["params"]):
+                    if param.requires_grad and id(param) not in known:
+                        raise CanzonaError(
+                            f"the optimizer has a trained parameter of shape {list(param.shape)} that no bucket holds",
+                            at=f"parameter {i} of group {g}",
+                            hint="add and replace parameters, and set requires_grad, before zero1()",
+                        )
 
     def _after(self, session: OwnerSession) -> None:
         """Gather every bucket whose parameters have all been updated."""
@@ -140,6 +156,24 @@ class Zero1:
     def note_scaling(self, operation: str, factor: float) -> None:
         """Remember that this rank scales gradients."""
         self._scalings.append(operation)
+
+    def tell(self, error: CanzonaError) -> None:
+        """Tell the other ranks of an error that this rank raises."""
+        self.reduction.tell(error)
+
+    def whole(self, gradient: ReducedGradient) -> Tensor:
+        """Gather a gradient from its owners. This is a collective."""
+        fragment = self.fragments[gradient.origin]
+        whole = torch.empty_like(fragment.flat())
+        own = dict(zip(fragment.owned, gradient.parts, strict=True))
+        for part in fragment.slices:
+            target = whole[part.start : part.stop]
+            if part in own:
+                target.copy_(own[part])
+            send(self.group, target, part.owner, self.reduction.waiter)
+        found = fragment.like(whole.view_as(local_part(fragment.param)))
+        full: Tensor = found.full_tensor() if isinstance(found, DTensor) else found
+        return full
 
     def share_infinity(self, found: Tensor) -> None:
         """Make `found` the maximum over all ranks. This is a collective."""

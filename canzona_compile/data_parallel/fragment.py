@@ -21,7 +21,7 @@ class Fragment:
         name: the name of the parameter.
         param: the parameter.
         owned: the slices of which this rank is the owner.
-        cut: whether several ranks own slices of it.
+        slices: all of its slices, those of other owners included.
         doubles: for each owned slice, the parameter that the optimizer steps in place of `param`: it shares the memory
             of the slice. If the parameter is not cut, its double has its shape.
     """
@@ -35,10 +35,15 @@ class Fragment:
             slices: all of its slices.
             rank: the position of this rank among the data-parallel ranks.
         """
-        self.name, self.param, self.cut = name, param, len(slices) > 1
+        self.name, self.param, self.slices = name, param, tuple(slices)
         self.owned = tuple(part for part in slices if part.owner == rank)
         self._address = self._values().data_ptr()
         self.doubles = tuple(self._double(part) for part in self.owned)
+
+    @property
+    def cut(self) -> bool:
+        """Whether several ranks own slices of it."""
+        return len(self.slices) > 1
 
     def flat(self) -> Tensor:
         """The values that this rank holds, in one dim, as a view.
@@ -68,12 +73,17 @@ class Fragment:
     def gradient(self) -> Tensor | None:
         """The gradient that backward left on this rank, in one dim; None if there is none.
 
+        A DTensor is laid out like the parameter first, which is a collective of its mesh if it was not.
+
         Raises:
             CanzonaError: the gradient does not fit the parameter.
         """
         grad = self.param.grad
         if grad is None:
             return None
+        if isinstance(grad, DTensor) and isinstance(self.param, DTensor) and grad.placements != self.param.placements:
+            # Tensor parallelism leaves sums over its ranks to be taken where a parameter saw some of the work only.
+            grad = self.param.grad = grad.redistribute(placements=self.param.placements)
         own = local_part(grad)
         if grad.layout is not torch.strided or own.dtype != self.param.dtype or own.shape != self._values().shape:
             raise CanzonaError(

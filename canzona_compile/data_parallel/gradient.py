@@ -8,7 +8,7 @@ result from a part than from the whole is refused: a norm, a comparison, a sum w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,12 @@ class Ledger(Protocol):
 
     def note_scaling(self, operation: str, factor: float) -> None:
         """Remember that this rank scales gradients. All ranks must have done the same when the step begins."""
+
+    def tell(self, error: CanzonaError) -> None:
+        """Tell the other ranks of an error that this rank raises, so that none of them waits for it."""
+
+    def whole(self, gradient: ReducedGradient) -> Tensor:
+        """Gather a gradient from its owners. This is a collective."""
 
     def share_infinity(self, found: Tensor) -> None:
         """Make `found`, a tensor of one element, the maximum over all ranks. This is a collective."""
@@ -61,6 +67,14 @@ class ReducedGradient(Tensor):
         held = sum(part.numel() for part in self.parts)
         return f"ReducedGradient({self.origin}, shape={list(self.shape)}, {held} elements on this rank)"
 
+    def full_tensor(self) -> Tensor:
+        """Gather the whole gradient on this rank, as `DTensor.full_tensor` does. This is a collective.
+
+        Returns:
+            A plain tensor of the parameter's shape and dtype.
+        """
+        return self.ledger.whole(self)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -77,8 +91,7 @@ class ReducedGradient(Tensor):
             return None
         if func is UNSCALE:
             return unscale(*args)
-        first = next(a for a in flattened(args) if isinstance(a, ReducedGradient))
-        raise refusal(func, first)
+        refuse(func, next(a for a in flattened(args) if isinstance(a, ReducedGradient)))
 
 
 def scale(func: Any, gradients: Sequence[Tensor], by: Any, apply: Callable[[Tensor], Any]) -> Any:
@@ -89,7 +102,7 @@ def scale(func: Any, gradients: Sequence[Tensor], by: Any, apply: Callable[[Tens
     """
     own = [g for g in gradients if isinstance(g, ReducedGradient)]
     if isinstance(by, Tensor) and by.numel() != 1:
-        raise refusal(func, own[0])
+        refuse(func, own[0])
     factor = float(by)
     for gradient in gradients:
         for part in gradient.parts if isinstance(gradient, ReducedGradient) else (gradient,):
@@ -118,6 +131,13 @@ def unscale(gradients: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None
 def flattened(values: Sequence[Any]) -> list[Any]:
     """The values, with those of lists among them."""
     return [v for value in values for v in (value if isinstance(value, list | tuple) else (value,))]
+
+
+def refuse(func: Any, gradient: ReducedGradient) -> NoReturn:
+    """Raise for an operation, and tell the other ranks, which may not run it."""
+    error = refusal(func, gradient)
+    gradient.ledger.tell(error)
+    raise error
 
 
 def refusal(func: Any, gradient: ReducedGradient) -> CanzonaError:

@@ -100,10 +100,13 @@ class Reduction:
             yield
         except Exception as error:
             self.under_way = False
-            if self.agreement is not None:
-                known = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
-                self.agreement.fail(known, self.number)
+            self.tell(error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}"))
             raise
+
+    def tell(self, error: CanzonaError) -> None:
+        """Tell the other ranks of an error that this rank raises."""
+        if self.agreement is not None:
+            self.agreement.fail(error, self.number)
 
     def _arrived(self, fragment: Fragment) -> None:
         if not self.under_way:

@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Collection, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,19 @@ from torch._C._distributed_c10d import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 
 PATIENCE = timedelta(seconds=1)
+
+
+class Subject(NamedTuple):
+    """What ranks may disagree about: the problem that a difference means, and what to do about it."""
+
+    problem: str
+    hint: str
+
+
+MISSING_GRADIENTS = Subject(
+    "gradients are missing on some ranks only",
+    "give every rank the gradient (zeros count) or none (grad=None on all ranks skips the parameter)",
+)
 
 
 class StoreAgreement:
@@ -35,10 +49,13 @@ class StoreAgreement:
         ranks: the global ranks of the members, ascending.
         group: the process group of these ranks.
         device: the device of the tensors that the collectives of a step move.
+        about: what the members disagree about if their findings differ.
     """
 
-    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
-        self.ranks, self.group, self.device = tuple(ranks), group, device
+    def __init__(
+        self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, about: Subject = MISSING_GRADIENTS
+    ) -> None:
+        self.ranks, self.group, self.device, self.about = tuple(ranks), group, device, about
         self.rank = dist.get_rank()
         token = self.share(f"{time.time_ns()}")[0]
         store = dist.distributed_c10d._get_default_store()
@@ -160,10 +177,7 @@ class StoreAgreement:
 
     def _disagreement(self, findings: dict[int, str]) -> CanzonaError:
         said = "; ".join(f"rank {r}: {finding or 'no change'}" for r, finding in sorted(findings.items()))
-        return InvalidGradient(
-            f"gradients are missing on some ranks only ({said}); nothing was updated",
-            hint="give every rank the gradient (zeros count) or none (grad=None on all ranks skips the parameter)",
-        )
+        return InvalidGradient(f"{self.about.problem} ({said}); nothing was updated", hint=self.about.hint)
 
 
 def hash_of(text: str) -> str:

@@ -13,6 +13,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
+from tests.harness.layouts import full
 
 VOCABULARY, WIDTH, HIDDEN, LAYERS = 300, 64, 96, 2
 
@@ -77,7 +78,7 @@ def same(one: Tensor, two: Tensor) -> bool:
 def different(model: nn.Module, reference: nn.Module) -> list[str]:
     """The names of the parameters that differ by a bit."""
     pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
-    return [name for (name, one), two in pairs if not same(one.detach(), two.detach())]
+    return [name for (name, one), two in pairs if not same(full(one), two.detach())]
 
 
 def different_state(found: Any, expected: Any, path: str = "") -> list[str]:

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils import _pytree as pytree
 
 import canzona_compile
 from tests.data_parallel.models import MAKERS, Model, batch, different, different_state
+from tests.harness.layouts import full
 
 
 def compare_with_ddp(
@@ -58,20 +61,13 @@ def compare_with_ddp(
     return differences
 
 
-def whole_gradients(engine: Any) -> dict[str, torch.Tensor | None]:
-    """The reduced gradients of all parameters, put together from what all ranks own. This is a collective."""
-    own = []
-    for name, fragment in engine.fragments.items():
-        if fragment.param.grad is not None:
-            own += [(name, p.start, v) for p, v in zip(fragment.owned, fragment.param.grad.parts, strict=True)]
-    everybody: list[Any] = [None] * engine.group.size
-    dist.all_gather_object(everybody, own, group=engine.group.shard)
-    found: dict[str, Any] = {}
-    for name, start, values in (part for parts in everybody for part in parts):
-        param = engine.fragments[name].param
-        flat = found.setdefault(name, torch.full(param.shape, torch.nan, dtype=param.dtype)).view(-1)
-        flat[start : start + values.numel()] = values
-    return found
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the matrices of the blocks over a mesh, the first of each by rows and the second by columns."""
+    styles = {}
+    for name, _ in model.named_modules():
+        if name.endswith((".up", ".down")):
+            styles[name] = ColwiseParallel() if name.endswith(".up") else RowwiseParallel()
+    parallelize_module(model, mesh, styles)
 
 
 def compare_with_plain(
@@ -80,14 +76,35 @@ def compare_with_plain(
     dtype: torch.dtype = torch.float32,
     clip: float | None = None,
     accumulate: int = 1,
+    tp: int = 1,
+    replicas: int = 1,
     **options: Any,
 ) -> list[str]:
-    """Train under zero1; a plain optimizer on this rank takes the reduced gradients. What differs, by step."""
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    """Train under zero1; a plain optimizer on this rank takes the reduced gradients. What differs, by step.
+
+    Args:
+        make: the optimizers, a key of `MAKERS`.
+        steps: how many.
+        dtype: of the model.
+        clip: the largest norm of gradients.
+        accumulate: micro-steps per step.
+        tp: the size of the tensor-parallel mesh dim.
+        replicas: the size of the mesh dim that replicates groups of ZeRO-1.
+        options: of `zero1`.
+    """
+    world = dist.get_world_size()
+    shape, names = (replicas, world // tp // replicas, tp), ("replicas", "dp", "tp")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    rank = mesh.get_local_rank("dp") + 10 * mesh.get_local_rank("replicas")
     model = Model(seed=rank).to(dtype)
-    found = canzona_compile.zero1(model, MAKERS[make](model), mesh=mesh, **options)
     plain = copy.deepcopy(model)
+    if tp > 1:
+        tensor_parallel(model, mesh["tp"])
+    data = mesh["replicas", "dp"] if replicas > 1 else mesh["dp"]
+    found = canzona_compile.zero1(model, MAKERS[make](model), mesh=data, **options)
+    with torch.no_grad():
+        for one, two in zip(plain.parameters(), model.parameters(), strict=True):
+            one.copy_(full(two))
     expected = MAKERS[make](plain)
     handle = found[0].canzona
     schedules = [LambdaLR(o, lambda k: 1.0 / (1 + k)) for o in (*expected, *found)]
@@ -98,9 +115,8 @@ def compare_with_plain(
                 (model(batch(step, rank, micro)) / accumulate).backward()
         if clip is not None:
             handle.clip_grad_norm_(clip)
-        grads = whole_gradients(handle.zero1)
-        for name, param in plain.named_parameters():
-            param.grad = grads.get(name)
+        for one, two in zip(plain.parameters(), model.parameters(), strict=True):
+            one.grad = None if two.grad is None else two.grad.full_tensor()
         for optimizer in (*expected, *found):
             optimizer.step()
             optimizer.zero_grad()
@@ -109,5 +125,6 @@ def compare_with_plain(
         handle.synchronize()
         differences += [f"step {step}: {name}" for name in different(model, plain)]
     for one, two in zip(expected, found, strict=True):
-        differences += [f"state {p}" for p in different_state(two.state_dict()["state"], one.state_dict()["state"])]
+        state = pytree.tree_map(lambda v: full(v) if isinstance(v, torch.Tensor) else v, two.state_dict()["state"])
+        differences += [f"state {p}" for p in different_state(state, one.state_dict()["state"])]
     return differences

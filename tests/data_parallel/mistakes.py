@@ -1,0 +1,249 @@
+"""What goes wrong on ranks under zero1: each function makes one mistake and returns what it raised."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import canzona_compile
+from tests.data_parallel.models import MAKERS, Model, batch
+
+
+def set_up(model: nn.Module | None = None, make: str = "muon and adamw", **options: Any) -> tuple[Any, Any, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    made = model or Model()
+    optimizers: Any = canzona_compile.zero1(made, MAKERS[make](made), mesh=mesh, **{"bucket_bytes": 40_000, **options})
+    return made, optimizers, optimizers[0].canzona
+
+
+def train(model: Any, optimizers: Any, steps: int = 1, zero: bool = True) -> None:
+    for step in range(steps):
+        model(batch(step, dist.get_rank())).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers if zero else ():
+            optimizer.zero_grad()
+
+
+def said(mistake: str, *args: Any) -> str:
+    """The error that a mistake raises on this rank; empty if none."""
+    try:
+        MISTAKES[mistake](*args)
+    except canzona_compile.CanzonaError as error:
+        return f"{type(error).__name__}: {error}"
+    except RuntimeError as error:
+        return f"torch: {error}"
+    return ""
+
+
+def another_order() -> None:
+    model = Model()
+    if dist.get_rank() == 1:
+        model.head, model.embed = nn.Linear(64, 300, bias=False), nn.Embedding(300, 64)
+        model.blocks = model._modules.pop("blocks")
+    set_up(model)
+
+
+def another_shape() -> None:
+    model = Model()
+    if dist.get_rank() == 1:
+        model.head = nn.Linear(64, 301, bias=False)
+    set_up(model)
+
+
+def another_trainability() -> None:
+    model = Model()
+    model.blocks[0].up.weight.requires_grad_(dist.get_rank() == 0)
+    set_up(model)
+
+
+def backward_twice() -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers, 2)
+    model(batch(2, dist.get_rank())).backward()
+    model(batch(3, dist.get_rank())).backward()
+
+
+def backward_after_a_step_without_zero_grad() -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers, 2, zero=False)
+
+
+def step_without_backward() -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    optimizers[0].step()
+
+
+def parameter_added() -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    optimizers[0].add_param_group({"params": [nn.Parameter(torch.randn(8, 8))]})
+    train(model, optimizers)
+
+
+def memory_replaced() -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    model.blocks[0].up.weight.data = model.blocks[0].up.weight.data.clone()
+    train(model, optimizers)
+
+
+def unfrozen_later() -> None:
+    model = Model()
+    model.blocks[0].up.weight.requires_grad_(False)
+    model, optimizers, _ = set_up(model)
+    train(model, optimizers)
+    model.blocks[0].up.weight.requires_grad_(True)
+    train(model, optimizers)
+
+
+def under_ddp() -> None:
+    set_up(DistributedDataParallel(Model()))
+
+
+def under_fsdp() -> None:
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    set_up(model)
+
+
+def wrapped_already() -> None:
+    model, optimizers, _ = set_up()
+    canzona_compile.zero1(model, optimizers, mesh=dist.group.WORLD)
+
+
+def mesh_without_this_rank() -> None:
+    model = Model()
+    mesh = DeviceMesh("cpu", [0])
+    if dist.get_rank() == 0:
+        raise canzona_compile.CanzonaError("only the other rank is at fault")
+    canzona_compile.zero1(model, MAKERS["adamw"](model), mesh=mesh)
+
+
+def clipped_by_torch() -> None:
+    model, _, _ = set_up()
+    model(batch(0, dist.get_rank())).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clipped_by_value() -> None:
+    model, _, _ = set_up()
+    model(batch(0, dist.get_rank())).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def scaled_on_one_rank(gather: str) -> None:
+    model, optimizers, handle = set_up(gather=gather)
+    train(model, optimizers)
+    model(batch(1, dist.get_rank())).backward()
+    if dist.get_rank() == 0:
+        for param in model.parameters():
+            param.grad.mul_(0.5)
+    for optimizer in optimizers:
+        optimizer.step()
+    handle.synchronize()
+
+
+def scaled_differently() -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    model(batch(1, dist.get_rank())).backward()
+    torch._foreach_mul_([p.grad for p in model.parameters()], 0.5 + dist.get_rank())
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def refused_on_one_rank() -> None:
+    """One rank adds to its gradients; the other one goes on."""
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    model(batch(1, dist.get_rank())).backward()
+    if dist.get_rank() == 0:
+        model.head.weight.grad.add_(torch.ones(300, 64))
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def hook_changes_dtype() -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    if dist.get_rank() == 0:
+        model.blocks[0].up.weight.register_hook(lambda grad: grad.double())
+    train(model, optimizers)
+
+
+def optimizer_fails_on_one_rank() -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    if dist.get_rank() == 0:
+        optimizers[0].param_groups[0]["ns_steps"] = "many"
+    train(model, optimizers)
+
+
+def dies(where: str) -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    if dist.get_rank() == 1:
+        if where == "backward":
+            model.blocks[0].up.weight.register_hook(lambda _: os._exit(1))
+        elif where == "step":
+            optimizers[1].register_step_pre_hook(lambda *_: os._exit(1))
+        else:
+            with contextlib.suppress(Exception):
+                model(batch(1, 1)).backward()
+                optimizers[0].step()
+            os._exit(1)
+    train(model, optimizers)
+
+
+def read_too_early() -> None:
+    """The forward pass takes the weight of a module without calling the module."""
+
+    class Tied(Model):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.blocks(nn.functional.embedding(tokens, self.embed.weight))
+            return (x @ self.head.weight.T).square().mean()
+
+    model, optimizers, _ = set_up(Tied(), gather="forward", bucket_bytes=4000)
+    train(model, optimizers, 3)
+
+
+MISTAKES: dict[str, Callable[..., None]] = {
+    f.__name__: f
+    for f in (
+        another_order,
+        another_shape,
+        another_trainability,
+        backward_twice,
+        backward_after_a_step_without_zero_grad,
+        step_without_backward,
+        parameter_added,
+        memory_replaced,
+        unfrozen_later,
+        under_ddp,
+        under_fsdp,
+        wrapped_already,
+        mesh_without_this_rank,
+        clipped_by_torch,
+        clipped_by_value,
+        scaled_on_one_rank,
+        scaled_differently,
+        refused_on_one_rank,
+        hook_changes_dtype,
+        optimizer_fails_on_one_rank,
+        dies,
+        read_too_early,
+    )
+}
