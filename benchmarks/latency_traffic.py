@@ -65,6 +65,10 @@ def size(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
+def flat(lists: list[list[Tensor]]) -> list[Tensor]:
+    return [tensor for tensors in lists for tensor in tensors]
+
+
 def others() -> int:
     return dist.get_world_size() - 1
 
@@ -81,6 +85,8 @@ SENT: dict[str, Callable[[tuple[Any, ...]], int]] = {
     "alltoall_base_": lambda args: split_bytes(args[1], args[4]),
     "_allgather_base_": lambda args: size(args[1]) * others(),
     "allgather_": lambda args: size(args[1]) * others(),
+    "reduce_scatter_": lambda args: size(flat(args[1])) * others() // dist.get_world_size(),
+    "broadcast_": lambda args: size(args[0]) * others() // dist.get_world_size(),  # of all ranks: size * others
     "_reduce_scatter_base_": lambda args: size(args[1]) * others() // dist.get_world_size(),
     "allreduce_": lambda args: 2 * size(args[0]) * others() // dist.get_world_size(),
     # functional: (input, ...)

@@ -98,7 +98,7 @@ class Canzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        return make_report(self.step, facts_of(self.session))
+        return make_report(self.session.reported(), facts_of(self.session))
 
     def explain(self) -> Explanation:
         """Per parameter: compiled, interpreted, local or refused, and why; see `canzona_compile.explain`."""

@@ -9,13 +9,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.data_parallel.collectives import DataParallelGroup, largest, send
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
-from canzona_compile.data_parallel.norms import clip_by_norm
+from canzona_compile.data_parallel.norms import clip_by_norm, cut_by_mesh
 from canzona_compile.data_parallel.reduction import Reduction
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
@@ -120,21 +121,18 @@ class Zero1:
             if self._stepped & set(b.names) and self.reduction.present & set(b.names) <= self._stepped
         ]
         self._gather(ready)
-        if self.gather == "step":
-            self.gathering.wait()
 
     def _gather(self, indices: Sequence[int]) -> None:
         for index in indices:
             self._stepped -= set(self.buckets[index].names)
-        with torch.no_grad():
-            self.gathering.begin(indices)
+        self.gathering.queue(indices)
+        if self.gather == "step":
+            self.gathering.wait()
 
     def flush(self) -> None:
         """Gather what an optimizer updated while another one, which shares its buckets, took no step."""
         if self._stepped:
             self._gather([b.index for b in self.buckets if self._stepped & set(b.names)])
-            if self.gather == "step":
-                self.gathering.wait()
 
     def synchronize(self) -> None:
         """Wait until all parameters are whole on this rank. Every rank must call this, or run a forward pass."""
@@ -178,6 +176,11 @@ class Zero1:
     def share_infinity(self, found: Tensor) -> None:
         """Make `found` the maximum over all ranks. This is a collective."""
         largest(self.group, found, self.reduction.waiter)
+        for mesh in cut_by_mesh(list(self.fragments.values())):
+            for dim in range(mesh.ndim):
+                work = torch.distributed.all_reduce(found, ReduceOp.MAX, group=mesh.get_group(dim), async_op=True)
+                assert work is not None
+                self.reduction.waiter.wait(work)
 
     def _agree_on_scalings(self) -> None:
         """Raise unless all ranks scaled gradients alike. Ranks that did not scale do not communicate here."""

@@ -27,9 +27,6 @@ class Gathering:
         buckets: the buckets that hold them.
         group: the ranks.
         watch: waits for collectives.
-
-    Attributes:
-        called: the parameters whose modules were called since buckets were last outstanding.
     """
 
     def __init__(
@@ -39,23 +36,22 @@ class Gathering:
         self._waiting: deque[Bucket] = deque()  # updated by owners, not started
         self._pending: deque[Pending] = deque()
         self._bucket_of = {name: bucket.index for bucket in self.buckets for name in bucket.names}
-        self.called: set[str] = set()
 
     @property
     def outstanding(self) -> frozenset[int]:
         """The indices of the buckets that are not here yet."""
         return frozenset([b.index for b in self._waiting] + [p.bucket.index for p in self._pending])
 
-    def begin(self, indices: Iterable[int]) -> None:
-        """Start to gather buckets; the first ones at once, each further one when an earlier one has arrived.
+    def queue(self, indices: Iterable[int]) -> None:
+        """Note that buckets have to be gathered.
 
         Args:
             indices: those of the buckets whose parameters were updated. Every rank must give the same ones.
         """
         self._waiting.extend(self.buckets[i] for i in sorted(indices, reverse=True))
-        self._start_some()
 
-    def _start_some(self) -> None:
+    def start(self) -> None:
+        """Start the first buckets in the queue; each further one starts when an earlier one has arrived."""
         while self._waiting and len(self._pending) < IN_FLIGHT:
             bucket = self._waiting.popleft()
             own = bucket.of(self.group.rank)
@@ -77,7 +73,7 @@ class Gathering:
                 start = bucket.starts[part.owner] + part.offset
                 values = self.fragments[part.name].flat()
                 values[part.start : part.stop] = pending.result[start : start + part.length]
-        self._start_some()
+        self.start()
 
     def wait(self) -> None:
         """Wait until all parameters are whole.
@@ -86,15 +82,17 @@ class Gathering:
             CanzonaError: another rank failed, or died.
         """
         with torch.no_grad():
+            self.start()
             while self._pending:
                 self._take()
 
     def wait_for(self, names: Iterable[str]) -> None:
         """Wait until these parameters are whole."""
-        if not self._pending:
+        if not self._pending and not self._waiting:
             return
         needed = {self._bucket_of[name] for name in names}
         with torch.no_grad():
+            self.start()
             while self._pending and needed & self.outstanding:
                 self._take()
 
@@ -122,8 +120,10 @@ class ForwardHooks:
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _begin(self, *_: Any) -> None:
         gathering = self.gathering
-        if not torch.is_grad_enabled():
-            gathering.wait()  # backward cannot tell afterwards whether a parameter was read too early
+        if torch.is_grad_enabled():
+            gathering.start()
+        else:
+            gathering.wait()  # no backward pass will tell whether a parameter was read too early
         late = gathering.outstanding
         self._early = {name for i in late for name in gathering.buckets[i].names}
         self._called = set()

@@ -188,6 +188,11 @@ class Reduction:
             self.waiter.wait(work)
         self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype)
 
+    def held_bytes(self) -> int:
+        """Bytes of buckets under way and of shards that have arrived, during backward."""
+        tensors = [t for p in self._pending for t in (p.result, *p.kept)] + list(self._shards.values())
+        return sum(t.numel() * t.element_size() for t in tensors)
+
     # -- at the end of backward ----------------------------------------------------------------------
 
     def _at_end(self) -> None:

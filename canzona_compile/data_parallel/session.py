@@ -20,7 +20,7 @@ from canzona_compile.ir.step import Step, Task
 from canzona_compile.options import Options
 from canzona_compile.session.bind import Binder, BoundParam
 from canzona_compile.session.checkpoint_probe import is_dummy_step
-from canzona_compile.session.plan import Plan, make_plan
+from canzona_compile.session.plan import Plan, lower, make_plan
 from canzona_compile.session.session import Session
 
 
@@ -120,6 +120,12 @@ class OwnerSession(Session):
             layout = local_layout(double.shape, self.rank)
             task = Task(name, known.task.index, known.param_group, kind.template.name, layout)
             yield BoundParam(double, known.param_group, task, kind)
+
+    def reported(self) -> Step:
+        """Return the scheduled step of all optimizers on all ranks, with the buckets."""
+        self.last()
+        assert self._joint is not None
+        return lower(self._joint, [task.name for task in self._joint.tasks], self.options)[0]
 
     # -- state -----------------------------------------------------------------------------------------
 

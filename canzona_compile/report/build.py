@@ -32,6 +32,7 @@ from canzona_compile.ir.step import (
     Strategy,
     Task,
 )
+from canzona_compile.report.data_parallel import data_parallel_report
 from canzona_compile.report.schema import (
     Facts,
     Figures,
@@ -128,6 +129,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         suggestions=facts.suggestions,
         schedule=schedule,
         profile=facts.profile,
+        data_parallel=data_parallel_report(step.buckets),
     )
 
 

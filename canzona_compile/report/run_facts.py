@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.options import Options
 from canzona_compile.report.schema import Facts, LocalTask, ProfileReport
 from canzona_compile.session.plan import Plan
@@ -22,17 +23,18 @@ def facts_of(session: Session) -> Facts:
     assert driver is not None
     assert driver.last is not None
     plan, both = driver.plan, driver.plan.stagger
+    owner = isinstance(session, OwnerSession)
+    own = "what it owns" if owner else "its fragment"
     kinds = {id(b.kind): b.kind for b in plan.bound.values()}
     reasons = {t.name: plan.bound[t.name].kind.template.interpreted for t in plan.owned.tasks}
     return Facts(
         world_size=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         captures=session.capture.captures,
         local=tuple(
-            LocalTask(b.task.name, b.task.shape, "elementwise: each rank updates its fragment")
-            for b in plan.elementwise
+            LocalTask(b.task.name, b.task.shape, f"elementwise: each rank updates {own}") for b in plan.elementwise
         ),
         interpreted={name: why for name, why in reasons.items() if why},
-        suggestions=(*suggestions(plan, options), *eager_cuts(driver.last)),
+        suggestions=(*([] if owner else suggestions(plan, options)), *eager_cuts(driver.last)),
         numerics=options.numerics,
         variants=sum(len(k.oracle.variants) for k in kinds.values() if k.oracle is not None),
         rank_programs=len(driver.programs),

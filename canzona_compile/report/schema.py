@@ -171,6 +171,48 @@ class PredictedEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class BucketReport:
+    """One bucket.
+
+    Attributes:
+        index: its position; the gradients of bucket 0 are complete first.
+        dtype: of its parameters and gradients.
+        parameters: how many it holds.
+        elements: how many it holds, without padding.
+        padding: elements that padding and alignment add.
+        uniform: whether all shards are padded to equal length.
+        shards: elements of each owner's shard, without padding.
+    """
+
+    index: int
+    dtype: str
+    parameters: int
+    elements: int
+    padding: int
+    uniform: bool
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelReport:
+    """What one data-parallel rank sends in each phase of an iteration.
+
+    Attributes:
+        owners: the number of data-parallel ranks that share the matrices.
+        buckets: in the order in which backward completes them.
+        backward_bytes: to reduce gradients to their owners.
+        step_bytes: during the step: none.
+        forward_bytes: to gather parameters, after the step or under the next forward pass.
+    """
+
+    owners: int
+    buckets: tuple[BucketReport, ...]
+    backward_bytes: int
+    step_bytes: int
+    forward_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """A plan in figures.
 
@@ -186,6 +228,7 @@ class Figures:
             is distributed.
         predicted_seconds: seconds per step, without elementwise work.
         fallbacks: task name -> why it is interpreted.
+        data_parallel: the buckets of ZeRO-1; None without it.
     """
 
     world_size: int
@@ -211,3 +254,4 @@ class Figures:
     suggestions: tuple[str, ...]
     schedule: tuple[PredictedEvent, ...]
     profile: ProfileReport | None
+    data_parallel: DataParallelReport | None = None

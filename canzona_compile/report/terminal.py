@@ -17,6 +17,7 @@ from rich.text import Text
 from canzona_compile.analysis.step_time import rates_of
 from canzona_compile.errors import some
 from canzona_compile.report.charts import event, load_chart, profile_chart, timeline
+from canzona_compile.report.data_parallel import bucket_table
 from canzona_compile.report.schema import Figures, GridReport, TaskReport, TemplateReport
 from canzona_compile.report.sections import (
     MOST_ROWS,
@@ -66,6 +67,7 @@ def render(report: Figures) -> RenderableType:
                 f"computing per step, over a period of {plural(steps, 'step')}",
                 profile_chart(report.profile),
             ),
+            Section("Buckets", "what data-parallel ranks own of each", bucket_table(report.data_parallel)),
             Section("Micro-groups", "bytes that leave a rank, summed over all ranks", micro_groups(report)),
             Section("Tasks", "matrices by owner rank, largest first", tasks(report)),
             Section("Cost", "FLOPs of one matrix of m x n, and its bytes on the wire", costs(report)),

@@ -187,6 +187,14 @@ class Session:
             raise CanzonaError("there is no plan yet", hint="call step() once; plans are made at the first one")
         return self.driver.last.step, self.driver.last.history
 
+    def reported(self) -> Step:
+        """Return the scheduled step that the report shows: the one that the next `step()` runs.
+
+        Raises:
+            CanzonaError: no step was taken yet.
+        """
+        return self.last()[0]
+
     def plan(self) -> PlanFile:
         """Return the decisions of the current plan, for all of its matrices.
 

@@ -1,0 +1,134 @@
+"""Checkpoints between zero1, FSDP2 and one plain process: functions that run on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils import _pytree as pytree
+
+import canzona_compile
+from tests.data_parallel.models import MAKERS, Model, different_state
+from tests.harness.checkpoint_routes import quietly
+from tests.harness.layouts import full
+
+STEPS = 3
+
+
+def gradient(shape: torch.Size, step: int, index: int) -> Tensor:
+    """The gradient of a parameter in a step, the same on every rank: a mean over ranks does not change it."""
+    random = torch.Generator().manual_seed(1000 * step + index)
+    return torch.randn(shape, generator=random)
+
+
+def plain_run(make: str, steps: int) -> tuple[list[Tensor], list[Any]]:
+    """The plain optimizers in one process: parameters, and the state of each optimizer."""
+    model = Model()
+    optimizers = MAKERS[make](model)
+    for step in range(steps):
+        for i, param in enumerate(model.parameters()):
+            param.grad = gradient(param.shape, step, i)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [p.detach() for p in model.parameters()], [o.state_dict()["state"] for o in optimizers]
+
+
+class Trained:
+    """A model and its optimizers on this rank, in a layout."""
+
+    def __init__(self, layout: str, make: str) -> None:
+        self.layout = layout
+        model: Any = Model(seed=0 if layout != "zero1" else dist.get_rank())
+        self.model, self.handle = model, None
+        if layout == "fsdp":
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+        self.optimizers: Any = MAKERS[make](model)
+        if layout == "zero1":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+            canzona_compile.zero1(model, self.optimizers, mesh=mesh, bucket_bytes=40_000)
+            self.handle = self.optimizers[0].canzona
+        elif layout == "fsdp":
+            for optimizer in self.optimizers:
+                canzona_compile.wrap(optimizer)
+
+    def steps(self, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            grads = [gradient(p.shape, step, i) for i, p in enumerate(self.model.parameters())]
+            if self.layout == "zero1":  # a loss whose gradients are these
+                sum((p * g).sum() for p, g in zip(self.model.parameters(), grads, strict=True)).backward()
+            else:
+                for param, grad in zip(self.model.parameters(), grads, strict=True):
+                    param.grad = like(param, grad)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def differs(self, make: str, steps: int) -> list[str]:
+        """What differs from the plain run after so many steps; a collective."""
+        params, states = plain_run(make, steps)
+        pairs = zip(self.model.named_parameters(), params, strict=True)
+        found = [name for (name, one), two in pairs if not torch.equal(full(one), two)]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            own = optimizer.state_dict()["state"]
+            own = pytree.tree_map(lambda v: full(v) if isinstance(v, Tensor) else v, own)
+            found += different_state(own, state)
+        return found
+
+
+def like(param: nn.Parameter, whole: Tensor) -> Tensor:
+    """This rank's part of a gradient, laid out like its parameter."""
+    if not hasattr(param, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    found: Tensor = distribute_tensor(whole, param.device_mesh, param.placements)
+    return found
+
+
+def save(layout: str, make: str, folder: Path) -> list[str]:
+    """Train, and save shards."""
+    run = Trained(layout, make)
+    run.steps(0, STEPS)
+    model, optimizer = get_state_dict(run.model, list(run.optimizers))
+    with quietly():
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    return run.differs(make, STEPS)
+
+
+def load(layout: str, make: str, folder: Path) -> list[str]:
+    """Load into a new run and train on; what differs from the plain run."""
+    run = Trained(layout, make)
+    model, optimizer = get_state_dict(run.model, list(run.optimizers))
+    found = {"model": model, "optimizer": optimizer}
+    with quietly():
+        dcp.load(found, checkpoint_id=folder)
+    set_state_dict(
+        run.model, list(run.optimizers), model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+    )
+    run.steps(STEPS, 2 * STEPS)
+    return run.differs(make, 2 * STEPS)
+
+
+def by_hand(make: str) -> list[str]:
+    """A `state_dict` put back in mid-run, then unwrapped."""
+    run = Trained("zero1", make)
+    run.steps(0, STEPS)
+    state = [optimizer.state_dict() for optimizer in run.optimizers]
+    for optimizer, own in zip(run.optimizers, state, strict=True):
+        optimizer.load_state_dict(own)
+    run.steps(STEPS, 2 * STEPS)
+    found = run.differs(make, 2 * STEPS)
+    for optimizer in run.optimizers:
+        canzona_compile.unwrap(optimizer)
+    for optimizer, expected in zip(run.optimizers, plain_run(make, 2 * STEPS)[1], strict=True):
+        found += [f"unwrapped {p}" for p in different_state(optimizer.state_dict()["state"], expected)]
+    return found

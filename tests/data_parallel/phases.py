@@ -1,0 +1,154 @@
+"""What zero1 does in each phase of training, counted on ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.data_parallel.mistakes import set_up, train
+from tests.data_parallel.models import Model, batch
+from tests.data_parallel.traffic import Traffic
+from tests.harness.ranks import collectives
+
+REDUCTIONS = ("_reduce_scatter_base_", "reduce_scatter_")
+GATHERS = ("_allgather_base_", "alltoall_base_")
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """What a rank counted in one steady iteration, and what its buckets are.
+
+    Attributes:
+        buckets: how many.
+        elements: of all parameters.
+        padding: elements that padding and alignment add.
+        started: the collectives that had started when the last gradient was complete.
+        backward, step, forward: the collectives of each phase.
+        reduced: bytes sent to reduce gradients.
+        gathered: bytes sent to gather parameters.
+        late: whether buckets were outstanding when the first module ran.
+        gradients: bytes of gradients that this rank holds after backward.
+        state: bytes of optimizer state that this rank holds.
+        whole_state: bytes of the whole state.
+    """
+
+    buckets: int
+    elements: int
+    padding: int
+    started: int
+    backward: int
+    step: int
+    forward: int
+    reduced: int
+    gathered: int
+    late: bool
+    gradients: int
+    state: int
+    whole_state: int
+
+
+def measure(gather: str) -> Phases:
+    """Count a steady iteration."""
+    model: Any = Model()
+    seen: list[int] = []
+    late: list[bool] = []
+    model.embed.weight.register_post_accumulate_grad_hook(lambda _: seen.append(collectives()))
+    model, optimizers, handle = set_up(model, gather=gather)
+    model.embed.register_forward_hook(lambda *_: late.append(bool(handle.zero1.gathering.outstanding)))
+    train(model, optimizers, 3)
+    rank, engine = dist.get_rank(), handle.zero1
+    counts = [collectives()]
+    traffic = Traffic()
+    with traffic:
+        loss = model(batch(5, rank))
+    counts.append(collectives())
+    with traffic:
+        loss.backward()
+    counts.append(collectives())
+    held = sum(part.numel() * part.element_size() for f in engine.fragments.values() for part in f.param.grad.parts)
+    with traffic:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    counts.append(collectives())
+    state = sum(bytes_of(v) for optimizer in optimizers for s in optimizer.state.values() for v in s.values())
+    handle.synchronize()
+    whole = sum(bytes_of(v) for o in optimizers for s in o.state_dict()["state"].values() for v in s.values())
+    return Phases(
+        len(engine.buckets),
+        sum(b.elements for b in engine.buckets),
+        sum(b.padding for b in engine.buckets),
+        seen[-1] - counts[1],
+        counts[2] - counts[1],
+        counts[3] - counts[2],
+        counts[1] - counts[0],
+        sum(traffic.of(*REDUCTIONS)),
+        sum(traffic.of(*GATHERS)),
+        late[-1],
+        held,
+        state,
+        whole,
+    )
+
+
+def bytes_of(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) and value.ndim else 0
+
+
+def scaler_run(bad_rank: int | None) -> tuple[list[bool], list[float], float]:
+    """Three iterations with a GradScaler; on the second one a rank's gradient overflows.
+
+    Returns:
+        For each iteration whether a parameter changed; the scales; the parameter's sum at the end.
+    """
+    model, optimizers, _ = set_up()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    moved, scales = [], []
+    for step in range(3):
+        before = model.blocks[0].up.weight.detach().clone()
+        loss = model(batch(step, dist.get_rank()))
+        if step == 1 and dist.get_rank() == bad_rank:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        moved.append(not torch.equal(before, model.blocks[0].up.weight.detach()))
+        scales.append(scaler.get_scale())
+    return moved, scales, float(sum(p.detach().double().sum() for p in model.parameters()))
+
+
+class Gated(nn.Module):
+    """A model of which only a part takes part in each forward pass, decided by step and rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes, self.never = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, gate: bool) -> Tensor:
+        x = self.always(x)
+        x = self.sometimes(x) if gate else x
+        return x.square().mean()
+
+
+def gated_run(gates: list[list[bool]]) -> list[list[bool]]:
+    """Which of the three weights moved in each step; `gates` says by step and rank what takes part."""
+    model: Any = Gated()
+    model, optimizers, _ = set_up(model, make="adamw")
+    moved = []
+    for step, own in enumerate(gates):
+        before = [p.detach().clone() for p in model.parameters()]
+        torch.manual_seed(100 * step + dist.get_rank())
+        model(torch.randn(4, 16), own[dist.get_rank()]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        moved.append([not torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True)])
+    return moved

@@ -1,0 +1,50 @@
+"""What zero1 communicates and holds in backward, step and forward."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.data_parallel.phases import gated_run, measure, scaler_run
+from tests.harness.ranks import run
+
+FP32 = 4
+
+
+@pytest.mark.parametrize("gather", ["step", "forward"])
+def test_a_step_has_no_collective_of_its_own(gather: str) -> None:
+    for found in run(2, measure, gather):
+        assert found.buckets > 2
+        assert found.backward == found.buckets + 1  # a reduction per bucket, and one exchange of who has gradients
+        assert found.step == (found.buckets if gather == "step" else 0)
+        assert found.forward == (found.buckets if gather == "forward" else 0)
+        assert 1 <= found.started < found.buckets  # the last gradient was not there yet
+        assert found.late == (gather == "forward")
+        assert found.reduced == FP32 * (found.elements + found.padding) // 2
+        assert found.padding <= 0.03 * found.elements
+
+
+def test_gradients_and_state_are_held_once() -> None:
+    world = 3
+    ranks = run(world, measure, "step")
+    whole = FP32 * ranks[0].elements
+    assert sum(found.gradients for found in ranks) == whole
+    assert sum(found.state for found in ranks) == ranks[0].whole_state
+    for found in ranks:
+        assert found.state <= 1.25 * found.whole_state / world
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_an_infinity_on_one_rank_skips_the_step_on_all(bad: int | None) -> None:
+    one, two = run(2, scaler_run, bad)
+    assert one == two
+    moved, scales, _ = one
+    assert moved == [True, bad is None, True]
+    assert scales[1] == (4.0 if bad is None else 2.0)
+
+
+def test_parameters_that_no_rank_used_are_left_alone() -> None:
+    """A parameter that some rank used is updated, with zeros from the others; one that none used is skipped."""
+    gates = [[True, True], [False, True], [False, False], [True, False]]
+    one, two = run(2, gated_run, gates)
+    assert one == two
+    assert one == [[True, any(own), False] for own in gates]
