@@ -142,10 +142,10 @@ PARTS = ("kinds", "counts", "_separable")  # of a Capture
 # Attributes that every optimizer has, or that wrap() and schedulers add.
 STANDARD = {*vars(Optimizer([torch.nn.Parameter(torch.zeros(1))], {})), "canzona", "step"}
 Shared = dict[Any, Any]  # by class, attributes and groups: what optimizers alike captured
-_captured: Shared = {}
+SHARED: Shared = {}
 
 
-def share_captures(optimizer: Any, among: Shared = _captured) -> None:
+def share_captures(optimizer: Any, among: Shared = SHARED) -> None:
     """Let a wrapped optimizer use what others like it captured in this process.
 
     A capture takes a third of a second, that of an optimizer with periodic work many; it depends on no layout, and
