@@ -206,7 +206,10 @@ def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:
 
 @functools.cache
 def free_size(expression: sympy.Expr) -> int:
-    """A key that orders products of dims by their degree. There are few of them, and sympy makes a polynomial of each."""
+    """A key that orders products of dims by their degree.
+
+    Sympy makes a polynomial of a product to find it, and most nodes of a graph have the same few products.
+    """
     return sum(sympy.degree(expression, s) for s in expression.free_symbols)
 
 
