@@ -239,7 +239,7 @@ def test_saved_on_ranks_and_loaded_in_one_process(make: str, layout: str) -> Non
     assert run(1, load, make, params, saved, group=False, after=captured) == [[]]
 
 
-def test_state_shaped_like_the_parameter_goes_to_the_plain_optimizer_and_back() -> None:
+def state_to_plain_and_back() -> None:
     both = Both("muon", BLOCK, None)
     both.step()
     plain = OPTIMIZERS["muon"]([nn.Parameter(p.detach().clone()) for p in both.laid.params])
@@ -248,6 +248,10 @@ def test_state_shaped_like_the_parameter_goes_to_the_plain_optimizer_and_back() 
     both.wrapped.load_state_dict(plain.state_dict())
     both.step()
     assert both.different() == []
+
+
+def test_state_shaped_like_the_parameter_goes_to_the_plain_optimizer_and_back() -> None:
+    do_alone(partial(state_to_plain_and_back))
 
 
 def test_state_of_the_fused_matrix_is_refused() -> None:
@@ -296,7 +300,7 @@ def test_names_from_the_model() -> None:
     assert [task["name"] for task in optimizer.canzona.report().to_dict()["tasks"]] == names
 
 
-def test_a_missing_gradient_is_missing_for_every_piece() -> None:
+def miss_a_gradient() -> None:
     both = Both("soap", BLOCK, None)
     both.step()
     qkv, *_ = both.laid.params
@@ -308,14 +312,17 @@ def test_a_missing_gradient_is_missing_for_every_piece() -> None:
     assert torch.equal(before, qkv)
 
 
+def test_a_missing_gradient_is_missing_for_every_piece() -> None:
+    do_alone(partial(miss_a_gradient))
+
+
 def test_elementwise_work_is_left_whole() -> None:
     param = nn.Parameter(torch.ones(32, 16))
     optimizer = canzona_compile.wrap(AdamW([("qkv", param)]), split={"qkv": {"q": 16, "kv": 16}})
     assert [(row.name, row.how) for row in canzona_compile.explain(optimizer).parameters] == [("qkv", "local")]
 
 
-@pytest.mark.parametrize("make", ["muon", "soap"])
-def test_copies_go_on_alike(make: str) -> None:
+def go_on_in_copies(make: str) -> None:
     both = Both(make, SPLITS["interleaved"], None)
     both.step()
     both.step()
@@ -334,11 +341,20 @@ def test_copies_go_on_alike(make: str) -> None:
     assert both.different() == []
 
 
-def test_a_parameter_that_moves_keeps_its_pieces() -> None:
-    """Frameworks give a parameter other memory between steps: `model.to()`, offloading."""
+@pytest.mark.parametrize("make", ["muon", "soap"])
+def test_copies_go_on_alike(make: str) -> None:
+    do_alone(partial(go_on_in_copies, make))
+
+
+def move() -> None:
     both = Both("muon", BLOCK, None)
     both.step()
     for param in both.laid.params:
         param.data = param.data.clone()
     both.step()
     assert both.different() == []
+
+
+def test_a_parameter_that_moves_keeps_its_pieces() -> None:
+    """Frameworks give a parameter other memory between steps: `model.to()`, offloading."""
+    do_alone(partial(move))
