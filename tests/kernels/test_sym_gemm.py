@@ -24,6 +24,7 @@ from tests.kernels.kernel_cases import (
     close,
     integers,
     interpreted,
+    label,
     mirrored,
     name_of,
     product,
@@ -40,11 +41,6 @@ PAIRS = Choice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2))
 KERNELS = (LIBRARY, POINTER, TMA, PAIRS)
 TRITON = (POINTER, TMA, PAIRS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def label(value: object) -> str:
-    return name_of(value) if isinstance(value, Choice) else str(value)
-
 
 each_kernel = pytest.mark.parametrize("choice", KERNELS, ids=name_of)
 each_triton_kernel = pytest.mark.parametrize("choice", TRITON, ids=name_of)
