@@ -41,7 +41,7 @@ class Extent:
 
     def size(self, n: int) -> int:
         """A dim of a matrix."""
-        return max(16, n // 128) if self.dry else n
+        return max(16, n // 512) if self.dry else n
 
     def count(self, n: int) -> int:
         return min(n, 2) if self.dry else n

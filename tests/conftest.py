@@ -12,6 +12,8 @@ import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 Golden = Callable[..., None]
+# Files that take longest of those without ranks: a browser, processes of their own, captures in this process.
+LONG = ("test_gpu_benchmark", "test_any_optimizer", "test_page_in_browser", "test_cuda_graph", "test_trainer")
 COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # all tests, before any is deselected
 
 
@@ -26,20 +28,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run files with most work on ranks first, so that no worker is left with a long one at the end."""
+    """Run files with most work on ranks first, then other long ones: no worker is left with one at the end."""
     config.stash[COLLECTED] = list(items)
     work = Counter(
         item.path for item in items if item.get_closest_marker("ranks") and not item.get_closest_marker("full")
     )
-    items.sort(key=lambda item: -work[item.path])
+    items.sort(key=lambda item: (-work[item.path], item.path.stem not in LONG))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def plans_share_captures() -> Iterator[None]:
-    """Plans made offline need the same captures over and over."""
+    """Plans made offline need the same captures over and over, and all captures the same checks."""
     from canzona_compile.tools.planning import offline  # late, see pytest_configure
-    from tests.harness.optimizers import offline_capture
+    from tests.harness.optimizers import check_separability_once, offline_capture
 
+    check_separability_once()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "Capture", offline_capture)
         yield

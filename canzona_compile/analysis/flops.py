@@ -6,6 +6,7 @@ of them. A product counts in full, 2mkn FLOPs, also where a kernel computes one 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -203,8 +204,12 @@ def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:
     return largest if free_size(largest) > free_size(own) else own
 
 
+@functools.cache
 def free_size(expression: sympy.Expr) -> int:
-    """A key that orders products of dims by their degree."""
+    """A key that orders products of dims by their degree.
+
+    Sympy makes a polynomial of a product to find it, and most nodes of a graph have the same few products.
+    """
     return sum(sympy.degree(expression, s) for s in expression.free_symbols)
 
 

@@ -22,6 +22,8 @@ from torch.optim.optimizer import (
 
 import canzona_compile
 from canzona_compile import CanzonaError, UnsupportedOptimizer
+from tests.harness.marks import crossed
+from tests.harness.optimizers import share_captures
 from tests.harness.pairs import Pair, different, feed, muon, one_rank, parameters, params_of, same_bits, wrapped_muon
 
 # -- the object --------------------------------------------------------------------------------
@@ -132,15 +134,14 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(("name", "when"), crossed(list(SCHEDULERS), ["before", "after"]))
 def test_schedulers_made_before_or_after_wrap(name: str, when: str) -> None:
     """Warnings of torch (a step that the scheduler did not see) are errors in this suite."""
     pair = Pair()
     if when == "before":
         canzona_compile.unwrap(pair.wrapped)
     schedulers = [SCHEDULERS[name](o) for o in pair.both]
-    canzona_compile.wrap(pair.wrapped)
+    share_captures(canzona_compile.wrap(pair.wrapped))
     rates = []
     for step in range(9):
         if step == 7:
@@ -366,6 +367,7 @@ def test_copies_are_wrapped_and_independent(how: str) -> None:
 def test_a_process_group_is_lost_in_a_pickle_and_says_so() -> None:
     with one_rank():
         wrapped = canzona_compile.wrap(muon(parameters()), replicate=dist.group.WORLD, depth=1)
+        share_captures(wrapped)
         feed(wrapped, 0)
         wrapped.step()
         loaded = pickle.loads(pickle.dumps(wrapped))
@@ -377,6 +379,8 @@ def test_a_process_group_is_lost_in_a_pickle_and_says_so() -> None:
         assert all(map(same_bits, before, params_of(loaded)))
         canzona_compile.wrap(loaded, replicate=dist.group.WORLD, depth=1)
         copied = copy.deepcopy(loaded)  # in one process groups stay
+        for optimizer in (loaded, copied):
+            share_captures(optimizer)
         for optimizer in (wrapped, loaded, copied):
             feed(optimizer, 1)
             optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,22 +89,12 @@ def test_what_fails_costs_no_other_figure(tmp_path: Path) -> None:
     assert all("no such instruction" in problem for problem in found["problems"])
 
 
-STAGES = """if True:
-    import sys
-    sys.path.insert(0, "benchmarks")
-    import torch
-    from torch import fx
-    from gpu_steps import kind_of
-
-    graph = fx.Graph()
+def test_kernels_that_copy_are_not_taken_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kind_of, graph = importlib.import_module("gpu_steps").kind_of, fx.Graph()
     names = "g0_prepare muon0_prepare g0_unpack muon0_compute_stacked g0_pack g0_forward g1_apply"
-    print(*(kind_of(graph.call_module(name)) for name in names.split()))
-    """
-
-
-def test_kernels_that_copy_are_not_taken_for_products() -> None:
-    done = python("-c", STAGES)
-    assert done.stdout.split() == ["prepare", "prepare", "copy", "compute", "copy", "copy", "apply"], done.stderr
+    found = [kind_of(graph.call_module(name)) for name in names.split()]
+    assert found == ["prepare", "prepare", "copy", "compute", "copy", "copy", "apply"]
 
 
 PLUGIN = """if True:

@@ -12,6 +12,7 @@ from torch.optim import Muon
 import canzona_compile
 from tests.harness.accelerators import accelerator, fsdp2
 from tests.harness.layouts import full
+from tests.harness.optimizers import share_captures
 from tests.harness.ranks import run
 
 STEPS = 8
@@ -33,12 +34,12 @@ def train(made: Any, when: str, clip: float) -> tuple[list[Tensor], Any]:
     model = model_of()
     optimizer = Muon(model.parameters(), lr=0.1)
     if when == "before":
-        canzona_compile.wrap(optimizer, strategy="owner")
+        share_captures(canzona_compile.wrap(optimizer, strategy="owner"))
     # Accelerate steps a schedule once per rank.
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2 * made.num_processes, 0.5)
     model, prepared, schedule = made.prepare(model, optimizer, schedule)
     if when == "after":
-        canzona_compile.wrap(prepared.optimizer, strategy="owner")
+        share_captures(canzona_compile.wrap(prepared.optimizer, strategy="owner"))
     for step in range(STEPS):
         with made.accumulate(model):
             made.backward(model(batch(step)).square().sum())

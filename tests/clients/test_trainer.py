@@ -36,8 +36,8 @@ def model_of() -> Any:
     config = transformers.LlamaConfig(
         vocab_size=32,
         hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
+        intermediate_size=16,  # as many as hidden ones, so that there are few shapes to capture
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=16,

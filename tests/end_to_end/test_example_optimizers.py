@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,17 +20,18 @@ from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import Case
 from tests.harness.marks import crossed
-from tests.harness.optimizers import share_captures
+from tests.harness.optimizers import Shared, share_captures
 from tests.harness.pairs import Pair, feed, parameters, params_of
+from tests.harness.ranks import do_alone
 from tests.harness.training import Outcome, Training, check, on_ranks
 from tests.harness.training import train as train_one
 
 SMALL = ((6, 4), (4, 6), (5, 5))
 # Rows and columns that 2 and 3 ranks cannot share evenly, fewer rows than ranks, and two matrices alike.
 SHAPES = ((31, 17), (2, 20), (24, 24), (24, 24))
-STEPS = 25
+STEPS = 12
 
-# Five refreshes or more in STEPS; what a flag or a size switches is switched here.
+# Two refreshes or more in STEPS; what a flag or a size switches is switched here.
 OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "shampoo": lambda params: Shampoo(params, every=5),
     "shampoo-grafted": lambda params: Shampoo(params, momentum=0.0, every=4, graft=True, weight_decay=0.1),
@@ -279,27 +281,35 @@ def test_state_is_made_at_the_first_step_and_then_written_in_place(name: str) ->
 
 # -- wrapped, in one process -------------------------------------------------------------------
 
+CAPTURED: dict[str, Shared] = {name: {} for name in OPTIMIZERS}  # by the test that follows, for the others
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_wrapped_in_one_process(name: str) -> None:
+
+def wrapped_in_one_process(name: str) -> None:
+    CAPTURED[name].clear()
     pair = Pair(OPTIMIZERS[name], SHAPES, captures_anew=True)
+    share_captures(pair.wrapped, CAPTURED[name])
     captures = 0
     for step in range(STEPS):
         pair.set("lr", 0.03 / (1 + step))
         pair.step()
         captures = pair.report.captures if step == STEPS // 2 else captures
     assert pair.report.fallbacks == {}
-    assert pair.report.captures == captures, "all kinds of steps were captured by half time"
+    assert pair.report.captures == captures > 0, "all kinds of steps were captured by half time"
 
 
-@pytest.mark.parametrize("name", ["shampoo", "soap", "normuon"])
-def test_unwrapped_restored_and_rescheduled_between_refreshes(name: str) -> None:
-    pair = Pair(OPTIMIZERS[name], SHAPES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_wrapped_in_one_process(name: str) -> None:
+    do_alone(partial(wrapped_in_one_process, name))
+
+
+def unwrapped_restored_and_rescheduled(name: str) -> None:
+    pair = Pair(OPTIMIZERS[name], SHAPES, captures_anew=True)
+    share_captures(pair.wrapped, CAPTURED[name])
     pair.steps(3)
     saved = copy.deepcopy(pair.plain.state_dict())
     canzona_compile.unwrap(pair.wrapped)
     pair.steps(4)
-    share_captures(canzona_compile.wrap(pair.wrapped))
+    share_captures(canzona_compile.wrap(pair.wrapped), CAPTURED[name])
     pair.step(1)  # its counter is behind now
     pair.steps(4)
     for optimizer in pair.both:
@@ -308,6 +318,11 @@ def test_unwrapped_restored_and_rescheduled_between_refreshes(name: str) -> None
     pair.set("weight_decay", 0.3)
     pair.steps(6)
     assert pair.report.fallbacks == {}
+
+
+@pytest.mark.parametrize("name", ["shampoo", "soap", "normuon"])
+def test_unwrapped_restored_and_rescheduled_between_refreshes(name: str) -> None:
+    do_alone(partial(unwrapped_restored_and_rescheduled, name))
 
 
 # -- wrapped, on ranks -------------------------------------------------------------------------
@@ -324,24 +339,25 @@ TRAININGS = {name: Training(make, SHAPES, STEPS, falling) for name, make in OPTI
 
 
 def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
-    return train_one(TRAININGS[name], cases, dtype, **options)
+    return train_one(TRAININGS[name], cases, dtype, among=CAPTURED[name], **options)
 
 
 CASES = [Case("fsdp", (3,)), Case("tp_rows", (2,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("case", "name"), crossed(CASES, ["shampoo", "soap", "soap-one-sided", "normuon"], fast=2), ids=str
-)
+@pytest.mark.parametrize(("case", "name"), crossed(CASES, ["shampoo", "soap", "soap-one-sided", "normuon"]), ids=str)
 def test_wrapped_on_ranks(case: Case, name: str) -> None:
     report = check(on_ranks(train, name, [case], torch.float32, strategy="owner"))
     assert {task["strategy"] for task in report["tasks"]} == {"owner"}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["shampoo-grafted", "soap", "normuon"])
-@pytest.mark.parametrize("case", [Case("fsdp", (2,)), Case("ddp", (2,))], ids=str)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    crossed([Case("fsdp", (2,)), Case("ddp", (2,))], ["shampoo-grafted", "soap", "normuon"]),
+    ids=str,
+)
 def test_wrapped_on_ranks_in_16_bits(case: Case, name: str) -> None:
     check(on_ranks(train, name, [case], torch.bfloat16))
 

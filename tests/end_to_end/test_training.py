@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,17 @@ DTYPES = [
 # -- tensors that belong to one rank ---------------------------------------------------------------
 
 
+def step_alone(dtype: torch.dtype, *shapes: tuple[int, int]) -> None:
+    """What ranks would capture, each by itself."""
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+    optimizer = canzona_compile.wrap(torch.optim.Muon(params, lr=2e-2))
+    share_captures(optimizer)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+
 def train_own(dtype: torch.dtype) -> tuple[list[bool], int]:
     """Plain tensors without replicate=, different ones on every rank; one shape for all."""
     random = torch.Generator().manual_seed(dist.get_rank())
@@ -32,6 +45,7 @@ def train_own(dtype: torch.dtype) -> tuple[list[bool], int]:
     alone = [torch.nn.Parameter(v.clone()) for v in values]
     optimizers = [torch.optim.Muon(own, lr=2e-2), torch.optim.Muon(alone, lr=2e-2)]
     canzona_compile.wrap(optimizers[0])
+    share_captures(optimizers[0])
     before = 0
     for _ in range(4):
         for x, y in zip(own, alone, strict=True):
@@ -52,7 +66,7 @@ def train_own(dtype: torch.dtype) -> tuple[list[bool], int]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_tensors_belong_to_their_rank(dtype: torch.dtype) -> None:
-    assert run(2, train_own, dtype) == [([True] * 4, 0)] * 2
+    assert run(2, train_own, dtype, after=partial(step_alone, dtype, (16, 8))) == [([True] * 4, 0)] * 2
 
 
 def train_stage(dtype: torch.dtype) -> tuple[list[bool], int, list[str]]:
@@ -66,6 +80,7 @@ def train_stage(dtype: torch.dtype) -> tuple[list[bool], int, list[str]]:
     alone = [torch.nn.Parameter(v.clone()) for v in values]
     optimizers = [torch.optim.Muon(own, lr=2e-2), torch.optim.Muon(alone, lr=2e-2)]
     canzona_compile.wrap(optimizers[0], replicate=mesh["replicas"], strategy="owner")
+    share_captures(optimizers[0])
     before = 0
     for _ in range(4):
         for x, y in zip(own, alone, strict=True):
@@ -84,7 +99,8 @@ def train_stage(dtype: torch.dtype) -> tuple[list[bool], int, list[str]]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pipeline_stages(dtype: torch.dtype) -> None:
     first, second = ([True] * 3, 1, ["0", "1", "0"]), ([True] * 2, 1, ["2", "3"])
-    assert run(4, train_stage, dtype) == [first, first, second, second]
+    captured = partial(step_alone, dtype, (16, 8), (24, 40))
+    assert run(4, train_stage, dtype, after=captured) == [first, first, second, second]
 
 
 # -- whole training --------------------------------------------------------------------------------
@@ -125,11 +141,22 @@ def train_model(parallelism: str, dtype: torch.dtype) -> tuple[list[bool], float
     return same, last / first
 
 
+def groups_alone(dtype: torch.dtype) -> None:
+    """What ranks would capture, each by itself."""
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes_of(MUON_GROUPS)]
+    optimizer = canzona_compile.wrap(muon(param_groups(MUON_GROUPS, params)))
+    share_captures(optimizer)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("parallelism", "ranks"), [("fsdp", 3), ("ddp", 2)])
 def test_training(parallelism: str, ranks: int, dtype: torch.dtype) -> None:
-    for same, progress in run(ranks, train_model, parallelism, dtype):
+    for same, progress in run(ranks, train_model, parallelism, dtype, after=partial(groups_alone, dtype)):
         assert same == [True] * 9
         assert progress < 0.99
 

@@ -30,8 +30,8 @@ from tests.harness.toy_habits import Columns
 from tests.harness.toy_optimizers import HostReading, Listing, Nesting, ObjectKeeping, PerParameter, State, cube
 
 SHAPES = ((7, 4), (5, 5), (7, 4))  # rows that no number of ranks shares evenly; one leaf of the square is like it
-SAVED, END = 7, 13
-EVERY = 5
+SAVED, END = 4, 7
+EVERY = 3
 
 OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "muon": lambda params: Muon(params, lr=0.1),

@@ -150,8 +150,11 @@ def live(end: Connection, log: str) -> None:
 
     It must have one thread: what it forks has no others.
     """
+    from tests.harness.optimizers import check_separability_once  # late, see tests/conftest.py
+
     write_to(log)
     torch.set_num_threads(1)
+    check_separability_once()
     children: dict[int, ForkProcess] = {}
     while True:
         try:

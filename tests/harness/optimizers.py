@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
+from canzona_compile.capture import templates
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.external_counters import Counts
+from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class, signature
 
@@ -142,10 +146,10 @@ PARTS = ("kinds", "counts", "_separable")  # of a Capture
 # Attributes that every optimizer has, or that wrap() and schedulers add.
 STANDARD = {*vars(Optimizer([torch.nn.Parameter(torch.zeros(1))], {})), "canzona", "step"}
 Shared = dict[Any, Any]  # by class, attributes and groups: what optimizers alike captured
-_captured: Shared = {}
+SHARED: Shared = {}
 
 
-def share_captures(optimizer: Any, among: Shared = _captured) -> None:
+def share_captures(optimizer: Any, among: Shared = SHARED) -> None:
     """Let a wrapped optimizer use what others like it captured in this process.
 
     A capture takes a third of a second, that of an optimizer with periodic work many; it depends on no layout, and
@@ -168,14 +172,45 @@ def offline_capture(optimizer: Optimizer) -> Capture:
 _offline: Shared = {}
 
 
+def attributes_of(optimizer: Optimizer) -> tuple[tuple[str, str], ...] | None:
+    """Attributes of its own, as a key; None if there are some on which its step may depend in any way."""
+    own = {k: v for k, v in vars(optimizer).items() if k not in STANDARD}
+    simple = all(isinstance(v, int | float | str | None) for v in own.values())
+    return tuple(sorted((k, repr(v)) for k, v in own.items())) if simple else None
+
+
 def adopt(capture: Capture, among: Shared) -> None:
     """Replace what a capture has learned by what others have; the first one of its like gives its own."""
     optimizer = capture.optimizer
-    own = {k: v for k, v in vars(optimizer).items() if k not in STANDARD}
-    if not all(isinstance(v, int | float | str | None) for v in own.values()):
-        return  # its step may depend on them in any way
-    attributes = tuple(sorted((k, repr(v)) for k, v in own.items()))
+    attributes = attributes_of(optimizer)
+    if attributes is None:
+        return
     groups = frozenset(signature(group) for group in optimizer.param_groups)
     mine = [getattr(capture, name) for name in PARTS]
     for name, part in zip(PARTS, among.setdefault((plain_class(optimizer), attributes, groups), mine), strict=True):
         setattr(capture, name, part)
+
+
+# -- independence, checked once ------------------------------------------------------------------------
+
+_independent: set[Any] = set()
+
+
+def separable_once(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, name: str) -> Counts:
+    """`check_separable`, once in a process for optimizers alike, as a `Capture` does it for parameters alike.
+
+    It takes longer than a capture. What counts outside of states, or couples parameters, is checked every time.
+    """
+    attributes = attributes_of(optimizer)
+    key = (plain_class(optimizer), attributes, signature(group), len(spec.shape), spec.dtype, spec.grad_dtype)
+    if attributes is not None and key in _independent:
+        return {}
+    counts = check_separable(optimizer, group, spec, name)
+    if attributes is not None and not counts:
+        _independent.add(key)
+    return counts
+
+
+def check_separability_once() -> None:
+    """For the whole process, and those that are forked from it."""
+    templates.check_separable = separable_once

@@ -60,11 +60,17 @@ def rows_layout(shape: Shape, grid: Grid) -> Layout:
 
 
 @cache
+def muon_capture() -> Capture:
+    """One for all shapes: that Muon couples no parameters is checked once, which takes longer than a shape."""
+    return Capture(torch.optim.Muon([torch.nn.Parameter(torch.zeros(2, 2))], lr=2e-2))
+
+
+@cache
 def muon_template(shape: Shape) -> Template:
     """torch.optim.Muon's step for one matrix of float32."""
-    optimizer = torch.optim.Muon([torch.nn.Parameter(torch.zeros(2, 2))], lr=2e-2)
+    capture = muon_capture()
     spec = ParameterSpec(shape, torch.float32, torch.float32, torch.device("cpu"))
-    template = Capture(optimizer).kind_of(optimizer.param_groups[0], spec, "weight").template
+    template = capture.kind_of(capture.optimizer.param_groups[0], spec, "weight").template
     assert not template.interpreted, template.interpreted
     return template
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import canzona_compile
 from tests.harness.layouts import Case, Laid, full, local, replicate_of
-from tests.harness.optimizers import share_captures
+from tests.harness.optimizers import SHARED, Shared, share_captures
 from tests.harness.pairs import params_of, same_bits
 from tests.harness.ranks import collectives, run
 
@@ -94,19 +94,25 @@ def train(training: Training, cases: Sequence[Case], dtype: torch.dtype, **optio
 
 
 def trained(
-    training: Training, cases: Sequence[Case], dtype: torch.dtype, restored: bool = False, **options: Any
+    training: Training,
+    cases: Sequence[Case],
+    dtype: torch.dtype,
+    restored: bool = False,
+    among: Shared = SHARED,
+    **options: Any,
 ) -> tuple[Any, Outcome]:
     """The same, and the optimizer.
 
     Args:
         restored: load its own state in mid-run.
+        among: those that share captures, see `share_captures`.
         options: of `wrap`.
     """
     plain = plain_run(training, dtype)
     laid = Laid(plain.first, *cases)
     optimizer: Any = training.make(laid.params)
     canzona_compile.wrap(optimizer, replicate=replicate_of(*cases), **options)
-    share_captures(optimizer)
+    share_captures(optimizer, among)
     change = training.schedule(optimizer)
     before = 0
     for step, values in enumerate(plain.grads):

@@ -21,6 +21,7 @@ from canzona_compile.ir.bit_exactness import (
 )
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.lowering.batch_graph import FOREACH
+from tests.harness.marks import crossed
 from tests.harness.samples import CPU, Builder
 
 aten = torch.ops.aten
@@ -221,9 +222,10 @@ def test_every_line_of_the_table_is_measured() -> None:
     assert len(POSITION_FREE_ON_CPU) == len(TABLE)
 
 
-@pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize(
-    "dtypes", [*((d,) for d in DTYPES), (torch.float32, torch.bfloat16)], ids=lambda d: "+".join(map(str, d))
+    ("name", "dtypes"),
+    crossed(list(TABLE), [*((d,) for d in DTYPES), (torch.float32, torch.bfloat16)], fast=2),
+    ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value)),
 )
 def test_position_free_operators(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
     free = 0

@@ -44,6 +44,7 @@ from tests.harness.samples import (
     Builder,
     empty,
     grid_of,
+    muon_capture,
     muon_step,
     muon_template,
     rows_layout,
@@ -108,7 +109,8 @@ def fingerprint(step: Step) -> str:
 
 def test_two_captures_print_the_same() -> None:
     step = muon_step(grid_of(1, 4), MATRIX)
-    muon_template.cache_clear()
+    for cached in (muon_template, muon_capture):
+        cached.cache_clear()
     again = muon_step(grid_of(1, 4), MATRIX)
     assert step.templates[0].graph is not again.templates[0].graph
     assert show(step) == show(again)

@@ -140,3 +140,8 @@ def name_of(choice: Choice) -> str:
     """For test ids."""
     tile = choice.tile
     return choice.kernel if tile is None else f"{choice.kernel}-{tile.m}x{tile.n}x{tile.k}x{tile.stages}"
+
+
+def label(value: object) -> str:
+    """The name of a parameter of any kind."""
+    return name_of(value) if isinstance(value, Choice) else str(value)

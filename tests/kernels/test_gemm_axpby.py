@@ -14,6 +14,7 @@ from canzona_compile.kernels.dispatch import Choice, Tile, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby, reference
 from canzona_compile.kernels.padding import corner, pad_cast, padded_size
 from canzona_compile.kernels.sym_gemm import sym_gemm
+from tests.harness.marks import crossed
 from tests.kernels.kernel_cases import (
     ALIGNED,
     LAYOUTS,
@@ -21,6 +22,7 @@ from tests.kernels.kernel_cases import (
     close,
     integers,
     interpreted,
+    label,
     name_of,
     random,
     symmetric,
@@ -48,11 +50,12 @@ def exact(f: Tensor, x: Tensor, alpha: float, beta: float, right: bool) -> tuple
     return alpha * x + beta * product, abs(alpha) * x.abs() + abs(beta) * magnitude
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 5), (2, 33, 17), (3, 16, 48), (1, 40, 70)], ids=str)
-@each_side
-@each_dtype
-@each_kernel
-def test_sizes(choice: Choice, dtype: torch.dtype, right: bool, shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype", "choice", "right"),
+    crossed([(1, 1, 5), (2, 33, 17), (3, 16, 48), (1, 40, 70)], DTYPES, KERNELS, [False, True], fast=3),
+    ids=label,
+)
+def test_sizes(shape: tuple[int, int, int], dtype: torch.dtype, choice: Choice, right: bool) -> None:
     batch, m, n = shape
     x = random(batch, m, n, dtype=dtype)
     factor = random(batch, *((n, n) if right else (m, m)), dtype=dtype, seed=1)
@@ -71,10 +74,12 @@ def test_any_strides(choice: Choice, layouts: tuple[str, str]) -> None:
     assert out.untouched()
 
 
-@pytest.mark.parametrize("layouts", list(itertools.product(ALIGNED, repeat=2)), ids=str)
-@each_side
-@pytest.mark.parametrize("choice", [TMA, PAIRS], ids=name_of)
-def test_layouts_of_descriptors(choice: Choice, right: bool, layouts: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("layouts", "right", "choice"),
+    crossed(list(itertools.product(ALIGNED, repeat=2)), [False, True], [TMA, PAIRS]),
+    ids=label,
+)
+def test_layouts_of_descriptors(layouts: tuple[str, str], right: bool, choice: Choice) -> None:
     """Sizes that leave half-empty tiles, in both dims and in the sum."""
     side = 56 if right else 40
     factor = LAYOUTS[layouts[0]](random(2, side, side, dtype=torch.float16))

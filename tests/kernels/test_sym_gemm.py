@@ -16,6 +16,7 @@ from canzona_compile.kernels.dispatch import Choice, Tile, recorded, triangle
 from canzona_compile.kernels.sym_gemm import reference, sym_gemm
 from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
 from canzona_compile.kernels.triangle import triangle_row, triangle_tile
+from tests.harness.marks import crossed
 from tests.kernels.kernel_cases import (
     ALIGNED,
     LAYOUTS,
@@ -23,6 +24,7 @@ from tests.kernels.kernel_cases import (
     close,
     integers,
     interpreted,
+    label,
     mirrored,
     name_of,
     product,
@@ -48,9 +50,11 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # -- sizes and layouts ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trans", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 5), (2, 33, 17), (1, 71, 3), (3, 16, 16), (1, 15, 40)], ids=str)
-@each_dtype
+@pytest.mark.parametrize(
+    ("shape", "dtype", "trans"),
+    crossed([(1, 1, 5), (2, 33, 17), (1, 71, 3), (3, 16, 16), (1, 15, 40)], DTYPES, [False, True], fast=2),
+    ids=str,
+)
 def test_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype, trans: bool) -> None:
     batch, m, k = shape
     a = random(batch, *((k, m) if trans else (m, k)), dtype=dtype)
@@ -59,10 +63,11 @@ def test_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype, trans: bool)
     assert torch.equal(result, result.mT)
 
 
-@pytest.mark.parametrize("trans", [False, True])
-@pytest.mark.parametrize("shape", [(2, 40, 24), (1, 72, 16), (3, 8, 56), (1, 64, 32)], ids=str)
-@each_dtype
-@each_kernel
+@pytest.mark.parametrize(
+    ("choice", "dtype", "shape", "trans"),
+    crossed(KERNELS, DTYPES, [(2, 40, 24), (1, 72, 16), (3, 8, 56), (1, 64, 32)], [False, True], fast=3),
+    ids=label,
+)
 def test_sizes_that_every_kernel_takes(
     choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int], trans: bool
 ) -> None:
@@ -152,10 +157,12 @@ def test_batch_offsets_are_64_bits_wide() -> None:
 # -- scalars --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device_scalars", [False, True], ids=["floats", "tensors"])
-@pytest.mark.parametrize("scalars", list(itertools.product((1.0, -0.7), (0.0, 1.5), (0.0, -2.0))), ids=str)
-@each_kernel
-def test_scalars(choice: Choice, scalars: tuple[float, float, float], device_scalars: bool) -> None:
+@pytest.mark.parametrize(
+    ("scalars", "choice", "device_scalars"),
+    crossed(list(itertools.product((1.0, -0.7), (0.0, 1.5), (0.0, -2.0))), KERNELS, [False, True], fast=2),
+    ids=label,
+)
+def test_scalars(scalars: tuple[float, float, float], choice: Choice, device_scalars: bool) -> None:
     a, c = random(2, 24, 16, dtype=torch.float32), symmetric(2, 24, 24, dtype=torch.float32, seed=1)
     alpha, beta, diag = (torch.tensor(s) if device_scalars else s for s in scalars)
     close(sym_gemm(a, c=c, alpha=alpha, beta=beta, diag=diag, choice=choice), *product(a, None, c, *scalars))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.harness.layouts import Case, local
-from tests.harness.marks import crossed
+from tests.harness.marks import crossed, full
 from tests.harness.ranks import PATIENCE, Died, run
 from tests.harness.trainer import NAMES, SHAPES, Outcome, Trainer, check, ready
 
@@ -144,7 +144,11 @@ def test_gradient_missing_on_one_rank(cases: list[Case], steps: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("cases", "late"), crossed(GRADIENT_CASES[:4], [0.0, 1.5]), ids=names)
+@pytest.mark.parametrize(
+    ("cases", "late"),
+    [*crossed(GRADIENT_CASES[:3], [0.0, 1.5]), *(full(GRADIENT_CASES[3], late) for late in (0.0, 1.5))],
+    ids=names,
+)
 def test_gradient_missing_where_every_rank_computes_everything(cases: list[Case], late: float) -> None:
     """Under DDP such a step moves no tensor at all; still no rank may update alone."""
     found = run(cases[0].world, step_missing, cases, 2, {1: [1]}, "replicated", late, fresh=True, after=ready())
@@ -155,7 +159,7 @@ def test_gradient_missing_where_every_rank_computes_everything(cases: list[Case]
 @pytest.mark.parametrize("others", [[], [Case("fsdp", (2,))]], ids=["alone", "beside fsdp"])
 def test_gradient_of_a_tensor_of_one_rank(others: list[Case]) -> None:
     """What belongs to one rank alone concerns no other: rank 1 skips the parameter, rank 0 does not."""
-    kept, skipped = run(2, step_missing, [Case("plain", (2,)), *others], 2, {1: [0]}, "auto")
+    kept, skipped = run(2, step_missing, [Case("plain", (2,)), *others], 2, {1: [0]}, "auto", after=ready())
     everything = [f"{what}{name}" for what in ("", "momentum_buffer of ") for name in NAMES]
     assert (kept.error, sorted(kept.changed)) == ("", sorted(everything))
     assert (skipped.error, sorted(skipped.changed)) == ("", sorted(n for n in everything if "first" not in n))
@@ -173,7 +177,7 @@ def test_gradient_missing_on_one_rank_counts_as_zeros(cases: list[Case]) -> None
 @pytest.mark.ranks
 def test_different_gradients_missing() -> None:
     """Ranks that all see a change, but not the same one."""
-    found = run(3, step_missing, [Case("fsdp", (3,))], 2, {0: [2], 1: [1], 2: [1]}, fresh=True)
+    found = run(3, step_missing, [Case("fsdp", (3,))], 2, {0: [2], 1: [1], 2: [1]}, fresh=True, after=ready())
     check(found, {"InvalidGradient", "RankMismatch"}, "second", "third")
 
 

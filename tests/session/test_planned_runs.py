@@ -25,6 +25,7 @@ from canzona_compile.options import Options
 from canzona_compile.passes import FollowOwners, lowering_passes
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import mesh_of
+from tests.harness.marks import crossed
 from tests.harness.optimizers import share_captures
 from tests.harness.ranks import run
 
@@ -212,8 +213,7 @@ def test_some_matrices_everywhere_others_on_owners(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", ["hsdp=2,fsdp=2", "fsdp=4", "dp=2,tp=2"])
-@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(("mesh", "groups"), crossed(["hsdp=2,fsdp=2", "fsdp=4", "dp=2,tp=2"], [1, 3]))
 def test_both_in_one_micro_group(mesh: str, groups: int, tmp_path: Path) -> None:
     made = offline(mesh, strategy="owner", micro_groups=groups)
     mixed = replace(

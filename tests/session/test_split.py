@@ -29,7 +29,7 @@ from tests.harness.ranks import do_alone, run
 from tests.harness.toy_optimizers import HostReading
 
 Splits = Mapping[str, Split | Mapping[str, int]]
-STEPS = 8
+STEPS = 6
 NAMES = ("attention.qkv", "mlp.gate_up", "mlp.down")
 SHAPES = ((32, 16), (40, 16), (16, 20))
 BLOCK: Splits = {"*.qkv": {"q": 16, "k": 8, "v": 8}, "*.gate_up": Split({"gate": 20, "up": 20})}
@@ -40,7 +40,7 @@ SPLITS: dict[str, Splits] = {
         "*.gate_up": Split({"gate": 20, "up": 20}, interleaved=2),
     },
     "heads": {"*.qkv": Split({"q": 16, "k": 8, "v": 8}, head=4), "*.gate_up": {"gate": 20, "up": 20}},
-    "uneven": {"*.qkv": {"q": 15, "k": 11, "v": 6}, "*.gate_up": {"gate": 3, "up": 37}},
+    "uneven": {"*.qkv": {"q": 15, "k": 15, "v": 2}, "*.gate_up": {"gate": 15, "up": 25}},
     "any order": {
         "*.qkv": Split({"q": 16, "k": 8, "v": 8}, order=torch.randperm(32, generator=torch.Generator().manual_seed(1)))
     },
@@ -217,11 +217,7 @@ def save(make: str, layout: str) -> tuple[list[Tensor], dict[str, Any]]:
     return [full(p) for p in both.laid.params], {**saved, "state": state}
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("make", ["muon", "soap"])
-@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
-def test_saved_on_ranks_and_loaded_in_one_process(make: str, layout: str) -> None:
-    params, saved = run(2, save, make, layout, after=alone(make, BLOCK))[0]
+def load(make: str, params: list[Tensor], saved: dict[str, Any]) -> list[str]:
     both = Both(make, BLOCK, None)
     for _ in range(4):
         both.step()
@@ -232,10 +228,18 @@ def test_saved_on_ranks_and_loaded_in_one_process(make: str, layout: str) -> Non
     both.wrapped.load_state_dict(saved)
     for _ in range(4):
         both.step()
-    assert both.different() == []
+    return both.different()
 
 
-def test_state_shaped_like_the_parameter_goes_to_the_plain_optimizer_and_back() -> None:
+@pytest.mark.ranks
+@pytest.mark.parametrize(("make", "layout"), crossed(["muon", "soap"], ["fsdp", "ddp"]))
+def test_saved_on_ranks_and_loaded_in_one_process(make: str, layout: str) -> None:
+    captured = alone(make, BLOCK)
+    params, saved = run(2, save, make, layout, after=captured)[0]
+    assert run(1, load, make, params, saved, group=False, after=captured) == [[]]
+
+
+def state_to_plain_and_back() -> None:
     both = Both("muon", BLOCK, None)
     both.step()
     plain = OPTIMIZERS["muon"]([nn.Parameter(p.detach().clone()) for p in both.laid.params])
@@ -244,6 +248,10 @@ def test_state_shaped_like_the_parameter_goes_to_the_plain_optimizer_and_back() 
     both.wrapped.load_state_dict(plain.state_dict())
     both.step()
     assert both.different() == []
+
+
+def test_state_shaped_like_the_parameter_goes_to_the_plain_optimizer_and_back() -> None:
+    do_alone(partial(state_to_plain_and_back))
 
 
 def test_state_of_the_fused_matrix_is_refused() -> None:
@@ -273,6 +281,7 @@ def test_one_result_whatever_the_order_of_rows() -> None:
         weight, grad = (torch.zeros(32, 16).index_copy(0, torch.cat(rows), torch.cat(matrices[n])) for n in "wg")
         param = nn.Parameter(weight)
         optimizer = canzona_compile.wrap(Muon([("x.qkv", param)], lr=0.1), split={"*.qkv": split})
+        share_captures(optimizer)
         for _ in range(3):
             param.grad = grad.clone()
             optimizer.step()
@@ -291,7 +300,7 @@ def test_names_from_the_model() -> None:
     assert [task["name"] for task in optimizer.canzona.report().to_dict()["tasks"]] == names
 
 
-def test_a_missing_gradient_is_missing_for_every_piece() -> None:
+def miss_a_gradient() -> None:
     both = Both("soap", BLOCK, None)
     both.step()
     qkv, *_ = both.laid.params
@@ -303,14 +312,17 @@ def test_a_missing_gradient_is_missing_for_every_piece() -> None:
     assert torch.equal(before, qkv)
 
 
+def test_a_missing_gradient_is_missing_for_every_piece() -> None:
+    do_alone(partial(miss_a_gradient))
+
+
 def test_elementwise_work_is_left_whole() -> None:
     param = nn.Parameter(torch.ones(32, 16))
     optimizer = canzona_compile.wrap(AdamW([("qkv", param)]), split={"qkv": {"q": 16, "kv": 16}})
     assert [(row.name, row.how) for row in canzona_compile.explain(optimizer).parameters] == [("qkv", "local")]
 
 
-@pytest.mark.parametrize("make", ["muon", "soap"])
-def test_copies_go_on_alike(make: str) -> None:
+def go_on_in_copies(make: str) -> None:
     both = Both(make, SPLITS["interleaved"], None)
     both.step()
     both.step()
@@ -329,11 +341,20 @@ def test_copies_go_on_alike(make: str) -> None:
     assert both.different() == []
 
 
-def test_a_parameter_that_moves_keeps_its_pieces() -> None:
-    """Frameworks give a parameter other memory between steps: `model.to()`, offloading."""
+@pytest.mark.parametrize("make", ["muon", "soap"])
+def test_copies_go_on_alike(make: str) -> None:
+    do_alone(partial(go_on_in_copies, make))
+
+
+def move() -> None:
     both = Both("muon", BLOCK, None)
     both.step()
     for param in both.laid.params:
         param.data = param.data.clone()
     both.step()
     assert both.different() == []
+
+
+def test_a_parameter_that_moves_keeps_its_pieces() -> None:
+    """Frameworks give a parameter other memory between steps: `model.to()`, offloading."""
+    do_alone(partial(move))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.page import page
 from canzona_compile.tools.simulation.figures import Simulation, Span
+from tests.harness.marks import crossed
 from tests.tools.forecasts import NASTY, forecast, nasty
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -109,113 +111,132 @@ def browser() -> Iterator[Any]:
         made.close()
 
 
+@contextmanager
+def opened(
+    browser: Any,
+    folder: Path,
+    found: Forecast,
+    size: tuple[int, int] = DESKTOP,
+    first: tuple[str, ...] = ("timeline-0",),
+    **options: Any,
+) -> Iterator[Shown]:
+    """A forecast's page from disk; leaving it asserts that nothing was loaded and nothing went wrong."""
+    path = folder / "forecast.html"
+    path.write_text(page(found), encoding="utf-8")
+    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
+    context.set_default_timeout(120_000)
+    try:
+        shown = Shown(context.new_page())
+        shown.view.goto(path.as_uri())
+        shown.settle()
+        shown.draw(*first)
+        yield shown
+        assert shown.errors == []
+        assert shown.requests == [path.as_uri()]
+        assert shown.view.evaluate("window.broken") is None
+    finally:
+        context.close()
+
+
 @pytest.fixture
 def show(browser: Any, tmp_path: Path) -> Show:
-    """Open a forecast's page from disk; leaving it asserts that nothing was loaded and nothing went wrong."""
-
-    @contextmanager
-    def opened(
-        found: Forecast, size: tuple[int, int] = DESKTOP, first: tuple[str, ...] = ("timeline-0",), **options: Any
-    ) -> Iterator[Shown]:
-        path = tmp_path / "forecast.html"
-        path.write_text(page(found), encoding="utf-8")
-        context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
-        context.set_default_timeout(120_000)
-        try:
-            shown = Shown(context.new_page())
-            shown.view.goto(path.as_uri())
-            shown.settle()
-            shown.draw(*first)
-            yield shown
-            assert shown.errors == []
-            assert shown.requests == [path.as_uri()]
-            assert shown.view.evaluate("window.broken") is None
-        finally:
-            context.close()
-
-    return opened
+    """Open a forecast's page."""
+    return partial(opened, browser, tmp_path)
 
 
-def test_everything_is_drawn(show: Show) -> None:
-    found = nasty()
-    with show(found) as shown:
-        charts = shown.view.evaluate("[...document.querySelectorAll('.chart')].map((own) => own.id)")
-        assert {"timeline-0", "load-work", "load-time", "load-buffers", "load-sent", "comparison-chart"} < set(charts)
-        shown.draw(*charts)
-        for chart in charts:
-            assert shown.view.locator(f"#{chart} .point").count() > 1, chart
-        text = shown.text("body")
-        for word in (found.fingerprint, "predicted step", "exposed communication", "peak buffers"):
-            assert word in text
-        assert f"matrices\n{found.matrices}\n" in text
-        assert "20 m n2 + 2 m n + 10 n3 + 1" in text.replace("\u2009", " ")
-        assert NASTY[0] in shown.text("h1")
-        for alternative in found.alternatives:
-            assert alternative.name in shown.text("#comparison table")
-        rates = shown.text("#rates table")
-        kinds = [shown.view.locator(f"#rates .{kind}").count() for kind in ("measured", "assumed")]
-        assert kinds == [len(found.hardware.measured), len(found.hardware.assumed)]
-        assert min(kinds) >= 2
-        assert all(source in rates for _, source in found.hardware.sources)
-        shown.view.locator("#groups summary").click()
-        assert shown.view.locator("#groups tbody tr").count() == len(found.groups)
+@pytest.fixture(scope="module")
+def usual_page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    """A page of `forecast()` for several tests: opening one takes seconds."""
+    with opened(browser, tmp_path_factory.mktemp("usual"), forecast()) as shown:
+        yield shown
 
 
-def test_matrices_are_found_by_name_and_rank(show: Show) -> None:
-    found = nasty()
-    with show(found) as shown:
-        shown.view.locator("#matrices summary").last.click()
-        rows = shown.view.locator("#matrix-rows tr")
-        assert rows.count() == len(found.tasks)
-        shown.view.locator("#find").fill("<!-- <script>")
-        assert rows.count() == 1
-        shown.view.locator("#find").fill("rank 1")
-        assert rows.count() == sum(t.owner == 1 for t in found.tasks)
+@pytest.fixture(scope="module")
+def nasty_page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    """The same of `nasty()`."""
+    with opened(browser, tmp_path_factory.mktemp("nasty"), nasty()) as shown:
+        yield shown
 
 
-def test_pointing_names_the_matrices_and_a_click_keeps_them(show: Show) -> None:
-    found = forecast(names=NASTY)
+def test_everything_is_drawn(nasty_page: Shown) -> None:
+    found, shown = nasty(), nasty_page
+    charts = shown.view.evaluate("[...document.querySelectorAll('.chart')].map((own) => own.id)")
+    assert {"timeline-0", "load-work", "load-time", "load-buffers", "load-sent", "comparison-chart"} < set(charts)
+    shown.draw(*charts)
+    for chart in charts:
+        assert shown.view.locator(f"#{chart} .point").count() > 1, chart
+    text = shown.text("body")
+    for word in (found.fingerprint, "predicted step", "exposed communication", "peak buffers"):
+        assert word in text
+    assert f"matrices\n{found.matrices}\n" in text
+    assert "20 m n2 + 2 m n + 10 n3 + 1" in text.replace("\u2009", " ")
+    assert NASTY[0] in shown.text("h1")
+    for alternative in found.alternatives:
+        assert alternative.name in shown.text("#comparison table")
+    rates = shown.text("#rates table")
+    kinds = [shown.view.locator(f"#rates .{kind}").count() for kind in ("measured", "assumed")]
+    assert kinds == [len(found.hardware.measured), len(found.hardware.assumed)]
+    assert min(kinds) >= 2
+    assert all(source in rates for _, source in found.hardware.sources)
+    shown.view.locator("#groups summary").click()
+    assert shown.view.locator("#groups tbody tr").count() == len(found.groups)
+
+
+def test_matrices_are_found_by_name_and_rank(nasty_page: Shown) -> None:
+    found, shown = nasty(), nasty_page
+    shown.view.locator("#matrices summary").last.click()
+    rows = shown.view.locator("#matrix-rows tr")
+    assert rows.count() == len(found.tasks)
+    shown.view.locator("#find").fill("<!-- <script>")
+    assert rows.count() == 1
+    shown.view.locator("#find").fill("rank 1")
+    assert rows.count() == sum(t.owner == 1 for t in found.tasks)
+
+
+def test_pointing_names_the_matrices_and_a_click_keeps_them(nasty_page: Shown) -> None:
+    found, shown = nasty(), nasty_page
     span = next(s for s in found.simulation.spans if s.rank == 0 and NASTY[0] in s.tasks)
     transfer = next(s for s in found.simulation.spans if s.rank == 0 and s.flow >= 0)
-    with show(found) as shown:
-        place = shown.place(span)
-        said = shown.point(*place)
-        assert f"compute, micro-group {span.group}" in said
-        assert "processor" in said
-        assert NASTY[0] in said
-        shown.view.mouse.click(*place)
-        assert [item for item in shown.view.locator("#detail li").all_inner_texts() if item in span.tasks]
-        assert shown.view.locator("#detail li").count() == len(span.tasks)
-        shown.view.locator("#detail-close").click()
-        assert shown.view.locator("#detail").is_hidden()
-        said = shown.point(*shown.place(transfer))
-        assert "sends" in said
-        assert "4 ranks" in said
+    shown.draw("timeline-0")
+    place = shown.place(span)
+    said = shown.point(*place)
+    assert f"compute, micro-group {span.group}" in said
+    assert "processor" in said
+    assert NASTY[0] in said
+    shown.view.mouse.click(*place)
+    assert [item for item in shown.view.locator("#detail li").all_inner_texts() if item in span.tasks]
+    assert shown.view.locator("#detail li").count() == len(span.tasks)
+    shown.view.locator("#detail-close").click()
+    assert shown.view.locator("#detail").is_hidden()
+    said = shown.point(*shown.place(transfer))
+    assert "sends" in said
+    assert "4 ranks" in said
 
 
-def test_zoom(show: Show) -> None:
-    with show(forecast()) as shown:
-        mouse, whole = shown.view.mouse, shown.seen()
-        box = shown.view.locator("#timeline-0 .nsewdrag").first.bounding_box()
-        left, right, y = box["x"] + box["width"] * 0.25, box["x"] + box["width"] * 0.5, box["y"] + box["height"] / 2
-        mouse.move(left, y)
-        mouse.down()
-        mouse.move((left + right) / 2, y)
-        mouse.move(right, y)
-        mouse.up()
-        shown.until(lambda: shown.seen() != whole)
-        assert shown.seen() == pytest.approx((whole[1] * 0.25, whole[1] * 0.5), rel=0.02)
-        assert shown.view.locator("#detail").is_hidden()  # a drag is no click
-        mouse.dblclick(left, y)
-        shown.until(lambda: shown.seen() == pytest.approx(whole))
-        mouse.move(left, y)
-        shown.view.locator("#timeline-0 .modebar-btn[data-title='Zoom in']").click()
-        shown.until(lambda: shown.seen() != pytest.approx(whole))
-        zoomed, scrolled = shown.seen(), shown.view.evaluate("scrollY")
-        mouse.move(left, y)
-        mouse.wheel(0, 200)  # a wheel scrolls the page
-        shown.until(lambda: shown.view.evaluate("scrollY") > scrolled)
-        assert shown.seen() == zoomed
+def test_zoom(usual_page: Shown) -> None:
+    shown = usual_page
+    shown.draw("timeline-0")
+    mouse, whole = shown.view.mouse, shown.seen()
+    box = shown.view.locator("#timeline-0 .nsewdrag").first.bounding_box()
+    left, right, y = box["x"] + box["width"] * 0.25, box["x"] + box["width"] * 0.5, box["y"] + box["height"] / 2
+    mouse.move(left, y)
+    mouse.down()
+    mouse.move((left + right) / 2, y)
+    mouse.move(right, y)
+    mouse.up()
+    shown.until(lambda: shown.seen() != whole)
+    assert shown.seen() == pytest.approx((whole[1] * 0.25, whole[1] * 0.5), rel=0.02)
+    assert shown.view.locator("#detail").is_hidden()  # a drag is no click
+    mouse.dblclick(left, y)
+    shown.until(lambda: shown.seen() == pytest.approx(whole))
+    mouse.move(left, y)
+    shown.view.locator("#timeline-0 .modebar-btn[data-title='Zoom in']").click()
+    shown.until(lambda: shown.seen() != pytest.approx(whole))
+    zoomed, scrolled = shown.seen(), shown.view.evaluate("scrollY")
+    mouse.move(left, y)
+    mouse.wheel(0, 200)  # a wheel scrolls the page
+    shown.until(lambda: shown.view.evaluate("scrollY") > scrolled)
+    assert shown.seen() == zoomed
 
 
 def test_fingers(show: Show) -> None:
@@ -229,8 +250,11 @@ def test_fingers(show: Show) -> None:
         assert shown.view.evaluate(script) != "none"  # so that a finger scrolls the page
 
 
-@pytest.mark.parametrize("width", [320, 390, 768])
-@pytest.mark.parametrize("make", [nasty, lambda: forecast(2000, 3, 4, most_shown=8)], ids=["nasty", "many ranks"])
+def many_ranks() -> Forecast:
+    return forecast(2000, 3, 4, most_shown=8)
+
+
+@pytest.mark.parametrize(("width", "make"), crossed([320, 390, 768], [nasty, many_ranks]))
 def test_nothing_is_wider_than_the_screen(show: Show, width: int, make: Callable[[], Forecast]) -> None:
     with show(make(), (width, 844)) as shown:
         shown.view.evaluate("document.querySelectorAll('details').forEach((own) => { own.open = true; })")
@@ -243,26 +267,28 @@ def test_nothing_is_wider_than_the_screen(show: Show, width: int, make: Callable
         assert shown.view.evaluate(too_wide, width) == []
 
 
-def test_dark_and_light(show: Show) -> None:
+def test_dark_and_light(usual_page: Shown) -> None:
+    shown = usual_page
     ground = "getComputedStyle(document.body).backgroundColor"
     ink = "getComputedStyle(document.querySelector('#timeline-0 .ytick text')).fill"
 
     def brightness(colour: str) -> int:
         return sum(map(int, re.findall(r"\d+", colour)[:3]))
 
-    with show(forecast(), color_scheme="light") as shown:
-        assert brightness(shown.view.evaluate(ink)) < 250 < 600 < brightness(shown.view.evaluate(ground))
-        shown.view.emulate_media(color_scheme="dark")
-        shown.until(lambda: brightness(shown.view.evaluate(ink)) > 500)
-        assert brightness(shown.view.evaluate(ground)) < 150
+    shown.view.emulate_media(color_scheme="light")
+    shown.until(lambda: brightness(shown.view.evaluate(ink)) < 250)
+    assert brightness(shown.view.evaluate(ink)) < 250 < 600 < brightness(shown.view.evaluate(ground))
+    shown.view.emulate_media(color_scheme="dark")
+    shown.until(lambda: brightness(shown.view.evaluate(ink)) > 500)
+    assert brightness(shown.view.evaluate(ground)) < 150
 
 
-def test_controls_have_names(show: Show) -> None:
-    with show(forecast()) as shown:
-        nameless = """[...document.querySelectorAll("button, input, .chart, table, section")]
-            .filter((own) => !(own.getAttribute("aria-label") || own.labels?.length || own.textContent.trim()))
-            .map((own) => own.outerHTML.slice(0, 80))"""
-        assert shown.view.evaluate(nameless) == []
+def test_controls_have_names(usual_page: Shown) -> None:
+    shown = usual_page
+    nameless = """[...document.querySelectorAll("button, input, .chart, table, section")]
+        .filter((own) => !(own.getAttribute("aria-label") || own.labels?.length || own.textContent.trim()))
+        .map((own) => own.outerHTML.slice(0, 80))"""
+    assert shown.view.evaluate(nameless) == []
 
 
 def test_thousands_of_ranks_and_spans(show: Show) -> None:

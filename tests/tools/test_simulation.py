@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,17 +29,21 @@ from canzona_compile.passes import (
 from canzona_compile.report.build import wire_bytes
 from canzona_compile.tools.simulation.simulate import simulate, teams
 from canzona_compile.tools.simulation.traffic import Boxes, GroupTraffic, traffic
+from tests.harness.marks import crossed
 from tests.harness.samples import grid_of, muon_step, toy_step
 
 EVEN = ((64, 32), (32, 64), (64, 64), (64, 32), (128, 64), (32, 32))
 UNEVEN = ((33, 32), (17, 48), (5, 64), (33, 32), (3, 16))
 GRIDS = [(1, 2), (1, 3), (1, 4), (3, 1), (2, 2), (2, 3), (4, 2)]
-SETTINGS = [
-    pytest.param(grid, shapes, strategy, id=f"{grid[0]}x{grid[1]}-{name}-{strategy}")
-    for grid in GRIDS
-    for name, shapes in (("even", EVEN), ("uneven", UNEVEN))
-    for strategy in ("owner", "replicated")
-]
+SETTINGS = crossed(GRIDS, [EVEN, UNEVEN], ["owner", "replicated"], fast=2)
+NAMES = {EVEN: "even", UNEVEN: "uneven"}
+
+
+def label(value: Any) -> str:
+    return value if isinstance(value, str) else NAMES.get(value) or "x".join(map(str, value))
+
+
+each_setting = pytest.mark.parametrize(("grid", "shapes", "strategy"), SETTINGS, ids=label)
 
 
 @cache
@@ -75,7 +80,7 @@ def traffics(step: Step, hardware: Hardware) -> Iterator[tuple[GroupTraffic, dic
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 8])
-@pytest.mark.parametrize(("grid", "shapes", "strategy"), SETTINGS)
+@each_setting
 def test_bytes_are_those_of_all_blocks(
     grid: tuple[int, int], shapes: tuple[Shape, ...], strategy: str, per_node: int
 ) -> None:
@@ -105,7 +110,7 @@ def counted(exchange: Exchange, grid: Grid, phase: Phase, per_node: int) -> dict
     return found
 
 
-@pytest.mark.parametrize(("grid", "shapes", "strategy"), SETTINGS)
+@each_setting
 def test_totals_are_those_of_the_report(grid: tuple[int, int], shapes: tuple[Shape, ...], strategy: str) -> None:
     step = scheduled(grid, shapes, strategy)
     found = simulate(step, nodes_of(2))
@@ -116,7 +121,7 @@ def test_totals_are_those_of_the_report(grid: tuple[int, int], shapes: tuple[Sha
     assert {s.rank for s in spans} <= set(found.shown)
 
 
-@pytest.mark.parametrize(("grid", "shapes", "strategy"), SETTINGS)
+@each_setting
 def test_buffers_are_those_of_the_programs(grid: tuple[int, int], shapes: tuple[Shape, ...], strategy: str) -> None:
     step = scheduled(grid, shapes, strategy)
     peaks = [rank.peak for rank in simulate(step, nodes_of(2)).ranks]

@@ -32,7 +32,7 @@ def net(*widths: int, bias: bool = False) -> nn.Sequential:
 
 def muon() -> Plain:
     """Rows that two ranks share unevenly, and one row less than there are ranks."""
-    model = net(24, 33, 16, 1)
+    model = net(24, 33, 1)
     return model, Muon(model.parameters(), lr=2e-2)
 
 
@@ -72,7 +72,7 @@ def sabotaged() -> Plain:
 
 
 def scaled(template: Template) -> Template:
-    if template.shape == (16, 33):
+    if template.shape == (33, 24):
         value = outputs(template.graph)[template.writes.index("param")]
         with template.graph.inserting_after(value):
             made = template.graph.call_function(torch.ops.aten.mul.Tensor, (value, 1.001))
