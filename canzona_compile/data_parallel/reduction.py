@@ -17,6 +17,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.runtime.store_agreement import StoreAgreement, Waiter
 
+PEER_DIED = "a peer died or left; its shards of gradients and parameters are lost, so load a checkpoint to go on"
 IN_FLIGHT = 2  # buckets that are reduced at once; each holds memory of its own
 
 
@@ -57,7 +58,7 @@ class Reduction:
         self.fragments, self.buckets, self.group, self.wire = fragments, tuple(buckets), group, wire
         self.agreement, self.ledger, self.zeros = agreement, ledger, zeros
         device = next(iter(fragments.values())).param.device
-        self.waiter = Waiter([] if agreement is None else [agreement], device)
+        self.waiter = Waiter([] if agreement is None else [agreement], device, PEER_DIED)
         self.number = 0
         self.reduced = False
         self.present: frozenset[str] = frozenset()

@@ -130,7 +130,10 @@ class OwnerSession(Session):
     # -- state -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Put whole state into `optimizer.state` and drop the plan. This is a collective."""
+        """Put whole state into `optimizer.state` and drop the plan. This is a collective.
+
+        A new plan in mid-run needs `release` alone, which leaves each rank the state of what it owns.
+        """
         planned = self.driver is not None
         super().close()
         if planned:

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 
 PATIENCE = timedelta(seconds=1)
+LEFT_THE_STEP = "a peer died or left the step; what belongs to this micro-group was not updated"
 
 
 class Subject(NamedTuple):
@@ -219,13 +220,14 @@ class Waiter:
     Args:
         agreements: those in which it listens; the collection may grow later.
         device: the device of the tensors that the collectives move.
+        hint: what a collective that fails means.
 
     Attributes:
         number: the number of the step whose collectives it waits for. The caller sets it before each step.
     """
 
-    def __init__(self, agreements: Collection[StoreAgreement], device: torch.device) -> None:
-        self.agreements, self.device, self.number = agreements, device, 0
+    def __init__(self, agreements: Collection[StoreAgreement], device: torch.device, hint: str = LEFT_THE_STEP) -> None:
+        self.agreements, self.device, self.hint, self.number = agreements, device, hint, 0
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective. On the CPU the host waits; on other devices the current stream waits.
@@ -240,11 +242,13 @@ class Waiter:
             work.wait()
             return
         while True:
+            begin = time.monotonic()
             try:
                 work.wait(PATIENCE)
                 return
             except RuntimeError:  # `wait` raises the same type for a timeout and for a failure
-                if work.is_completed():
+                # Work of gloo's reduce-scatter is never complete once it failed; but then no time passes in `wait`.
+                if work.is_completed() or time.monotonic() - begin < PATIENCE.total_seconds() / 2:
                     break
             self._listen()
         try:
@@ -252,7 +256,7 @@ class Waiter:
         except RuntimeError as error:
             failure = CanzonaError(
                 f"a collective of this step failed: {str(error).splitlines()[0]}",
-                hint="a peer died or left the step; what belongs to this micro-group was not updated",
+                hint=self.hint,
             )
             for agreement in self.agreements:
                 agreement.fail(failure)

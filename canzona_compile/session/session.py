@@ -106,7 +106,7 @@ class Session:
     def _step(self) -> bool:
         driver = self.driver
         if driver is None or self._must_replan(driver):
-            self.close()
+            self.release()
             driver = self.driver = self._start()
         agreement = self._agreement
         assert agreement is not None
@@ -206,6 +206,10 @@ class Session:
         return PlanFile.of(whole(self.driver.plan, self.options))
 
     def close(self) -> None:
+        """Put what the unwrapped optimizer would hold into its state, and drop the plan. A collective as `release`."""
+        self.release()
+
+    def release(self) -> None:
         """Put the state into portable form and drop the plan. This is a collective if owners hold state."""
         if self.driver is not None:
             self.driver.store.release()

@@ -40,8 +40,8 @@ def said(mistake: str, *args: Any) -> str:
         MISTAKES[mistake](*args)
     except canzona_compile.CanzonaError as error:
         return f"{type(error).__name__}: {error}"
-    except RuntimeError as error:
-        return f"torch: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.runtime import store_agreement
 from canzona_compile.runtime.store_agreement import Waiter
 
 CPU = torch.device("cpu")
+PATIENCE = timedelta(milliseconds=20)
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_agreement, "PATIENCE", PATIENCE)
 
 
 class Work:
@@ -25,6 +34,7 @@ class Work:
     def wait(self, *_: Any) -> bool:
         self.calls += 1
         if self.calls <= self.waits:
+            time.sleep(PATIENCE.total_seconds())
             raise RuntimeError("not yet")
         if self.error:
             raise RuntimeError(f"{self.error}\nand a trace")
@@ -79,3 +89,16 @@ def test_a_call_ends_the_wait() -> None:
     with pytest.raises(CanzonaError, match="rank 1"):
         wait(Work(9), listener)
     assert (listener.heard, listener.failures) == (1, 1)
+
+
+def test_a_wait_that_fails_at_once_is_no_patience_that_ends() -> None:
+    """Work of gloo's reduce-scatter is not complete after a failure, and raises on every wait."""
+
+    class Broken(Work):
+        def is_completed(self) -> bool:
+            return False
+
+    listener = Listener()
+    with pytest.raises(CanzonaError, match="connection reset"):
+        wait(Broken(0, "connection reset"), listener)
+    assert listener.failures == 1

@@ -1,0 +1,59 @@
+"""Mistakes under zero1 are errors on every rank that say what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.data_parallel.mistakes import said
+from tests.harness.ranks import Died, run
+
+ON_BOTH = {
+    "another_order": "rank 0: blocks.0.norm.weight",
+    "another_shape": r"rank 1: head.weight \[301, 64\]",
+    "another_trainability": "requires_grad=False not trained",
+    "backward_twice": "(?s)backward ran again.*no_sync",
+    "backward_after_a_step_without_zero_grad": "(?s)backward ran again.*zero_grad",
+    "step_without_backward": "no gradient to step with",
+    "parameter_added": r"a trained parameter of shape \[8, 8\]",
+    "memory_replaced": "(?s)memory of the parameter was replaced.*blocks.0.up.weight",
+    "unfrozen_later": "(?s)no bucket holds.*requires_grad",
+    "under_ddp": "under DistributedDataParallel already",
+    "under_fsdp": "under FSDP",
+    "wrapped_already": "wrapped already",
+    "mesh_without_this_rank": "rank 1 is not part of|the other rank",
+    "clipped_by_torch": "(?s)a norm of it would differ.*clip_grad_norm_",
+    "clipped_by_value": "clamp_ would not give",
+    "scaled_differently": "rank 0: foreach_mul by 0.5 of embed.weight and 11 more; rank 1: foreach_mul by 1.5",
+    "refused_on_one_rank": "backward ran again",
+    "optimizer_fails_on_one_rank": "many",
+    "read_too_early": "(?s)before it was gathered.*gather=",
+}
+
+
+@pytest.mark.parametrize("mistake", list(ON_BOTH))
+def test_both_ranks_raise(mistake: str) -> None:
+    for text in run(2, said, mistake, fresh=True):
+        assert re.search(ON_BOTH[mistake], text), text
+
+
+@pytest.mark.parametrize("gather", ["step", "forward"])
+def test_gradients_scaled_on_one_rank_only(gather: str) -> None:
+    for text in run(2, said, "scaled_on_one_rank", gather, fresh=True):
+        assert "scaled differently on some ranks" in text
+        assert "rank 0: mul by 0.5 of embed.weight" in text
+
+
+def test_a_hook_that_changes_the_dtype() -> None:
+    """Autograd refuses it on one rank; the other one hears nothing and waits for the process group's timeout."""
+    one, two = run(2, said, "hook_changes_dtype", fresh=True, patience=20.0)
+    assert "changed the type of value" in one
+    assert "a collective of this step failed" in two
+
+
+@pytest.mark.parametrize("where", ["backward", "step", "gather"])
+def test_a_rank_that_dies(where: str) -> None:
+    one, two = run(2, said, "dies", where, fresh=True, dying=[1])
+    assert isinstance(two, Died)
+    assert "a peer died or left" in one
