@@ -13,9 +13,8 @@ from canzona_compile.ir.bucket import ALIGNMENT, Bucket, BucketSlice
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.step import Form, Step, Task
 
-SMALLEST_CUT = (
-    16384  # elements: a cut makes one more tensor to update on every step, which costs more than it evens out
-)
+SMALLEST_CUT = 16384  # elements: a cut makes one more tensor to update on every step, more than it evens out
+MOST_PADDING = 0.03  # of a bucket's elements, which padding may add for the sake of a uniform collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class FormBuckets:
     That order is taken to be the reverse of registration. A bucket closes as soon as it has `bucket_bytes`. Matrices go
     to the shard of their owner's data-parallel rank. Elementwise parameters fill the shorter shards, and large ones are
     cut for that. Shards that are still unequal are padded, so that a bucket needs one uniform collective, or stay
-    unequal: whichever is predicted to be faster.
+    unequal: whichever is predicted to be faster. Padding costs memory as well, so there is a limit to it.
 
     Attributes:
         ranks: the global ranks of one data-parallel group, in order.
@@ -81,9 +80,11 @@ class FormBuckets:
         lengths = [0] * len(self.ranks)
         for part in slices:
             lengths[part.owner] = aligned(part.offset + part.length)
-        uneven = Bucket(index, weights[0].dtype, slices, tuple(lengths), uniform=False)
+        uneven = Bucket(index, weights[0].dtype, slices, tuple(lengths), uniform=False, ranks=self.ranks)
         even = replace(uneven, uniform=True)
-        return min(even, uneven, key=lambda b: seconds(b, machine, self.ranks))  # of equal ones the uniform one
+        if even.starts[-1] - uneven.starts[-1] > MOST_PADDING * uneven.elements:
+            return uneven
+        return min(even, uneven, key=lambda b: seconds(b, machine))  # of equal ones the uniform one
 
 
 def in_buckets(weights: Iterable[Weight], bucket_bytes: int) -> Iterator[list[Weight]]:
@@ -159,15 +160,15 @@ def aligned(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
-def seconds(bucket: Bucket, machine: Machine, ranks: tuple[int, ...]) -> float:
-    """Predict the seconds of reducing a bucket.
+def seconds(bucket: Bucket, machine: Machine) -> float:
+    """Predict the seconds of reducing a bucket over its ranks; to gather it takes as long.
 
-    A uniform collective moves the padding too. An uneven one is made of one reduction per shard, each of which costs
-    the latency of a collective.
+    A rank sends every shard but its own once: along a ring for all owners, or along one ring per owner. So the rank
+    with the shortest shard sends most, and a uniform collective moves the padding too. An uneven one is made of one
+    reduction per shard, each of which costs the latency of a collective. This is cautious: they are started together.
     """
-    if len(ranks) == 1:
+    if len(bucket.ranks) < 2:
         return 0.0
-    rates = rates_of(machine, ranks)
-    collectives = 1 if bucket.uniform else sum(length > 0 for length in bucket.lengths)
-    moved = bucket.starts[-1] * bucket.dtype.itemsize * (len(ranks) - 1) / len(ranks)
-    return moved / rates.wire + collectives * rates.latency
+    rates = rates_of(machine, bucket.ranks)
+    moved = (bucket.starts[-1] - min(bucket.shard_lengths)) * bucket.dtype.itemsize
+    return moved / rates.wire + bucket.collectives * rates.latency
