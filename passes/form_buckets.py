@@ -76,15 +76,18 @@ class FormBuckets:
         return Weight(task.name, task.layout.boxes[column].numel, dtype, owner, task.name in self.whole)
 
     def _bucket(self, index: int, weights: Sequence[Weight], machine: Machine) -> Bucket:
-        slices = tuple(sorted(fill(weights, len(self.ranks)), key=lambda part: (part.owner, part.offset)))
-        lengths = [0] * len(self.ranks)
-        for part in slices:
-            lengths[part.owner] = aligned(part.offset + part.length)
-        uneven = Bucket(index, weights[0].dtype, slices, tuple(lengths), uniform=False, ranks=self.ranks)
-        even = replace(uneven, uniform=True)
-        if even.starts[-1] - uneven.starts[-1] > MOST_PADDING * uneven.elements:
-            return uneven
-        return min(even, uneven, key=lambda b: seconds(b, machine))  # of equal ones the uniform one
+        candidates: list[Bucket] = []
+        for spread in (True, False):
+            slices = sorted(fill(weights, len(self.ranks), spread), key=lambda part: (part.owner, part.offset))
+            lengths = [0] * len(self.ranks)
+            for part in slices:
+                lengths[part.owner] = aligned(part.offset + part.length)
+            uneven = Bucket(index, weights[0].dtype, tuple(slices), tuple(lengths), uniform=False, ranks=self.ranks)
+            even = replace(uneven, uniform=True)
+            if even.starts[-1] - uneven.starts[-1] <= MOST_PADDING * uneven.elements:
+                candidates.append(even)
+            candidates.append(uneven)
+        return min(candidates, key=lambda b: seconds(b, machine))  # of equal ones the first: uniform, level
 
 
 def in_buckets(weights: Iterable[Weight], bucket_bytes: int) -> Iterator[list[Weight]]:
@@ -103,7 +106,7 @@ def in_buckets(weights: Iterable[Weight], bucket_bytes: int) -> Iterator[list[We
     yield from filling.values()
 
 
-def fill(weights: Sequence[Weight], owners: int) -> Iterator[BucketSlice]:
+def fill(weights: Sequence[Weight], owners: int, spread: bool = True) -> Iterator[BucketSlice]:
     """Place the weights of one bucket in its shards.
 
     Matrices come first, then elementwise parameters that are not cut, the largest into the shortest shard. What may be
@@ -112,6 +115,8 @@ def fill(weights: Sequence[Weight], owners: int) -> Iterator[BucketSlice]:
     Args:
         weights: the weights, in the order of the bucket.
         owners: the number of data-parallel ranks.
+        spread: whether parameters that are not cut may go to an empty shard. Otherwise they join shards that hold
+            something already, if there are any: a norm is not worth a collective of its own.
 
     Yields:
         The slices.
@@ -129,7 +134,8 @@ def fill(weights: Sequence[Weight], owners: int) -> Iterator[BucketSlice]:
     grains = [w for w in weights if w.owner is None and (w.whole or w.elements < SMALLEST_CUT)]
     sand = [w for w in weights if w.owner is None and not (w.whole or w.elements < SMALLEST_CUT)]
     for weight in sorted(grains, key=lambda w: -w.elements):
-        yield put(weight, 0, weight.elements, min(range(owners), key=lambda r: (length[r], r)))
+        taken = [] if spread else [r for r in range(owners) if length[r]]
+        yield put(weight, 0, weight.elements, min(taken or range(owners), key=lambda r: (length[r], r)))
     for number, weight in enumerate(sand):
         rest = sum(w.elements for w in sand[number:])
         start = 0

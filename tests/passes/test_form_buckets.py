@@ -26,6 +26,7 @@ from tests.harness.samples import grid_of, muon_step
 CUDA = Machine("cuda", "nccl", 1)
 F32, BF16 = torch.float32, torch.bfloat16
 OWNERS = Options(strategy="owner")
+RANKS = (0, 8, 16, 24)
 
 
 @some.composite
@@ -50,11 +51,11 @@ def shards(slices: list[BucketSlice], owners: int) -> list[int]:
     return found
 
 
-@given(mixtures())
+@given(mixtures(), some.booleans())
 @settings(deadline=None, max_examples=200)
-def test_every_element_lies_in_one_place(case: tuple[list[Weight], int]) -> None:
+def test_every_element_lies_in_one_place(case: tuple[list[Weight], int], spread: bool) -> None:
     weights, owners = case
-    slices = list(fill(weights, owners))
+    slices = list(fill(weights, owners, spread))
     for weight in weights:
         own = sorted((p for p in slices if p.name == weight.name), key=lambda p: p.start)
         assert [p.start for p in own] == [0, *(p.stop for p in own[:-1])]
@@ -121,10 +122,20 @@ def test_the_choice_between_uniform_and_uneven(case: tuple[list[Weight], int]) -
         assert seconds(uneven, CUDA) < seconds(even, CUDA)
 
 
+def test_a_norm_gets_no_collective_of_its_own() -> None:
+    """One matrix on one of four ranks and a norm: one reduction of a shard that holds both."""
+    weights = [Weight("norm", 4096, F32, None, False), Weight("matrix", 1 << 24, F32, 2, False)]
+    found = FormBuckets(RANKS, 1 << 30)._bucket(0, weights, CUDA)
+    assert (found.lengths, found.uniform, found.collectives) == ((0, 0, (1 << 24) + 4096, 0), False, 1)
+    sand = [replace(weights[0], elements=1 << 26), weights[1]]
+    level = FormBuckets(RANKS, 1 << 30)._bucket(0, sand, CUDA)
+    assert (set(level.lengths), level.uniform) == ({((1 << 26) + (1 << 24)) // 4}, True), "sand levels the shards"
+
+
 def test_seconds_by_hand() -> None:
     link = named_hardware("h100").network
     lengths = (640, 0, 128, 64)
-    bucket = Bucket(0, F32, (), lengths, uniform=False, ranks=(0, 8, 16, 24))
+    bucket = Bucket(0, F32, (), lengths, uniform=False, ranks=RANKS)
     assert seconds(bucket, CUDA) == pytest.approx(4 * 832 / link.bandwidth + 3 * link.latency)
     assert seconds(replace(bucket, uniform=True), CUDA) == pytest.approx(4 * 3 * 640 / link.bandwidth + link.latency)
     assert seconds(replace(bucket, ranks=(0,), lengths=(640,)), CUDA) == 0.0

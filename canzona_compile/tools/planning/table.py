@@ -52,7 +52,11 @@ def table(forecast: Forecast) -> RenderableType:
         headline(forecast),
         (
             Section("Alternatives", "the same matrices, planned another way", alternatives(forecast)),
-            Section("Iteration", "backward, step and next forward pass, simulated; numbers in passes are buckets", phases(forecast)),
+            Section(
+                "Iteration",
+                "backward, step, next forward pass, simulated; their numbers are buckets",
+                phases(forecast),
+            ),
             Section("Load", "FLOPs of each rank per step", load_chart(forecast.loads, forecast.imbalance)),
             Section("Timeline", f"simulated{some_ranks}", simulated(forecast)),
             Section("Strategies", "of each template's matrices, alone on their ranks", strategies(forecast)),
