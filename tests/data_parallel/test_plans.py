@@ -23,7 +23,8 @@ def plan_of_run(make: str, reverse: bool, options: dict[str, Any]) -> list[str]:
     model = Model()
     optimizers = MAKERS[make](model)
     made = canzona_compile.zero1(model, optimizers[::-1] if reverse else optimizers, mesh=mesh, **options)
-    return [optimizer.canzona.plan().to_json() for optimizer in made]
+    handles: list[Any] = [optimizer.canzona for optimizer in made]  # type: ignore[attr-defined]
+    return [handle.plan().to_json() for handle in handles]
 
 
 def offline(make: str, **options: Any) -> canzona_compile.OfflinePlan:

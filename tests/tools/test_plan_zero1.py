@@ -120,8 +120,9 @@ def test_a_tied_embedding_counts_once(name: str, tables: int) -> None:
 
 
 def test_the_parameters_that_an_optimizer_holds_are_its_matrices() -> None:
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    held = torch.optim.Muon([module[1].weight])
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    module = nn.Sequential(first, second)
+    held = torch.optim.Muon([second.weight])
     model = from_module(module, matrices_of(module, held))
     assert [w.name for w in model.weights] == ["1.weight"]
     assert [w.name for w in model.everything] == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -147,7 +148,7 @@ def load(compute: float, moved: float) -> BucketLoad:
 
 def test_short_transfers_hide_under_backward_but_for_the_last() -> None:
     found = backward_pass([load(1.0, 0.5)] * 4, RANKS, H100)
-    assert (found.seconds, found.exposed) == (pytest.approx(8.5), pytest.approx(0.5))
+    assert (found.seconds, found.exposed) == pytest.approx((8.5, 0.5))
 
 
 def test_long_transfers_decide() -> None:
@@ -159,7 +160,7 @@ def test_long_transfers_decide() -> None:
 def test_gathers_before_or_under_the_forward_pass() -> None:
     loads = [load(1.0, 0.25)] * 4
     before, under = (forward_pass(loads, RANKS, H100, overlapped) for overlapped in (False, True))
-    assert (before.seconds, under.seconds) == (pytest.approx(5.0), pytest.approx(4.25))
+    assert (before.seconds, under.seconds) == pytest.approx((5.0, 4.25))
     assert before.compute == under.compute == pytest.approx(4.0)
 
 

@@ -27,16 +27,10 @@ def phase_rows(zero1: Zero1Forecast) -> Iterator[tuple[str, ...]]:
 def plan_cells(one: Alternative) -> tuple[str, ...]:
     """The cells of PLANS for a plan; "-" where a plan has no buckets."""
     own = one.zero1
-    told = ("-",) * 3 if own is None else (format_flops(own.makespan), padding_text(own), format_bytes(own.sent))
-    exposed = one.exposed if own is None else own.exposed
-    return (
-        one.name,
-        format_seconds(one.seconds),
-        f"{one.imbalance:.2f}",
-        *told,
-        format_seconds(exposed),
-        format_bytes(one.peak),
-    )
+    told = ("-",) * 4
+    if own is not None:
+        told = (format_flops(own.makespan), padding_text(own), format_bytes(own.sent), format_seconds(own.exposed))
+    return (one.name, format_seconds(one.seconds), f"{one.imbalance:.2f}", *told, format_bytes(one.peak))
 
 
 def padding_text(zero1: Zero1Forecast) -> str:
