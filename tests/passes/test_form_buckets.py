@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from canzona_compile.errors import InvalidStep
@@ -22,6 +22,7 @@ from canzona_compile.options import Options
 from canzona_compile.passes import FormBuckets, planning_passes, zero1_passes
 from canzona_compile.passes.form_buckets import MOST_PADDING, SMALLEST_CUT, Weight, aligned, fill, in_buckets, seconds
 from tests.harness.samples import grid_of, muon_step
+from tests.harness.untimed import untimed
 
 CUDA = Machine("cuda", "nccl", 1)
 F32, BF16 = torch.float32, torch.bfloat16
@@ -52,7 +53,7 @@ def shards(slices: list[BucketSlice], owners: int) -> list[int]:
 
 
 @given(mixtures(), some.booleans())
-@settings(deadline=None, max_examples=200)
+@untimed(200)
 def test_every_element_lies_in_one_place(case: tuple[list[Weight], int], spread: bool) -> None:
     weights, owners = case
     slices = list(fill(weights, owners, spread))
@@ -72,7 +73,7 @@ def test_every_element_lies_in_one_place(case: tuple[list[Weight], int], spread:
 
 
 @given(mixtures())
-@settings(deadline=None, max_examples=200)
+@untimed(200)
 def test_cut_parameters_level_the_shards(case: tuple[list[Weight], int]) -> None:
     """No shard that sand was poured into stands out by more than alignment; no shard lies below those and is left."""
     weights, owners = case
@@ -80,7 +81,7 @@ def test_cut_parameters_level_the_shards(case: tuple[list[Weight], int]) -> None
     cut = {w.name for w in weights if not (w.whole or w.owner is not None or w.elements < SMALLEST_CUT)}
     poured = {p.owner for p in slices if p.name in cut}
     lengths = shards(slices, owners)
-    slack = (len(cut) + 1) * owners * ALIGNMENT  # each cut is rounded, and the last shard takes what is left
+    slack = (len(weights) + 1) * owners * ALIGNMENT  # every slice is rounded, and the last shard takes what is left
     if poured:
         assert max(lengths[r] for r in poured) <= min(lengths) + slack
     whole = shards([p for p in slices if p.name not in cut], owners)
@@ -88,7 +89,7 @@ def test_cut_parameters_level_the_shards(case: tuple[list[Weight], int]) -> None
 
 
 @given(mixtures(), some.sampled_from([1, 1 << 16, 1 << 20, 1 << 30]))
-@settings(deadline=None, max_examples=100)
+@untimed(100)
 def test_buckets_close_when_they_are_full(case: tuple[list[Weight], int], size: int) -> None:
     weights = [replace(w, dtype=(F32, BF16)[i % 2]) for i, w in enumerate(case[0])]
     found = list(in_buckets(weights, size))
@@ -101,7 +102,7 @@ def test_buckets_close_when_they_are_full(case: tuple[list[Weight], int], size: 
 
 
 @given(mixtures())
-@settings(deadline=None, max_examples=100)
+@untimed(100)
 def test_the_choice_between_uniform_and_uneven(case: tuple[list[Weight], int]) -> None:
     weights, owners = case
     former = FormBuckets(tuple(range(owners)), 1 << 40)
