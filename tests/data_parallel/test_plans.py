@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import canzona_compile
-from tests.data_parallel.models import MAKERS, Model
+from tests.data_parallel.models import MAKERS, Block, Model
 from tests.harness.ranks import run
 
 BUCKETS = 40_000  # bytes: several buckets, and embedding and head are cut
@@ -59,6 +61,42 @@ def test_offline_and_real_plans_are_equal(make: str, options: dict[str, Any]) ->
             assert found["digests"] == dict(planned.file.digests)
             assert found["fingerprint"] == planned.fingerprint
     assert "buckets" in dict(planned.file.digests)
+
+
+def plan_under_tensor_parallelism(options: dict[str, Any]) -> str:
+    """The plan of a run on dp=2, tp=2, whose matrices are DTensors over tp."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Model()
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for module, dim in ((block.up, 0), (block.down, 1)):
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh["tp"], [Shard(dim)]))
+    made = canzona_compile.zero1(model, MAKERS["muon and adamw"](model), mesh=mesh["dp"], **options)
+    handle: Any = made[0].canzona  # type: ignore[attr-defined]
+    return str(handle.plan().fingerprint)
+
+
+@pytest.mark.ranks
+def test_under_tensor_parallelism() -> None:
+    shapes = {
+        name: {"shape": list(param.shape), "tp": cut_dim(name), "elementwise": cut_dim(name) is None}
+        for name, param in Model().named_parameters()
+    }
+    planned = canzona_compile.plan(
+        shapes,
+        mesh={"dp": 2, "tp": 2},
+        optimizer=torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))], lr=0.02, weight_decay=0.1),
+        updates="zero1",
+        hardware="cpu",
+        alternatives=False,
+        bucket_bytes=BUCKETS,
+    )
+    assert run(4, plan_under_tensor_parallelism, {"bucket_bytes": BUCKETS}) == [planned.fingerprint] * 4
+
+
+def cut_dim(name: str) -> int | None:
+    """The dim of a matrix that tensor parallelism cuts."""
+    return {"up.weight": 0, "down.weight": 1}.get(".".join(name.split(".")[-2:]))
 
 
 @pytest.mark.ranks
