@@ -10,6 +10,9 @@ from canzona_compile.report.units import format_bytes, format_flops, format_seco
 from canzona_compile.tools.planning.markdown import rows
 from reproduction_cases import PEAK, PLANNERS, TOKENS, UTILISATION, Case, Iteration, ScaleRow
 
+RANKS = 256
+BLENDS = ("static", "alpha 0", "alpha 0.5", "alpha 1", "joint")
+
 HEAD = """# Canzona's headline, planned anew
 
 The paper (arXiv 2602.06079) reports for Qwen3-32B on 256 GPUs an optimizer step 5.8 times as fast and iterations 1.57
@@ -37,6 +40,7 @@ def document(
         headline(cases, iterations, paper),
         balance(cases),
         latency(cases),
+        buckets(cases),
         ours(cases),
         whole_iterations(cases, iterations),
         scaling(scaled) if scaled else (),
@@ -58,10 +62,10 @@ def assumptions(hardware: Hardware) -> Iterator[str]:
         "parallelism between nodes. The paper does not give it."
     )
     yield from paragraph(
-        "- ZeRO-1, as in the authors' Megatron: gradients are reduced to where they are needed during "
-        "backward, a matrix's data-parallel owner updates it, and parameters are gathered under the next "
-        "forward pass. Neither is part of the optimizer step, in the paper's figures or in these; `hidden` "
-        "below is the gather."
+        "- ZeRO-1, as in the authors' Megatron and in `canzona_compile.zero1`: gradients are reduced to where "
+        "they are needed during backward, a matrix's data-parallel owner updates it, and parameters are "
+        "gathered for the next forward pass. Neither is part of the optimizer step, in the paper's figures or "
+        "in these; the section on buckets has both."
     )
     yield from paragraph(
         "- Nothing is fused, gradients are cast to bfloat16 before they travel, one all-to-all each way per "
@@ -144,7 +148,7 @@ def latency(cases: Sequence[Case]) -> Iterator[str]:
     )
     yield ""
     yield from rows(
-        ("", "(a)", "(b) static", "(b) alpha", "(b) balanced", *(f"(c) {p}" for p in PLANNERS), "(c) fast", "hidden"),
+        ("", "(a)", "(b) static", "(b) alpha", "(b) balanced", *(f"(c) {p}" for p in PLANNERS), "(c) fast"),
         (
             (
                 name_of(c),
@@ -152,19 +156,52 @@ def latency(cases: Sequence[Case]) -> Iterator[str]:
                 *(format_seconds(c.redundant[p]) for p in ("static", "alpha", "lpt")),
                 *(format_seconds(c.owners[p]) for p in PLANNERS),
                 format_seconds(c.fast),
-                format_seconds(c.hidden),
             )
             for c in cases
         ),
     )
 
 
+def buckets(cases: Sequence[Case]) -> Iterator[str]:
+    yield "## Buckets of ZeRO-1"
+    yield ""
+    case = next(c for c in cases if (c.setting.model, c.split) == ("qwen3-32b", "qkv,gate-up"))
+    yield from paragraph(
+        f"{name_of(case)}, in float32, as `zero1` lays it out: buckets of 64 MiB, and padding is what equal shards and "
+        "alignment add to the elements. Traffic is what leaves a rank over the data-parallel axis during "
+        "backward, and again before or during the next forward pass; the step has none. Exposed is what this adds "
+        "to the passes of 8192 tokens per data-parallel rank, if parameters are gathered before the forward pass."
+    )
+    yield ""
+    yield from rows(
+        ("", "max/mean FLOPs", "busiest rank", "padding", "traffic, each way", "backward, exposed", "step", "gather"),
+        (bucket_cells(name, case) for name in BLENDS),
+    )
+
+
+def bucket_cells(name: str, case: Case) -> tuple[str, ...]:
+    """The cells of one planner."""
+    one = case.plans[name]
+    assert one.zero1 is not None
+    backward, step, forward = one.zero1.phases
+    return (
+        name,
+        f"{one.imbalance:.2f}",
+        format_flops(one.zero1.makespan),
+        f"{one.zero1.padding_share:.2%}",
+        format_bytes(backward.sent // RANKS),
+        format_seconds(backward.exposed),
+        format_seconds(step.seconds),
+        format_seconds(forward.exposed),
+    )
+
+
 def ours(cases: Sequence[Case]) -> Iterator[str]:
-    yield "## What the runtime executes today"
+    yield "## Without ZeRO-1"
     yield ""
     yield from paragraph(
-        "It has no ZeRO-1. Over plain replicas (`dp`, as under DDP) every replica applies all updates and "
-        "their exchange is part of the step; with FSDP2 on tensor parallelism (`fsdp`) owners exchange "
+        "`zero1` executes (c). Under `wrap`, over plain replicas (`dp`, as under DDP), every replica applies all "
+        "updates and their exchange is part of the step; with FSDP2 on tensor parallelism (`fsdp`) owners exchange "
         "fragments with all ranks and nothing is repeated. Exact numerics, the planner joint:"
     )
     yield ""

@@ -11,6 +11,9 @@ steps of another:
     gram               placed    -> placed     iterations on small Gram matrices (fast numerics)
     assign-owners      placed    -> owned      which rank computes each matrix, or that every rank does
       follow-owners    placed    -> owned      ... as a plan file says
+    ZeRO-1: once per model, for all of its optimizers
+    form-buckets       owned     -> owned      where gradients and parameters lie when ranks reduce and gather them
+    owner-replica      owned     -> owned      that only the owner's replica updates a matrix
     first step of each task: once per set of parameters
     place              captured  -> placed     as above, for the optimizer's own eager step
     inherit-owners     placed    -> owned      the owners of the planned step
@@ -26,7 +29,6 @@ steps of another:
     emit               scheduled -> emitted    the program of one rank
     lowering anew: for forecasts alone
     reopen             scheduled -> owned      nothing: it takes a schedule back
-    owner-replica      owned     -> owned      that only the owner's replica applies updates (ZeRO-1)
     ...                owned     -> scheduled  the lowering, with other options
 
 A pass is a frozen dataclass whose fields are its options. It imports no other pass, and prints, times and mutates
@@ -165,11 +167,10 @@ def generates(machine: Machine) -> bool:
     return machine.device == "cuda" and available()
 
 
-def relowering_passes(options: Options, owner_replica: bool = False) -> list[Pass]:
+def relowering_passes(options: Options) -> list[Pass]:
     """From a schedule to another one of the same tasks and owners (SCHEDULED to SCHEDULED), for forecasts.
 
     Args:
         options: those of the new schedule.
-        owner_replica: only the owner's replica applies updates, as with ZeRO-1.
     """
-    return [Reopen(), *([OwnerReplica()] if owner_replica else []), *lowering_passes(options)]
+    return [Reopen(), *lowering_passes(options)]

@@ -13,9 +13,8 @@ from canzona_compile.ir.bucket import ALIGNMENT, Bucket, BucketSlice
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.step import Form, Step, Task
 
-SMALLEST_CUT = (
-    16384  # elements: a cut makes one more tensor to update on every step, which costs more than it evens out
-)
+SMALLEST_CUT = 16384  # elements: a cut makes one more tensor to update on every step, more than it evens out
+MOST_PADDING = 0.03  # of a bucket's elements, which padding may add for the sake of a uniform collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class FormBuckets:
     That order is taken to be the reverse of registration. A bucket closes as soon as it has `bucket_bytes`. Matrices go
     to the shard of their owner's data-parallel rank. Elementwise parameters fill the shorter shards, and large ones are
     cut for that. Shards that are still unequal are padded, so that a bucket needs one uniform collective, or stay
-    unequal: whichever is predicted to be faster.
+    unequal: whichever is predicted to be faster. Padding costs memory as well, so there is a limit to it.
 
     Attributes:
         ranks: the global ranks of one data-parallel group, in order.
@@ -77,13 +76,18 @@ class FormBuckets:
         return Weight(task.name, task.layout.boxes[column].numel, dtype, owner, task.name in self.whole)
 
     def _bucket(self, index: int, weights: Sequence[Weight], machine: Machine) -> Bucket:
-        slices = tuple(sorted(fill(weights, len(self.ranks)), key=lambda part: (part.owner, part.offset)))
-        lengths = [0] * len(self.ranks)
-        for part in slices:
-            lengths[part.owner] = aligned(part.offset + part.length)
-        uneven = Bucket(index, weights[0].dtype, slices, tuple(lengths), uniform=False)
-        even = replace(uneven, uniform=True)
-        return min(even, uneven, key=lambda b: seconds(b, machine, self.ranks))  # of equal ones the uniform one
+        candidates: list[Bucket] = []
+        for spread in (True, False):
+            slices = sorted(fill(weights, len(self.ranks), spread), key=lambda part: (part.owner, part.offset))
+            lengths = [0] * len(self.ranks)
+            for part in slices:
+                lengths[part.owner] = aligned(part.offset + part.length)
+            uneven = Bucket(index, weights[0].dtype, tuple(slices), tuple(lengths), uniform=False, ranks=self.ranks)
+            even = replace(uneven, uniform=True)
+            if even.starts[-1] - uneven.starts[-1] <= MOST_PADDING * uneven.elements:
+                candidates.append(even)
+            candidates.append(uneven)
+        return min(candidates, key=lambda b: seconds(b, machine))  # of equal ones the first: uniform, level
 
 
 def in_buckets(weights: Iterable[Weight], bucket_bytes: int) -> Iterator[list[Weight]]:
@@ -102,7 +106,7 @@ def in_buckets(weights: Iterable[Weight], bucket_bytes: int) -> Iterator[list[We
     yield from filling.values()
 
 
-def fill(weights: Sequence[Weight], owners: int) -> Iterator[BucketSlice]:
+def fill(weights: Sequence[Weight], owners: int, spread: bool = True) -> Iterator[BucketSlice]:
     """Place the weights of one bucket in its shards.
 
     Matrices come first, then elementwise parameters that are not cut, the largest into the shortest shard. What may be
@@ -111,6 +115,8 @@ def fill(weights: Sequence[Weight], owners: int) -> Iterator[BucketSlice]:
     Args:
         weights: the weights, in the order of the bucket.
         owners: the number of data-parallel ranks.
+        spread: whether parameters that are not cut may go to an empty shard. Otherwise they join shards that hold
+            something already, if there are any: a norm is not worth a collective of its own.
 
     Yields:
         The slices.
@@ -128,7 +134,8 @@ def fill(weights: Sequence[Weight], owners: int) -> Iterator[BucketSlice]:
     grains = [w for w in weights if w.owner is None and (w.whole or w.elements < SMALLEST_CUT)]
     sand = [w for w in weights if w.owner is None and not (w.whole or w.elements < SMALLEST_CUT)]
     for weight in sorted(grains, key=lambda w: -w.elements):
-        yield put(weight, 0, weight.elements, min(range(owners), key=lambda r: (length[r], r)))
+        taken = [] if spread else [r for r in range(owners) if length[r]]
+        yield put(weight, 0, weight.elements, min(taken or range(owners), key=lambda r: (length[r], r)))
     for number, weight in enumerate(sand):
         rest = sum(w.elements for w in sand[number:])
         start = 0
@@ -159,15 +166,15 @@ def aligned(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
-def seconds(bucket: Bucket, machine: Machine, ranks: tuple[int, ...]) -> float:
-    """Predict the seconds of reducing a bucket.
+def seconds(bucket: Bucket, machine: Machine) -> float:
+    """Predict the seconds of reducing a bucket over its ranks; to gather it takes as long.
 
-    A uniform collective moves the padding too. An uneven one is made of one reduction per shard, each of which costs
-    the latency of a collective.
+    A rank sends every shard but its own once: along a ring for all owners, or along one ring per owner. So the rank
+    with the shortest shard sends most, and a uniform collective moves the padding too. An uneven one is made of one
+    reduction per shard, each of which costs the latency of a collective. This is cautious: they are started together.
     """
-    if len(ranks) == 1:
+    if len(bucket.ranks) < 2:
         return 0.0
-    rates = rates_of(machine, ranks)
-    collectives = 1 if bucket.uniform else sum(length > 0 for length in bucket.lengths)
-    moved = bucket.starts[-1] * bucket.dtype.itemsize * (len(ranks) - 1) / len(ranks)
-    return moved / rates.wire + collectives * rates.latency
+    rates = rates_of(machine, bucket.ranks)
+    moved = (bucket.starts[-1] - min(bucket.shard_lengths)) * bucket.dtype.itemsize
+    return moved / rates.wire + bucket.collectives * rates.latency

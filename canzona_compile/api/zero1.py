@@ -24,16 +24,17 @@ from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrappe
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.fragment import Fragment
-from canzona_compile.data_parallel.joint_plan import plan_jointly
+from canzona_compile.data_parallel.joint_plan import JointPlan, plan_jointly
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.hardware import Hardware, named_hardware
+from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.options import MissingGrads, Numerics, Options
 from canzona_compile.runtime.store_agreement import StoreAgreement, Subject
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 
-BUCKET_BYTES = 64 * 2**20
 SCALED_APART = Subject(
     "gradients were scaled differently on some ranks",
     "scale gradients alike on all ranks, or not at all; clip with optimizer.canzona.clip_grad_norm_(max_norm)",
@@ -48,11 +49,19 @@ class Zero1Canzona(Canzona):
 
     Attributes:
         zero1: the buckets of the model and their collectives; all optimizers of one call share it.
+        joint: the plan of the model, which they share too.
     """
 
-    def __init__(self, session: OwnerSession) -> None:
+    def __init__(self, session: OwnerSession, zero1: Zero1, joint: JointPlan) -> None:
         super().__init__(session)
-        self.zero1: Zero1
+        self.zero1, self.joint = zero1, joint
+
+    def plan(self) -> PlanFile:
+        """Owners, buckets and micro-groups of the whole model: all matrices, of all optimizers of the call of `zero1`.
+
+        `canzona_compile.plan(model, mesh={"dp": ...}, optimizer=..., updates="zero1")` has the same fingerprint.
+        """
+        return PlanFile.of(self.joint.scheduled(self.session.options))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradients of the whole model so that their norm is at most `max_norm`. This is a collective.
@@ -193,9 +202,7 @@ def zero1(
         session.attach(
             [fragments[name] for name in names[session]], group, joint.step, joint.bound[sessions.index(session)]
         )
-        handle = Zero1Canzona(session)
-        handle.zero1 = engine
-        attach(own, handle)
+        attach(own, Zero1Canzona(session, engine, joint))
     return optimizer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed import ProcessGroup
@@ -19,7 +19,7 @@ from canzona_compile.ir.step import Form, Step, Template
 from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.session.bind import Binder, BoundParam, same_but_sizes
-from canzona_compile.session.plan import captured_step
+from canzona_compile.session.plan import captured_step, lower
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,7 +39,11 @@ class JointPlan:
     @property
     def text(self) -> str:
         """The plan as text, which must be equal on all data-parallel ranks."""
-        return show(replace(self.step, buckets=())) + "\n".join(map(str, self.step.buckets))
+        return show(self.step)
+
+    def scheduled(self, options: Options) -> Step:
+        """The SCHEDULED step of all matrices, see `schedule_of`."""
+        return schedule_of(self.step, self.bound, options)
 
 
 def plan_jointly(
@@ -122,3 +126,22 @@ def joined(parts: Sequence[Step]) -> Step:
         groups += 1 + max((t.param_group for t in part.tasks), default=0)
     tasks.sort(key=lambda t: t.index)
     return Step(Form.CAPTURED, "+".join(p.optimizer for p in parts), parts[0].machine, tuple(templates), tuple(tasks))
+
+
+def schedule_of(step: Step, parts: Sequence[Collection[str]], options: Options) -> Step:
+    """Schedule all matrices of a joint step as one step, which is what a plan of the model describes.
+
+    Optimizers without matrices leave no trace but the slices of their parameters, so the plan does not depend on them.
+    Parameter groups are numbered anew in the order of the matrices.
+
+    Args:
+        step: OWNED, with buckets; the names of its optimizers are joined by "+".
+        parts: for each optimizer, the names of its parameters.
+        options: the options of `zero1`.
+    """
+    names = step.optimizer.split("+")
+    taking = [name for name, own in zip(names, parts, strict=True) if any(step.find(n) is not None for n in own)]
+    order = {group: i for i, group in enumerate(dict.fromkeys(t.param_group for t in step.tasks))}
+    tasks = tuple(replace(t, param_group=order[t.param_group]) for t in step.tasks)
+    whole = replace(step, optimizer="+".join(taking or names[:1]), tasks=tasks)
+    return lower(whole, [t.name for t in tasks], options)[0]

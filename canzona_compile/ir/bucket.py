@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 ALIGNMENT = 64  # elements: slices begin at multiples of it, so that vectorized kernels see whole vectors
+BUCKET_BYTES = 64 * 2**20  # the size at which a bucket closes, unless the user asks for another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Bucket:
         slices: what it holds, by owner and offset.
         lengths: the length of each shard in elements, without padding; a multiple of ALIGNMENT.
         uniform: whether all shards are padded to the longest one, for collectives of equal shards.
+        ranks: the global rank of each owner, in one of the data-parallel groups; empty if unknown.
     """
 
     index: int
@@ -56,6 +58,7 @@ class Bucket:
     slices: tuple[BucketSlice, ...]
     lengths: tuple[int, ...]
     uniform: bool
+    ranks: tuple[int, ...] = ()
 
     @cached_property
     def shard_lengths(self) -> tuple[int, ...]:
@@ -92,6 +95,11 @@ class Bucket:
     def padding(self) -> int:
         """The number of elements that padding and alignment add."""
         return self.starts[-1] - self.elements
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives that reduce it, and as many gather it: an uneven one needs one per shard."""
+        return 1 if self.uniform else sum(length > 0 for length in self.lengths)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

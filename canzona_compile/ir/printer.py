@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.ir.bucket_text import show_buckets
 from canzona_compile.ir.fx_utils import outputs, placeholders
 from canzona_compile.ir.layout import Grid, Layout, Shape
 from canzona_compile.ir.step import (
@@ -58,8 +59,9 @@ def parts(step: Step, reasons: bool = True) -> dict[str, list[str]]:
             leave the reasons out: the same decision for another reason is the same plan.
 
     Returns:
-        Lines of text by part: "graphs" (what runs), "tasks" (on which rank), "groups" (the micro-groups) and "schedule"
-        (when, in which memory, and at last the program). An empty line between two blocks belongs to the first one.
+        Lines of text by part: "graphs" (what runs), "tasks" (on which rank), "buckets" (only if the step has some),
+        "groups" (the micro-groups) and "schedule" (when, in which memory, and at last the program). An empty line
+        between two blocks belongs to the first one.
     """
     layouts = Layouts()
     tasks = [show_task(step.form, task, layouts.name(task.layout), reasons) for task in step.tasks]
@@ -68,12 +70,15 @@ def parts(step: Step, reasons: bool = True) -> dict[str, list[str]]:
     blocks += [("graphs", show_placed(placed)) for placed in step.placed]
     blocks.append(("tasks" if layouts.lines else "graphs", layouts.lines))  # without layouts this is an empty line
     blocks.append(("tasks", ["tasks {", *indented(tasks), "}"]))
+    if step.buckets:
+        blocks.append(("buckets", show_buckets(step.buckets, [dtype_name(b.dtype) for b in step.buckets])))
     blocks += [("groups", show_group(step, micro_group)) for micro_group in step.micro_groups]
     if step.form >= Form.SCHEDULED:
         blocks += [("schedule", show_schedule(step)), ("schedule", show_buffers(step))]
     if step.program is not None:
         blocks.append(("schedule", show_program(step.program)))
-    found: dict[str, list[str]] = {"graphs": [], "tasks": [], "groups": [], "schedule": []}
+    names = ("graphs", "tasks", *(("buckets",) if step.buckets else ()), "groups", "schedule")
+    found: dict[str, list[str]] = {name: [] for name in names}
     before = ""
     for part, lines in blocks:
         if before:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import NoReturn
 
 from canzona_compile.errors import InvalidStep
+from canzona_compile.ir.bucket_checks import bucketed
 from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.graph_checks import captured, placed, returns, sound
 from canzona_compile.ir.layout import Box, Grid
@@ -38,7 +39,7 @@ SAMPLED_PAIRS = 128
 
 
 def verify(step: Step, before: Step | None = None) -> None:
-    """Check the promises of the step's form and of all forms before it.
+    """Check the promises of the step's form, of all forms before it, and of its buckets.
 
     Args:
         step: of any form.
@@ -51,6 +52,8 @@ def verify(step: Step, before: Step | None = None) -> None:
     for form, check in CHECKS.items():
         if form <= step.form and not (form is Form.ROUTED and before is not None and same_routes(step, before)):
             check(step)
+    if before is None or before.buckets is not step.buckets or before.tasks is not step.tasks:
+        bucketed(step)
 
 
 def same_routes(step: Step, before: Step) -> bool:

@@ -11,7 +11,7 @@ from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Form, Step, Strategy
 from canzona_compile.options import Options
-from canzona_compile.passes import lowering_passes, planning_passes, relowering_passes
+from canzona_compile.passes import OwnerReplica, Reopen, lowering_passes, planning_passes, relowering_passes
 from tests.harness.samples import grid_of, muon_step
 
 OWNERS = Options(strategy="owner", micro_groups=2)
@@ -54,7 +54,7 @@ def test_other_options_make_other_groups(grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize("grid", [(4, 1), (2, 2)], ids=str)
 def test_only_the_replica_of_the_owner_updates(grid: tuple[int, int], mixed: bool) -> None:
     step = scheduled(grid, mixed)
-    history: PassHistory = run(step, relowering_passes(OWNERS, owner_replica=True))[1]
+    history: PassHistory = run(step, [Reopen(), OwnerReplica(), *lowering_passes(OWNERS)])[1]
     moved = history.step_at(Form.SCHEDULED)
     for before, after in zip(step.tasks, moved.tasks, strict=True):
         if before.owner is None:

@@ -84,7 +84,6 @@ def forecast(
         imbalance=imbalance,
         depth=2,
         collectives=2 * groups,
-        hidden=seconds / 20,
         templates=templates(tasks, hardware, ranks),
         tasks=tasks,
         groups=tuple(group_of(tasks, g, ranks) for g in range(groups)),

@@ -318,7 +318,7 @@ def test_shapes_by_name() -> None:
         ({"shape": [8, 8], "experts": True}, "experts is True for a shape of 2 dims", "three or more dims"),
         ({"shape": [4, 8, 8], "experts": "no"}, "experts is 'no'", "true says"),
         ({"shape": [4, 8, 8], "experts": True, "tp": 0}, "tp is 0, the dim of experts", "ep"),
-        ({"shape": [8, 8], "stage": 1}, "there is no field 'stage'", "shape, tp, experts and layer"),
+        ({"shape": [8, 8], "stage": 1}, "there is no field 'stage'", "shape, tp, experts, layer and elementwise"),
     ],
 )
 def test_shapes_that_cannot_be(entry: object, says: str, remedy: str) -> None:

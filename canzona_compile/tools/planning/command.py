@@ -14,12 +14,15 @@ from typing import get_args
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.options import Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
 from canzona_compile.tools.planning.difference import difference, difference_table
 from canzona_compile.tools.planning.page import check_installed
+from canzona_compile.tools.planning.passes import TOKENS
 from canzona_compile.tools.planning.plan import Updates, plan
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import (
@@ -53,9 +56,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--micro-groups", type=int, metavar="N", help="per set of ranks; chosen by predicted time")
     add("--depth", type=int, default=2, metavar="N", help="micro-groups in flight (%(default)s)")
     add("--numerics", choices=get_args(Numerics), default="exact", help="(%(default)s)")
-    add(
-        "--updates", choices=get_args(Updates), default="ddp", help="over dp: by every replica, or by the owner's alone"
-    )
+    add("--updates", choices=get_args(Updates), default="ddp", help="over dp: as wrap does, or as zero1 does (ddp)")
+    add("--bucket-bytes", type=int, default=BUCKET_BYTES, metavar="BYTES", help="zero1: a bucket's size (%(default)s)")
+    add("--tokens", type=int, default=TOKENS, metavar="N", help="zero1: of a dp rank in a step (%(default)s)")
+    add("--gather", choices=get_args(GatherAt), default="step", help="zero1: parameters, when (%(default)s)")
     add("--rank", type=int, metavar="N", help="a rank whose timeline is wanted")
     add("--no-alternatives", action="store_true", help="predict this plan alone")
     add("--format", choices=FORMATS, default="table", help="(%(default)s)")
@@ -83,6 +87,9 @@ def run(given: Namespace) -> int:
             depth=given.depth,
             numerics=given.numerics,
             updates=given.updates,
+            bucket_bytes=given.bucket_bytes,
+            tokens=given.tokens,
+            gather=given.gather,
             rank=given.rank,
             alternatives=not given.no_alternatives,
             say=say,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.report.schema import LoadReport
-from canzona_compile.tools.simulation.figures import Simulation
+from canzona_compile.tools.simulation.figures import Simulation, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,58 @@ class GroupForecast:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseForecast:
+    """One phase of an iteration under ZeRO-1.
+
+    Attributes:
+        name: "backward", "step" or "forward", the pass after the step.
+        seconds: simulated.
+        exposed: seconds of it that communication adds.
+        sent: bytes that ranks send over the data-parallel axis, summed over all ranks.
+        collectives: that a rank takes part in on that axis.
+        spans: what one rank does in a pass, if that is to be shown; those of the step are in its simulation.
+    """
+
+    name: str
+    seconds: float
+    exposed: float
+    sent: int
+    collectives: int
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Zero1Forecast:
+    """The buckets of a plan for ZeRO-1, and an iteration with them.
+
+    Attributes:
+        buckets, uniform: how many there are, and how many of them have shards of equal length.
+        elements, padding: of all buckets on one rank, without padding, and what padding adds.
+        padding_share: padding over elements.
+        makespan: FLOPs of the busiest rank in a step.
+        phases: backward, step and forward.
+    """
+
+    buckets: int
+    uniform: int
+    elements: int
+    padding: int
+    padding_share: float
+    makespan: int
+    phases: tuple[PhaseForecast, ...]
+
+    @property
+    def sent(self) -> int:
+        """Bytes of all phases on the data-parallel axis."""
+        return sum(phase.sent for phase in self.phases)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that communication adds to an iteration."""
+        return sum(phase.exposed for phase in self.phases)
+
+
+@dataclass(frozen=True, slots=True)
 class Alternative:
     """The same model and mesh planned another way.
 
@@ -97,6 +149,7 @@ class Alternative:
         sent: bytes that ranks send to other ranks.
         peak: most bytes of buffers on a rank.
         groups: how many micro-groups there are.
+        zero1: figures of its buckets; None if it has none.
     """
 
     name: str
@@ -108,6 +161,7 @@ class Alternative:
     peak: int
     groups: int
     chosen: bool = False
+    zero1: Zero1Forecast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +190,7 @@ class Forecast:
         matrices, elements: how many are distributed. Each rank updates the `elementwise` parameters by itself.
         mesh: size of each dim, in order.
         options: the options of the request, by name, as text.
-        hidden: seconds for which the next forward pass overlaps the gathering of parameters over replicas; 0 unless
-            updates are "zero1".
+        zero1: the buckets and what happens before and after the step; None unless updates are "zero1".
         assumptions: what the predictions assume beside the rates, in words.
     """
 
@@ -153,7 +206,6 @@ class Forecast:
     imbalance: float
     depth: int
     collectives: int
-    hidden: float
     templates: tuple[TemplateForecast, ...]
     tasks: tuple[TaskForecast, ...]
     groups: tuple[GroupForecast, ...]
@@ -162,3 +214,4 @@ class Forecast:
     simulation: Simulation
     alternatives: tuple[Alternative, ...]
     assumptions: tuple[str, ...]
+    zero1: Zero1Forecast | None = None

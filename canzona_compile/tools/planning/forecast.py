@@ -15,13 +15,12 @@ import sympy
 
 from canzona_compile.analysis.flops import dim_symbols, flops_of, symbolic_bytes
 from canzona_compile.analysis.roofline import PlacedTime, placed_time
-from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
+from canzona_compile.options import Options
 from canzona_compile.ownership.exact import solve
 from canzona_compile.ownership.jobs import Job
 from canzona_compile.passes import relowering_passes
-from canzona_compile.passes.owner_replica import in_own_replica
 from canzona_compile.report.build import rank_loads
 from canzona_compile.report.schema import LoadReport
 from canzona_compile.report.units import format_flops
@@ -33,9 +32,12 @@ from canzona_compile.tools.planning.figures import (
     TaskForecast,
     TemplateForecast,
 )
-from canzona_compile.tools.planning.request import Request, simulated
+from canzona_compile.tools.planning.lowered import LoweredPlan
+from canzona_compile.tools.planning.request import Request
 from canzona_compile.tools.planning.strategies import strategies
+from canzona_compile.tools.planning.zero1_figures import zero1_assumptions, zero1_forecast
 from canzona_compile.tools.simulation.figures import Simulation
+from canzona_compile.tools.simulation.simulate import simulate
 
 ABOUT = {
     "static": "the rank in whose share of the buffer a matrix starts (Canzona's equation 1)",
@@ -46,48 +48,43 @@ ABOUT = {
     "exact": "mixed-integer programming",
     "replicated": "every rank computes everything",
 }
-PARAMETER_BYTES = 2  # of an element, when ranks gather parameters in 16 bits for a forward pass
 
 
 def forecast(
-    step: Step, digest: str, request: Request, others: Mapping[str, Callable[[], Step]], say: Callable[[str], None]
+    made: LoweredPlan,
+    digest: str,
+    request: Request,
+    others: Mapping[str, Callable[[], LoweredPlan]],
+    say: Callable[[str], None],
 ) -> Forecast:
     """Work out all figures of a plan.
 
     Args:
-        step: the SCHEDULED step of all matrices of the model.
+        made: the plan of all matrices of the model.
         digest: the fingerprint of its plan.
         request: what the user asked for.
-        others: functions that make the SCHEDULED steps of the alternatives, by name.
+        others: functions that make the alternatives, by name.
         say: called with words that tell what is being done.
 
     Returns:
         The figures: predicted seconds, and counted bytes and FLOPs.
     """
-    hardware, options = request.hardware, request.options
+    hardware, step = request.hardware, made.scheduled
     say("simulating the step")
-    simulation = simulated(step, request, () if request.rank is None else (request.rank,))
+    simulation = simulate(step, hardware, shown=() if request.rank is None else (request.rank,))
     placed = {p.name: p for p in step.placed}
     group_of = {name: group.index for group in step.micro_groups for name in group.tasks}
-    loads = rank_loads(step, placed, group_of)
+    loads = loads_of(made)
     used = {t.placed for t in step.tasks}
     times = {name: placed_time(p, hardware) for name, p in placed.items() if name in used}
-    chosen = Alternative(
-        name=options.planner if any(t.owner is not None for t in step.tasks) else "replicated",
-        about="this plan",
-        imbalance=imbalance(loads),
-        seconds=simulation.seconds,
-        exposed=max((r.exposed for r in simulation.ranks), default=0.0),
-        sent=sum(count for *_, count in simulation.sent),
-        peak=max((r.peak for r in simulation.ranks), default=0),
-        groups=len(step.micro_groups),
-        chosen=True,
-    )
+    name = name_of(request.options, request) if any(t.owner is not None for t in step.tasks) else "replicated"
+    chosen = replace(alternative(name, made, request, simulation), about="this plan", chosen=True)
     alternatives = [chosen]
     for name, make in others.items():
         if name != chosen.name:
             say(f"comparing with {name}")
-            alternatives.append(alternative(name, make(), request))
+            other = make()
+            alternatives.append(alternative(name, other, request, simulate(other.scheduled, hardware)))
     return Forecast(
         fingerprint=digest,
         model=request.model.name,
@@ -101,9 +98,8 @@ def forecast(
         imbalance=chosen.imbalance,
         depth=step.depth,
         collectives=sum(len(group.exchanges) for group in step.micro_groups),
-        hidden=hidden_seconds(step.tasks, request),
         templates=tuple(
-            template_forecast(p, [t for t in step.tasks if t.placed == p.name], times[p.name], request)
+            template_forecast(p, [made.owned.task(t.name) for t in step.tasks if t.placed == p.name], times, request)
             for p in step.placed
             if p.name in times
         ),
@@ -113,38 +109,44 @@ def forecast(
         memory=memory_forecast(step, request, simulation),
         simulation=simulation,
         alternatives=tuple(alternatives),
-        assumptions=(*assumptions(request, step), *bounds(step, request)),
+        assumptions=(*assumptions(request, step), *bounds(made.owned, request)),
+        zero1=chosen.zero1,
     )
 
 
-def hidden_seconds(tasks: Sequence[Task], request: Request) -> float:
-    """Predict the seconds of gathering parameters over replicas, which ZeRO-1 overlaps with the next forward pass."""
-    if request.updates != "zero1":
-        return 0.0
-    elements: dict[Grid, int] = defaultdict(int)
-    for task in tasks:
-        elements[task.layout.grid] += math.prod(task.shape) * (task.layout.grid.replicas > 1)
-    found = 0.0
-    for grid, owned in elements.items():
-        link = request.hardware.link(tuple(row[0] for row in grid.ranks))
-        found += owned / grid.shards * PARAMETER_BYTES * (1 - 1 / grid.replicas) / link.bandwidth
-    return found
+def alternative(name: str, made: LoweredPlan, request: Request, found: Simulation) -> Alternative:
+    """Work out the headline figures of a plan.
 
-
-def alternative(name: str, step: Step, request: Request) -> Alternative:
-    """Work out the headline figures of a SCHEDULED step that was planned another way."""
-    placed = {p.name: p for p in step.placed}
-    found = simulated(step, request)
+    Args:
+        found: its step, simulated.
+    """
+    step, loads, zero1 = made.scheduled, loads_of(made), None
+    if step.buckets and request.passes is not None:
+        shown = name == name_of(request.options, request)
+        zero1 = zero1_forecast(step.buckets, loads, found, request.passes, shown)
     return Alternative(
         name=name,
-        about=ABOUT[name],
-        imbalance=imbalance(rank_loads(step, placed, {n: g.index for g in step.micro_groups for n in g.tasks})),
+        about=ABOUT[name.split()[0]],
+        imbalance=imbalance(loads),
         seconds=found.seconds,
         exposed=max((r.exposed for r in found.ranks), default=0.0),
         sent=sum(count for *_, count in found.sent),
         peak=max((r.peak for r in found.ranks), default=0),
         groups=len(step.micro_groups),
+        zero1=zero1,
     )
+
+
+def name_of(options: Options, request: Request) -> str:
+    """The name of a planner among alternatives; under ZeRO-1 several alphas are compared."""
+    blended = options.planner == "alpha" and request.updates == "zero1"
+    return f"alpha {options.alpha:g}" if blended else options.planner
+
+
+def loads_of(made: LoweredPlan) -> tuple[LoadReport, ...]:
+    """The load of every rank, also of those that own nothing."""
+    group_of = {name: group.index for group in made.scheduled.micro_groups for name in group.tasks}
+    return rank_loads(made.owned, {p.name: p for p in made.owned.placed}, group_of)
 
 
 def imbalance(loads: Sequence[LoadReport]) -> float:
@@ -153,8 +155,10 @@ def imbalance(loads: Sequence[LoadReport]) -> float:
     return max(one.flops for one in loads) * len(loads) / total if total else 1.0
 
 
-def template_forecast(placed: Placed, tasks: Sequence[Task], time: PlacedTime, request: Request) -> TemplateForecast:
-    wire = wire_formula(placed)
+def template_forecast(
+    placed: Placed, tasks: Sequence[Task], times: Mapping[str, PlacedTime], request: Request
+) -> TemplateForecast:
+    wire, time = wire_formula(placed), times[placed.name]
     return TemplateForecast(
         name=placed.name,
         shape=placed.template.shape,
@@ -226,10 +230,10 @@ def group_forecasts(step: Step, simulation: Simulation, placed: Mapping[str, Pla
 
 def memory_forecast(step: Step, request: Request, simulation: Simulation) -> MemoryForecast:
     one, _ = run(step, relowering_passes(replace(request.options, micro_groups=1, capacity=1 << 62)))
-    state, everywhere = state_bytes(step, in_own_replica(step.tasks) if request.updates == "zero1" else step.tasks)
+    state, everywhere = state_bytes(step, step.tasks)
     return MemoryForecast(
         buffers=max((r.peak for r in simulation.ranks), default=0),
-        one_group=max((r.peak for r in simulated(one, request).ranks), default=0),
+        one_group=max((r.peak for r in simulate(one, request.hardware).ranks), default=0),
         state=state,
         state_replicated=everywhere,
     )
@@ -267,6 +271,12 @@ def option_texts(request: Request) -> tuple[tuple[str, str], ...]:
     names = ("strategy", "planner", "alpha", "capacity", "micro_groups", "depth", "numerics")
     given = {name: getattr(own, name) for name in names}
     given |= {"micro_groups": own.micro_groups or "chosen", "updates": request.updates}
+    if request.passes is not None:
+        given |= {
+            "bucket_bytes": request.bucket_bytes,
+            "tokens": request.passes.tokens,
+            "gather": request.passes.gather,
+        }
     if request.rank is not None:
         given["rank"] = request.rank
     return tuple((name, str(value)) for name, value in given.items())
@@ -292,11 +302,8 @@ def assumptions(request: Request, step: Step) -> tuple[str, ...]:
         "ranks are numbered along the mesh, the last dim fastest, and nodes hold consecutive ranks",
         "gradients are there when the step begins",
     ]
-    if request.updates == "zero1":
-        found.append(
-            "replicas over dp apply updates of their own matrices only; the gather of parameters overlaps the next"
-            " forward pass, as frameworks with ZeRO-1 do and this runtime does not yet"
-        )
+    if request.passes is not None:
+        found += zero1_assumptions(request.passes)
     elif any(t.layout.grid.replicas > 1 for t in step.tasks):
         found.append("every replica applies all updates, and their exchange is part of the step")
     if request.hardware.assumed:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from canzona_compile.report.units import format_bytes, format_flops, format_seconds
 from canzona_compile.tools.planning.figures import Forecast
+from canzona_compile.tools.planning.zero1_table import PHASES, PLANS, buckets_text, phase_rows, plans
 
 
 def markdown(forecast: Forecast) -> str:
@@ -26,28 +27,22 @@ def lines(forecast: Forecast) -> Iterator[str]:
     yield f"## {forecast.optimizer}, {forecast.model} on {mesh}"
     yield ""
     exposed = max((r.exposed for r in forecast.simulation.ranks), default=0.0)
-    hidden = f", and {format_seconds(forecast.hidden)} more under the next forward pass" if forecast.hidden else ""
     yield (
         f"Predicted step **{format_seconds(forecast.simulation.seconds)}** on {forecast.hardware.name}, of which "
-        f"{format_seconds(exposed)} are exposed communication{hidden}; {forecast.matrices} matrices, max/mean load "
+        f"{format_seconds(exposed)} are exposed communication; {forecast.matrices} matrices, max/mean load "
         f"{forecast.imbalance:.2f}, buffers {format_bytes(forecast.memory.buffers)}, plan "
         f"`{forecast.fingerprint[:12]}`."
     )
     yield ""
-    yield from rows(
-        ("plan", "step", "max/mean", "exposed", "wire", "buffers"),
-        (
-            (
-                f"**{one.name}**" if one.chosen else one.name,
-                format_seconds(one.seconds),
-                f"{one.imbalance:.2f}",
-                format_seconds(one.exposed),
-                format_bytes(one.sent),
-                format_bytes(one.peak),
-            )
-            for one in forecast.alternatives
-        ),
-    )
+    if forecast.zero1 is not None:
+        yield f"{buckets_text(forecast.zero1)}."
+        yield ""
+        yield from rows(PHASES, phase_rows(forecast.zero1))
+        yield ""
+        told = plans(forecast.alternatives)
+        yield from rows(PLANS, ((f"**{name}**" if chosen else name, *cells) for chosen, (name, *cells) in told))
+    else:
+        yield from plain_plans(forecast)
     yield ""
     yield from rows(
         ("template", "matrices", "FLOPs each", "time each", "memory", "wire"),
@@ -65,6 +60,24 @@ def lines(forecast: Forecast) -> Iterator[str]:
     )
     yield ""
     yield from (f"- {text}" for text in forecast.assumptions)
+
+
+def plain_plans(forecast: Forecast) -> Iterator[str]:
+    """Compare the plan with others."""
+    yield from rows(
+        ("plan", "step", "max/mean", "exposed", "wire", "buffers"),
+        (
+            (
+                f"**{one.name}**" if one.chosen else one.name,
+                format_seconds(one.seconds),
+                f"{one.imbalance:.2f}",
+                format_seconds(one.exposed),
+                format_bytes(one.sent),
+                format_bytes(one.peak),
+            )
+            for one in forecast.alternatives
+        ),
+    )
 
 
 def rows(headers: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:

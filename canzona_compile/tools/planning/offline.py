@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import fx
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -17,7 +18,8 @@ from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Layout, Shape
-from canzona_compile.ir.step import Form, Step, Task
+from canzona_compile.ir.printer import dtype_name
+from canzona_compile.ir.step import Form, Leaf, Role, Step, Task, Template
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
 
@@ -70,12 +72,14 @@ def captured_step(
     optimizer: Optimizer,
     machine: Machine,
     dtype: torch.dtype = torch.float32,
+    everything: bool = False,
 ) -> Step:
     """Make the step of all matrices of a model on a mesh, as binding makes it on real ranks.
 
     Args:
         optimizer: its code is captured, with the hyperparameters of its first parameter group.
         dtype: of parameters and gradients.
+        everything: whether it has tasks for the parameters that another optimizer updates elementwise, too.
 
     Raises:
         CanzonaError: the mesh does not fit the model, or the optimizer cannot be distributed.
@@ -93,15 +97,33 @@ def captured_step(
     # One comparison of a graph with an eager step holds for all sizes, so small matrices of the same kind come first.
     for shape in dict.fromkeys(miniature(weight.shape) for weight in model.weights):
         kind_of(shape, "a small matrix")
-    for weight in model.weights:
+    others: dict[Shape, Template] = {}
+    used: set[Shape] = set()
+    for weight in model.everything if everything else model.weights:
         for part, layout in parts(weight, sharding):
-            if layout.shape not in kinds:
-                kinds[layout.shape] = kind_of(layout.shape, weight.name)
-            template = kinds[layout.shape].template
-            tasks.append(Task(weight.name + part, len(tasks), 0, template.name, layout))
-    used = {task.layout.shape for task in tasks}
-    templates = tuple(t for shape, kind in kinds.items() if shape in used for t in kind.templates.values())
-    return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, templates, tuple(tasks))
+            if weight.elementwise:
+                template = others.setdefault(layout.shape, elementwise_template(layout.shape, dtype))
+            else:
+                if layout.shape not in kinds:
+                    kinds[layout.shape] = kind_of(layout.shape, weight.name)
+                template = kinds[layout.shape].template
+                used.add(layout.shape)
+            tasks.append(Task(weight.name + part, len(tasks), int(weight.elementwise), template.name, layout))
+    templates = [t for shape, kind in kinds.items() if shape in used for t in kind.templates.values()]
+    return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, (*templates, *others.values()), tuple(tasks))
+
+
+def elementwise_template(shape: Shape, dtype: torch.dtype) -> Template:
+    """Make code that stands for any optimizer with elementwise updates: it subtracts the gradient."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("param", "grad")]
+    new = graph.call_function(torch.ops.aten.sub.Tensor, tuple(nodes))
+    for node in (*nodes, new):
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+    graph.output((new,))
+    name = f"elementwise_{'x'.join(map(str, shape)) or 'scalar'}_{dtype_name(dtype)}"
+    leaves = (Leaf(Role.PARAM, "param", shape, dtype), Leaf(Role.GRAD, "grad", shape, dtype))
+    return Template(name, shape, dtype, leaves, ("param",), graph)
 
 
 def miniature(shape: Shape) -> Shape:

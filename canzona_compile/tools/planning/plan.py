@@ -11,23 +11,28 @@ from torch import nn
 from torch.optim import Optimizer
 
 from canzona_compile.analysis.flops import bytes_of_wires
+from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.hardware import Hardware, Machine, named_hardware
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.options import Numerics, Options, StrategyOption
-from canzona_compile.passes import lowering_passes, planning_passes
+from canzona_compile.passes import planning_passes
 from canzona_compile.tools.planning.forecast import forecast
 from canzona_compile.tools.planning.gc_pause import paused
+from canzona_compile.tools.planning.lowered import LoweredPlan, Lowering, check_zero1
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
 from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
+from canzona_compile.tools.planning.passes import TOKENS, Passes
 from canzona_compile.tools.planning.request import Request
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
 
 Updates = Literal["ddp", "zero1"]
 ALTERNATIVES = ("static", "alpha", "lpt", "joint", "permuted")
+ALPHAS = (0.0, 0.5, 1.0)  # of the alternatives under ZeRO-1
 Say = Callable[[str], None]
 
 
@@ -48,6 +53,9 @@ def plan(
     depth: int = 2,
     numerics: Numerics = "exact",
     updates: Updates = "ddp",
+    bucket_bytes: int = BUCKET_BYTES,
+    tokens: int = TOKENS,
+    gather: GatherAt = "step",
     rank: int | None = None,
     alternatives: bool = True,
     say: Say = lambda _: None,
@@ -55,8 +63,9 @@ def plan(
     """Plan a step as the runtime would, and predict it.
 
     Args:
-        model: a preset ("qwen3-32b"), {name: shape} of the matrices, or a module, for example on the meta device; the
-            plan takes its parameters of two or more dims, except embeddings and the head.
+        model: a preset ("qwen3-32b"), {name: shape} of the matrices, or a module, for example on the meta device. Its
+            matrices are the parameters of two or more dims that `optimizer` holds; if it holds none of the module, all
+            except embeddings and the head. With ZeRO-1 the other parameters lie in buckets too.
         mesh: sizes of named dims, "fsdp=32,tp=8": dp, hsdp, fsdp, ep, tp, pp.
         optimizer: "muon", "soap", "shampoo", "module:Class", a class, or an optimizer; the plan takes the
             hyperparameters of its first parameter group.
@@ -65,8 +74,11 @@ def plan(
         split: the fused weights of a preset to take apart into matrices: "qkv", "gate-up", both, or "none".
         strategy, planner, capacity, micro_groups, depth, numerics: options of `wrap`; the planner may also be "exact".
         alpha: the parameter of the planner "alpha", from 0 (even communication) to 1 (even load).
-        updates: who applies updates over `dp`: every replica ("ddp", what the runtime does), or the owner's replica
-            alone, with parameters gathered under the next forward pass ("zero1", as frameworks with ZeRO-1 do).
+        updates: what happens over `dp`: every replica applies updates that travel within the step ("ddp", as under
+            `wrap`), or the owner's replica alone, between a reduction of gradients and a gather ("zero1", as under
+            `canzona_compile.zero1`; the mesh may have `dp` and `tp`, the strategy is "owner").
+        bucket_bytes, gather: options of `zero1`, for "zero1" alone.
+        tokens: how many a data-parallel rank trains on per step. "zero1" takes the time of the passes from it.
         rank: a rank whose timeline to show.
         alternatives: whether to predict the plans of other planners too.
         say: called with words that tell the progress.
@@ -79,14 +91,20 @@ def plan(
     """
     sizes = parse_mesh(mesh)
     rates = hardware if isinstance(hardware, Hardware) else named_hardware(str(hardware))
-    found = model_of(model, split)
+    found = model_of(model, split, optimizer)
     code = optimizer_from(optimizer, arguments or {})
     if updates not in get_args(Updates):
         raise CanzonaError(f"updates={updates!r} is none of {', '.join(map(repr, get_args(Updates)))}", at="plan")
+    if updates == "zero1":
+        check_zero1(sizes, strategy, bucket_bytes)
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise CanzonaError(f"tokens={tokens!r} is not a positive integer", at="plan(..., tokens=)")
+    if gather not in get_args(GatherAt):
+        raise CanzonaError(f"gather={gather!r} is none of 'step', 'forward'", at="plan(..., gather=)")
     if rank is not None and not 0 <= rank < sizes.ranks:
         raise CanzonaError(f"rank {rank} is none of the {sizes.ranks} ranks of {sizes}", at="plan(..., rank=)")
     options = Options(
-        strategy=strategy,
+        strategy="owner" if updates == "zero1" else strategy,
         numerics=numerics,
         capacity=Options().capacity if capacity is None else capacity,
         micro_groups=micro_groups,
@@ -95,35 +113,51 @@ def plan(
         alpha=alpha,
     )
     say("capturing the optimizer's step")
-    captured = captured_step(found, sizes, code, machine_of(rates, sizes))
-    say(f"planning {len(captured.tasks)} matrices on {sizes.ranks} ranks")
+    apart = updates == "zero1"
+    captured = captured_step(found, sizes, code, machine_of(rates, sizes), everything=apart)
+    say(f"planning {len(captured.tasks)} parameters on {sizes.ranks} ranks")
     owned, _ = run(captured, planning_passes(options))
     if capacity is not None:
         check_capacity(owned, capacity)
-    scheduled, _ = run(owned, lowering_passes(options))
-    request = Request(found, sizes, rates, options, updates, rank, len(captured.tasks) - len(owned.tasks))
-    others: dict[str, Callable[[], Step]] = {}
+    lowering = Lowering(captured, sizes, bucket_bytes if apart else None)
+    made = lowering.scheduled(owned, options)
+    passes = Passes(found, sizes, rates, tokens, gather) if apart else None
+    elementwise = len(captured.tasks) - len(owned.tasks)
+    request = Request(found, sizes, rates, options, updates, rank, elementwise, passes, bucket_bytes)
+    others: dict[str, Callable[[], LoweredPlan]] = {}
     if alternatives and any(t.layout.grid.size > 1 for t in owned.tasks):
-        others = alternative_steps(captured, options)
-    file = PlanFile.of(scheduled)
-    return OfflinePlan(scheduled, file, forecast(scheduled, file.fingerprint, request, others, say))
+        others = alternative_plans(lowering, options)
+    file = PlanFile.of(made.scheduled)
+    return OfflinePlan(made.scheduled, file, forecast(made, file.fingerprint, request, others, say))
 
 
-def model_of(given: str | nn.Module | Mapping[str, Any] | Model, split: str) -> Model:
+def model_of(given: str | nn.Module | Mapping[str, Any] | Model, split: str, optimizer: object) -> Model:
     if isinstance(given, Model):
         return given
     if isinstance(given, str):
         return preset(given, parse_split(split))
     if isinstance(given, nn.Module):
-        return from_module(given, hidden_matrix)
+        return from_module(given, matrices_of(given, optimizer))
     return from_shapes(given, "shapes", "model")
+
+
+def matrices_of(module: nn.Module, optimizer: object) -> Callable[[str, nn.Parameter], bool]:
+    """Return a function that tells whether a parameter is one of the optimizer's.
+
+    An optimizer that holds no parameter of the module stands for its kind; then names tell.
+    """
+    if isinstance(optimizer, Optimizer):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if any(id(p) in held for p in module.parameters()):
+            return lambda _, param: id(param) in held
+    return hidden_matrix
 
 
 def hidden_matrix(name: str, _: nn.Parameter) -> bool:
     """Tell by the usual names whether a parameter is neither an embedding nor the head."""
     parts = name.lower().split(".")
     known = ("lm_head", "wte", "wpe")
-    return parts[:1] != ["output"] and not any(part in known or "embed" in part for part in parts)
+    return parts[0] not in ("output", "head") and not any(part in known or "embed" in part for part in parts)
 
 
 def optimizer_from(given: str | type[Optimizer] | Optimizer, arguments: Mapping[str, Any]) -> Optimizer:
@@ -151,11 +185,21 @@ def check_capacity(owned: Step, capacity: int) -> None:
             )
 
 
-def alternative_steps(captured: Step, options: Options) -> dict[str, Callable[[], Step]]:
+def alternative_plans(lowering: Lowering, options: Options) -> dict[str, Callable[[], LoweredPlan]]:
     """Return functions that plan the same step with other planners, and with every rank computing everything."""
 
-    def by(changed: Options) -> Callable[[], Step]:
-        return lambda: run(captured, [*planning_passes(changed), *lowering_passes(changed)])[0]
+    def by(**changes: Any) -> Callable[[], LoweredPlan]:
+        return lambda: lowering(replace(options, **changes))
 
-    found = {name: by(replace(options, planner=name, strategy="owner")) for name in ALTERNATIVES}
-    return {**found, "replicated": by(replace(options, strategy="replicated"))}
+    if lowering.bucket_bytes is None:
+        found = {name: by(planner=name, strategy="owner") for name in ALTERNATIVES}
+        return {**found, "replicated": by(strategy="replicated")}
+    blends = {f"alpha {alpha:g}": by(planner="alpha", alpha=alpha) for alpha in ALPHAS}
+    plain = {name: by(planner=name) for name in ALTERNATIVES if name != "alpha"}
+    everywhere = replace(lowering, bucket_bytes=None)
+    return {
+        "static": plain.pop("static"),
+        **blends,
+        **plain,
+        "replicated": lambda: everywhere(replace(options, strategy="replicated")),
+    }

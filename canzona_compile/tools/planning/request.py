@@ -1,19 +1,15 @@
-"""The request for a forecast, and the simulation of a step as the request asks for it."""
+"""The request for a forecast."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.ir.pipeline import run
-from canzona_compile.ir.step import Step
 from canzona_compile.options import Options
-from canzona_compile.passes import relowering_passes
 from canzona_compile.tools.planning.mesh import Mesh
+from canzona_compile.tools.planning.passes import Passes
 from canzona_compile.tools.planning.weights import Model
-from canzona_compile.tools.simulation.figures import Simulation
-from canzona_compile.tools.simulation.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +18,8 @@ class Request:
 
     Attributes:
         updates: who applies updates over replicas: "ddp", all of them, or "zero1", the owner's alone.
+        passes: the passes of the model; None unless updates are "zero1".
+        bucket_bytes: the size at which a bucket closes.
         rank: a global rank whose timeline to show.
         elementwise: how many matrices the optimizer updates elementwise; they are not in the step.
     """
@@ -33,15 +31,5 @@ class Request:
     updates: str
     rank: int | None
     elementwise: int
-
-
-def simulated(step: Step, request: Request, shown: Sequence[int] = ()) -> Simulation:
-    """Simulate a step as `request.updates` says: all of it, or the part that is left with ZeRO-1.
-
-    Args:
-        step: SCHEDULED.
-        shown: ranks whose spans to keep.
-    """
-    if request.updates == "zero1":
-        step, _ = run(step, relowering_passes(request.options, owner_replica=True))
-    return simulate(step, request.hardware, shown=shown)
+    passes: Passes | None = None
+    bucket_bytes: int = BUCKET_BYTES

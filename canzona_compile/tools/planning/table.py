@@ -32,6 +32,7 @@ from canzona_compile.report.units import (
     plural,
 )
 from canzona_compile.tools.planning.figures import Forecast
+from canzona_compile.tools.planning.zero1_table import PLANS, phases, plans
 from canzona_compile.tools.simulation.figures import COMPUTE, STREAMS
 
 MOST_LANES = 4  # ranks of the timeline
@@ -51,6 +52,11 @@ def table(forecast: Forecast) -> RenderableType:
         headline(forecast),
         (
             Section("Alternatives", "the same matrices, planned another way", alternatives(forecast)),
+            Section(
+                "Iteration",
+                "backward, step, next forward pass, simulated; their numbers are buckets",
+                phases(forecast),
+            ),
             Section("Load", "FLOPs of each rank per step", load_chart(forecast.loads, forecast.imbalance)),
             Section("Timeline", f"simulated{some_ranks}", simulated(forecast)),
             Section("Strategies", "of each template's matrices, alone on their ranks", strategies(forecast)),
@@ -73,11 +79,10 @@ def headline(forecast: Forecast) -> Panel:
         (format_seconds(exposed), "exposed\ncommunication"),
         (format_bytes(forecast.memory.buffers), "buffers\nper rank"),
     )
+    how = "by the owners of their slices" if forecast.zero1 else "without communication"
     remarks = (
-        f"and {format_seconds(forecast.hidden)} under the next forward pass" if forecast.hidden else "",
-        f"{plural(forecast.elementwise, 'parameter')} updated elementwise, without communication"
-        if forecast.elementwise
-        else "",
+        beside(forecast),
+        f"{plural(forecast.elementwise, 'parameter')} updated elementwise, {how}" if forecast.elementwise else "",
         f"plan {forecast.fingerprint[:12]}",
     )
     mesh = " ".join(f"{name}={size}" for name, size in forecast.mesh)
@@ -85,9 +90,24 @@ def headline(forecast: Forecast) -> Panel:
     return headline_panel(title, [(Text(value, "bold"), name) for value, name in figures], remarks)
 
 
+def beside(forecast: Forecast) -> str:
+    """Say what communication costs before and after the step; nothing without ZeRO-1."""
+    if forecast.zero1 is None:
+        return ""
+    found = [f"{format_seconds(p.exposed)} in {p.name}" for p in forecast.zero1.phases if p.name != "step"]
+    return f"exposed beside the step: {' and '.join(found)}"
+
+
 def alternatives(forecast: Forecast) -> Iterator[RenderableType]:
     """Compare the plan with others, if the user asked for others."""
     if len(forecast.alternatives) < 2:
+        return
+    if forecast.zero1 is not None:
+        first, *others = PLANS
+        table = columns("", first, *(f">{name}" for name in others))
+        for chosen, cells in plans(forecast.alternatives):
+            choice(table, chosen, *cells)
+        yield table
         return
     table = columns("", "plan", ">step", ">max/mean", ">exposed", ">wire", ">buffers", ">micro-groups")
     for one in forecast.alternatives:

@@ -1,4 +1,4 @@
-"""Lists the matrices of a model: from a preset, a Hugging Face config, a list of shapes, or a module."""
+"""Lists the parameters of a model: from a preset, a Hugging Face config, a list of shapes, or a module."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ USUAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelWeight:
-    """A matrix, or a stack of experts' matrices, that the matrix optimizer updates.
+    """A parameter: mostly a matrix, or a stack of experts' matrices, that the matrix optimizer updates.
 
     Attributes:
         layer: the number of the layer, which decides the pipeline stage.
         tensor_dim: the dim that tensor parallelism shards; None if tensor parallelism replicates the weight.
         expert: the expert that the matrix belongs to, which decides its coordinate of expert parallelism.
         experts: whether its first dim counts experts.
+        elementwise: whether another optimizer updates it, elementwise: embeddings, head, norms, biases.
     """
 
     name: str
@@ -47,6 +48,12 @@ class ModelWeight:
     tensor_dim: int | None = None
     expert: int | None = None
     experts: bool = False
+    elementwise: bool = False
+
+    @property
+    def lookup(self) -> bool:
+        """Whether, by its name, a token only looks up a row of it."""
+        return self.elementwise and any(p in ("wte", "wpe") or "embed" in p for p in self.name.lower().split("."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +61,13 @@ class Model:
     """The facts of a model that a plan needs.
 
     Attributes:
+        weights: the matrices that the matrix optimizer updates.
         others: elements of all other parameters (embeddings, head, norms), which another optimizer updates.
         heads, kv_heads: numbers that the size of tensor parallelism must divide; 0 if unknown.
         experts: a number that the size of expert parallelism must divide; 0 if there are none.
         active: elements of the weights that a token uses, the head included; 0 if unknown.
+        parameters: all parameters in the order of the model, those that are updated elementwise included; empty if
+            there are no others than `weights`.
     """
 
     name: str
@@ -68,10 +78,16 @@ class Model:
     kv_heads: int = 0
     experts: int = 0
     active: int = 0
+    parameters: tuple[ModelWeight, ...] = ()
 
     @property
     def elements(self) -> int:
         return sum(elements(w.shape) for w in self.weights)
+
+    @property
+    def everything(self) -> tuple[ModelWeight, ...]:
+        """All parameters in the order of the model."""
+        return self.parameters or self.weights
 
 
 def elements(shape: tuple[int, ...]) -> int:
@@ -100,17 +116,26 @@ class Decoder:
     top_k: int = 0
 
     def model(self, name: str, split: tuple[str, ...]) -> Model:
-        """Return its model. q, k, v and gate, up are separate weights if `split` says so, else fused as in Megatron."""
-        weights = tuple(
+        """Return its model. q, k, v and gate, up are separate weights if `split` says so, else fused as in Megatron.
+
+        Queries and keys are normalized, as in Qwen3.
+        """
+        inner = tuple(
             replace(w, layer=i, name=f"layers.{i}.{w.name}") for i in range(self.layers) for w in self.layer(split)
         )
-        embedding = self.vocab * self.hidden
-        norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + self.hidden
-        others = embedding * (1 if self.tied else 2) + norms + self.layers * self.experts * self.hidden
+        weights = tuple(w for w in inner if not w.elementwise)
+        table, last = (self.vocab, self.hidden), self.layers - 1
+        everything = [ModelWeight("embed_tokens.weight", table, 0, 0, elementwise=True), *inner]
+        everything.append(ModelWeight("norm.weight", (self.hidden,), last, elementwise=True))
+        if not self.tied:
+            everything.append(ModelWeight("lm_head.weight", table, last, 0, elementwise=True))
+        embedding = elements(table)
+        others = sum(elements(w.shape) for w in everything if w.elementwise)
         dense = sum(elements(w.shape) for w in weights if w.expert is None)
         routed = sum(elements(w.shape) for w in weights if w.expert is not None)
         active = dense + (routed * self.top_k // self.experts if self.experts else 0) + embedding
-        return Model(name, weights, self.layers, others, self.heads, self.kv_heads, self.experts, active)
+        counts = (self.layers, others, self.heads, self.kv_heads, self.experts, active)
+        return Model(name, weights, *counts, tuple(everything))
 
     def layer(self, split: tuple[str, ...]) -> Iterator[ModelWeight]:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -120,6 +145,10 @@ class Decoder:
         else:
             yield ModelWeight("self_attn.qkv_proj.weight", (query + 2 * key, self.hidden), tensor_dim=0)
         yield ModelWeight("self_attn.o_proj.weight", (self.hidden, query), tensor_dim=1)
+        for name in ("q_norm", "k_norm"):
+            yield ModelWeight(f"self_attn.{name}.weight", (self.head_dim,), elementwise=True)
+        if self.experts:
+            yield ModelWeight("mlp.gate.weight", (self.experts, self.hidden), elementwise=True)
         apart = "gate-up" in split
         first = ("gate_proj", "up_proj") if apart else ("gate_up_proj",)
         rows = self.intermediate * (1 if apart else 2)
@@ -128,6 +157,8 @@ class Decoder:
             for name in first:
                 yield ModelWeight(f"{place}.{name}.weight", (rows, self.hidden), 0, 0, expert)
             yield ModelWeight(f"{place}.down_proj.weight", (self.hidden, self.intermediate), 0, 1, expert)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield ModelWeight(f"{name}.weight", (self.hidden,), elementwise=True)
 
 
 @cache
@@ -240,19 +271,23 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
 def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
     """Read named shapes: {"layers.0.q": [5120, 5120], "layers.0.o": {"shape": [...], "tp": 1, "experts": true}}.
 
+    A parameter that another optimizer updates has {"shape": [...], "elementwise": true}, in any number of dims.
+
     Raises:
         CanzonaError: an entry is absurd.
     """
-    weights = []
+    everything = []
     for key, value in found.items():
         place = f"{at}: {key}"
         if not isinstance(key, str) or not key.isprintable() or not key:
             raise CanzonaError(f"{key!r} is no name of a parameter", at=at, hint="names have printable characters")
         entry = value if isinstance(value, Mapping) else {"shape": value}
-        shape = entry.get("shape")
+        shape, apart = entry.get("shape"), entry.get("elementwise", False)
+        if not isinstance(apart, bool):
+            raise CanzonaError(f"elementwise is {apart!r}, neither true nor false", at=place)
         if (
             not isinstance(shape, list | tuple)
-            or len(shape) < 2
+            or (len(shape) < 2 and not apart)
             or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
         ):
             raise CanzonaError(
@@ -266,9 +301,11 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
                 at=place,
                 hint="a size is a number of elements",
             )
-        if unknown := sorted(set(entry) - {"shape", "tp", "experts", "layer"}):
+        if unknown := sorted(set(entry) - {"shape", "tp", "experts", "layer", "elementwise"}):
             raise CanzonaError(
-                f"there is no field {unknown[0]!r}", at=place, hint="there are shape, tp, experts and layer"
+                f"there is no field {unknown[0]!r}",
+                at=place,
+                hint="there are shape, tp, experts, layer and elementwise",
             )
         cut = entry.get("tp")
         if cut is not None and (not whole(cut) or cut >= len(shape)):
@@ -289,19 +326,31 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
                 at=place,
                 hint="true says that the first of three or more dims is one of experts",
             )
-        weights.append(ModelWeight(key, tuple(shape), layer, cut, None, stack))
+        everything.append(ModelWeight(key, tuple(shape), layer, cut, None, stack, apart))
+    weights = tuple(w for w in everything if not w.elementwise)
     if not weights:
         raise CanzonaError("it names no parameters", at=at, hint='as in {"layers.0.q": [4096, 4096]}')
-    layers = 1 + max(w.layer for w in weights)
-    return Model(name, tuple(weights), layers, experts=math.gcd(*(w.shape[0] for w in weights if w.experts)))
+    return Model(
+        name,
+        weights,
+        1 + max(w.layer for w in weights),
+        sum(elements(w.shape) for w in everything if w.elementwise),
+        experts=math.gcd(*(w.shape[0] for w in weights if w.experts)),
+        parameters=() if len(weights) == len(everything) else tuple(everything),
+    )
 
 
 def from_module(module: nn.Module, keep: Callable[[str, nn.Parameter], bool]) -> Model:
-    """Make a model of the matrices of a module, on any device, for which `keep` returns True."""
-    named = {name: p for name, p in module.named_parameters() if p.ndim >= 2 and keep(name, p)}
-    model = from_shapes({name: tuple(p.shape) for name, p in named.items()}, type(module).__name__, "the module")
-    taken = {id(p) for p in named.values()}
-    return replace(model, others=sum(p.numel() for p in module.parameters() if id(p) not in taken))
+    """Make a model of a module on any device; its matrices are those for which `keep` returns True."""
+    named = dict(module.named_parameters())
+    shapes: dict[str, Any] = {n: tuple(p.shape) for n, p in named.items() if p.ndim >= 2 and keep(n, p)}
+    shapes = {
+        n: shapes.get(n) or {"shape": tuple(p.shape), "elementwise": True}
+        for n, p in named.items()
+        if n in shapes or (p.requires_grad and p.numel())
+    }
+    model = from_shapes(shapes, type(module).__name__, "the module")
+    return replace(model, others=sum(p.numel() for p in module.parameters()) - model.elements)
 
 
 def layer_of(name: str) -> int:

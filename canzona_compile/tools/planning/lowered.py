@@ -1,0 +1,78 @@
+"""The steps of a plan: with the owners of all matrices, and scheduled, as the runtime of the asked-for updates does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from canzona_compile.data_parallel.joint_plan import schedule_of
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.pipeline import run
+from canzona_compile.ir.step import Step
+from canzona_compile.options import Options
+from canzona_compile.passes import lowering_passes, planning_passes, zero1_passes
+from canzona_compile.tools.planning.mesh import Mesh
+
+DIMS = ("dp", "tp")  # of a mesh for ZeRO-1
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredPlan:
+    """Two forms of one plan.
+
+    Attributes:
+        owned: OWNED, with tasks on the ranks that hold them. The owners of all ranks can be counted here.
+        scheduled: SCHEDULED, as it runs; under ZeRO-1 it has buckets, and tasks in the replica of their owner alone.
+    """
+
+    owned: Step
+    scheduled: Step
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """Lowers the captured step of a model, as `wrap` or `zero1` does.
+
+    Attributes:
+        captured: the step of all tasks; under ZeRO-1 with those of elementwise parameters.
+        mesh: the ranks.
+        bucket_bytes: the size at which a bucket closes; None without ZeRO-1.
+    """
+
+    captured: Step
+    mesh: Mesh
+    bucket_bytes: int | None
+
+    def __call__(self, options: Options) -> LoweredPlan:
+        owned, _ = run(self.captured, planning_passes(options))
+        return self.scheduled(owned, options)
+
+    def scheduled(self, owned: Step, options: Options) -> LoweredPlan:
+        """Lower a step that has owners."""
+        if self.bucket_bytes is None:
+            return LoweredPlan(owned, run(owned, lowering_passes(options))[0])
+        ranks = data_parallel_ranks(self.mesh)
+        joint, _ = run(owned, zero1_passes(ranks, self.bucket_bytes, frozenset(), ranks[0]))
+        return LoweredPlan(owned, schedule_of(joint, [[t.name for t in joint.tasks]], options))
+
+
+def data_parallel_ranks(mesh: Mesh) -> tuple[int, ...]:
+    """The global ranks of the data-parallel group of rank 0, in order."""
+    return tuple(mesh.rank({"dp": i}) for i in range(mesh.size("dp")))
+
+
+def check_zero1(mesh: Mesh, strategy: str, bucket_bytes: int) -> None:
+    """Raise CanzonaError for what `zero1` does not take."""
+    if unknown := [name for name, _ in mesh.dims if name not in DIMS]:
+        raise CanzonaError(
+            f"under ZeRO-1 the mesh has no dim {unknown[0]!r}",
+            at="mesh",
+            hint="dp and tp; plan the stages of a pipeline one by one, and fsdp and experts with --updates ddp",
+        )
+    if strategy not in ("auto", "owner"):
+        raise CanzonaError(
+            f"under ZeRO-1 every matrix has an owner, strategy={strategy!r} cannot be",
+            at="plan",
+            hint='leave strategy out, or pass updates="ddp"',
+        )
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+        raise CanzonaError(f"bucket_bytes={bucket_bytes!r} is not a positive integer", at="plan(..., bucket_bytes=)")

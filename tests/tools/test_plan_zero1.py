@@ -1,0 +1,175 @@
+"""Figures of plans for ZeRO-1: buckets, padding, bytes, and an iteration's three phases."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import canzona_compile
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.tools.planning.plan import matrices_of
+from canzona_compile.tools.planning.weights import from_module, from_shapes, preset
+from canzona_compile.tools.simulation.model_passes import BucketLoad, backward_pass, forward_pass
+
+H100 = named_hardware("h100")
+RANKS = (0, 8, 16, 24)
+VOCABULARY, WIDTH, HIDDEN = 1000, 64, 96
+SHAPES: dict[str, Any] = {"embed": {"shape": [VOCABULARY, WIDTH], "tp": 0, "elementwise": True}}
+for layer in range(3):
+    SHAPES[f"layers.{layer}.up"] = {"shape": [HIDDEN, WIDTH], "tp": 0}
+    SHAPES[f"layers.{layer}.down"] = {"shape": [WIDTH, HIDDEN], "tp": 1}
+    SHAPES[f"layers.{layer}.norm"] = {"shape": [WIDTH], "elementwise": True}
+SHAPES["head"] = {"shape": [VOCABULARY, WIDTH], "tp": 0, "elementwise": True}
+ELEMENTS = 2 * VOCABULARY * WIDTH + 3 * (2 * HIDDEN * WIDTH + WIDTH)
+
+
+def planned(mesh: str = "dp=4", **options: Any) -> canzona_compile.OfflinePlan:
+    return canzona_compile.plan(
+        SHAPES, mesh=mesh, **{"updates": "zero1", "alternatives": False, "bucket_bytes": 50_000, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def made() -> canzona_compile.OfflinePlan:
+    """With alternatives."""
+    return planned("dp=2,tp=2", alternatives=True)
+
+
+def test_buckets_hold_all_parameters(made: canzona_compile.OfflinePlan) -> None:
+    zero1 = made.forecast.zero1
+    assert zero1 is not None
+    names = {name for bucket in made.step.buckets for name in bucket.names}
+    assert names == set(SHAPES)
+    norms = 3 * WIDTH
+    assert zero1.elements == (ELEMENTS - norms) // 2 + norms  # a half on each of two tensor-parallel ranks
+    assert zero1.padding == sum(b.padding for b in made.step.buckets)
+    assert zero1.padding_share == zero1.padding / zero1.elements
+    assert zero1.makespan == max(load.flops for load in made.forecast.loads)
+    assert len(made.forecast.loads) == 4
+
+
+def test_bytes_of_the_phases(made: canzona_compile.OfflinePlan) -> None:
+    zero1 = made.forecast.zero1
+    assert zero1 is not None
+    sent = 4 * (zero1.elements + zero1.padding) * (2 - 1) * 2  # float32, to the other replica, in two groups
+    assert [(p.name, p.sent) for p in zero1.phases] == [("backward", sent), ("step", 0), ("forward", sent)]
+    assert zero1.phases[0].collectives == zero1.phases[2].collectives >= zero1.buckets
+    assert zero1.phases[1].seconds == made.forecast.simulation.seconds
+    assert all(p.seconds >= p.exposed >= 0 for p in zero1.phases)
+
+
+def test_planners_are_compared(made: canzona_compile.OfflinePlan) -> None:
+    found = {one.name: one for one in made.forecast.alternatives}
+    assert set(found) == {"static", "alpha 0", "alpha 0.5", "alpha 1", "lpt", "joint", "permuted", "replicated"}
+    assert found["joint"].chosen
+    assert found["joint"].zero1 == made.forecast.zero1
+    assert found["replicated"].zero1 is None
+    for name, one in found.items():
+        if one.zero1 is not None:
+            assert one.zero1.makespan >= found["joint"].zero1.makespan, name  # type: ignore[union-attr]
+            assert one.zero1.phases[0].spans == () or name == "joint"
+
+
+def test_all_formats_have_the_figures(made: canzona_compile.OfflinePlan) -> None:
+    for text in (made.to_text(), made.to_markdown()):
+        assert all(words in text for words in ("alpha 0.5", "padding", "backward", "forward", "collectives"))
+    found = json.loads(made.to_json())["forecast"]["zero1"]
+    assert [phase["name"] for phase in found["phases"]] == ["backward", "step", "forward"]
+    assert "backward" in made.to_text()
+
+
+def test_without_dp_nothing_travels() -> None:
+    zero1 = planned("tp=2").forecast.zero1
+    assert zero1 is not None
+    assert (zero1.sent, zero1.phases[0].collectives, zero1.phases[0].exposed > 0) == (0, 0, True)  # copies remain
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "words"),
+    [
+        ("fsdp=4", {}, "under ZeRO-1 the mesh has no dim 'fsdp'"),
+        ("dp=2,pp=2", {}, "no dim 'pp'"),
+        ("dp=4", {"strategy": "replicated"}, "every matrix has an owner"),
+        ("dp=4", {"bucket_bytes": 0}, "bucket_bytes=0 is not a positive integer"),
+        ("dp=4", {"tokens": -1}, "tokens=-1 is not a positive integer"),
+        ("dp=4", {"gather": "later"}, "gather='later' is none of"),
+    ],
+)
+def test_what_is_refused(mesh: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(CanzonaError) as caught:
+        planned(mesh, **options)
+    assert words in caught.value.problem
+
+
+# -- the parameters of a model -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "tables"), [("qwen3-1.7b", 1), ("qwen3-8b", 2)])
+def test_a_tied_embedding_counts_once(name: str, tables: int) -> None:
+    model = preset(name, ("qkv", "gate-up"))
+    assert sum(math.prod(w.shape) for w in model.everything) == model.elements + model.others
+    assert sum(w.shape[0] == 151936 for w in model.everything) == tables
+    assert tuple(w for w in model.everything if not w.elementwise) == model.weights
+    assert model.everything[0].lookup
+
+
+def test_the_parameters_that_an_optimizer_holds_are_its_matrices() -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    module = nn.Sequential(first, second)
+    held = torch.optim.Muon([second.weight])
+    model = from_module(module, matrices_of(module, held))
+    assert [w.name for w in model.weights] == ["1.weight"]
+    assert [w.name for w in model.everything] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    stranger = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))])
+    assert [w.name for w in from_module(module, matrices_of(module, stranger)).weights] == ["0.weight", "1.weight"]
+
+
+def test_elementwise_shapes() -> None:
+    model = from_shapes(SHAPES, "mine", "shapes")
+    assert [w.name for w in model.everything] == list(SHAPES)
+    assert len(model.weights) == 6
+    assert model.others == ELEMENTS - model.elements
+    with pytest.raises(CanzonaError, match="neither true nor false"):
+        from_shapes({"a": {"shape": [8, 8], "elementwise": 1}}, "mine", "shapes")
+
+
+# -- passes -------------------------------------------------------------------------------------------
+
+
+def load(compute: float, moved: float) -> BucketLoad:
+    return BucketLoad(compute, 2 * compute, 0.0, moved, 0.0, 1)
+
+
+def test_short_transfers_hide_under_backward_but_for_the_last() -> None:
+    found = backward_pass([load(1.0, 0.5)] * 4, RANKS, H100)
+    assert (found.seconds, found.exposed) == pytest.approx((8.5, 0.5))
+
+
+def test_long_transfers_decide() -> None:
+    """The link is never idle once the first bucket is complete."""
+    found = backward_pass([load(1.0, 5.0)] * 4, RANKS, H100)
+    assert found.seconds == pytest.approx(2 + 4 * 5.0)
+
+
+def test_gathers_before_or_under_the_forward_pass() -> None:
+    loads = [load(1.0, 0.25)] * 4
+    before, under = (forward_pass(loads, RANKS, H100, overlapped) for overlapped in (False, True))
+    assert (before.seconds, under.seconds) == pytest.approx((5.0, 4.25))
+    assert before.compute == under.compute == pytest.approx(4.0)
+
+
+def test_a_head_that_is_tied_comes_first_in_backward() -> None:
+    assert backward_pass([load(1.0, 0.5)], RANKS, H100, 3.0).seconds == pytest.approx(3 + 2 + 0.5)
+    assert forward_pass([load(1.0, 0.5)], RANKS, H100, True, 3.0).seconds == pytest.approx(0.5 + 1 + 3)
+
+
+def test_on_processors_that_move_bytes_nothing_hides() -> None:
+    cpu = named_hardware("cpu")
+    found = backward_pass([load(1.0, 0.5)] * 3, (0, 1), cpu)
+    assert found.seconds >= 6 + 0.5
