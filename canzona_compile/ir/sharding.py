@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from canzona_compile.errors import UnsupportedLayout
-from canzona_compile.ir.layout import Box, MeshCoordinate, Layout, Shape, coordinate_of, cutting_order, layout_of_boxes
+from canzona_compile.ir.layout import Box, Layout, MeshCoordinate, Shape, coordinate_of, cutting_order, layout_of_boxes
 
 
 @dataclass(frozen=True, slots=True)

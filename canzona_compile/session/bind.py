@@ -36,7 +36,7 @@ from canzona_compile.ir.step import Task
 from canzona_compile.options import Options
 from canzona_compile.session.fused_params import Fused
 from canzona_compile.session.given_layout import check_layout_patterns
-from canzona_compile.session.size_exchange import Rows
+from canzona_compile.session.size_exchange import GridRows
 from canzona_compile.session.stand_in import StandIn
 from canzona_compile.session.stand_ins import StandIns, exchange_stand_ins
 from canzona_compile.split import Split, check_patterns, chosen, part_of_layout, rows_of
@@ -118,7 +118,7 @@ class Binder:
         self.rank = dist.get_rank() if self.distributed else 0
         self.replicas = replica_ranks(options.replicate)
         self._rules: dict[Any, str] = {}  # by kind of parameter, the reason that `missing_rule` gives
-        self._rows: dict[Rows, Rows] = {}
+        self._rows: dict[GridRows, GridRows] = {}
         self._named = named_params(optimizer, options.names)
         self._stand_ins: StandIns | None = None  # None before the exchange
 
@@ -313,7 +313,7 @@ class Binder:
         assert group is not None
         return group
 
-    def _rows_of_replicas(self, rows: Rows) -> Rows:
+    def _rows_of_replicas(self, rows: GridRows) -> GridRows:
         if rows not in self._rows:
             everybody: list[Any] = [None] * len(self.replicas)
             dist.all_gather_object(everybody, rows, group=self._replicate_group())

@@ -19,7 +19,7 @@ from canzona_compile.ir.sharding import Sharding, Tiling
 from canzona_compile.session.given_layout import Shardings, mesh_key
 
 ALIKE = "give every rank the same layout= for the same parameters, under the same names"
-Rows = tuple[tuple[int, ...], ...]
+GridRows = tuple[tuple[int, ...], ...]
 
 
 class FragmentEntry(NamedTuple):
@@ -100,7 +100,7 @@ def agreed(
 
 def exchange_rows(
     tilings: Mapping[str, Tiling], refused: dict[str, CanzonaError], group: dist.ProcessGroup, rank: int
-) -> dict[Rows, Rows]:
+) -> dict[GridRows, GridRows]:
     """Find the ranks that hold the same fragments in other replicas. This is a collective over the replicas.
 
     Args:
@@ -119,7 +119,7 @@ def exchange_rows(
     everybody: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybody, (told, {name: str(error) for name, error in refused.items()}), group=group)
     ranks = dist.get_process_group_ranks(group)
-    found: dict[Rows, Rows] = {}
+    found: dict[GridRows, GridRows] = {}
     for name, (rows, text) in told.items():
         for other, (theirs, refusals) in zip(ranks, everybody, strict=True):
             if name in refusals:

@@ -10,7 +10,7 @@ from torch import Tensor
 from canzona_compile.errors import CanzonaError
 from canzona_compile.options import GivenLayout
 from canzona_compile.session.given_layout import Named, shardings_of
-from canzona_compile.session.size_exchange import Rows, exchange_rows, exchange_sizes, refused_together
+from canzona_compile.session.size_exchange import GridRows, exchange_rows, exchange_sizes, refused_together
 from canzona_compile.session.stand_in import StandIn
 
 
@@ -53,7 +53,7 @@ class StandIns:
 
 def exchange_stand_ins(
     named: Named, given: GivenLayout | None, replicate: dist.ProcessGroup | None, rank: int
-) -> tuple[StandIns, dict[Rows, Rows]]:
+) -> tuple[StandIns, dict[GridRows, GridRows]]:
     """Make the stand-ins of all plain parameters that are fragments. This is a collective if there are any.
 
     Args:
@@ -72,7 +72,7 @@ def exchange_stand_ins(
         if error := refused_together(sharding, replicas, rank):
             known.refused[name] = type(error)(error.problem, at=name, hint=error.hint)
     tilings = exchange_sizes(known, params)
-    rows: dict[Rows, Rows] = {}
+    rows: dict[GridRows, GridRows] = {}
     if replicate is not None and given is not None:
         rows = exchange_rows(tilings, known.refused, replicate, rank)
     found = StandIns()
