@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
@@ -65,6 +66,12 @@ class GivenLayout:
             at="the option layout",
             hint='layout={"*.fc1.weight": (mesh, [Shard(0)]), "*.fc2.weight": (mesh, [Shard(1)])}',
         )
+
+    def for_names(self, names: Iterable[str]) -> GivenLayout:
+        """The same without the patterns that match none of some names."""
+        known = list(names)
+        kept = tuple(p for p in self.patterns if any(fnmatchcase(name, p[0]) for name in known))
+        return replace(self, patterns=kept)
 
     def known_meshes(self) -> list[DeviceMesh]:
         """The meshes that are given whatever the parameters are."""
