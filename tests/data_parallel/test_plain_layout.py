@@ -32,13 +32,19 @@ STEPS = 4
 
 
 def train(make: str, how: str, cuts: Sequence[int], norm: float = 2.0, **options: Any) -> list[str]:
-    """Train on 2 x 2 ranks under zero1; whole matrices take the reduced gradients. Return what differs, by step."""
-    mesh = mesh_of((2, 2), ("dp", "tp"))
+    """Train on 2 x 2 ranks under zero1; whole matrices take the reduced gradients. Return what differs, by step.
+
+    With `how` "copies" one data-parallel rank is a mesh of two dims, of which the first one replicates.
+    """
+    mesh = mesh_of((1, 2, 2), ("dp", "copies", "tp")) if how == "copies" else mesh_of((2, 2), ("dp", "tp"))
     dp, tp = mesh["dp"], mesh["tp"]
     rank, group = tp.get_local_rank(), tp.get_group()
     model, plain = ShardedModel(tp, cuts), ShardedModel(None, cuts)
     named, whole = list(model.named_parameters()), list(plain.named_parameters())
-    layout = layout_by(how, tp, model)
+    layout = layout_by("patterns" if how == "copies" else how, tp, model)
+    if how == "copies":
+        both = mesh["copies", "tp"]
+        layout = {key: told and (both, [Replicate(), *told[1]]) for key, told in layout.items()}
     found = canzona_compile.zero1(model, MAKERS[make](named), mesh=dp, layout=layout, **options)
     handle: Any = found[0].canzona  # type: ignore[attr-defined]
     expected = MAKERS[make](whole)
@@ -81,6 +87,13 @@ def reduced(named: Sequence[tuple[str, Any]]) -> dict[str, torch.Tensor | None]:
 def test_two_by_two(make: str, how: str, cuts: tuple[int, int], norm: float) -> None:
     after = partial(train_wrapped, make, how, (), cuts)
     for found in run(4, train, make, how, cuts, norm, bucket_bytes=2000, after=after):
+        assert found == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("norm", [2.0, math.inf])
+def test_a_mesh_dim_that_replicates_counts_once(norm: float) -> None:
+    for found in run(4, train, "muon", "copies", UNEVEN, norm, bucket_bytes=2000):
         assert found == []
 
 
