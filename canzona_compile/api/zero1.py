@@ -30,7 +30,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options
 from canzona_compile.runtime.store_agreement import StoreAgreement, Subject
-from canzona_compile.session.given_layout import check_layout_patterns, shardings_of
+from canzona_compile.session.given_layout import check_layout_patterns, check_marked, shardings_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 
@@ -169,6 +169,7 @@ def zero1(
     if not params:
         raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
     device = next(iter(params.values())).device
+    check_marked(given, params.values())
     told = shardings_of([(name, 0, param) for name, param in params.items()], given).by_name
     check_meshes({name: param.device_mesh for name, param in params.items() if isinstance(param, DTensor)}, ranks)
     check_meshes({name: sharding.mesh for name, sharding in told.items()}, ranks)

@@ -6,7 +6,7 @@ Megatron marks a parameter that is sharded over the tensor-parallel ranks by `te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -201,6 +201,19 @@ def check_layout_patterns(given: GivenLayout | None, names: Sequence[str]) -> No
                 at=WHERE,
                 hint="names are those of `param_names` in the groups, or of wrap(..., model=)",
             )
+
+
+def check_marked(given: GivenLayout | None, params: Iterable[Tensor]) -> None:
+    """Raise CanzonaError if `layout=` is a mesh alone and no parameter has Megatron's attributes."""
+    if given is None or given.patterns or given.function is not None:
+        return
+    if not any(getattr(param, "tensor_model_parallel", False) for param in params):
+        raise CanzonaError(
+            "layout= is a mesh alone, and no parameter has tensor_model_parallel=True",
+            at=WHERE,
+            hint="copies of parameters lose their attributes: give patterns of names instead; or leave layout= out if "
+            "each rank holds whole parameters",
+        )
 
 
 def mesh_key(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:

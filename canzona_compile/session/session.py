@@ -22,7 +22,7 @@ from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.session.bind import Binder, meshes_of, named_params, replica_ranks
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
-from canzona_compile.session.given_layout import shardings_of
+from canzona_compile.session.given_layout import check_marked, shardings_of
 from canzona_compile.session.gradient_checks import check_gradient
 from canzona_compile.session.plan import Plan, lower, make_plan
 from canzona_compile.session.step_driver import StepDriver
@@ -177,6 +177,7 @@ class Session:
             if param.grad is not None:
                 check_gradient(param, name, param.grad.dtype)
         bound = binder.bind()
+        check_marked(self.options.layout, [b.origin for b in bound])
         plan = make_plan(bound, plain_class(self.optimizer).__name__, self.options, self.observers)
         if self.options.plan is not None:
             self.options.plan.check_followed(whole(plan, self.options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from typing import Any
@@ -96,6 +97,8 @@ def refused(case: str) -> str:
             return says(mesh, marked(ones(4, 6)) if rank else ones(4, 6), strategy="owner")
         case "one fails":
             return says({"*": (mesh, [Shard(0)])} if rank else {"*": (mesh, [Shard(0)] * 2)}, ones(4, 6))
+        case "copies":  # they lose their attributes
+            return says(mesh, copy.deepcopy(marked(ones(4, 6)))) + "layers.0"
         case "attributes":
             return says(mesh, marked(ones(4, 6), dim=-1))
         case "partial":
@@ -122,6 +125,7 @@ def refused(case: str) -> str:
         ("dtypes", "ranks disagree: rank 0 has .*bfloat16"),
         ("one alone", "rank 0 does not have it as a fragment"),
         ("one fails", "2 placements on a mesh of 1 dims"),
+        ("copies", "layout= is a mesh alone, and no parameter has tensor_model_parallel=True"),
         ("attributes", "tensor_model_parallel is True and partition_dim is -1"),
         ("partial", "is neither a shard nor a replica"),
         ("dim", r"layout= says S\(2\), the fragment is \[4, 6\]"),
