@@ -23,7 +23,7 @@ from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
-from canzona_compile.options import MissingGrads, Numerics, Options, StrategyOption
+from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options, StrategyOption
 from canzona_compile.report.explain import Explanation, explain_session
 from canzona_compile.session.session import Session
 from canzona_compile.split import Split
@@ -43,6 +43,7 @@ def wrap(
     missing_grads: MissingGrads = "skip",
     stagger: bool = False,
     split: Mapping[str, Split | Mapping[str, int]] | None = None,
+    layout: LayoutOption = None,
     model: nn.Module | None = None,
     planner: str = "joint",
     alpha: float = 1.0,
@@ -74,7 +75,13 @@ def wrap(
             each part by its name, {"q": 4096, "k": 1024, "v": 1024}, or a `Split`, which also says how the parts lie.
             The optimizer sees each part as a parameter of its own. Checkpoints hold state that is not shaped like the
             parameter per part, so that only the same split can load it.
-        model: gives the parameters their names, for `split` and for reports, if a parameter group has no
+        layout: how plain tensors are sharded that are fragments (Megatron, DeepSpeed AutoTP, tensor parallelism by
+            hand): by pattern of their names, or as a function of name and parameter, a `DeviceMesh` with one placement
+            per mesh dim, {"*.fc1.weight": (mesh, [Shard(0)])}; None for what every rank holds whole. Of several
+            patterns that match, the first one counts. A mesh alone is the tensor-parallel mesh of the parameters that
+            have Megatron's attributes `tensor_model_parallel`, `partition_dim` and `partition_stride`. Fragments may
+            differ in size; ranks tell each other at the first step.
+        model: gives the parameters their names, for `split`, `layout` and reports, if a parameter group has no
             `param_names`.
         planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
         alpha: for the planner "alpha", from 0 (even communication) to 1 (even load).
@@ -90,7 +97,8 @@ def wrap(
 
     Raises:
         CanzonaError: `optimizer` is no optimizer, evaluates its closure several times per step, or is wrapped with
-            other options; `model` lacks some of its parameters; `split` is impossible; a file holds no plan.
+            other options; `model` lacks some of its parameters; `split` or `layout` is impossible; a file holds no
+            plan.
             The first `step` checks what depends on parameters and gradients.
     """
     if not isinstance(optimizer, Optimizer):
@@ -116,6 +124,7 @@ def wrap(
         missing_grads=missing_grads,
         stagger=stagger,
         split=splits,
+        layout=GivenLayout.of(layout),
         names=names,
         planner=planner,
         alpha=alpha,

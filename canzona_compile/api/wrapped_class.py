@@ -24,8 +24,6 @@ from canzona_compile.session.session import Session
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
-LOST = "replicate= is lost: process groups cannot be pickled"
-
 
 def is_wrapped(optimizer: object) -> bool:
     """Tell whether an object is an optimizer that steps through canzona_compile."""
@@ -156,11 +154,11 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
 
     def reduce(self: Any, protocol: Any) -> Any:
         options: Options = self.canzona.session.options
-        lost = LOST if options.replicate is not None else self.canzona.session.lost
+        lost = lost_in_pickle(options) or self.canzona.session.lost
         with self.canzona.session.portable_state():
             state = {k: v for k, v in self.__getstate__().items() if k != "canzona"}
             state["state"] = defaultdict(dict, {} if self.canzona.session.rehearsed else state["state"])
-        return _restore, (plain, replace(options, replicate=None), lost), state
+        return _restore, (plain, replace(options, replicate=None, layout=None), lost), state
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
         restore, (kind, options, _), state = reduce(self, 4)
@@ -187,6 +185,14 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
     made.step = hooked
     wrapped: type[Any] = made
     return wrapped
+
+
+def lost_in_pickle(options: Options) -> str:
+    """Say which options a pickle does not keep; empty if it keeps all."""
+    lost = [f"{name}=" for name in ("replicate", "layout") if getattr(options, name) is not None]
+    if not lost:
+        return ""
+    return f"{' and '.join(lost)} {'is' if len(lost) == 1 else 'are'} lost: process groups cannot be pickled"
 
 
 def _restore(plain: type[Optimizer], options: Options, lost: str) -> Any:

@@ -30,8 +30,9 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile
-from canzona_compile.options import MissingGrads, Numerics, Options
+from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options
 from canzona_compile.runtime.store_agreement import StoreAgreement, Subject
+from canzona_compile.session.given_layout import check_layout_patterns, check_marked, shardings_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 
@@ -113,6 +114,7 @@ def zero1(
     micro_groups: int | None = None,
     depth: int = 2,
     missing_grads: MissingGrads = "skip",
+    layout: LayoutOption = None,
     hardware: str | Path | Hardware | None = None,
     cuda_graphs: bool = True,
 ) -> Optimizers:
@@ -137,6 +139,8 @@ def zero1(
             parameters just before it runs. Then all else that reads parameters must come after
             `optimizer.canzona.synchronize()`.
         numerics, capacity, micro_groups, depth, hardware, cuda_graphs: as in `wrap`.
+        layout: as in `wrap`: how plain parameters are sharded over ranks of other mesh dims than `mesh`. Patterns are
+            those of the model's names.
         missing_grads: "skip" leaves a parameter out if no rank has a gradient of it; "zero" takes zeros for it. If only
             some ranks have a gradient, the others count as zeros, as in DDP.
 
@@ -149,6 +153,8 @@ def zero1(
     optimizers: list[Optimizer] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     check(model, optimizers, bucket_bytes, reduce_dtype, gather)
     group, ranks = group_of(mesh)
+    given, names_of = GivenLayout.of(layout), [names_in(model, own) for own in optimizers]
+    check_layout_patterns(given, [name for groups in names_of for group_names in groups for name in group_names])
     rates = named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware
     options = [
         Options(
@@ -158,20 +164,24 @@ def zero1(
             micro_groups=micro_groups,
             depth=depth,
             missing_grads=missing_grads,
-            names=names_in(model, own),
+            names=names,
+            layout=None if given is None else given.for_names(name for group_names in names for name in group_names),
             planner=planner,
             alpha=alpha,
             hardware=rates,
             cuda_graphs=cuda_graphs,
         )
-        for own in optimizers
+        for names in names_of
     ]
     trained = {id(p) for own in optimizers for g in own.param_groups for p in g["params"] if p.requires_grad}
     params = {name: p for name, p in model.named_parameters() if id(p) in trained}
     if not params:
         raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
     device = next(iter(params.values())).device
-    check_meshes(params, ranks)
+    check_marked(given, params.values())
+    told = shardings_of([(name, 0, param) for name, param in params.items()], given).by_name
+    check_meshes({name: param.device_mesh for name, param in params.items() if isinstance(param, DTensor)}, ranks)
+    check_meshes({name: sharding.mesh for name, sharding in told.items()}, ranks)
     agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, SCALED_APART)
     if agreement is not None:
         said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]} {options[0].text}"
@@ -193,7 +203,11 @@ def zero1(
     slices = defaultdict(list)
     for part in (part for bucket in joint.step.buckets for part in bucket.slices):
         slices[part.name].append(part)
-    fragments = {name: Fragment(name, param, slices[name], group.rank) for name, param in params.items()}
+    standing = {name: b.stand_in for bound in joint.bound for name, b in bound.items() if b.stand_in is not None}
+    shardings = {name: stand_in.tiling.sharding for name, stand_in in standing.items()}
+    fragments = {
+        name: Fragment(name, param, slices[name], group.rank, shardings.get(name)) for name, param in params.items()
+    }
     names = {session: list(bound) for session, bound in zip(sessions, joint.bound, strict=True)}
     engine = Zero1(
         model, fragments, joint.step.buckets, group, names, reduce_dtype, gather, missing_grads == "zero", agreement
@@ -281,17 +295,20 @@ def group_of(mesh: DeviceMesh | ProcessGroup) -> tuple[DataParallelGroup, tuple[
     return DataParallelGroup(None if alone else shard, replicate, shard.rank(), len(ranks), replicas), ranks
 
 
-def check_meshes(params: Mapping[str, Tensor], ranks: Sequence[int]) -> None:
-    """Refuse parameters that are sharded or replicated over the data-parallel ranks already."""
-    for name, param in params.items():
-        if isinstance(param, DTensor):
-            mesh = set(param.device_mesh.mesh.flatten().tolist())
-            if len(mesh & set(ranks)) > 1:
-                raise CanzonaError(
-                    f"it is a DTensor over {param.device_mesh}, which contains data-parallel ranks",
-                    at=name,
-                    hint="zero1 takes parameters that each data-parallel rank holds; for FSDP2 use wrap(optimizer)",
-                )
+def check_meshes(meshes: Mapping[str, DeviceMesh], ranks: Sequence[int]) -> None:
+    """Refuse parameters that are sharded or replicated over the data-parallel ranks already.
+
+    Args:
+        meshes: those of the parameters that are fragments, by name.
+        ranks: the data-parallel ranks.
+    """
+    for name, mesh in meshes.items():
+        if len(set(mesh.mesh.flatten().tolist()) & set(ranks)) > 1:
+            raise CanzonaError(
+                f"it is a fragment over {mesh}, which contains data-parallel ranks",
+                at=name,
+                hint="zero1 takes parameters that each data-parallel rank holds; for FSDP2 use wrap(optimizer)",
+            )
 
 
 def described(model: nn.Module, params: Mapping[str, Tensor]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Find out whether the optimizer's own step runs on DTensors. torch lacks sharding rules for some operators."""
+"""Try the optimizer's own step: does it run on DTensors, for which torch lacks some rules? What state does it make?"""
 
 from __future__ import annotations
 
@@ -9,9 +9,33 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.twin import make_twin, step_plainly
+
+
+def shapes_after_a_step(
+    optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec
+) -> dict[str, tuple[int, ...]]:
+    """Take a step with a whole parameter of this kind, drop it, and return the shapes of its state's tensors by name.
+
+    Returns:
+        Nothing if the step fails.
+    """
+    with undisturbed(spec.device):
+        like = torch.nn.Parameter(torch.randn(spec.shape, device=spec.device).to(spec.dtype))
+        if spec.grad_dtype != spec.dtype:
+            like.grad_dtype = spec.grad_dtype
+        like.grad = torch.randn(spec.shape, device=spec.device).to(spec.grad_dtype)
+        twin = make_twin(optimizer, group, [like])
+        try:
+            step_plainly(twin)
+        except Exception:  # whatever it is: then the step of the real parameter will raise it
+            return {}
+    leaves = state_leaves(twin.state.get(like) or {})
+    return {name: tuple(value.shape) for name, value in leaves if isinstance(value, torch.Tensor)}
 
 
 def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor) -> str:

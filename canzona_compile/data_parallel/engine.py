@@ -176,9 +176,9 @@ class Zero1:
     def share_infinity(self, found: Tensor) -> None:
         """Make `found` the maximum over all ranks. This is a collective."""
         largest(self.group, found, self.reduction.waiter)
-        for mesh in cut_by_mesh(list(self.fragments.values())):
-            for dim in range(mesh.ndim):
-                work = torch.distributed.all_reduce(found, ReduceOp.MAX, group=mesh.get_group(dim), async_op=True)
+        for cut in cut_by_mesh(list(self.fragments.values())):
+            for group in cut.groups():
+                work = torch.distributed.all_reduce(found, ReduceOp.MAX, group=group, async_op=True)
                 assert work is not None
                 self.reduction.waiter.wait(work)
 

@@ -12,6 +12,7 @@ from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.bucket import BucketSlice
 from canzona_compile.ir.layout import local_part
+from canzona_compile.ir.sharding import Sharding
 
 
 class Fragment:
@@ -20,13 +21,21 @@ class Fragment:
     Attributes:
         name: the name of the parameter.
         param: the parameter.
+        sharding: how it is divided beside the data-parallel ranks; None if this rank holds it whole.
         owned: the slices of which this rank is the owner.
         slices: all of its slices, those of other owners included.
         doubles: for each owned slice, the parameter that the optimizer steps in place of `param`: it shares the memory
             of the slice. If the parameter is not cut, its double has its shape.
     """
 
-    def __init__(self, name: str, param: nn.Parameter, slices: Sequence[BucketSlice], rank: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        param: nn.Parameter,
+        slices: Sequence[BucketSlice],
+        rank: int,
+        sharding: Sharding | None = None,
+    ) -> None:
         """Find what this rank owns.
 
         Args:
@@ -34,8 +43,12 @@ class Fragment:
             param: the parameter.
             slices: all of its slices.
             rank: the position of this rank among the data-parallel ranks.
+            sharding: what is known of a plain tensor that is a fragment; the type of a DTensor tells it.
         """
         self.name, self.param, self.slices = name, param, tuple(slices)
+        self.sharding = sharding
+        if isinstance(param, DTensor):
+            self.sharding = Sharding(param.device_mesh, tuple(param.placements))
         self.owned = tuple(part for part in slices if part.owner == rank)
         self._address = self._values().data_ptr()
         self.doubles = tuple(self._double(part) for part in self.owned)

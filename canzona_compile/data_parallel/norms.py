@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from canzona_compile.data_parallel.collectives import DataParallelGroup, largest, total
 from canzona_compile.data_parallel.fragment import Fragment
@@ -80,11 +80,11 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
             else:
                 found[i] += norm.float() ** norm_type if is_cut(fragment) else norm
     (largest if infinite else total)(group, found, watch)
-    for mesh, own in cut_by_mesh(present).items():
+    for cut, own in cut_by_mesh(present).items():
         values = found[own]
-        for dim in range(mesh.ndim):
+        for process_group in cut.groups():
             op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            work = dist.all_reduce(values, op, group=mesh.get_group(dim), async_op=True)
+            work = dist.all_reduce(values, op, group=process_group, async_op=True)
             assert work is not None
             watch.wait(work)
         found[own] = values
@@ -96,13 +96,27 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
     return whole_norm
 
 
-def cut_by_mesh(fragments: Sequence[Fragment]) -> dict[DeviceMesh, list[int]]:
-    """The positions of the parameters that mesh dims cut, by mesh."""
-    found: dict[DeviceMesh, list[int]] = {}
+class MeshCut(NamedTuple):
+    """The dims of a mesh along which ranks hold different elements of a parameter.
+
+    Along the other dims they hold the same ones, which count once.
+    """
+
+    mesh: DeviceMesh
+    dims: tuple[int, ...]
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of this rank along these dims."""
+        return [self.mesh.get_group(dim) for dim in self.dims]
+
+
+def cut_by_mesh(fragments: Sequence[Fragment]) -> dict[MeshCut, list[int]]:
+    """The positions of the parameters that mesh dims cut, by these dims."""
+    found: dict[MeshCut, list[int]] = {}
     for i, fragment in enumerate(fragments):
-        param: Tensor = fragment.param
-        if isinstance(param, DTensor) and any(p.is_shard() for p in param.placements):
-            found.setdefault(param.device_mesh, []).append(i)
+        if fragment.sharding is not None and fragment.sharding.cutting_dims:
+            cut = MeshCut(fragment.sharding.mesh, fragment.sharding.cutting_dims)
+            found.setdefault(cut, []).append(i)
     return found
 
 

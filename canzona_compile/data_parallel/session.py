@@ -111,8 +111,8 @@ class OwnerSession(Session):
         for part, double in zip(fragment.owned, fragment.doubles, strict=True):
             state = self.optimizer.state.get(double) or None
             if not fragment.cut:
-                own = binder.bind_one(known.task.index, fragment.name, known.param_group, double)
-                yield from own
+                stand_in = None if known.stand_in is None else known.stand_in.of(double)
+                yield from binder.bind_one(known.task.index, fragment.name, known.param_group, double, stand_in)
                 continue
             spec = ParameterSpec(tuple(double.shape), double.dtype, double.dtype, double.device)
             name = f"{fragment.name}[{part.start}:{part.stop}]"

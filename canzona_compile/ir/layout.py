@@ -11,7 +11,7 @@ along which the tensor is cut. Flattened they make a grid of R rows (replicas) a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from canzona_compile.errors import InvalidStep, UnsupportedLayout
 
 Shape = tuple[int, ...]
+MeshCoordinate = tuple[int, ...]  # of a rank in a mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +210,41 @@ def dtensor_layout(tensor: DTensor, rank: int, *, batch_dims: int = 0) -> Layout
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     sizes = tuple(mesh.mesh.shape)
-    own = [int(i) for i in (mesh.mesh == rank).nonzero()[0]]
+    own = coordinate_of(mesh.mesh, rank)
     box = {at: fragment(tensor.shape, sizes, placements, at) for at in product(*map(range, sizes))}
-    mine = box[tuple(own)]
-    if tuple(mine.size) != tuple(tensor.to_local().shape):
+    if tuple(box[own].size) != tuple(tensor.to_local().shape):
         raise UnsupportedLayout(
-            f"the local tensor is {list(tensor.to_local().shape)}, but {placements} say {list(mine.size)}"
+            f"the local tensor is {list(tensor.to_local().shape)}, but {placements} say {list(box[own].size)}"
         )
+    return layout_of_boxes(tensor.shape, mesh.mesh, placements, box, rank, batch_dims=batch_dims)
+
+
+def coordinate_of(mesh: torch.Tensor, rank: int) -> MeshCoordinate:
+    """The coordinate of a global rank in the tensor of a mesh's ranks."""
+    return tuple(int(i) for i in (mesh == rank).nonzero()[0])
+
+
+def layout_of_boxes(
+    shape: Sequence[int],
+    mesh: torch.Tensor,
+    placements: Sequence[Placement],
+    box: Mapping[MeshCoordinate, Box],
+    rank: int,
+    *,
+    batch_dims: int = 0,
+) -> Layout:
+    """The layout of a tensor whose box is known at every coordinate of a mesh.
+
+    Args:
+        shape: of the whole tensor.
+        mesh: the global ranks by coordinate.
+        placements: one per mesh dim; they say which mesh dims cut and which replicate.
+        box: what the rank at each coordinate holds.
+        rank: this rank, global.
+        batch_dims: as for `dtensor_layout`.
+    """
+    own, sizes = coordinate_of(mesh, rank), tuple(mesh.shape)
+    mine = box[own]
     batch = range(batch_dims)
     fixed = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and p.dim in batch]
     shards = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and i not in fixed]
@@ -224,16 +253,16 @@ def dtensor_layout(tensor: DTensor, rank: int, *, batch_dims: int = 0) -> Layout
     def coordinates(dims: list[int]) -> list[dict[int, int]]:
         return [dict(zip(dims, at, strict=True)) for at in product(*(range(sizes[i]) for i in dims))]
 
-    def at(row: dict[int, int], column: dict[int, int]) -> tuple[int, ...]:
+    def at(row: dict[int, int], column: dict[int, int]) -> MeshCoordinate:
         return tuple((row | column).get(i, own[i]) for i in range(len(sizes)))
 
-    grid = Grid(tuple(tuple(int(mesh.mesh[at(r, s)]) for s in coordinates(shards)) for r in coordinates(rows)))
-    shape = tuple(mine.size[i] if i in batch else n for i, n in enumerate(tensor.shape))
+    grid = Grid(tuple(tuple(int(mesh[at(r, s)]) for s in coordinates(shards)) for r in coordinates(rows)))
     boxes = tuple(
         Box(tuple(0 if i in batch else a for i, a in enumerate(b.start)), b.size)
         for b in (box[at({}, s)] for s in coordinates(shards))
     )
-    return Layout(shape, grid, boxes, ",".join(map(short, placements)))
+    whole = tuple(mine.size[i] if i in batch else n for i, n in enumerate(shape))
+    return Layout(whole, grid, boxes, ",".join(map(short, placements)))
 
 
 def short(placement: Placement) -> str:

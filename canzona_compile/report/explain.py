@@ -96,8 +96,9 @@ def explain_session(session: Session) -> Explanation:
 
 
 def _explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> Explanation:
-    """Explain before the first step; a collective only if `replicate=` is used with DTensors of another mesh."""
+    """Explain before the first step. A collective only with `layout=`, or `replicate=` and DTensors of another mesh."""
     binder = Binder(optimizer, options, capture)
+    binder.exchange()
     bound: list[BoundParam] = []
     rows: list[ExplainedParameter | str] = []
     for name, group, param in named_params(optimizer, options.names):

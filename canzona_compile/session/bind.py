@@ -21,22 +21,25 @@ from torch.optim import Optimizer
 from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.eager_parity import holistic
-from canzona_compile.capture.sharding_rules import missing_rule
+from canzona_compile.capture.sharding_rules import missing_rule, shapes_after_a_step
 from canzona_compile.capture.templates import Capture, ParamKind
-from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import (
     Box,
     Grid,
     Layout,
     dtensor_layout,
     local_layout,
-    local_part,
     replicated_layout,
 )
 from canzona_compile.ir.step import Task
 from canzona_compile.options import Options
 from canzona_compile.session.fused_params import Fused
-from canzona_compile.split import check_patterns, chosen, part_of_layout
+from canzona_compile.session.given_layout import check_layout_patterns
+from canzona_compile.session.size_exchange import GridRows
+from canzona_compile.session.stand_in import StandIn
+from canzona_compile.session.stand_ins import StandIns, exchange_stand_ins
+from canzona_compile.split import Split, check_patterns, chosen, part_of_layout, rows_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,11 +47,12 @@ class BoundParam:
     """A parameter of the optimizer, or one piece of a fused parameter, with its task.
 
     Attributes:
-        param: the parameter; for a piece, the parameter that stands for it.
+        param: the parameter; for a piece or a fragment, the parameter that stands for it.
         param_group: the index of its parameter group.
         task: its task, with the layout.
         kind: its captured code and the leaves of its state.
         fused: the fused parameter that it is a piece of; None for a whole parameter.
+        stand_in: what stands for the optimizer's parameter if that is a plain fragment; None otherwise.
     """
 
     param: Tensor
@@ -56,6 +60,14 @@ class BoundParam:
     task: Task
     kind: ParamKind
     fused: Fused | None = None
+    stand_in: StandIn | None = None
+
+    @property
+    def origin(self) -> Tensor:
+        """The optimizer's own parameter."""
+        if self.stand_in is not None:
+            return self.stand_in.fragment
+        return self.param if self.fused is None else self.fused.whole
 
 
 def named_params(optimizer: Optimizer, names: Sequence[Sequence[str]] = ()) -> list[tuple[str, int, Tensor]]:
@@ -106,33 +118,52 @@ class Binder:
         self.rank = dist.get_rank() if self.distributed else 0
         self.replicas = replica_ranks(options.replicate)
         self._rules: dict[Any, str] = {}  # by kind of parameter, the reason that `missing_rule` gives
-        self._rows: dict[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = {}
+        self._rows: dict[GridRows, GridRows] = {}
+        self._named = named_params(optimizer, options.names)
+        self._stand_ins: StandIns | None = None  # None before the exchange
+
+    def exchange(self) -> None:
+        """Make the stand-ins of plain tensors that are fragments. This is a collective if there are any.
+
+        What is wrong with a parameter is raised when that parameter is bound, because other ranks wait for this
+        rank's part of the exchange.
+        """
+        group = self._replicate_group() if self.replicas else None
+        self._stand_ins, self._rows = exchange_stand_ins(self._named, self.options.layout, group, self.rank)
 
     def bind(self) -> list[BoundParam]:
-        """Bind all parameters of the optimizer.
+        """Bind all parameters of the optimizer. This is a collective if some of them are plain fragments.
 
         Returns:
             One entry per parameter, and one per piece of a fused parameter.
 
         Raises:
-            CanzonaError: a pattern of `split=` fits no parameter, or a parameter has a layout or an update that is
-                not supported. The error then names the parameter.
+            CanzonaError: a pattern of `split=` or `layout=` fits no parameter, or a parameter has a layout or an
+                update that is not supported. The error then names the parameter.
         """
-        named = named_params(self.optimizer, self.options.names)
-        check_patterns(self.options.split, [name for name, _, _ in named])
+        if self._stand_ins is None:
+            self.exchange()
+        assert self._stand_ins is not None
+        names = [name for name, _, _ in self._named]
+        self._stand_ins.check_others(names)
+        check_patterns(self.options.split, names)
+        check_layout_patterns(self.options.layout, names)
         found: list[BoundParam] = []
-        for own in named:
+        for own in self._named:
             found += self.bind_one(len(found), *own)
         return found
 
-    def bind_one(self, index: int, name: str, group: int, param: Tensor) -> list[BoundParam]:
-        """Bind one parameter.
+    def bind_one(
+        self, index: int, name: str, group: int, param: Tensor, stand_in: StandIn | None = None
+    ) -> list[BoundParam]:
+        """Bind one parameter, after the exchange.
 
         Args:
             index: the index of its first task.
             name: its name.
             group: the index of its parameter group.
             param: the parameter.
+            stand_in: what stands for it, if it is a fragment that took no part in the exchange.
 
         Returns:
             One entry, or one entry per piece if the parameter is fused.
@@ -141,7 +172,12 @@ class Binder:
             CanzonaError: the parameter is not supported; the error names it.
         """
         try:
-            return self._bind(index, name, group, param)
+            stand_in = stand_in or self._known.of(name)
+            if stand_in is None:
+                return self._bind(index, name, group, param)
+            self._known.add(stand_in)
+            bound = self._bind(index, name, group, stand_in.param)
+            return [replace(b, stand_in=stand_in) for b in bound]
         except CanzonaError as error:
             if error.at is None or name not in error.at:
                 raise type(error)(error.problem, at=name, hint=error.hint) from error
@@ -154,15 +190,43 @@ class Binder:
             )
         layout = self.layout(param)
         split = chosen(self.options.split, name, layout.shape)
-        if split is not None:
-            pieces = self._bind_pieces(index, name, g, Fused(name, param, split, self._box(layout)))
+        stand_in = self._known.standing(param)
+        strided = None if stand_in is None else stand_in.strided(split)
+        state = self._state(g, param, name, split)
+        if split is not None and not strided:
+            pieces = self._bind_pieces(index, name, g, Fused(name, param, split, self._box(layout)), state)
             if any(b.kind.template.interpreted or holistic(b.kind.template) for b in pieces):
                 return pieces  # elementwise work gives the same result on the pieces as on the whole
-        layout, kind = self._kind(g, param, name, self.optimizer.state.get(param))
+        layout, kind = self._kind(g, param, name, state)
         elementwise = not kind.template.interpreted and not holistic(kind.template)
         if isinstance(param, DTensor) and elementwise and (reason := self._missing_rule(g, param)):
-            kind = self.capture.interpreted(self._spec(layout, param), reason)
+            kind, elementwise = self.capture.interpreted(self._spec(layout, param), reason), False
+        if strided and not elementwise:
+            raise strided
         return [BoundParam(param, g, Task(name, index, g, kind.template.name, layout), kind)]
+
+    def _state(self, g: int, param: Tensor, name: str, split: Split | None) -> dict[str, Any] | None:
+        """The portable state of a parameter; for a stand-in, with DTensors as leaves."""
+        stand_in = self._known.standing(param)
+        if stand_in is None:
+            return self.optimizer.state.get(param)
+        state = self.optimizer.state.get(stand_in.fragment)
+        if not state:
+            return None
+        whole: set[str] = set()
+        found = stand_in.lookalikes(state)
+        if split is not None:
+            pieces = rows_of(split)
+            whole = {leaf for leaf, path in found.items() if str(path[0]).rpartition(".")[0] in pieces}
+        elif found:
+            layout, kind = self._kind(g, param, name, None)
+            shapes = {leaf.name: leaf.shape for leaf in kind.state}
+            if kind.oracle is None:
+                group = self.optimizer.param_groups[g]
+                shapes = shapes_after_a_step(self.optimizer, group, self._spec(layout, param))
+            whole = {leaf for leaf in found if shapes.get(leaf, layout.shape) != layout.shape}
+        stand_in.whole_leaves = frozenset(whole)
+        return stand_in.taken(state)
 
     def _missing_rule(self, g: int, param: DTensor) -> str:
         key = (g, param.shape, param.placements, param.device_mesh)
@@ -170,13 +234,15 @@ class Binder:
             self._rules[key] = missing_rule(self.optimizer, self.optimizer.param_groups[g], param)
         return self._rules[key]
 
-    def _bind_pieces(self, index: int, name: str, g: int, fused: Fused) -> list[BoundParam]:
-        states = fused.taken(self.optimizer.state.get(fused.whole) or {})
+    def _bind_pieces(
+        self, index: int, name: str, g: int, fused: Fused, state: dict[str, Any] | None
+    ) -> list[BoundParam]:
+        states = fused.taken(state or {})
         found = []
-        for i, (piece, state) in enumerate(zip(fused.pieces, states, strict=True)):
+        for i, (piece, part) in enumerate(zip(fused.pieces, states, strict=True)):
             own = f"{name}[{piece.name}]"
             within = partial(part_of_layout, rows=piece.rows, dim=fused.dim)
-            layout, kind = self._kind(g, fused.whole, own, state, within)
+            layout, kind = self._kind(g, fused.whole, own, part, within)
             found.append(BoundParam(piece.param, g, Task(own, index + i, g, kind.template.name, layout), kind, fused))
         return found
 
@@ -203,7 +269,7 @@ class Binder:
         layout = within(self.layout(param))
         kind = self._captured(g, layout, param, name, state)
         if isinstance(param, DTensor) and cut_along_experts(param) and first_dim_is_batch(kind.template):
-            own = within(self._spread(dtensor_layout(param, self.rank, batch_dims=1)))
+            own = within(self.layout(param, batch_dims=1))
             local = self._captured(g, own, param, name, state)
             if same_but_sizes(kind, local):
                 return own, local
@@ -215,10 +281,12 @@ class Binder:
     def _spec(self, layout: Layout, param: Tensor) -> ParameterSpec:
         return ParameterSpec(layout.shape, param.dtype, grad_dtype(param), param.device)
 
-    def layout(self, param: Tensor) -> Layout:
-        """Return how a parameter is laid out over ranks."""
+    def layout(self, param: Tensor, batch_dims: int = 0) -> Layout:
+        """Return how a parameter is laid out over ranks; `batch_dims` is that of `dtensor_layout`."""
+        if (stand_in := self._known.standing(param)) is not None:
+            return self._spread(stand_in.tiling.layout(self.rank, batch_dims=batch_dims))
         if isinstance(param, DTensor):
-            return self._spread(dtensor_layout(param, self.rank))
+            return self._spread(dtensor_layout(param, self.rank, batch_dims=batch_dims))
         if self.replicas:
             return replicated_layout(param.shape, self.replicas)
         return local_layout(param.shape, self.rank)
@@ -233,12 +301,22 @@ class Binder:
     def _box(self, layout: Layout) -> Box:
         return layout.boxes[layout.grid.find(self.rank)[1]]
 
-    def _rows_of_replicas(self, rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    @property
+    def _known(self) -> StandIns:
+        if self._stand_ins is None:  # nobody asked for an exchange: no parameter is a fragment
+            self._stand_ins = StandIns()
+        return self._stand_ins
+
+    def _replicate_group(self) -> dist.ProcessGroup:
+        given = self.options.replicate
+        group = given.get_group() if isinstance(given, DeviceMesh) else given
+        assert group is not None
+        return group
+
+    def _rows_of_replicas(self, rows: GridRows) -> GridRows:
         if rows not in self._rows:
-            given = self.options.replicate
-            group = given.get_group() if isinstance(given, DeviceMesh) else given
             everybody: list[Any] = [None] * len(self.replicas)
-            dist.all_gather_object(everybody, rows, group=group)
+            dist.all_gather_object(everybody, rows, group=self._replicate_group())
             self._rows[rows] = tuple(row for own in everybody for row in own)
         return self._rows[rows]
 
@@ -276,42 +354,3 @@ def replica_ranks(given: DeviceMesh | dist.ProcessGroup | None) -> tuple[int, ..
 def meshes_of(params: Sequence[Tensor]) -> list[DeviceMesh]:
     """Return the device meshes of the DTensors among some parameters, each mesh once."""
     return list({id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values())
-
-
-def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
-    """Refuse a gradient that cannot take part in this step.
-
-    Args:
-        param: a parameter with a gradient.
-        name: the name of the parameter, for the error.
-        expected: the dtype of the gradient that the plan was made for.
-
-    Raises:
-        InvalidGradient: the gradient is sparse or complex, has other placements than its parameter, or has another
-            shape or dtype than planned.
-    """
-    grad = param.grad
-    assert grad is not None
-    if grad.layout is not torch.strided:
-        raise InvalidGradient(
-            f"the gradient is {grad.layout}, not dense",
-            at=name,
-            hint="use sparse=False in the embedding, or keep this parameter in another optimizer",
-        )
-    if grad.is_complex():
-        raise InvalidGradient("the gradient is complex", at=name)
-    if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
-        raise InvalidGradient(
-            f"the gradient is laid out as {getattr(grad, 'placements', 'a plain tensor')}, "
-            f"the parameter as {param.placements}",
-            at=name,
-            hint="redistribute the gradient to the parameter's placements before step()",
-        )
-    if local_part(grad).shape != local_part(param).shape:
-        raise InvalidGradient(
-            f"the gradient's fragment is {list(local_part(grad).shape)}, the parameter's "
-            f"{list(local_part(param).shape)}",
-            at=name,
-        )
-    if grad.dtype != expected:
-        raise InvalidGradient(f"the gradient is {grad.dtype}; the plan was made for {expected}", at=name)

@@ -19,6 +19,7 @@ from canzona_compile.passes import emission_passes, first_step_passes, lowering_
 from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.fused_params import Fused
 from canzona_compile.session.stagger import Stagger, stagger
+from canzona_compile.session.stand_in import StandIn
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,6 +34,7 @@ class Plan:
         known: the names of all templates, those of further variants included.
         stagger: which tasks do their periodic work earlier, and the predicted effect.
         fused: the parameters that hold several logical matrices. Their pieces are in `bound`.
+        stand_ins: what stands for plain parameters that are fragments.
         history: the record of the passes from CAPTURED to OWNED.
         params: the parameters of the optimizer for which the plan was made, in order.
     """
@@ -44,6 +46,7 @@ class Plan:
     known: frozenset[str]
     stagger: Stagger
     fused: tuple[Fused, ...]
+    stand_ins: tuple[StandIn, ...]
     history: PassHistory
     params: tuple[torch.Tensor, ...]
 
@@ -138,8 +141,9 @@ def make_plan(
         frozenset(t.name for t in captured.templates),
         stagger(owned, variant_periods),
         tuple(dict.fromkeys(b.fused for b in bound if b.fused is not None)),
+        tuple(dict.fromkeys(b.stand_in for b in bound if b.stand_in is not None)),
         history,
-        tuple(dict.fromkeys(b.param if b.fused is None else b.fused.whole for b in bound)),
+        tuple(dict.fromkeys(b.origin for b in bound)),
     )
 
 

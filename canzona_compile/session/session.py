@@ -19,9 +19,11 @@ from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.rank_agreement import RankAgreement
-from canzona_compile.session.bind import Binder, check_gradient, meshes_of, named_params, replica_ranks
+from canzona_compile.session.bind import Binder, meshes_of, named_params, replica_ranks
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
+from canzona_compile.session.given_layout import check_marked, shardings_of
+from canzona_compile.session.gradient_checks import check_gradient
 from canzona_compile.session.plan import Plan, lower, make_plan
 from canzona_compile.session.step_driver import StepDriver
 
@@ -71,7 +73,7 @@ class Session:
                 updated then, unless a collective broke: the micro-groups before that collective were updated.
         """
         if self.lost:
-            raise CanzonaError(self.lost, hint="call canzona_compile.wrap(optimizer, replicate=...) again")
+            raise CanzonaError(self.lost, hint="call canzona_compile.wrap(optimizer, replicate=..., layout=...) again")
         self.number += 1
         if is_dummy_step(self.optimizer):
             self._rehearse()
@@ -136,9 +138,10 @@ class Session:
 
     def _start(self) -> StepDriver:
         """Bind, plan and agree with the other ranks. A rank that fails tells the others, so that all of them raise."""
-        params = [p for _, _, p in named_params(self.optimizer)]
+        named = named_params(self.optimizer, self.options.names)
+        params = [p for _, _, p in named]
         device = params[0].device if params else torch.device("cpu")
-        meshes = meshes_of(params)
+        meshes = [*meshes_of(params), *shardings_of(named, self.options.layout).own_meshes]
         replicate = self.options.replicate
         if distributed():
             self.groups.learn([*meshes, *([replicate] if replicate else [])])
@@ -168,10 +171,13 @@ class Session:
         Raises:
             CanzonaError: a parameter, its gradient or the optimizer is not supported, or the given plan does not fit.
         """
+        binder = Binder(self.optimizer, self.options, self.capture)
+        binder.exchange()  # before anything that may raise, because other ranks wait for it
         for name, _, param in named_params(self.optimizer, self.options.names):
             if param.grad is not None:
                 check_gradient(param, name, param.grad.dtype)
-        bound = Binder(self.optimizer, self.options, self.capture).bind()
+        bound = binder.bind()
+        check_marked(self.options.layout, [b.origin for b in bound])
         plan = make_plan(bound, plain_class(self.optimizer).__name__, self.options, self.observers)
         if self.options.plan is not None:
             self.options.plan.check_followed(whole(plan, self.options))

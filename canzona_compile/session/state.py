@@ -335,9 +335,12 @@ class StateStore:
                 self.optimizer.state[self.params[task.name]] = state
         self._put_together()
 
-    # -- pieces of fused parameters --------------------------------------------------------------------
+    # -- pieces of fused parameters, and stand-ins of fragments ------------------------------------------
 
     def _take_apart(self) -> None:
+        for stand_in in self.plan.stand_ins:
+            if state := self.optimizer.state.pop(stand_in.fragment, None):
+                self.optimizer.state[stand_in.param] = stand_in.taken(state)
         for fused in self.plan.fused:
             if state := self.optimizer.state.pop(fused.whole, None):
                 for piece, own in zip(fused.pieces, fused.taken(state), strict=True):
@@ -353,6 +356,9 @@ class StateStore:
             states = [self.optimizer.state.pop(piece.param, {}) for piece in fused.pieces]
             if any(states):
                 self.optimizer.state[fused.whole] = fused.merged(states, whole_of)
+        for stand_in in self.plan.stand_ins:
+            if state := self.optimizer.state.pop(stand_in.param, None):
+                self.optimizer.state[stand_in.fragment] = stand_in.given_back(state)
 
 
 def strided_like(leaf: Leaf, whole: Tensor) -> Tensor:

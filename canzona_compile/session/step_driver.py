@@ -17,9 +17,9 @@ from canzona_compile.ir.program_ops import Watch
 from canzona_compile.options import Options
 from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.session.bind import check_gradient
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.eager_context import PlanContext
+from canzona_compile.session.gradient_checks import check_gradient
 from canzona_compile.session.local_step import LocalStep
 from canzona_compile.session.make_program import ProgramMaker
 from canzona_compile.session.plan import Plan
@@ -87,6 +87,7 @@ class StepDriver:
         self._shadow = CounterShadow(optimizer)
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
         self._fused = {b.fused: b.kind.grad_dtype for b in plan.bound.values() if b.fused is not None}
+        self._stand_ins = {b.stand_in: b.kind.grad_dtype for b in plan.bound.values() if b.stand_in is not None}
         self._agreed = Participants()  # those of the last step
         self._next = Participants()  # those of the next step
         self._lineup: Lineup = ()  # the variants of the next step
@@ -105,7 +106,7 @@ class StepDriver:
             CanzonaError: the state or a gradient does not fit its parameter.
         """
         self.store.adopt()
-        self._take_pieces()
+        self._take_params()
         self._next = self._agreed = self._participants()
         has = dict.fromkeys(self._next.ready, "a gradient") | dict.fromkeys(self._next.fresh, "a first gradient")
         return {task.name: has.get(task.name, "no gradient") for task in self.plan.owned.tasks}
@@ -132,7 +133,7 @@ class StepDriver:
         """
         if not self._bound():
             return StepChange.replan("the parameters changed")
-        self._take_pieces()
+        self._take_params()
         self._check_gradients()
         self._next = self._participants()
         try:
@@ -146,8 +147,12 @@ class StepDriver:
         params = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         return params == list(map(id, self.plan.params))
 
-    def _take_pieces(self) -> None:
-        """Give the pieces of fused parameters their current values and gradients; may raise InvalidGradient."""
+    def _take_params(self) -> None:
+        """Give what stands for parameters their current values and gradients; may raise InvalidGradient."""
+        for stand_in, expected in self._stand_ins.items():
+            if stand_in.fragment.grad is not None:
+                check_gradient(stand_in.fragment, stand_in.name, expected)
+            stand_in.take()
         for fused, expected in self._fused.items():
             if fused.whole.grad is not None:
                 check_gradient(fused.whole, fused.name, expected)
@@ -226,9 +231,11 @@ class StepDriver:
         return True
 
     def end_step(self) -> None:
-        """Write pieces that are copies back to their fused parameters, and drop the gradients of all pieces."""
+        """Write pieces that are copies back to their fused parameters, and drop all gradients that were lent."""
         for fused in self._fused:
             fused.give_back()
+        for stand_in in self._stand_ins:
+            stand_in.give_back()
 
     def _program(self, names: Names) -> BoundProgram:
         """Return the program in which these tasks take the chosen variants; make it if it is new."""

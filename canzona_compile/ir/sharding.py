@@ -1,0 +1,117 @@
+"""Tensors that no type describes: plain fragments, and what is known about the whole that they are fragments of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from canzona_compile.errors import UnsupportedLayout
+from canzona_compile.ir.layout import Box, Layout, MeshCoordinate, Shape, coordinate_of, cutting_order, layout_of_boxes
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a tensor is divided among the ranks of a mesh.
+
+    Attributes:
+        mesh: the mesh.
+        placements: one per dim of the mesh.
+        stride: into how many parts the tensor was divided before each of them was sharded; a fragment is this rank's
+            share of every part.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    stride: int = 1
+
+    @property
+    def cutting_dims(self) -> tuple[int, ...]:
+        """The mesh dims along which ranks hold different elements."""
+        return tuple(i for i, placement in enumerate(self.placements) if placement.is_shard())
+
+    def __str__(self) -> str:
+        strided = f", each in {self.stride} parts" if self.stride > 1 else ""
+        return f"({', '.join(map(str, self.placements))}){strided}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Tiling:
+    """A whole tensor as its fragments on all ranks of a mesh tell it.
+
+    Attributes:
+        sharding: how it is divided.
+        shape: of the whole tensor.
+        boxes: what the rank at each coordinate of the mesh holds.
+    """
+
+    sharding: Sharding
+    shape: Shape
+    boxes: Mapping[MeshCoordinate, Box]
+
+    @classmethod
+    def of(cls, sharding: Sharding, sizes: Mapping[MeshCoordinate, Shape]) -> Tiling:
+        """Put a tensor together from the sizes of its fragments, which may differ.
+
+        Args:
+            sharding: how the tensor is divided.
+            sizes: the shape of the fragment at each coordinate of the mesh.
+
+        Raises:
+            UnsupportedLayout: fragments of these sizes, side by side, leave a gap or overlap.
+        """
+        mesh = tuple(sharding.mesh.mesh.shape)
+        shape: list[int] = []
+        starts: list[dict[MeshCoordinate, int]] = []
+        order = cutting_order(mesh, sharding.placements)
+        for dim in range(len(next(iter(sizes.values())))):
+            cutting = [i for i in order if shard_dim(sharding.placements[i]) == dim]
+            lengths: dict[MeshCoordinate, int] = {}
+            for at, size in sizes.items():
+                place = tuple(at[i] for i in cutting)
+                if lengths.setdefault(place, size[dim]) != size[dim]:
+                    raise UnsupportedLayout(
+                        f"the fragments do not tile a tensor: of dim {dim} ranks hold {lengths[place]} and {size[dim]} "
+                        f"entries that {sharding} says are the same; there are {told(sizes)}",
+                        hint="name every mesh dim that cuts the tensor, with the dim that it cuts",
+                    )
+            begin, length = {}, 0
+            for place in product(*(range(mesh[i]) for i in cutting)):
+                begin[place] = length
+                length += lengths[place]
+            shape.append(length)
+            starts.append({at: begin[tuple(at[i] for i in cutting)] for at in sizes})
+        boxes = {at: Box(tuple(start[at] for start in starts), size) for at, size in sizes.items()}
+        return cls(sharding, tuple(shape), boxes)
+
+    def layout(self, rank: int, *, batch_dims: int = 0) -> Layout:
+        """The layout of the tensor; `batch_dims` is that of `dtensor_layout`."""
+        mesh, placements = self.sharding.mesh.mesh, self.sharding.placements
+        return layout_of_boxes(self.shape, mesh, placements, self.boxes, rank, batch_dims=batch_dims)
+
+    def box(self, rank: int) -> Box:
+        """The region of the tensor that a global rank holds."""
+        return self.boxes[coordinate_of(self.sharding.mesh.mesh, rank)]
+
+    def like(self, local: Tensor) -> DTensor:
+        """A fragment as a DTensor of the whole shape, which shares the fragment's memory."""
+        stride = torch.empty(self.shape, device="meta").stride()
+        mesh, placements = self.sharding.mesh, self.sharding.placements
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(self.shape), stride=stride)
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """The dim of the tensor that a mesh dim cuts; None if it cuts none."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def told(sizes: Mapping[MeshCoordinate, Sequence[int]], limit: int = 8) -> str:
+    """The sizes of fragments in the order of the mesh, for an error message."""
+    shown = " ".join(str(list(sizes[at])) for at in sorted(sizes)[:limit])
+    return shown if len(sizes) <= limit else f"{shown} ..."

@@ -1,0 +1,221 @@
+"""What is known of plain tensors that somebody else sharded: what `layout=` says, and Megatron's attributes.
+
+Megatron marks a parameter that is sharded over the tensor-parallel ranks by `tensor_model_parallel`, the dim by
+`partition_dim`, and a fragment that is a share of several parts, such as gate and up, by `partition_stride`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
+from canzona_compile.ir.layout import cutting_order
+from canzona_compile.ir.sharding import Sharding, shard_dim
+from canzona_compile.options import GivenLayout
+
+WHERE = "wrap(..., layout=)"
+Named = Sequence[tuple[str, int, Tensor]]  # name, index of the parameter group, parameter
+
+
+@dataclass(eq=False, slots=True)
+class Shardings:
+    """What this rank knows of its plain tensors, before it hears of the other ranks.
+
+    Attributes:
+        by_name: the parameters that are fragments.
+        refused: the parameters of which nothing sensible is said.
+        meshes: all meshes that are named, some of them several times.
+    """
+
+    by_name: dict[str, Sharding] = field(default_factory=dict)
+    refused: dict[str, CanzonaError] = field(default_factory=dict)
+    meshes: list[DeviceMesh] = field(default_factory=list)
+
+    @property
+    def own_meshes(self) -> list[DeviceMesh]:
+        """The meshes that this rank is part of, in an order that all ranks of two meshes see alike."""
+        known = {mesh_key(mesh): mesh for mesh in self.meshes if mesh.get_coordinate() is not None}
+        return [mesh for _, mesh in sorted(known.items())]
+
+
+def shardings_of(named: Named, given: GivenLayout | None) -> Shardings:
+    """Find out which parameters are fragments, and of what. This communicates with nobody and raises nothing.
+
+    Args:
+        named: the parameters with their names.
+        given: what `layout=` says.
+    """
+    found = Shardings(meshes=[] if given is None else given.known_meshes())
+    for name, _, param in named:
+        try:
+            sharding = sharding_of(name, param, given)
+        except CanzonaError as error:
+            found.refused[name] = error
+            continue
+        if sharding is not None:
+            found.by_name[name] = sharding
+            found.meshes.append(sharding.mesh)
+    return found
+
+
+def sharding_of(name: str, param: Tensor, given: GivenLayout | None) -> Sharding | None:
+    """Find out how a parameter is sharded.
+
+    Args:
+        name: its name.
+        param: the parameter.
+        given: what `layout=` says.
+
+    Returns:
+        Its sharding; None if its type tells its layout, or if this rank holds it whole.
+
+    Raises:
+        CanzonaError: what is said of the parameter is impossible, or contradicts its attributes.
+    """
+    told: Any = None if given is None else given.mesh
+    explicit = False
+    if given is not None and given.function is not None:
+        told = asked(given, name, param)
+    elif given is not None:
+        for pattern, value in given.patterns:
+            if fnmatchcase(name, pattern):
+                told, explicit = value, value is None
+                break
+    if isinstance(param, DTensor):
+        if isinstance(told, tuple | list):
+            raise UnsupportedLayout(
+                "layout= says how it is sharded, but it is a DTensor, whose type says that",
+                at=name,
+                hint="leave it out of layout=; narrower patterns match fewer parameters",
+            )
+        return None
+    if isinstance(told, tuple | list):
+        return stated(name, param, told)
+    if told is not None and not isinstance(told, DeviceMesh):
+        raise nonsense(name, told)
+    if explicit or not getattr(param, "tensor_model_parallel", False):
+        return None
+    return marked(name, param, told)
+
+
+def asked(given: GivenLayout, name: str, param: Tensor) -> Any:
+    """What the user's function says of a parameter."""
+    assert given.function is not None
+    try:
+        return given.function(name, param)
+    except Exception as error:
+        raise CanzonaError(f"the function given as layout= raised {type(error).__name__}: {error}", at=name) from error
+
+
+def stated(name: str, param: Tensor, told: Any) -> Sharding:
+    """The sharding that a mesh and placements say."""
+    if len(told) != 2 or not isinstance(told[0], DeviceMesh) or not isinstance(told[1], Sequence):
+        raise nonsense(name, told)
+    mesh, placements = told
+    if not all(isinstance(p, Placement) for p in placements):
+        raise nonsense(name, told)
+    if len(placements) != mesh.ndim:
+        raise UnsupportedLayout(
+            f"layout= gives {len(placements)} placements on a mesh of {mesh.ndim} dims",
+            at=name,
+            hint="give one placement per mesh dim: Shard(dim) or Replicate()",
+        )
+    own = tuple(
+        Shard(p.dim % param.ndim) if isinstance(p, Shard) and -param.ndim <= p.dim < 0 else p for p in placements
+    )
+    for placement in own:
+        dim = shard_dim(placement)
+        if dim is not None and not 0 <= dim < param.ndim:
+            raise UnsupportedLayout(f"layout= says {placement}, the fragment is {list(param.shape)}", at=name)
+    try:
+        cutting_order(tuple(mesh.mesh.shape), own)
+    except CanzonaError as error:
+        raise UnsupportedLayout(error.problem, at=name, hint=error.hint) from error
+    return with_this_rank(name, Sharding(mesh, own))
+
+
+def marked(name: str, param: Tensor, mesh: DeviceMesh | None) -> Sharding:
+    """The sharding that Megatron's attributes say."""
+    if mesh is None:
+        raise UnsupportedLayout(
+            "its attribute tensor_model_parallel says that it is a fragment, and there is no mesh of the ranks that "
+            "hold the others",
+            at=name,
+            hint="pass the tensor-parallel mesh, layout=mesh, or say how each parameter is sharded: "
+            'layout={"*.weight": (mesh, [Shard(0)])}',
+        )
+    if mesh.ndim != 1:
+        raise UnsupportedLayout(
+            f"its attributes name one tensor-parallel dim, the mesh has {mesh.ndim}",
+            at=name,
+            hint='pass that dim of the mesh, layout=mesh["tp"]',
+        )
+    dim = getattr(param, "partition_dim", None)
+    stride = getattr(param, "partition_stride", 1)
+    if not isinstance(dim, int) or not 0 <= dim < param.ndim:
+        raise UnsupportedLayout(
+            f"tensor_model_parallel is True and partition_dim is {dim!r}; the fragment is {list(param.shape)}",
+            at=name,
+            hint="say how it is sharded in layout=, which counts more than attributes",
+        )
+    if not isinstance(stride, int) or stride < 1:
+        raise UnsupportedLayout(f"partition_stride is {stride!r}, no positive integer", at=name)
+    return with_this_rank(name, Sharding(mesh, (Shard(dim),), stride))
+
+
+def with_this_rank(name: str, sharding: Sharding) -> Sharding:
+    """The sharding itself, if this rank is part of its mesh."""
+    if sharding.mesh.get_coordinate() is None:
+        raise UnsupportedLayout(
+            f"rank {dist.get_rank()} is none of the ranks {sharding.mesh.mesh.tolist()} of the mesh in layout=",
+            at=name,
+            hint="on each rank give the mesh of the ranks that hold the other fragments of its own parameters",
+        )
+    return sharding
+
+
+def nonsense(name: str, told: object) -> CanzonaError:
+    """The error for what cannot be a layout."""
+    return CanzonaError(
+        f"layout= says {told!r}; it takes a mesh with one placement per dim, a mesh alone, or None",
+        at=name,
+        hint="for the rows of a linear layer (mesh, [Shard(0)]), for its columns (mesh, [Shard(1)])",
+    )
+
+
+def check_layout_patterns(given: GivenLayout | None, names: Sequence[str]) -> None:
+    """Raise CanzonaError if a pattern of `layout=` matches no parameter name."""
+    for pattern, _ in () if given is None else given.patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise CanzonaError(
+                f"{pattern!r} fits no parameter; there are {some(names)}",
+                at=WHERE,
+                hint="names are those of `param_names` in the groups, or of wrap(..., model=)",
+            )
+
+
+def check_marked(given: GivenLayout | None, params: Iterable[Tensor]) -> None:
+    """Raise CanzonaError if `layout=` is a mesh alone and no parameter has Megatron's attributes."""
+    if given is None or given.patterns or given.function is not None:
+        return
+    if not any(getattr(param, "tensor_model_parallel", False) for param in params):
+        raise CanzonaError(
+            "layout= is a mesh alone, and no parameter has tensor_model_parallel=True",
+            at=WHERE,
+            hint="copies of parameters lose their attributes: give patterns of names instead; or leave layout= out if "
+            "each rank holds whole parameters",
+        )
+
+
+def mesh_key(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks and the shape of a mesh, by which meshes are put in order; two meshes of equal keys are one."""
+    return tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape)

@@ -1,0 +1,49 @@
+"""Which gradients can take part in a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from canzona_compile.errors import InvalidGradient
+from canzona_compile.ir.layout import local_part
+
+
+def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
+    """Refuse a gradient that cannot take part in this step.
+
+    Args:
+        param: a parameter with a gradient.
+        name: the name of the parameter, for the error.
+        expected: the dtype of the gradient that the plan was made for.
+
+    Raises:
+        InvalidGradient: the gradient is sparse or complex, has other placements than its parameter, or has another
+            shape or dtype than planned.
+    """
+    grad = param.grad
+    assert grad is not None
+    if grad.layout is not torch.strided:
+        raise InvalidGradient(
+            f"the gradient is {grad.layout}, not dense",
+            at=name,
+            hint="use sparse=False in the embedding, or keep this parameter in another optimizer",
+        )
+    if grad.is_complex():
+        raise InvalidGradient("the gradient is complex", at=name)
+    if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
+        raise InvalidGradient(
+            f"the gradient is laid out as {getattr(grad, 'placements', 'a plain tensor')}, "
+            f"the parameter as {param.placements}",
+            at=name,
+            hint="redistribute the gradient to the parameter's placements before step()",
+        )
+    if local_part(grad).shape != local_part(param).shape:
+        raise InvalidGradient(
+            f"the gradient's fragment is {list(local_part(grad).shape)}, the parameter's "
+            f"{list(local_part(param).shape)}",
+            at=name,
+        )
+    if grad.dtype != expected:
+        raise InvalidGradient(f"the gradient is {grad.dtype}; the plan was made for {expected}", at=name)

@@ -1,0 +1,208 @@
+"""Plain tensors that are fragments: what cannot be, and who hears of it; and fragments that hold shares of parts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.optim import AdamW, Muon
+
+import canzona_compile
+from canzona_compile import CanzonaError, Split
+from tests.harness.layouts import mesh_of
+from tests.harness.optimizers import share_captures
+from tests.harness.ranks import run
+
+
+def marked(param: nn.Parameter, dim: Any = 0, stride: int = 1) -> nn.Parameter:
+    """A parameter with the attributes that Megatron gives to fragments."""
+    own: Any = param
+    own.tensor_model_parallel, own.partition_dim, own.partition_stride = True, dim, stride
+    return param
+
+
+def says(layout: Any, *params: nn.Parameter, **options: Any) -> str:
+    """What a step of Muon raises; nothing may be updated then."""
+    found = params or (nn.Parameter(torch.ones(4, 6)),)
+    before = [p.detach().clone() for p in found]
+    for param in found:
+        param.grad = torch.ones_like(param)
+    optimizer = Muon([(f"layers.{i}", p) for i, p in enumerate(found)], lr=0.1)
+
+    def step() -> None:
+        canzona_compile.wrap(optimizer, layout=layout, **options).step()
+
+    with pytest.raises(CanzonaError) as error:
+        step()
+    assert all(torch.equal(a, b) for a, b in zip(before, found, strict=True))
+    return str(error.value)
+
+
+# -- one process -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "what"),
+    [
+        (
+            None,
+            "tensor_model_parallel says that it is a fragment, and there is no mesh(.|\n)*layers.0(.|\n)*layout=mesh",
+        ),
+        (lambda name, param: None, "there is no mesh"),
+        (lambda name, param: param.nothing, "the function given as layout= raised AttributeError"),
+        (lambda name, param: "rows", "layout= says 'rows'; it takes a mesh"),
+        ({"layers.*": 3}, "layout= says 3; it takes a mesh"),
+        ({"other.*": None}, r"'other.\*' fits no parameter; there are layers.0"),
+        (7, "layout= takes patterns of names, a function or a DeviceMesh, not a int"),
+    ],
+)
+def test_refused_in_one_process(layout: Any, what: str) -> None:
+    assert re.search(what, says(layout, marked(nn.Parameter(torch.ones(4, 6)))))
+
+
+def test_a_pattern_may_say_that_a_marked_parameter_is_whole() -> None:
+    param = marked(nn.Parameter(torch.ones(4, 6)))
+    param.grad = torch.ones_like(param)
+    canzona_compile.wrap(Muon([("router", param)], lr=0.1), layout={"router": None}).step()
+
+
+# -- two ranks ---------------------------------------------------------------------------------
+
+
+def ones(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape))
+
+
+def refused(case: str) -> str:
+    """What a step says on this rank."""
+    mesh, rank = mesh_of((2,), ("tp",)), dist.get_rank()
+    match case:
+        case "sizes":
+            return says({"*": (mesh, [Shard(0)])}, ones(4, 6 - rank))
+        case "replicas":
+            return says({"*": (mesh, [Replicate()])}, ones(4 + rank, 6))
+        case "placements":
+            return says({"*": (mesh, [Shard(rank)])}, ones(4, 6))
+        case "dtypes":
+            return says(mesh, marked(ones(4, 6)) if rank else marked(nn.Parameter(torch.ones(4, 6).bfloat16())))
+        case "one alone":
+            return says(mesh, marked(ones(4, 6)) if rank else ones(4, 6), strategy="owner")
+        case "one fails":
+            return says({"*": (mesh, [Shard(0)])} if rank else {"*": (mesh, [Shard(0)] * 2)}, ones(4, 6))
+        case "copies":  # they lose their attributes
+            return says(mesh, copy.deepcopy(marked(ones(4, 6)))) + "layers.0"
+        case "attributes":
+            return says(mesh, marked(ones(4, 6), dim=-1))
+        case "partial":
+            return says({"*": (mesh, [Partial()])}, ones(4, 6))
+        case "dim":
+            return says({"*": (mesh, [Shard(2)])}, ones(4, 6))
+        case "a DTensor":
+            whole = torch.distributed.tensor.distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
+            return says({"*": (mesh, [Shard(0)])}, nn.Parameter(whole))
+        case "parts":
+            return says(mesh, marked(ones(4, 6), stride=2))
+        case "other blocks":
+            return says(mesh, marked(ones(4, 6), stride=2), split={"*": {"gate": 4, "up": 4}})
+    raise AssertionError(case)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("sizes", r"do not tile a tensor: of dim 1 ranks hold 6 and 5 entries .* there are \[4, 6\] \[4, 5\]"),
+        ("replicas", "of dim 0 ranks hold 4 and 5 entries"),
+        ("placements", r"ranks disagree: rank 0 has .*\(S\(0\)\), rank 1 .*\(S\(1\)\)"),
+        ("dtypes", "ranks disagree: rank 0 has .*bfloat16"),
+        ("one alone", "rank 0 does not have it as a fragment"),
+        ("one fails", "2 placements on a mesh of 1 dims"),
+        ("copies", "layout= is a mesh alone, and no parameter has tensor_model_parallel=True"),
+        ("attributes", "tensor_model_parallel is True and partition_dim is -1"),
+        ("partial", "is neither a shard nor a replica"),
+        ("dim", r"layout= says S\(2\), the fragment is \[4, 6\]"),
+        ("a DTensor", "it is a DTensor, whose type says that"),
+        ("parts", r"a share of 2 parts \(partition_stride\)(.|\n)*interleaved=2"),
+        ("other blocks", "a share of 2 parts"),
+    ],
+)
+def test_refused_on_every_rank(case: str, what: str) -> None:
+    for said in run(2, refused, case):
+        assert re.search(what, said), said
+        assert "layers.0" in said
+
+
+def without_this_rank() -> str:
+    mesh = DeviceMesh("cpu", [0])
+    if dist.get_rank() == 0:
+        return ""
+    return says({"*": (mesh, [Shard(0)])}, ones(4, 6))
+
+
+@pytest.mark.ranks
+def test_a_mesh_without_this_rank() -> None:
+    assert re.search(r"rank 1 is none of the ranks \[0\] of the mesh in layout=", run(2, without_this_rank)[1])
+
+
+# -- shares of parts ---------------------------------------------------------------------------
+
+
+def strided(make: str) -> None:
+    """Gate and up in one weight, of which each rank holds a share; the plain optimizer holds them apart."""
+    mesh, rank = mesh_of((2,), ("tp",)), dist.get_rank()
+    random = torch.Generator().manual_seed(0)
+    parts = [nn.Parameter(torch.randn(n, 8, generator=random)) for n in (12, 12)]
+    own = marked(nn.Parameter(shares(parts, rank)), stride=2)
+    if make == "muon":
+        options: dict[str, Any] = {"split": {"fc1": Split({"gate": 12, "up": 12}, interleaved=2)}}
+        plain: Any = Muon(parts, lr=0.1)
+        wrapped: Any = canzona_compile.wrap(Muon([("fc1", own)], lr=0.1), layout=mesh, **options)
+    else:
+        plain = AdamW(parts, lr=0.1)
+        wrapped = canzona_compile.wrap(AdamW([("fc1", own)], lr=0.1), layout=mesh)
+    share_captures(wrapped)
+    for step in range(4):
+        for part in parts:
+            part.grad = torch.randn(part.shape, generator=random)
+        own.grad = shares([p.grad for p in parts], rank)
+        if step == 2:
+            wrapped.load_state_dict(wrapped.state_dict())
+        wrapped.step()
+        plain.step()
+        assert torch.equal(own.detach(), shares(parts, rank)), f"step {step}"
+    state = wrapped.state_dict()["state"][0]
+    key = "momentum_buffer" if make == "muon" else "exp_avg"
+    assert torch.equal(state[key], shares([plain.state[p][key] for p in parts], rank))
+    with pytest.raises(CanzonaError, match="layout= is lost"):
+        pickle.loads(pickle.dumps(wrapped)).step()
+
+
+def shares(parts: Any, rank: int) -> Tensor:
+    return torch.cat([part.detach().chunk(2)[rank] for part in parts])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("make", ["muon", "adamw"])
+def test_shares_of_parts(make: str) -> None:
+    run(2, strided, make)
+
+
+def explained() -> list[str]:
+    mesh = mesh_of((2,), ("tp",))
+    named = [("up", marked(ones(4, 6))), ("down", marked(ones(4, 6), dim=3))]
+    optimizer = canzona_compile.wrap(Muon(named, lr=0.1), layout=mesh, strategy="owner")
+    return [f"{row.name} {list(row.shape)} {row.how}" for row in canzona_compile.explain(optimizer).parameters]
+
+
+@pytest.mark.ranks
+def test_explain_shows_whole_matrices() -> None:
+    for rows in run(2, explained):
+        assert rows == ["up [8, 6] compiled", "down [4, 6] refused"]
