@@ -67,11 +67,23 @@ class Zero1:
         self._stepped: set[str] = set()  # parameters that were updated and are not being gathered yet
         self._scalings: list[str] = []
         self.forward = ForwardHooks(model, self.gathering) if gather == "forward" else None
-        model.register_forward_pre_hook(lambda *_: self.flush(), prepend=True)
+        self._hooks = [
+            *self.reduction.hooks,
+            *(self.forward.hooks if self.forward is not None else ()),
+            model.register_forward_pre_hook(lambda *_: self.flush(), prepend=True),
+        ]
         for session in sessions:
             session.around = partial(self._around, session)
+            session.on_end = partial(self._end, session)
         if self.forward is not None:
             self.reduction.check = self.forward.check
+
+    def _end(self, session: OwnerSession) -> None:
+        """Leave the model alone once the last optimizer is unwrapped."""
+        self.synchronize()
+        self._names.pop(session, None)
+        for hook in self._hooks if not self._names else ():
+            hook.remove()
 
     # -- around a step ---------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.data_parallel.collectives import DataParallelGroup, Pending, empty_shard, gather
 from canzona_compile.data_parallel.fragment import Fragment
@@ -103,21 +105,37 @@ class ForwardHooks:
     Args:
         model: the model.
         gathering: what to wait for.
+
+    Attributes:
+        hooks: the handles of all hooks.
     """
 
     def __init__(self, model: nn.Module, gathering: Gathering) -> None:
         self.gathering = gathering
         self._early: set[str] = set()  # parameters that were not here when the last forward pass began
         self._called: set[str] = set()  # parameters whose modules have been called in it
-        known = {id(f.param): name for name, f in gathering.fragments.items()}
-        model.register_forward_pre_hook(self._begin, prepend=True)
-        model.register_state_dict_pre_hook(lambda *_: gathering.wait())
-        for module in model.modules():
-            names = [known[id(p)] for p in module.parameters(recurse=False) if id(p) in known]
-            if names:
-                module.register_forward_pre_hook(partial(self._before, tuple(names)))
+        self._at_begin: tuple[str, ...] = ()  # parameters that the whole forward pass waits for
+        self.hooks: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_state_dict_pre_hook(lambda *_: gathering.wait()),
+        ]
+        self._known = {id(f.param): name for name, f in gathering.fragments.items()}
+        self._hook(model)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _hook(self, module: nn.Module) -> None:
+        """Let a module and those in it wait. Compiled code calls no hooks inside, so it waits for all it reads."""
+        compiled = is_optimized(module)
+        inside = compiled or module._compiled_call_impl is not None
+        names = tuple(
+            dict.fromkeys(self._known[id(p)] for p in module.parameters(recurse=inside) if id(p) in self._known)
+        )
+        if inside and not compiled:  # `module.compile()` compiles the call with its hooks
+            self._at_begin += names
+        elif names:
+            self.hooks.append(module.register_forward_pre_hook(partial(self._before, names)))
+        for child in () if inside else module.children():
+            self._hook(child)
+
     def _begin(self, *_: Any) -> None:
         gathering = self.gathering
         if torch.is_grad_enabled():
@@ -126,9 +144,9 @@ class ForwardHooks:
             gathering.wait()  # no backward pass will tell whether a parameter was read too early
         late = gathering.outstanding
         self._early = {name for i in late for name in gathering.buckets[i].names}
-        self._called = set()
+        self._called = set(self._at_begin)
+        gathering.wait_for(self._at_begin)
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before(self, names: tuple[str, ...], *_: Any) -> None:
         self._called.update(names)
         self.gathering.wait_for(names)
@@ -148,3 +166,9 @@ class ForwardHooks:
                 at=name,
                 hint='use gather="step", or call optimizer.canzona.synchronize() before such a forward pass',
             )
+
+
+def is_optimized(module: nn.Module) -> bool:
+    """Tell whether a module is what `torch.compile(module)` returned."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it here would take seconds
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -41,6 +41,7 @@ class Reduction:
         number: how often gradients were reduced, this time included.
         under_way: whether a backward pass has begun whose gradients are not all reduced.
         reduced: whether gradients are with their owners now.
+        hooks: the handles of the hooks through which autograd calls this.
         check: called with the name of each parameter whose gradient arrives; it may raise.
         present: the names of the parameters that had a gradient on some rank when they were last reduced.
     """
@@ -72,8 +73,10 @@ class Reduction:
         self._pending: deque[Pending] = deque()
         self._shards: dict[int, Tensor] = {}
         self._seen: set[str] = set()
-        for fragment in fragments.values():
+        self.hooks = [
             fragment.param.register_post_accumulate_grad_hook(self._hook_of(fragment))
+            for fragment in fragments.values()
+        ]
 
     # -- during backward -----------------------------------------------------------------------------
 

@@ -36,11 +36,13 @@ class OwnerSession(Session):
 
     Attributes:
         around: makes the context of every step. It sees to the gradients before and to the parameters after.
+        on_end: called when the optimizer is unwrapped.
     """
 
     def __init__(self, optimizer: Optimizer, options: Options) -> None:
         super().__init__(optimizer, options)
         self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self.on_end: Callable[[], None] = lambda: None
         self._fragments: tuple[Fragment, ...] = ()
         self._group = DataParallelGroup(None, None, 0, 1, 1)
         self._joint: Step | None = None
@@ -138,6 +140,11 @@ class OwnerSession(Session):
         super().close()
         if planned:
             put_together(self.optimizer, self._fragments, self._group)
+
+    def end(self) -> None:
+        """Leave the optimizer as it would be without `zero1`. This is a collective."""
+        super().end()
+        self.on_end()
 
     @contextlib.contextmanager
     def portable_state(self) -> Iterator[None]:

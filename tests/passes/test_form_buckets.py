@@ -243,7 +243,7 @@ def elsewhere(step: Step) -> Step:
         (twice, "lies in 2 slices"),
         (elsewhere, "not in its owner's replica"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_planted_violations(change: Callable[[Step], Step], message: str, moved: bool) -> None:
     step = step_with(2)[moved]

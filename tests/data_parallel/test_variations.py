@@ -1,0 +1,18 @@
+"""Backward passes that are not one gradient per parameter in the order of registration."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.data_parallel.variations import VARIATIONS, train, unwrapped
+from tests.harness.marks import crossed
+from tests.harness.ranks import run
+
+
+@pytest.mark.parametrize(("variation", "gather"), crossed(list(VARIATIONS), ["step", "forward"]))
+def test_unusual_backward_passes(variation: str, gather: str) -> None:
+    assert run(2, train, variation, gather) == [[], []]
+
+
+def test_an_unwrapped_model_is_ddp_s_again() -> None:
+    assert run(2, unwrapped) == [[], []]

@@ -1,0 +1,119 @@
+"""Models whose backward pass is unusual, each trained under zero1 and under DDP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import canzona_compile
+from tests.data_parallel.models import MAKERS, Model, batch, different, different_state
+
+
+class Tied(Model):
+    """The head is the embedding: one parameter in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Twice(Model):
+    """Each block runs twice, so its parameters are used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*self.blocks, *self.blocks)
+
+
+class Frozen(Model):
+    """Some parameters take no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.weight.requires_grad_(False)
+        self.blocks[0].up.weight.requires_grad_(False)
+
+
+class Checkpointed(nn.Module):
+    """A block that forgets what it computed in forward."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return found
+
+
+def checkpointed(reentrant: bool) -> Model:
+    model = Model()
+    model.blocks = nn.Sequential(*(Checkpointed(block, reentrant) for block in model.blocks))
+    return model
+
+
+def compiled() -> Any:
+    return torch.compile(Model(), backend="aot_eager")
+
+
+VARIATIONS: dict[str, Callable[[], Any]] = {
+    "tied": Tied,
+    "twice": Twice,
+    "frozen": Frozen,
+    "checkpoint": lambda: checkpointed(False),
+    "reentrant checkpoint": lambda: checkpointed(True),
+    "compiled": compiled,
+}
+
+
+def train(variation: str, gather: str) -> list[str]:
+    """Train both ways on this rank; what differs."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    plain = VARIATIONS[variation]()
+    model = VARIATIONS[variation]() if variation == "compiled" else copy.deepcopy(plain)
+    reference = DistributedDataParallel(plain)
+    expected, found = MAKERS["muon and adamw"](plain), MAKERS["muon and adamw"](model)
+    canzona_compile.zero1(model, found, mesh=mesh, bucket_bytes=20_000, gather=gather)  # type: ignore[arg-type]
+    for step in range(3):
+        reference(batch(step, rank)).backward()
+        model(batch(step, rank)).backward()
+        for optimizer in (*expected, *found):
+            optimizer.step()
+            optimizer.zero_grad()
+    found[0].canzona.synchronize()  # type: ignore[attr-defined]
+    differences = different(model, plain)
+    for one, two in zip(expected, found, strict=True):
+        differences += different_state(two.state_dict()["state"], one.state_dict()["state"])
+    return differences
+
+
+def unwrapped() -> list[str]:
+    """Train under zero1, unwrap, and train on under DDP: the model is as if zero1 had never seen it."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    plain = Model()
+    model = copy.deepcopy(plain)
+    reference = DistributedDataParallel(plain)
+    expected, found = MAKERS["muon and adamw"](plain), MAKERS["muon and adamw"](model)
+    canzona_compile.zero1(model, found, mesh=mesh, bucket_bytes=20_000)
+    forward: nn.Module = model
+    for step in range(4):
+        if step == 2:
+            for optimizer in found:
+                canzona_compile.unwrap(optimizer)
+            forward = DistributedDataParallel(model)
+        reference(batch(step, rank)).backward()
+        forward(batch(step, rank)).backward()
+        for optimizer in (*expected, *found):
+            optimizer.step()
+            optimizer.zero_grad()
+    return different(model, plain)
