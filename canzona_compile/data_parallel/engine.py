@@ -65,7 +65,9 @@ class Zero1:
         self.gathering = Gathering(fragments, buckets, group, self.reduction.waiter)
         self._names = {session: frozenset(names) for session, names in sessions.items()}
         self._stepped: set[str] = set()  # parameters that were updated and are not being gathered yet
-        self._scalings: list[str] = []
+        self._scalings: list[str] = []  # of the gradients that were reduced last
+        self._scaled = 0  # the number of those gradients
+        self._agreed = 0  # the number of the gradients whose scalings were agreed on last
         self.forward = ForwardHooks(model, self.gathering) if gather == "forward" else None
         self._hooks = [
             *self.reduction.hooks,
@@ -164,8 +166,19 @@ class Zero1:
     # -- what operations on gradients tell, see `gradient.Ledger` -----------------------------------------
 
     def note_scaling(self, operation: str, factor: float) -> None:
-        """Remember that this rank scales gradients."""
-        self._scalings.append(operation)
+        """Remember that this rank scales gradients.
+
+        Raises:
+            CanzonaError: another optimizer has stepped with these gradients already.
+        """
+        number = self.reduction.number
+        if self._agreed == number:
+            raise CanzonaError(
+                f"gradients are scaled ({operation}) after the step of another optimizer",
+                hint="scale gradients before the first optimizer steps",
+            )
+        self._scalings = [*(self._scalings if self._scaled == number else ()), operation]
+        self._scaled = number
 
     def tell(self, error: CanzonaError) -> None:
         """Tell the other ranks of an error that this rank raises."""
@@ -196,10 +209,11 @@ class Zero1:
 
     def _agree_on_scalings(self) -> None:
         """Raise unless all ranks scaled gradients alike. Ranks that did not scale do not communicate here."""
-        if not self._scalings:
-            return
-        told, self._scalings = "; ".join(self._scalings), []
         number = self.reduction.number
+        if self._scaled != number or self._agreed == number:
+            return
+        self._agreed = number
+        told = "; ".join(self._scalings)
         if self._agreement is not None:
             self._agreement.call(number, told, None)
             self._agreement.hear(number, told)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -116,7 +114,7 @@ class ForwardHooks:
         self._called: set[str] = set()  # parameters whose modules have been called in it
         self._at_begin: tuple[str, ...] = ()  # parameters that the whole forward pass waits for
         self.hooks: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True),
             model.register_state_dict_pre_hook(lambda *_: gathering.wait()),
         ]
         self._known = {id(f.param): name for name, f in gathering.fragments.items()}
@@ -132,11 +130,12 @@ class ForwardHooks:
         if inside and not compiled:  # `module.compile()` compiles the call with its hooks
             self._at_begin += names
         elif names:
-            self.hooks.append(module.register_forward_pre_hook(partial(self._before, names)))
+            # A function, because a copy of the model would copy all that a bound method refers to.
+            self.hooks.append(module.register_forward_pre_hook(lambda *_: self._before(names)))
         for child in () if inside else module.children():
             self._hook(child)
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self) -> None:
         gathering = self.gathering
         if torch.is_grad_enabled():
             gathering.start()
@@ -147,7 +146,7 @@ class ForwardHooks:
         self._called = set(self._at_begin)
         gathering.wait_for(self._at_begin)
 
-    def _before(self, names: tuple[str, ...], *_: Any) -> None:
+    def _before(self, names: tuple[str, ...]) -> None:
         self._called.update(names)
         self.gathering.wait_for(names)
 

@@ -53,7 +53,7 @@ class Residents:
 
 @dataclass(frozen=True, slots=True)
 class ScalarInput:
-    """A hyperparameter of a parameter group, with the value that the oracle of `template` reads on this step."""
+    """A number that the oracle of `template` reads on this step for tasks of one label, see `Task.param_group`."""
 
     template: str
     param_group: int

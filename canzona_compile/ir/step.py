@@ -170,7 +170,8 @@ class Task:
     Attributes:
         name: the parameter's name, for people.
         index: position of the parameter in the optimizer.
-        param_group: position of its parameter group. Tasks of one parameter group share their hyperparameters.
+        param_group: label of the numbers that it reads; tasks of one label share them. It is the position of the
+            parameter group, or another number where counters in the state differ within a parameter group.
         template, placed: names of the template and, from PLACED on, of its cut.
         owner: (replica, shard) coordinate of the owner rank, from OWNED on; None if every rank computes.
     """

@@ -10,14 +10,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils import _pytree as pytree
 
 import canzona_compile
 from tests.data_parallel.models import MAKERS, Model, different_state
 from tests.harness.checkpoint_routes import quietly
-from tests.harness.layouts import full
+from tests.harness.layouts import full, mesh_of
 
 STEPS = 3
 
@@ -56,7 +55,7 @@ class Trained:
             fully_shard(model)
         self.optimizers: Any = MAKERS[make](model)
         if layout == "zero1":
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+            mesh = mesh_of((dist.get_world_size(),), ("dp",))
             canzona_compile.zero1(model, self.optimizers, mesh=mesh, bucket_bytes=40_000)
             self.handle = self.optimizers[0].canzona
         elif layout == "fsdp":

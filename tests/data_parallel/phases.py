@@ -57,7 +57,7 @@ def measure(gather: str) -> Phases:
     seen: list[int] = []
     late: list[bool] = []
     model.embed.weight.register_post_accumulate_grad_hook(lambda _: seen.append(collectives()))
-    model, optimizers, handle = set_up(model, gather=gather)
+    model, optimizers, handle = set_up(model, make="muon and adamw", gather=gather)
     model.embed.register_forward_hook(lambda *_: late.append(bool(handle.zero1.gathering.outstanding)))
     train(model, optimizers, 3)
     rank, engine = dist.get_rank(), handle.zero1

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 
 import canzona_compile
-from tests.data_parallel.models import MAKERS, Model, batch, different, different_state
-from tests.harness.layouts import full
+from tests.data_parallel.models import MAKERS, VOCABULARY, Model, batch, different, different_state
+from tests.harness.layouts import full, mesh_of
 
 
 def compare_with_ddp(
@@ -26,12 +26,13 @@ def compare_with_ddp(
     dtype: torch.dtype = torch.float32,
     clip: float | None = None,
     accumulate: int = 1,
+    vocabulary: int = VOCABULARY,
     **options: Any,
 ) -> list[str]:
     """Train under zero1 and under DDP with plain optimizers; what differs, by step."""
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    model = Model(seed=rank).to(dtype)  # the first rank's values count
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    model = Model(seed=rank, vocabulary=vocabulary).to(dtype)  # the first rank's values count
     plain = copy.deepcopy(model)
     reference = DistributedDataParallel(plain)
     expected = MAKERS[make](plain)
@@ -94,7 +95,7 @@ def compare_with_plain(
     """
     world = dist.get_world_size()
     shape, names = (replicas, world // tp // replicas, tp), ("replicas", "dp", "tp")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = mesh_of(shape, names)
     rank = mesh.get_local_rank("dp") + 10 * mesh.get_local_rank("replicas")
     model = Model(seed=rank).to(dtype)
     plain = copy.deepcopy(model)

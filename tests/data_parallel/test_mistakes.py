@@ -32,9 +32,12 @@ ON_BOTH = {
 }
 
 
+BREAKING = {"refused_on_one_rank", "optimizer_fails_on_one_rank", "mesh_without_this_rank"}  # unmatched collectives
+
+
 @pytest.mark.parametrize("mistake", list(ON_BOTH))
 def test_both_ranks_raise(mistake: str) -> None:
-    for text in run(2, said, mistake, fresh=True):
+    for text in run(2, said, mistake, fresh=mistake in BREAKING):
         assert re.search(ON_BOTH[mistake], text), text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.data_parallel.variations import VARIATIONS, train, unwrapped
+from tests.data_parallel.variations import VARIATIONS, averaged, train, unwrapped
 from tests.harness.marks import crossed
 from tests.harness.ranks import run
 
@@ -16,3 +16,8 @@ def test_unusual_backward_passes(variation: str, gather: str) -> None:
 
 def test_an_unwrapped_model_is_ddp_s_again() -> None:
     assert run(2, unwrapped) == [[], []]
+
+
+@pytest.mark.parametrize("gather", ["step", "forward"])
+def test_a_moving_average(gather: str) -> None:
+    assert run(2, averaged, gather) == [[], []]

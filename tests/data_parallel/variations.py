@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import canzona_compile
 from tests.data_parallel.models import MAKERS, Model, batch, different, different_state
+from tests.harness.layouts import mesh_of
 
 
 class Tied(Model):
@@ -77,7 +78,7 @@ VARIATIONS: dict[str, Callable[[], Any]] = {
 def train(variation: str, gather: str) -> list[str]:
     """Train both ways on this rank; what differs."""
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
     plain = VARIATIONS[variation]()
     model = VARIATIONS[variation]() if variation == "compiled" else copy.deepcopy(plain)
     reference = DistributedDataParallel(plain)
@@ -99,7 +100,7 @@ def train(variation: str, gather: str) -> list[str]:
 def unwrapped() -> list[str]:
     """Train under zero1, unwrap, and train on under DDP: the model is as if zero1 had never seen it."""
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
     plain = Model()
     model = copy.deepcopy(plain)
     reference = DistributedDataParallel(plain)
@@ -117,3 +118,27 @@ def unwrapped() -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
     return different(model, plain)
+
+
+def averaged(gather: str) -> list[str]:
+    """Keep a moving average of the parameters under zero1 and under DDP."""
+    rank = dist.get_rank()
+    mesh = mesh_of((dist.get_world_size(),), ("dp",))
+    plain = Model()
+    model = copy.deepcopy(plain)
+    reference = DistributedDataParallel(plain)
+    expected, found = MAKERS["muon and adamw"](plain), MAKERS["muon and adamw"](model)
+    canzona_compile.zero1(model, found, mesh=mesh, bucket_bytes=20_000, gather=gather)  # type: ignore[arg-type]
+    averages = AveragedModel(plain), AveragedModel(model)
+    for step in range(3):
+        reference(batch(step, rank)).backward()
+        model(batch(step, rank)).backward()
+        for optimizer in (*expected, *found):
+            optimizer.step()
+            optimizer.zero_grad()
+        found[0].canzona.synchronize()  # type: ignore[attr-defined]
+        for average, own in zip(averages, (plain, model), strict=True):
+            average.update_parameters(own)
+    with torch.no_grad():
+        losses = [float(average(batch(9, 0))) for average in averages]
+    return different(averages[1], averages[0]) + ([] if losses[0] == losses[1] else [f"losses {losses}"])
