@@ -154,7 +154,7 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
 
     def reduce(self: Any, protocol: Any) -> Any:
         options: Options = self.canzona.session.options
-        lost = lost_in_pickle(options) or self.canzona.session.lost
+        lost = lost_in_pickle(options) or self.canzona.session.lost or self.canzona.session.lost_in_copies
         with self.canzona.session.portable_state():
             state = {k: v for k, v in self.__getstate__().items() if k != "canzona"}
             state["state"] = defaultdict(dict, {} if self.canzona.session.rehearsed else state["state"])
@@ -163,7 +163,8 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
         restore, (kind, options, _), state = reduce(self, 4)
         same = self.canzona.session
-        made = restore(kind, same.options if not same.lost else options, same.lost)
+        lost = same.lost or same.lost_in_copies
+        made = restore(kind, same.options if not lost else options, lost)
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(state, memo))
         return made

@@ -25,10 +25,12 @@ from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.joint_plan import JointPlan, plan_jointly
+from canzona_compile.data_parallel.reduction import MARK
 from canzona_compile.data_parallel.session import OwnerSession
-from canzona_compile.errors import CanzonaError
+from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.hardware import Hardware, named_hardware
+from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options
 from canzona_compile.runtime.store_agreement import StoreAgreement, Subject
@@ -76,7 +78,7 @@ class Zero1Canzona(Canzona):
             error_if_nonfinite: whether to raise if the norm is not finite.
 
         Returns:
-            The norm before, a 0-d float32 tensor, equal on all ranks.
+            The norm before, a 0-d tensor of the dtype of gradients, equal on all ranks.
 
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite`.
@@ -123,7 +125,7 @@ def zero1(
     This takes the place of `DistributedDataParallel(model)` and of `wrap`. During backward, gradients are reduced to
     the ranks that own them. The step updates what each rank owns. An all-gather returns the parameters. A matrix has
     one owner; parameters with elementwise updates are cut so that all ranks own equally much. The first rank's
-    parameters and buffers are sent to all ranks.
+    parameters and buffers are sent to all ranks now. Buffers are not sent again, which DDP does in every forward pass.
 
     Args:
         model: the model, on its device, not wrapped in DDP or FSDP. Parameters may be plain tensors, or DTensors over
@@ -133,7 +135,7 @@ def zero1(
             replicates: gradients are then reduced along the second dim and summed over the first.
         planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
         alpha: for the planner "alpha", from 0 (even communication) to 1 (even load).
-        bucket_bytes: a bucket closes when it has at least so many bytes of gradients.
+        bucket_bytes: a bucket closes when it has at least so many bytes of gradients. A parameter lies in one bucket.
         reduce_dtype: the dtype in which gradients travel; None is that of the gradients.
         gather: "step" if parameters are whole when `step` returns; "forward" if each module waits for its own
             parameters just before it runs. Then all else that reads parameters must come after
@@ -175,8 +177,7 @@ def zero1(
     ]
     trained = {id(p) for own in optimizers for g in own.param_groups for p in g["params"] if p.requires_grad}
     params = {name: p for name, p in model.named_parameters() if id(p) in trained}
-    if not params:
-        raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
+    check_params(model, params)
     device = next(iter(params.values())).device
     check_marked(given, params.values())
     told = shardings_of([(name, 0, param) for name, param in params.items()], given).by_name
@@ -256,6 +257,38 @@ def check(
         raise CanzonaError(f"gather={gather!r} is none of 'step', 'forward'", at="the option gather")
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise CanzonaError(f"reduce_dtype={reduce_dtype!r} is no floating-point dtype", at="the option reduce_dtype")
+
+
+def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that cannot lie in buckets, or that nobody would reduce.
+
+    Args:
+        model: the model.
+        params: the parameters that the optimizers train, by name.
+    """
+    if not params:
+        raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
+    for name, param in model.named_parameters():
+        if param.requires_grad and name not in params:
+            raise CanzonaError(
+                "it requires a gradient, but none of the optimizers has it, so nothing would reduce its gradient",
+                at=name,
+                hint="pass all optimizers of the model in one call, or call requires_grad_(False)",
+            )
+    devices = {param.device for param in params.values()}
+    if len(devices) > 1:
+        raise CanzonaError(f"the parameters lie on several devices: {', '.join(map(str, devices))}", at="zero1()")
+    for name, own in params.items():
+        if hasattr(own, MARK):
+            raise CanzonaError(
+                "its gradient is reduced by another call of zero1",
+                at=name,
+                hint="call canzona_compile.unwrap on the optimizers of that call first",
+            )
+        if not local_part(own).numel():
+            raise UnsupportedLayout(
+                "its fragment on this rank is empty", at=name, hint="shard it over fewer ranks, or replicate it"
+            )
 
 
 def own_rank() -> int:

@@ -11,19 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.data_parallel.collectives import DataParallelGroup, largest, send
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.data_parallel.norms import clip_by_norm, cut_by_mesh
-from canzona_compile.data_parallel.reduction import Reduction
+from canzona_compile.data_parallel.reduction import MARK, Reduction
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.layout import local_part
-from canzona_compile.runtime.store_agreement import StoreAgreement
+from canzona_compile.runtime.store_agreement import StoreAgreement, hash_of
 
+LONGEST_NOTE = 300  # letters of what ranks tell one another of scalings; the store keeps them
 GatherAt = Literal["step", "forward"]
 
 
@@ -69,16 +71,21 @@ class Zero1:
         self._scaled = 0  # the number of those gradients
         self._agreed = 0  # the number of the gradients whose scalings were agreed on last
         self.forward = ForwardHooks(model, self.gathering) if gather == "forward" else None
-        self._hooks = [
+        self._hooks: list[RemovableHandle] = [
             *self.reduction.hooks,
             *(self.forward.hooks if self.forward is not None else ()),
-            model.register_forward_pre_hook(lambda *_: self.flush(), prepend=True),
+            model.register_forward_pre_hook(lambda *_: self.reduction.forget_failure(), prepend=True),
         ]
+        for module in model.modules():  # parts of the model may be called or saved by themselves
+            self._hooks.append(module.register_forward_pre_hook(lambda *_: self.flush(), prepend=True))
+            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.synchronize()))
         for session in sessions:
             session.around = partial(self._around, session)
             session.on_end = partial(self._end, session)
+        self.reduction.at_begin = self.gathering.wait
         if self.forward is not None:
             self.reduction.check = self.forward.check
+            self.reduction.at_finish = self.forward.forget
 
     def _end(self, session: OwnerSession) -> None:
         """Leave the model alone once the last optimizer is unwrapped."""
@@ -86,6 +93,8 @@ class Zero1:
         self._names.pop(session, None)
         for hook in self._hooks if not self._names else ():
             hook.remove()
+        for fragment in self.fragments.values() if not self._names else ():
+            fragment.param.__dict__.pop(MARK, None)
 
     # -- around a step ---------------------------------------------------------------------------------
 
@@ -104,6 +113,7 @@ class Zero1:
         if reduction.under_way or any(g is not None and not isinstance(g, ReducedGradient) for g in grads):
             reduction.finish()
         elif not any(isinstance(g, ReducedGradient) for g in grads):
+            reduction.count()  # ranks that have gradients wait for them under the next number
             raise CanzonaError(
                 "there is no gradient to step with",
                 at="step()",
@@ -173,10 +183,12 @@ class Zero1:
         """
         number = self.reduction.number
         if self._agreed == number:
-            raise CanzonaError(
+            error = CanzonaError(
                 f"gradients are scaled ({operation}) after the step of another optimizer",
                 hint="scale gradients before the first optimizer steps",
             )
+            self.tell(error)
+            raise error
         self._scalings = [*(self._scalings if self._scaled == number else ()), operation]
         self._scaled = number
 
@@ -214,6 +226,8 @@ class Zero1:
             return
         self._agreed = number
         told = "; ".join(self._scalings)
+        if len(told) > LONGEST_NOTE:
+            told = f"{told[:LONGEST_NOTE]}... {hash_of(told)[:12]}"
         if self._agreement is not None:
             self._agreement.call(number, told, None)
             self._agreement.hear(number, told)

@@ -110,12 +110,11 @@ class ForwardHooks:
 
     def __init__(self, model: nn.Module, gathering: Gathering) -> None:
         self.gathering = gathering
-        self._early: set[str] = set()  # parameters that were not here when the last forward pass began
-        self._called: set[str] = set()  # parameters whose modules have been called in it
+        self._early: set[str] = set()  # parameters that were not here when a forward pass began
+        self._called: set[str] = set()  # parameters whose modules have been called since
         self._at_begin: tuple[str, ...] = ()  # parameters that the whole forward pass waits for
         self.hooks: list[RemovableHandle] = [
             model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True),
-            model.register_state_dict_pre_hook(lambda *_: gathering.wait()),
         ]
         self._known = {id(f.param): name for name, f in gathering.fragments.items()}
         self._hook(model)
@@ -123,11 +122,14 @@ class ForwardHooks:
     def _hook(self, module: nn.Module) -> None:
         """Let a module and those in it wait. Compiled code calls no hooks inside, so it waits for all it reads."""
         compiled = is_optimized(module)
-        inside = compiled or module._compiled_call_impl is not None
+        # Attention reads the weights of its last layer without calling it.
+        inside = compiled or isinstance(module, nn.MultiheadAttention) or module._compiled_call_impl is not None
         names = tuple(
             dict.fromkeys(self._known[id(p)] for p in module.parameters(recurse=inside) if id(p) in self._known)
         )
-        if inside and not compiled:  # `module.compile()` compiles the call with its hooks
+        if (
+            module._compiled_call_impl is not None and not compiled
+        ):  # `module.compile()` compiles the call with its hooks
             self._at_begin += names
         elif names:
             # A function, because a copy of the model would copy all that a bound method refers to.
@@ -142,13 +144,17 @@ class ForwardHooks:
         else:
             gathering.wait()  # no backward pass will tell whether a parameter was read too early
         late = gathering.outstanding
-        self._early = {name for i in late for name in gathering.buckets[i].names}
-        self._called = set(self._at_begin)
+        self._early |= {name for i in late for name in gathering.buckets[i].names}
+        self._called |= set(self._at_begin)
         gathering.wait_for(self._at_begin)
 
     def _before(self, names: tuple[str, ...]) -> None:
         self._called.update(names)
         self.gathering.wait_for(names)
+
+    def forget(self) -> None:
+        """Begin anew: the gradients of all forward passes so far have arrived."""
+        self._early, self._called = set(), set()
 
     def check(self, name: str) -> None:
         """Raise unless a parameter was here when the forward pass read it.

@@ -104,11 +104,11 @@ def scale(func: Any, gradients: Sequence[Tensor], by: Any, apply: Callable[[Tens
     if isinstance(by, Tensor) and by.numel() != 1:
         refuse(func, own[0])
     factor = float(by)
+    names = f"{own[0].origin} and {len(own) - 1} more" if len(own) > 1 else own[0].origin
+    own[0].ledger.note_scaling(f"{func.overloadpacket.__name__.strip('_')} by {factor!r} of {names}", factor)
     for gradient in gradients:
         for part in gradient.parts if isinstance(gradient, ReducedGradient) else (gradient,):
             apply(part)
-    names = f"{own[0].origin} and {len(own) - 1} more" if len(own) > 1 else own[0].origin
-    own[0].ledger.note_scaling(f"{func.overloadpacket.__name__.strip('_')} by {factor!r} of {names}", factor)
     return gradients[0]
 
 
@@ -134,9 +134,10 @@ def flattened(values: Sequence[Any]) -> list[Any]:
 
 
 def refuse(func: Any, gradient: ReducedGradient) -> NoReturn:
-    """Raise for an operation, and tell the other ranks, which may not run it."""
+    """Raise for an operation. The other ranks are told where one that goes on would wait for this one."""
     error = refusal(func, gradient)
-    gradient.ledger.tell(error)
+    if func.overloadpacket.__name__ == "add_":
+        gradient.ledger.tell(error)
     raise error
 
 

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
-from canzona_compile.capture.templates import Capture
+from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import ALIGNMENT
@@ -74,11 +74,14 @@ def plan_jointly(
     bound: list[Mapping[str, BoundParam]] = []
     parts: list[Step] = []
     for optimizer, capture, own in zip(optimizers, captures, options, strict=True):
-        found = [
-            replace(b, task=replace(b.task, index=order[b.task.name]))
-            for b in Binder(optimizer, replace(own, replicate=group), capture).bind()
-            if b.param.requires_grad
-        ]
+        bare = Binder(optimizer, replace(own, replicate=group), capture).bind()
+        if unknown := [b.task.name for b in bare if b.param.requires_grad and b.task.name not in order]:
+            raise CanzonaError(
+                "the optimizer knows the parameter by this name, the model by another one",
+                at=unknown[0],
+                hint="make the optimizer from named_parameters() of the model that zero1 is given, or from parameters()",
+            )
+        found = [replace(b, task=replace(b.task, index=order[b.task.name])) for b in bare if b.param.requires_grad]
         bound.append({b.task.name: b for b in found})
         parts.append(captured_step(found, plain_class(optimizer).__name__, own))
     owned, planned = run(joined(parts), planning_passes(options[0]))
@@ -104,10 +107,18 @@ def may_be_cut(bound: BoundParam, capture: Capture) -> bool:
         part = capture.kind_of(group, spec, f"elements of {bound.task.name}")
     except CanzonaError:
         return False
+    if constants(kind) != constants(part):
+        return False  # an integer in the graph may be a size of the parameter
     leaves = {(leaf.name, leaf.shape == bound.task.shape, leaf.shape == ()) for leaf in kind.state}
     own = {(leaf.name, leaf.shape == spec.shape, leaf.shape == ()) for leaf in part.state}
     everywhere = all(same or scalar for _, same, scalar in leaves)
     return everywhere and leaves == own and same_but_sizes(kind, part)
+
+
+def constants(kind: ParamKind) -> list[list[int | float]]:
+    """The numbers that the captured code holds as constants."""
+    calls = [n for n in kind.template.graph.nodes if n.op == "call_function"]
+    return [[a for a in (*n.args, *n.kwargs.values()) if isinstance(a, int | float)] for n in calls]
 
 
 def joined(parts: Sequence[Step]) -> Step:

@@ -18,6 +18,7 @@ from canzona_compile.ir.bucket import Bucket
 from canzona_compile.runtime.store_agreement import StoreAgreement, Waiter
 
 PEER_DIED = "a peer died or left; its shards of gradients and parameters are lost, so load a checkpoint to go on"
+MARK = "_canzona_zero1"  # on parameters whose gradients are reduced already
 IN_FLIGHT = 2  # buckets that are reduced at once; each holds memory of its own
 
 
@@ -43,6 +44,8 @@ class Reduction:
         reduced: whether gradients are with their owners now.
         hooks: the handles of the hooks through which autograd calls this.
         check: called with the name of each parameter whose gradient arrives; it may raise.
+        at_begin: called before the first bucket starts.
+        at_finish: called when all gradients are reduced.
         present: the names of the parameters that had a gradient on some rank when they were last reduced.
     """
 
@@ -67,6 +70,10 @@ class Reduction:
         self._paused = False
         self.under_way = False
         self.check: Callable[[str], None] = lambda _: None
+        self.at_begin: Callable[[], None] = lambda: None
+        self.at_finish: Callable[[], None] = lambda: None
+        for fragment in fragments.values():
+            setattr(fragment.param, MARK, True)
         self._queued = False  # whether the end of this backward pass will call `finish`
         self._missing: list[set[str]] = []  # by bucket, the parameters whose gradients are not there yet
         self._next = 0  # the first bucket that is not started
@@ -91,8 +98,9 @@ class Reduction:
 
     def _hook_of(self, fragment: Fragment) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
-            if not self._paused:
-                with self.told():
+            with self.told():
+                self.check(fragment.name)
+                if not self._paused:
                     self._arrived(fragment)
 
         return arrived
@@ -103,7 +111,7 @@ class Reduction:
         try:
             yield
         except Exception as error:
-            self.under_way = False
+            self.under_way = self._queued = False
             self.tell(error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}"))
             raise
 
@@ -125,13 +133,13 @@ class Reduction:
                 at=fragment.name,
                 hint="use checkpoints with use_reentrant=False for a parameter that several of them share",
             )
-        self.check(fragment.name)
         fragment.gradient()
         self._missing[index].discard(fragment.name)
         self._start_complete()
 
     def _begin(self) -> None:
         """Begin to reduce gradients anew."""
+        self.count()
         stale = [n for n, f in self.fragments.items() if isinstance(f.param.grad, ReducedGradient)]
         if stale:
             raise CanzonaError(
@@ -139,14 +147,23 @@ class Reduction:
                 at=stale[0],
                 hint="call zero_grad() before; to accumulate, run all backward passes but the last inside no_sync()",
             )
-        self.number += 1
-        self.waiter.number = self.number
+        self.at_begin()
         self.under_way, self.reduced = True, False
         self._missing = [set(bucket.names) for bucket in self.buckets]
         self._next = 0
         self._pending.clear()
         self._shards.clear()
         self._seen.clear()
+
+    def count(self) -> None:
+        """Go on to the next number, under which ranks tell one another of errors."""
+        self.number += 1
+        self.waiter.number = self.number
+
+    def forget_failure(self) -> None:
+        """Drop what a backward pass left that an exception ended. Called when a forward pass of the model begins."""
+        if torch._C._current_autograd_node() is None and self._queued:
+            self.under_way = self._queued = False
 
     def _start_complete(self) -> None:
         while self._next < len(self.buckets) and not self._missing[self._next]:
@@ -224,6 +241,7 @@ class Reduction:
                 self._take(self._pending.popleft())
         self.under_way, self.reduced, self.present = False, True, present
         self._hand_out()
+        self.at_finish()
 
     def _agree_on_presence(self) -> frozenset[str]:
         """Find the parameters that have a gradient on some rank. This is a collective.

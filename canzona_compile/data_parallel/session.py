@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
@@ -39,6 +39,8 @@ class OwnerSession(Session):
         on_end: called when the optimizer is unwrapped.
     """
 
+    lost_in_copies: ClassVar[str] = "zero1 is lost in a copy of the optimizer: a copy of the model has no buckets"
+
     def __init__(self, optimizer: Optimizer, options: Options) -> None:
         super().__init__(optimizer, options)
         self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -47,6 +49,7 @@ class OwnerSession(Session):
         self._group = DataParallelGroup(None, None, 0, 1, 1)
         self._joint: Step | None = None
         self._bound: Mapping[str, BoundParam] = {}
+        self._apart = False  # whether `optimizer.state` holds the state of the doubles
 
     def attach(
         self,
@@ -76,7 +79,10 @@ class OwnerSession(Session):
         if is_dummy_step(self.optimizer):
             return super().step()
         with self.around():
-            return super().step()
+            new = super().step()
+        if not self.optimizer.state:  # torch takes an optimizer without any state for one that never stepped
+            self.optimizer.state[self._fragments[0].param] = {}
+        return new
 
     @contextlib.contextmanager
     def gradients(self) -> Iterator[None]:
@@ -95,6 +101,7 @@ class OwnerSession(Session):
 
     def _start(self) -> Any:
         take_apart(self.optimizer, self._fragments)
+        self._apart = True
         return super()._start()
 
     def bind_and_plan(self) -> Plan:
@@ -136,10 +143,15 @@ class OwnerSession(Session):
 
         A new plan in mid-run needs `release` alone, which leaves each rank the state of what it owns.
         """
-        planned = self.driver is not None
         super().close()
-        if planned:
+        if self._apart:
             put_together(self.optimizer, self._fragments, self._group)
+            self._apart = False
+
+    def forget_plan(self) -> None:
+        """Drop the plan. If state was loaded just before, it is whole."""
+        super().forget_plan()
+        self._apart = any(double in self.optimizer.state for f in self._fragments for double in f.doubles)
 
     def end(self) -> None:
         """Leave the optimizer as it would be without `zero1`. This is a collective."""
@@ -152,7 +164,7 @@ class OwnerSession(Session):
 
         Entering it is a collective.
         """
-        if self.driver is None:
+        if not self._apart:
             yield
             return
         with super().portable_state():

@@ -16,7 +16,7 @@ from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BucketSlice
-from canzona_compile.ir.layout import local_part
+from canzona_compile.ir.layout import dtensor_layout, local_part
 
 State = dict[str, Any]
 
@@ -28,12 +28,14 @@ class TensorLeaf(NamedTuple):
         shape: of the part that a rank holds.
         dtype: of its elements.
         sharded: whether it is a DTensor laid out like its parameter.
+        on_host: whether it lies in the memory of the host.
         of_slice: whether it has one element per element of the slice.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     sharded: bool
+    on_host: bool
     of_slice: bool
 
 
@@ -88,6 +90,9 @@ def cut(state: Mapping[str, Any], fragment: Fragment, part: BucketSlice) -> Stat
             param: Tensor = fragment.param
             if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
                 value = value.redistribute(param.device_mesh, param.placements)
+            if isinstance(param, DTensor) and not isinstance(value, DTensor):  # whole, as an unwrapped optimizer has it
+                layout = dtensor_layout(param, dist.get_rank())
+                value = value[layout.boxes[layout.grid.find(dist.get_rank())[1]].slices()]
             value = local_part(value).reshape(-1)[part.start : part.stop].clone()
         elif isinstance(value, Tensor):
             value = value.clone()
@@ -106,6 +111,8 @@ def put_together(optimizer: Optimizer, fragments: Sequence[Fragment], group: Dat
     values: list[Tensor] = []
     own: list[SliceState] = []
     for fragment in fragments:
+        if fragment.param in optimizer.state and not optimizer.state[fragment.param]:
+            del optimizer.state[fragment.param]
         for part, double in zip(fragment.owned, fragment.doubles, strict=True):
             if state := optimizer.state.pop(double, None):
                 own.append(described(state, part, double, values))
@@ -132,7 +139,9 @@ def described(state: Mapping[str, Any], part: BucketSlice, double: Tensor, value
         if isinstance(value, Tensor):
             local = local_part(value)
             like = value.shape == double.shape
-            leaves.append((tuple(path), TensorLeaf(tuple(local.shape), local.dtype, isinstance(value, DTensor), like)))
+            on_host = local.device.type == "cpu"
+            form = TensorLeaf(tuple(local.shape), local.dtype, isinstance(value, DTensor), on_host, like)
+            leaves.append((tuple(path), form))
             values.append(local)
         else:
             leaves.append((tuple(path), value))
@@ -164,7 +173,8 @@ def sent_by(
         if group.shard is not None:
             dist.broadcast(flat, dist.get_process_group_ranks(group.shard)[owner], group=group.shard)
         for i, part in zip(places, flat.split(sizes), strict=True):
-            found[i] = part.view(forms[i].shape).clone()
+            own = part.view(forms[i].shape).clone()
+            found[i] = own.cpu() if forms[i].on_host else own
     return [value for value in found if value is not None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,8 @@ class Session:
         rehearsed: whether `optimizer.state` holds the state of a dummy step.
     """
 
+    lost_in_copies: ClassVar[str] = ""  # why a copy of the optimizer cannot step; empty if it can
+
     def __init__(self, optimizer: Optimizer, options: Options, lost: str = "") -> None:
         self.optimizer, self.options, self.lost = optimizer, options, lost
         self.capture = Capture(optimizer)
@@ -73,7 +76,10 @@ class Session:
                 updated then, unless a collective broke: the micro-groups before that collective were updated.
         """
         if self.lost:
-            raise CanzonaError(self.lost, hint="call canzona_compile.wrap(optimizer, replicate=..., layout=...) again")
+            raise CanzonaError(
+                self.lost,
+                hint="call canzona_compile.wrap(optimizer, replicate=..., layout=...) again, or zero1 with a copied model",
+            )
         self.number += 1
         if is_dummy_step(self.optimizer):
             self._rehearse()
