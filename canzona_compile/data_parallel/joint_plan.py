@@ -79,7 +79,7 @@ def plan_jointly(
             raise CanzonaError(
                 "the optimizer knows the parameter by this name, the model by another one",
                 at=unknown[0],
-                hint="make the optimizer from named_parameters() of the model that zero1 is given, or from parameters()",
+                hint="give zero1 the model whose named_parameters() the optimizer was made from",
             )
         found = [replace(b, task=replace(b.task, index=order[b.task.name])) for b in bare if b.param.requires_grad]
         bound.append({b.task.name: b for b in found})

@@ -78,7 +78,7 @@ class Session:
         if self.lost:
             raise CanzonaError(
                 self.lost,
-                hint="call canzona_compile.wrap(optimizer, replicate=..., layout=...) again, or zero1 with a copied model",
+                hint="call canzona_compile.wrap(optimizer, replicate=..., layout=...) or zero1 again",
             )
         self.number += 1
         if is_dummy_step(self.optimizer):
