@@ -216,7 +216,7 @@ def test_json_has_the_fields_of_schema_1() -> None:
         *("schema", "world_size", "optimizer", "machine", "numerics", "captures", "variants"),
         *("rank_programs", "buffer_bytes", "execution", "depth", "collectives_per_step", "wire_bytes_per_element"),
         *("imbalance", "predicted_seconds", "templates", "micro_groups", "tasks", "loads"),
-        *("local", "fallbacks", "suggestions", "schedule", "profile"),
+        *("local", "fallbacks", "suggestions", "schedule", "profile", "data_parallel"),
     }
     assert set(found["tasks"][0]) == {
         *("name", "shape", "template", "layout", "owner", "micro_group", "strategy"),
