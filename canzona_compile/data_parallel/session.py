@@ -144,14 +144,15 @@ class OwnerSession(Session):
         A new plan in mid-run needs `release` alone, which leaves each rank the state of what it owns.
         """
         super().close()
-        if self._apart:
+        if self._apart:  # on a rank that owns nothing too: the others wait for it
             put_together(self.optimizer, self._fragments, self._group)
             self._apart = False
 
     def forget_plan(self) -> None:
         """Drop the plan. If state was loaded just before, it is whole."""
         super().forget_plan()
-        self._apart = any(double in self.optimizer.state for f in self._fragments for double in f.doubles)
+        if any(self.optimizer.state.get(f.param) for f in self._fragments):
+            self._apart = False
 
     def end(self) -> None:
         """Leave the optimizer as it would be without `zero1`. This is a collective."""
