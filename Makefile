@@ -36,7 +36,7 @@ export OMP_NUM_THREADS := 1
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
 
-# Under ten minutes on two cores. What it leaves out is marked `full`: tests/test_selection.py says what that may be.
+# Some 25 minutes on two cores; it is meant to take ten. What it leaves out is marked `full`: tests/test_selection.py says what that may be.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(XDIST) -m "not full" $(PYTEST_ARGS)
 
