@@ -37,6 +37,10 @@ class Canzona:
     def __init__(self, session: Session) -> None:
         self.session = session
 
+    def release(self) -> None:
+        """Leave the optimizer as it would be if it had never been wrapped. A collective if owners hold state."""
+        self.session.close()
+
     def graph(self, stage: str = "program", template: str | None = None) -> nn.Module:
         """A stage's graph as a module with `print_readable()`.
 

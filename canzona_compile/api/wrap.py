@@ -191,7 +191,7 @@ def unwrap(optimizer: Opt) -> Opt:
                 at="unwrap",
                 hint="unwrap the optimizer inside",
             )
-        optimizer.canzona.session.end()  # type: ignore[attr-defined]
+        optimizer.canzona.release()  # type: ignore[attr-defined]
         optimizer.__class__ = plain_class(optimizer)  # type: ignore[assignment]
         del optimizer.canzona  # type: ignore[attr-defined]
         rebind_scheduled_step(optimizer)

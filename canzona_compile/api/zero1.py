@@ -51,13 +51,19 @@ class Zero1Canzona(Canzona):
         session: takes the steps.
 
     Attributes:
+        owner: the session.
         zero1: the buckets of the model and their collectives; all optimizers of one call share it.
         joint: the plan of the model, which they share too.
     """
 
     def __init__(self, session: OwnerSession, zero1: Zero1, joint: JointPlan) -> None:
         super().__init__(session)
-        self.zero1, self.joint = zero1, joint
+        self.owner, self.zero1, self.joint = session, zero1, joint
+
+    def release(self) -> None:
+        """Leave the optimizer as it would be without `zero1`, and the model too after the last one. A collective."""
+        super().release()
+        self.zero1.release(self.owner)
 
     def plan(self) -> PlanFile:
         """Owners, buckets and micro-groups of the whole model: all matrices, of all optimizers of the call of `zero1`.
@@ -213,10 +219,8 @@ def zero1(
     engine = Zero1(
         model, fragments, joint.step.buckets, group, names, reduce_dtype, gather, missing_grads == "zero", agreement
     )
-    for own, session in zip(optimizers, sessions, strict=True):
-        session.attach(
-            [fragments[name] for name in names[session]], group, joint.step, joint.bound[sessions.index(session)]
-        )
+    for own, session, bound in zip(optimizers, sessions, joint.bound, strict=True):
+        session.attach([fragments[name] for name in bound], group, joint, bound)
         attach(own, Zero1Canzona(session, engine, joint))
     return optimizer
 

@@ -7,6 +7,7 @@ uneven shards; there an all-to-all sends the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from canzona_compile.ir.program_ops import Watch
 # Torch 2.13 gave both collectives new names and warns of the old ones.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+IN_FLIGHT = 2  # buckets that are reduced, or gathered, at once; each holds memory of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +107,18 @@ def shards_of(bucket: Bucket, whole: Tensor) -> list[Tensor]:
     return list(torch.split(whole, list(bucket.shard_lengths)))
 
 
-def largest(group: DataParallelGroup, values: Tensor, watch: Watch) -> Tensor:
-    """Replace values by their elementwise maximum over all ranks of both process groups. This is a collective."""
-    for own in (group.shard, group.replicate):
+def all_reduce(values: Tensor, op: Any, groups: Iterable[dist.ProcessGroup | None], watch: Watch) -> None:
+    """Reduce values in place over one process group after the other, leaving out None. This is a collective."""
+    for own in groups:
         if own is not None:
-            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=own, async_op=True)
+            work = dist.all_reduce(values, op, group=own, async_op=True)
             assert work is not None
             watch.wait(work)
+
+
+def largest(group: DataParallelGroup, values: Tensor, watch: Watch) -> Tensor:
+    """Replace values by their elementwise maximum over all ranks of both process groups. This is a collective."""
+    all_reduce(values, dist.ReduceOp.MAX, (group.shard, group.replicate), watch)
     return values
 
 
@@ -120,10 +127,7 @@ def total(group: DataParallelGroup, values: Tensor, watch: Watch) -> Tensor:
 
     Replicas hold the same shards and are not counted twice.
     """
-    if group.shard is not None:
-        work = dist.all_reduce(values, group=group.shard, async_op=True)
-        assert work is not None
-        watch.wait(work)
+    all_reduce(values, dist.ReduceOp.SUM, (group.shard,), watch)
     return values
 
 

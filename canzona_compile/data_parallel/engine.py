@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from canzona_compile.data_parallel.collectives import DataParallelGroup, largest, send
+from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, send
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
@@ -61,11 +61,12 @@ class Zero1:
         agreement: StoreAgreement | None,
     ) -> None:
         self.fragments, self.buckets, self.group, self.gather = fragments, tuple(buckets), group, gather
-        self.device = next(iter(fragments.values())).param.device
         self._agreement = agreement
         self.reduction = Reduction(fragments, buckets, group, wire, agreement, self, zeros)
         self.gathering = Gathering(fragments, buckets, group, self.reduction.waiter)
         self._names = {session: frozenset(names) for session, names in sessions.items()}
+        self._held = [frozenset(bucket.names) for bucket in self.buckets]
+        self._trained = {id(fragment.param) for fragment in fragments.values()}
         self._stepped: set[str] = set()  # parameters that were updated and are not being gathered yet
         self._scalings: list[str] = []  # of the gradients that were reduced last
         self._scaled = 0  # the number of those gradients
@@ -81,14 +82,13 @@ class Zero1:
             self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.synchronize()))
         for session in sessions:
             session.around = partial(self._around, session)
-            session.on_end = partial(self._end, session)
         self.reduction.at_begin = self.gathering.wait
         if self.forward is not None:
             self.reduction.check = self.forward.check
             self.reduction.at_finish = self.forward.forget
 
-    def _end(self, session: OwnerSession) -> None:
-        """Leave the model alone once the last optimizer is unwrapped."""
+    def release(self, session: OwnerSession) -> None:
+        """Leave out an optimizer that is unwrapped, and leave the model alone after the last one. A collective."""
         self.synchronize()
         self._names.pop(session, None)
         for hook in self._hooks if not self._names else ():
@@ -123,11 +123,10 @@ class Zero1:
 
     def _check_params(self) -> None:
         """Raise unless the optimizers still have the parameters that buckets hold."""
-        known = {id(f.param) for f in self.fragments.values()}
         for session in self._names:
             for g, group in enumerate(session.optimizer.param_groups):
                 for i, param in enumerate(group["params"]):
-                    if param.requires_grad and id(param) not in known:
+                    if param.requires_grad and id(param) not in self._trained:
                         raise CanzonaError(
                             f"the optimizer has a trained parameter of shape {list(param.shape)} that no bucket holds",
                             at=f"parameter {i} of group {g}",
@@ -139,16 +138,14 @@ class Zero1:
         if not self.reduction.reduced:
             return
         self._stepped |= self._names[session] & self.reduction.present
-        ready = [
-            b.index
-            for b in self.buckets
-            if self._stepped & set(b.names) and self.reduction.present & set(b.names) <= self._stepped
-        ]
-        self._gather(ready)
+        present = self.reduction.present
+        self._gather(
+            [i for i, held in enumerate(self._held) if held & self._stepped and held & present <= self._stepped]
+        )
 
     def _gather(self, indices: Sequence[int]) -> None:
         for index in indices:
-            self._stepped -= set(self.buckets[index].names)
+            self._stepped -= self._held[index]
         self.gathering.queue(indices)
         if self.gather == "step":
             self.gathering.wait()
@@ -156,7 +153,7 @@ class Zero1:
     def flush(self) -> None:
         """Gather what an optimizer updated while another one, which shares its buckets, took no step."""
         if self._stepped:
-            self._gather([b.index for b in self.buckets if self._stepped & set(b.names)])
+            self._gather([i for i, held in enumerate(self._held) if held & self._stepped])
 
     def synchronize(self) -> None:
         """Wait until all parameters are whole on this rank. Every rank must call this, or run a forward pass."""
@@ -175,7 +172,7 @@ class Zero1:
 
     # -- what operations on gradients tell, see `gradient.Ledger` -----------------------------------------
 
-    def note_scaling(self, operation: str, factor: float) -> None:
+    def note_scaling(self, operation: str) -> None:
         """Remember that this rank scales gradients.
 
         Raises:
@@ -214,10 +211,7 @@ class Zero1:
         """Make `found` the maximum over all ranks. This is a collective."""
         largest(self.group, found, self.reduction.waiter)
         for cut in cut_by_mesh(list(self.fragments.values())):
-            for group in cut.groups():
-                work = torch.distributed.all_reduce(found, ReduceOp.MAX, group=group, async_op=True)
-                assert work is not None
-                self.reduction.waiter.wait(work)
+            all_reduce(found, ReduceOp.MAX, cut.groups(), self.reduction.waiter)
 
     def _agree_on_scalings(self) -> None:
         """Raise unless all ranks scaled gradients alike. Ranks that did not scale do not communicate here."""

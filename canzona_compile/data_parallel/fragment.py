@@ -58,6 +58,11 @@ class Fragment:
         """Whether several ranks own slices of it."""
         return len(self.slices) > 1
 
+    @property
+    def spread(self) -> bool:
+        """Whether no rank holds all of it: it has several owners, or a mesh dim cuts it."""
+        return self.cut or (self.sharding is not None and bool(self.sharding.cutting_dims))
+
     def flat(self) -> Tensor:
         """The values that this rank holds, in one dim, as a view.
 

@@ -10,13 +10,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from canzona_compile.data_parallel.collectives import DataParallelGroup, Pending, empty_shard, gather
+from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, empty_shard, gather
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.program_ops import Watch
-
-IN_FLIGHT = 2  # buckets that are gathered at once; each holds memory of its own
 
 
 class Gathering:
@@ -54,9 +52,8 @@ class Gathering:
         """Start the first buckets in the queue; each further one starts when an earlier one has arrived."""
         while self._waiting and len(self._pending) < IN_FLIGHT:
             bucket = self._waiting.popleft()
-            own = bucket.of(self.group.rank)
             shard = empty_shard(bucket, self.group.rank, self.fragments[bucket.names[0]].param)
-            for part in own:
+            for part in bucket.by_owner[self.group.rank]:
                 values = self.fragments[part.name].flat()[part.start : part.stop]
                 shard[part.offset : part.offset + part.length] = values
             self._pending.append(gather(self.group, bucket, shard))
@@ -127,10 +124,8 @@ class ForwardHooks:
         names = tuple(
             dict.fromkeys(self._known[id(p)] for p in module.parameters(recurse=inside) if id(p) in self._known)
         )
-        if (
-            module._compiled_call_impl is not None and not compiled
-        ):  # `module.compile()` compiles the call with its hooks
-            self._at_begin += names
+        if module._compiled_call_impl is not None and not compiled:
+            self._at_begin += names  # `module.compile()` compiles the call with its hooks
         elif names:
             # A function, because a copy of the model would copy all that a bound method refers to.
             self.hooks.append(module.register_forward_pre_hook(lambda *_: self._before(names)))

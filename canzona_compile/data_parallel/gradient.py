@@ -29,7 +29,7 @@ UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 class Ledger(Protocol):
     """What an operation on gradients needs of the other ranks."""
 
-    def note_scaling(self, operation: str, factor: float) -> None:
+    def note_scaling(self, operation: str) -> None:
         """Remember that this rank scales gradients. All ranks must have done the same when the step begins."""
 
     def tell(self, error: CanzonaError) -> None:
@@ -103,9 +103,8 @@ def scale(func: Any, gradients: Sequence[Tensor], by: Any, apply: Callable[[Tens
     own = [g for g in gradients if isinstance(g, ReducedGradient)]
     if isinstance(by, Tensor) and by.numel() != 1:
         refuse(func, own[0])
-    factor = float(by)
     names = f"{own[0].origin} and {len(own) - 1} more" if len(own) > 1 else own[0].origin
-    own[0].ledger.note_scaling(f"{func.overloadpacket.__name__.strip('_')} by {factor!r} of {names}", factor)
+    own[0].ledger.note_scaling(f"{func.overloadpacket.__name__.strip('_')} by {float(by)!r} of {names}")
     for gradient in gradients:
         for part in gradient.parts if isinstance(gradient, ReducedGradient) else (gradient,):
             apply(part)

@@ -13,7 +13,7 @@ from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import ALIGNMENT
-from canzona_compile.ir.pipeline import PassHistory, run
+from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Form, Step, Template
 from canzona_compile.options import Options
@@ -28,12 +28,10 @@ class JointPlan:
 
     Attributes:
         step: the OWNED step of all optimizers, with buckets; each task on the ranks of its owner's replica.
-        history: the record of the passes that made it.
         bound: for each optimizer, its parameters by name, with the task as if on all replicas.
     """
 
     step: Step
-    history: PassHistory
     bound: tuple[Mapping[str, BoundParam], ...]
 
     @property
@@ -84,7 +82,7 @@ def plan_jointly(
         found = [replace(b, task=replace(b.task, index=order[b.task.name])) for b in bare if b.param.requires_grad]
         bound.append({b.task.name: b for b in found})
         parts.append(captured_step(found, plain_class(optimizer).__name__, own))
-    owned, planned = run(joined(parts), planning_passes(options[0]))
+    owned, _ = run(joined(parts), planning_passes(options[0]))
     elementwise = {task.name for task in owned.elementwise}
     whole = {
         name
@@ -92,8 +90,8 @@ def plan_jointly(
         for name, b in own.items()
         if name in elementwise and not may_be_cut(b, capture)
     }
-    step, shared = run(owned, zero1_passes(ranks, bucket_bytes, frozenset(whole), rank))
-    return JointPlan(step, PassHistory((*planned.records, *shared.records)), tuple(bound))
+    step, _ = run(owned, zero1_passes(ranks, bucket_bytes, frozenset(whole), rank))
+    return JointPlan(step, tuple(bound))
 
 
 def may_be_cut(bound: BoundParam, capture: Capture) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from canzona_compile.data_parallel.collectives import DataParallelGroup, largest, total
+from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, total
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.errors import CanzonaError
@@ -78,19 +78,15 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
             if infinite:
                 found[i] = torch.maximum(found[i], norm)
             else:
-                found[i] += norm.float() ** norm_type if is_cut(fragment) else norm
+                found[i] += norm.float() ** norm_type if fragment.spread else norm
     (largest if infinite else total)(group, found, watch)
     for cut, own in cut_by_mesh(present).items():
         values = found[own]
-        for process_group in cut.groups():
-            op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            work = dist.all_reduce(values, op, group=process_group, async_op=True)
-            assert work is not None
-            watch.wait(work)
+        all_reduce(values, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, cut.groups(), watch)
         found[own] = values
     norms = []
     for fragment, value in zip(present, found, strict=True):
-        whole = value ** (1.0 / norm_type) if not infinite and is_cut(fragment) else value
+        whole = value ** (1.0 / norm_type) if not infinite and fragment.spread else value
         norms.append(whole.to(fragment.param.dtype))
     whole_norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return whole_norm
@@ -118,8 +114,3 @@ def cut_by_mesh(fragments: Sequence[Fragment]) -> dict[MeshCut, list[int]]:
             cut = MeshCut(fragment.sharding.mesh, fragment.sharding.cutting_dims)
             found.setdefault(cut, []).append(i)
     return found
-
-
-def is_cut(fragment: Fragment) -> bool:
-    """Tell whether no rank holds the whole gradient: it has several owners, or a mesh dim cuts the parameter."""
-    return fragment.cut or bool(cut_by_mesh([fragment]))

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed import ReduceOp
 
-from canzona_compile.data_parallel.collectives import DataParallelGroup, Pending, largest, reduce
+from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, all_reduce, largest, reduce
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
 from canzona_compile.errors import CanzonaError
@@ -19,7 +20,6 @@ from canzona_compile.runtime.store_agreement import StoreAgreement, Waiter
 
 PEER_DIED = "a peer died or left; its shards of gradients and parameters are lost, so load a checkpoint to go on"
 MARK = "_canzona_zero1"  # on parameters whose gradients are reduced already
-IN_FLIGHT = 2  # buckets that are reduced at once; each holds memory of its own
 
 
 class Reduction:
@@ -203,10 +203,7 @@ class Reduction:
         for work in pending.works:
             self.waiter.wait(work)
         shard = pending.result
-        if self.group.replicate is not None:
-            work = torch.distributed.all_reduce(shard, group=self.group.replicate, async_op=True)
-            assert work is not None
-            self.waiter.wait(work)
+        all_reduce(shard, ReduceOp.SUM, (self.group.replicate,), self.waiter)
         self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype)
 
     def held_bytes(self) -> int:
@@ -265,7 +262,6 @@ class Reduction:
             shard = self._shards[bucket.index]
             if fragment.name not in self.present:
                 continue
-            # `.data` gives each part a version counter of its own
-            parts = [shard.data[part.offset : part.offset + part.length] for part in fragment.owned]
+            parts = [shard[part.offset : part.offset + part.length] for part in fragment.owned]
             fragment.param.grad = ReducedGradient(fragment.param, parts, fragment.name, self.ledger)
         self._shards.clear()

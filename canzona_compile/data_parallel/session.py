@@ -14,13 +14,14 @@ from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.joint_plan import JointPlan
 from canzona_compile.data_parallel.state import put_together, take_apart
 from canzona_compile.ir.layout import local_layout
 from canzona_compile.ir.step import Step, Task
 from canzona_compile.options import Options
 from canzona_compile.session.bind import Binder, BoundParam
 from canzona_compile.session.checkpoint_probe import is_dummy_step
-from canzona_compile.session.plan import Plan, lower, make_plan
+from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
 
 
@@ -36,7 +37,6 @@ class OwnerSession(Session):
 
     Attributes:
         around: makes the context of every step. It sees to the gradients before and to the parameters after.
-        on_end: called when the optimizer is unwrapped.
     """
 
     lost_in_copies: ClassVar[str] = "zero1 is lost in a copy of the optimizer: a copy of the model has no buckets"
@@ -44,10 +44,9 @@ class OwnerSession(Session):
     def __init__(self, optimizer: Optimizer, options: Options) -> None:
         super().__init__(optimizer, options)
         self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.on_end: Callable[[], None] = lambda: None
         self._fragments: tuple[Fragment, ...] = ()
         self._group = DataParallelGroup(None, None, 0, 1, 1)
-        self._joint: Step | None = None
+        self._joint: JointPlan | None = None
         self._bound: Mapping[str, BoundParam] = {}
         self._apart = False  # whether `optimizer.state` holds the state of the doubles
 
@@ -55,7 +54,7 @@ class OwnerSession(Session):
         self,
         fragments: Sequence[Fragment],
         group: DataParallelGroup,
-        joint: Step,
+        joint: JointPlan,
         bound: Mapping[str, BoundParam],
     ) -> None:
         """Tell the session what this rank owns.
@@ -63,7 +62,7 @@ class OwnerSession(Session):
         Args:
             fragments: the optimizer's parameters.
             group: the data-parallel ranks.
-            joint: the OWNED step of all optimizers.
+            joint: the plan of all optimizers.
             bound: the optimizer's parameters by name.
         """
         self._fragments, self._group, self._joint, self._bound = tuple(fragments), group, joint, bound
@@ -71,7 +70,7 @@ class OwnerSession(Session):
     # -- steps -----------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Update what this rank owns, and start to gather all parameters.
+        """Update what this rank owns, and see to it that the parameters are gathered, see `Zero1`.
 
         Raises:
             CanzonaError: there is no gradient, a rank failed, or gradients were scaled on some ranks only.
@@ -80,7 +79,9 @@ class OwnerSession(Session):
             return super().step()
         with self.around():
             new = super().step()
-        if not self.optimizer.state:  # torch takes an optimizer without any state for one that never stepped
+        if (
+            self._fragments and not self.optimizer.state
+        ):  # torch takes an optimizer without any state for one that never stepped
             self.optimizer.state[self._fragments[0].param] = {}
         return new
 
@@ -109,7 +110,8 @@ class OwnerSession(Session):
         bound = [b for fragment in self._fragments for b in self._bind(fragment)]
         bound.sort(key=lambda b: b.task.index)
         kind = plain_class(self.optimizer).__name__
-        plan = make_plan(bound, kind, self.options, self.observers, self._joint)
+        assert self._joint is not None
+        plan = make_plan(bound, kind, self.options, self.observers, self._joint.step)
         params = tuple(p for group in self.optimizer.param_groups for p in group["params"])
         return replace(plan, params=params)
 
@@ -134,7 +136,7 @@ class OwnerSession(Session):
         """Return the scheduled step of all optimizers on all ranks, with the buckets."""
         self.last()
         assert self._joint is not None
-        return lower(self._joint, [task.name for task in self._joint.tasks], self.options)[0]
+        return self._joint.scheduled(self.options)
 
     # -- state -----------------------------------------------------------------------------------------
 
@@ -153,11 +155,6 @@ class OwnerSession(Session):
         super().forget_plan()
         if any(self.optimizer.state.get(f.param) for f in self._fragments):
             self._apart = False
-
-    def end(self) -> None:
-        """Leave the optimizer as it would be without `zero1`. This is a collective."""
-        super().end()
-        self.on_end()
 
     @contextlib.contextmanager
     def portable_state(self) -> Iterator[None]:

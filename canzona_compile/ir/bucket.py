@@ -106,6 +106,7 @@ class Bucket:
         """The names of its parameters, each once."""
         return tuple(dict.fromkeys(part.name for part in self.slices))
 
-    def of(self, owner: int) -> tuple[BucketSlice, ...]:
-        """The slices of one owner."""
-        return tuple(part for part in self.slices if part.owner == owner)
+    @cached_property
+    def by_owner(self) -> tuple[tuple[BucketSlice, ...], ...]:
+        """The slices of each owner."""
+        return tuple(tuple(p for p in self.slices if p.owner == owner) for owner in range(len(self.lengths)))

@@ -221,10 +221,6 @@ class Session:
         """Put what the unwrapped optimizer would hold into its state, and drop the plan. A collective as `release`."""
         self.release()
 
-    def end(self) -> None:
-        """Leave the optimizer as it would be without `wrap`. This is a collective if owners hold state."""
-        self.close()
-
     def release(self) -> None:
         """Put the state into portable form and drop the plan. This is a collective if owners hold state."""
         if self.driver is not None:
