@@ -137,11 +137,10 @@ class Zero1:
         """Gather every bucket whose parameters have all been updated."""
         if not self.reduction.reduced:
             return
-        self._stepped |= self._names[session] & self.reduction.present
         present = self.reduction.present
-        self._gather(
-            [i for i, held in enumerate(self._held) if held & self._stepped and held & present <= self._stepped]
-        )
+        self._stepped |= self._names[session] & present
+        done = self._stepped
+        self._gather([i for i, held in enumerate(self._held) if held & done and held & present <= done])
 
     def _gather(self, indices: Sequence[int]) -> None:
         for index in indices:

@@ -79,9 +79,8 @@ class OwnerSession(Session):
             return super().step()
         with self.around():
             new = super().step()
-        if (
-            self._fragments and not self.optimizer.state
-        ):  # torch takes an optimizer without any state for one that never stepped
+        if self._fragments and not self.optimizer.state:
+            # Torch would take it for one that never stepped, and take a dummy step on this rank alone.
             self.optimizer.state[self._fragments[0].param] = {}
         return new
 

@@ -66,6 +66,7 @@ def compiled() -> Any:
 
 
 VARIATIONS: dict[str, Callable[[], Any]] = {
+    "plain": Model,
     "tied": Tied,
     "twice": Twice,
     "frozen": Frozen,
@@ -75,69 +76,61 @@ VARIATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-def train(variation: str, gather: str) -> list[str]:
-    """Train both ways on this rank; what differs."""
-    rank = dist.get_rank()
-    mesh = mesh_of((dist.get_world_size(),), ("dp",))
-    plain = VARIATIONS[variation]()
-    model = VARIATIONS[variation]() if variation == "compiled" else copy.deepcopy(plain)
-    reference = DistributedDataParallel(plain)
-    expected, found = MAKERS["muon and adamw"](plain), MAKERS["muon and adamw"](model)
-    canzona_compile.zero1(model, found, mesh=mesh, bucket_bytes=20_000, gather=gather)  # type: ignore[arg-type]
-    for step in range(3):
-        reference(batch(step, rank)).backward()
-        model(batch(step, rank)).backward()
-        for optimizer in (*expected, *found):
+class Pair:
+    """A model under zero1 and its copy under DDP, with their optimizers."""
+
+    def __init__(self, variation: str = "plain", gather: str = "step") -> None:
+        self.rank = dist.get_rank()
+        self.plain: Any = VARIATIONS[variation]()
+        self.model: Any = VARIATIONS[variation]() if variation == "compiled" else copy.deepcopy(self.plain)
+        self.forwards: list[nn.Module] = [DistributedDataParallel(self.plain), self.model]
+        self.expected, found = (MAKERS["muon and adamw"](m) for m in (self.plain, self.model))
+        mesh = mesh_of((dist.get_world_size(),), ("dp",))
+        options: dict[str, Any] = {"bucket_bytes": 20_000, "gather": gather}
+        self.found: Any = canzona_compile.zero1(self.model, found, mesh=mesh, **options)
+        self.handle = self.found[0].canzona
+
+    def train(self, step: int) -> None:
+        """Take one training step both ways."""
+        for forward in self.forwards:
+            forward(batch(step, self.rank)).backward()
+        for optimizer in (*self.expected, *self.found):
             optimizer.step()
             optimizer.zero_grad()
-    found[0].canzona.synchronize()  # type: ignore[attr-defined]
-    differences = different(model, plain)
-    for one, two in zip(expected, found, strict=True):
+
+
+def train(variation: str, gather: str) -> list[str]:
+    """Train both ways on this rank; what differs."""
+    pair = Pair(variation, gather)
+    for step in range(3):
+        pair.train(step)
+    pair.handle.synchronize()
+    differences = different(pair.model, pair.plain)
+    for one, two in zip(pair.expected, pair.found, strict=True):
         differences += different_state(two.state_dict()["state"], one.state_dict()["state"])
     return differences
 
 
 def unwrapped() -> list[str]:
     """Train under zero1, unwrap, and train on under DDP: the model is as if zero1 had never seen it."""
-    rank = dist.get_rank()
-    mesh = mesh_of((dist.get_world_size(),), ("dp",))
-    plain = Model()
-    model = copy.deepcopy(plain)
-    reference = DistributedDataParallel(plain)
-    expected, found = MAKERS["muon and adamw"](plain), MAKERS["muon and adamw"](model)
-    canzona_compile.zero1(model, found, mesh=mesh, bucket_bytes=20_000)
-    forward: nn.Module = model
+    pair = Pair()
     for step in range(4):
         if step == 2:
-            for optimizer in found:
+            for optimizer in pair.found:
                 canzona_compile.unwrap(optimizer)
-            forward = DistributedDataParallel(model)
-        reference(batch(step, rank)).backward()
-        forward(batch(step, rank)).backward()
-        for optimizer in (*expected, *found):
-            optimizer.step()
-            optimizer.zero_grad()
-    return different(model, plain)
+            pair.forwards[1] = DistributedDataParallel(pair.model)
+        pair.train(step)
+    return different(pair.model, pair.plain)
 
 
 def averaged(gather: str) -> list[str]:
     """Keep a moving average of the parameters under zero1 and under DDP."""
-    rank = dist.get_rank()
-    mesh = mesh_of((dist.get_world_size(),), ("dp",))
-    plain = Model()
-    model = copy.deepcopy(plain)
-    reference = DistributedDataParallel(plain)
-    expected, found = MAKERS["muon and adamw"](plain), MAKERS["muon and adamw"](model)
-    canzona_compile.zero1(model, found, mesh=mesh, bucket_bytes=20_000, gather=gather)  # type: ignore[arg-type]
-    averages = AveragedModel(plain), AveragedModel(model)
+    pair = Pair(gather=gather)
+    averages = AveragedModel(pair.plain), AveragedModel(pair.model)
     for step in range(3):
-        reference(batch(step, rank)).backward()
-        model(batch(step, rank)).backward()
-        for optimizer in (*expected, *found):
-            optimizer.step()
-            optimizer.zero_grad()
-        found[0].canzona.synchronize()  # type: ignore[attr-defined]
-        for average, own in zip(averages, (plain, model), strict=True):
+        pair.train(step)
+        pair.handle.synchronize()
+        for average, own in zip(averages, (pair.plain, pair.model), strict=True):
             average.update_parameters(own)
     with torch.no_grad():
         losses = [float(average(batch(9, 0))) for average in averages]
