@@ -3,7 +3,7 @@
 #   make demo PYTHON=python3.12               another interpreter
 #   make demo DEMO_ARGS="--parallel tp"       options of examples/train_lm.py
 #   make test PYTEST_ARGS="-k muon -x"        options of pytest
-#   make test-all                             every combination as well, and every GPU to compile for
+#   make test-all                             every test and combination, for some half an hour
 #   GOLDEN=accept make test                   rewrite tests/golden/
 #   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
 #   make test-gpu VENV= PYTHON=python3        the same with a Python that has torch already: nothing is installed
@@ -36,7 +36,8 @@ export OMP_NUM_THREADS := 1
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
 
-# Some 25 minutes on two cores; it is meant to take ten. What it leaves out is marked `full`: tests/test_selection.py says what that may be.
+# Meant for under ten minutes on two idle cores. What it leaves out is marked `full`: tests/test_selection.py says what
+# that may be.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(XDIST) -m "not full" $(PYTEST_ARGS)
 

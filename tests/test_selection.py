@@ -1,8 +1,14 @@
-"""`make test` leaves out combinations, and no kind of thing: whatever `make test-all` tests, it tests once at least."""
+"""`make test` leaves out combinations and repeats, and no kind of thing.
+
+Each rule is a function of tests that returns what breaks it. `test_a_planted_violation_is_found` plants a violation of
+each, so that no rule passes because it looks at nothing.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,66 +17,128 @@ import torch
 from tests.conftest import COLLECTED
 from tests.harness.layouts import BUILDERS, Case
 
-# By test and parameter, what only `make test-all` has: other GPUs to compile for, as much work again for each.
-ALLOWED = {("test_ahead", "arch"), ("test_codegen_compiled", "arch")}
-FAILURES = (  # each test of these files is a way in which ranks can fail, or be wrong
-    "test_failures",
-    "test_disagreement",
-    "test_split_errors",
-    "test_checkpoints_interrupted",
-)
+ROOT = Path(__file__).parents[1]
+FAILURES = {  # each test of these files is a way in which ranks can fail, or be wrong
+    "tests/data_parallel/test_mistakes.py",
+    "tests/session/test_checkpoints_interrupted.py",
+    "tests/session/test_disagreement.py",
+    "tests/session/test_failures.py",
+    "tests/session/test_split_errors.py",
+}
+END_TO_END = "tests/end_to_end/"
+NAMES = ("make", "name", "optimizer")  # of parameters that are optimizers there
+WORDS = (Case, str, torch.dtype)
+DTYPES = {str(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What counts of a test: its file below the root, its function, and its parameters by name."""
+
+    file: str
+    function: str
+    full: bool
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+Tests = Sequence[Selected]
+
+
+def selected(item: pytest.Function) -> Selected:
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    file = item.path.relative_to(ROOT).as_posix()
+    return Selected(file, item.originalname, item.get_closest_marker("full") is not None, dict(params))
 
 
 @pytest.fixture
-def collected(request: pytest.FixtureRequest) -> list[pytest.Function]:
+def collected(request: pytest.FixtureRequest) -> Tests:
     """All tests, before any was deselected."""
-    if any("::" in argument for argument in request.config.args):
-        pytest.skip("single tests were asked for")
-    return [item for item in request.config.stash[COLLECTED] if isinstance(item, pytest.Function)]
-
-
-def is_full(item: pytest.Function) -> bool:
-    return item.get_closest_marker("full") is not None
-
-
-def kinds(value: Any) -> set[str]:
-    """What of a parameter counts: of layouts not the size of their meshes, and no numbers of ranks or steps."""
-    if isinstance(value, Case):
-        return {value.layout}
-    if isinstance(value, list | tuple) and value and all(isinstance(v, Case | int) for v in value):
-        return set().union(*map(kinds, value))
-    if isinstance(value, int) and not isinstance(value, bool):
-        return set()
-    return {value if isinstance(value, str) else repr(value)}
-
-
-def values_of(items: list[pytest.Function]) -> dict[tuple[str, str, str], set[str]]:
-    """By file, test and parameter: the kinds of values."""
-    found: dict[tuple[str, str, str], set[str]] = defaultdict(set)
-    for item in items:
-        file = item.path.stem
-        found[file, item.originalname, ""].add("runs")
-        if hasattr(item, "callspec"):
-            for name, value in item.callspec.params.items():
-                found[file, item.originalname, name] |= kinds(value)
+    found = [selected(item) for item in request.config.stash[COLLECTED] if isinstance(item, pytest.Function)]
+    if any("::" in argument for argument in request.config.args) or not files(found) >= FAILURES:
+        pytest.skip("only some tests were collected")
     return found
 
 
-def test_every_value_of_every_parameter_is_left(collected: list[pytest.Function]) -> None:
-    fast = values_of([item for item in collected if not is_full(item)])
-    lost = {
-        f"{file}::{test} {name}": sorted(values - fast[file, test, name])
-        for (file, test, name), values in values_of(collected).items()
-        if (file, name) not in ALLOWED
+def files(tests: Tests) -> set[str]:
+    return {test.file for test in tests}
+
+
+def fast(tests: Tests) -> Tests:
+    return [test for test in tests if not test.full]
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """A value, or what is in a list of values."""
+    if isinstance(value, list | tuple):
+        for own in value:
+            yield from flat(own)
+    else:
+        yield value
+
+
+def values(tests: Tests) -> set[str]:
+    """Layouts, dtypes and other words that tests are parametrized with."""
+    found = [own for test in tests for value in test.params.values() for own in flat(value)]
+    return {own.layout if isinstance(own, Case) else str(own) for own in found if isinstance(own, WORDS)}
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+
+def empty_files(tests: Tests) -> set[str]:
+    """Files of which nothing is left."""
+    return files(tests) - files(fast(tests))
+
+
+def lost_kinds(tests: Tests) -> set[str]:
+    """Layouts and dtypes that no test is left of."""
+    return {*BUILDERS, *DTYPES} - values(fast(tests))
+
+
+def lost_failures(tests: Tests) -> set[str]:
+    """Tests of failures that no set of parameters is left of."""
+    kinds = [(test.function, test.full) for test in tests if test.file in FAILURES]
+    return {function for function, _ in kinds} - {function for function, full in kinds if not full}
+
+
+def lost_optimizers(tests: Tests) -> set[str]:
+    """Optimizers of the end-to-end tests, the words of parameters called as in `NAMES`, that no test is left of.
+
+    Such a word with more behind it, as soap-one-sided, is soap with options.
+    """
+    named = {
+        value
+        for test in tests
+        for name, value in test.params.items()
+        if test.file.startswith(END_TO_END) and name in NAMES and isinstance(value, str)
     }
-    assert {where: values for where, values in lost.items() if values} == {}
+    left = values(fast(tests))
+    return {
+        name
+        for name in named
+        if not any(own == name or own.startswith(f"{name}-") for own in left)
+        and not any(name.startswith(f"{own}-") for own in named)
+    }
 
 
-def test_every_layout_dtype_and_failure_is_left(collected: list[pytest.Function]) -> None:
-    fast = [item for item in collected if not is_full(item)]
-    if not {"test_parity", "test_gpu", *FAILURES} <= {item.path.stem for item in collected}:
-        pytest.skip("only some files were collected")
-    found = set().union(*values_of(fast).values())
-    assert set(BUILDERS) - found == set()
-    assert {str(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)} <= found
-    assert set(FAILURES) <= {item.path.stem for item in fast}
+Rule = Callable[[Tests], set[str]]
+RULES: tuple[Rule, ...] = (empty_files, lost_kinds, lost_failures, lost_optimizers)
+CUDA = "tests/kernels/test_gpu.py"
+PLANTED: dict[Rule, tuple[Callable[[Selected], bool], str]] = {  # which tests are marked, and what is lost then
+    empty_files: (lambda test: test.file == CUDA, CUDA),
+    lost_kinds: (lambda test: any("hsdp_tp" in str(value) for value in test.params.values()), "hsdp_tp"),
+    lost_failures: (lambda test: test.function == "test_a_rank_stays_away", "test_a_rank_stays_away"),
+    lost_optimizers: (lambda test: "adamuon" in test.params.values(), "adamuon"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rules_are_kept(rule: Rule, collected: Tests) -> None:
+    assert rule(collected) == set()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_planted_violation_is_found(rule: Rule, collected: Tests) -> None:
+    marked, lost = PLANTED[rule]
+    changed = [Selected(t.file, t.function, t.full or marked(t), t.params) for t in collected]
+    assert lost in rule(changed)

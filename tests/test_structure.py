@@ -81,13 +81,19 @@ def our_sources() -> Sources:
     return {name: path.read_text(encoding="utf-8") for name, path in module_paths().items()}
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a source, which nobody changes."""
+    return ast.parse(source)
+
+
 # -- rules -----------------------------------------------------------------------------------------
 
 
 def imports(source: str, modules: Sources) -> set[str]:
     """The full names that a source imports, anywhere in it; `from a import b` is a.b where that is a module of ours."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -140,7 +146,7 @@ def flat_modules(sources: Sources) -> list[str]:
 def definitions(source: str) -> dict[str, str]:
     """Public classes and type aliases at the top level of a module, with their text."""
     found = {}
-    for node in ast.parse(source).body:
+    for node in parsed(source).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = ast.unparse(node)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -234,7 +240,7 @@ def test_no_file_is_long(folder: str) -> None:
 
 def test_every_file_says_what_it_is() -> None:
     paths = python_files(*FOLDERS)
-    assert [p for p in paths if not ast.get_docstring(ast.parse(p.read_text(encoding="utf-8")))] == []
+    assert [p for p in paths if not ast.get_docstring(parsed(p.read_text(encoding="utf-8")))] == []
 
 
 def test_tests_lie_in_folders_like_the_rooms() -> None:

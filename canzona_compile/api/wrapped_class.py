@@ -132,9 +132,21 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
         The subclass, one per `plain`.
     """
 
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         loss = None
+        if args or kwargs:
+            raise UnsupportedOptimizer(
+                f"{plain.__name__}.step is called with {', '.join(['a further argument', *kwargs][not args :])}, which "
+                "the steps of single parameters do not get",
+                hint="put the value into a hyperparameter of the group, or an attribute of the optimizer",
+            )
+        if closure is not None and not callable(closure):
+            raise UnsupportedOptimizer(
+                f"{plain.__name__}.step is called with {closure!r}, which is no closure",
+                hint="put the value into a hyperparameter of the group, or an attribute of the optimizer",
+            )
         if closure is not None:
+            self.canzona.session.capture.check_closure()
             with torch.enable_grad():
                 loss = closure()
         if self.canzona.session.step():

@@ -7,6 +7,7 @@ which values of lr, momentum and so on. So guards, recompiles and dynamic scalar
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.external_counters import Counts, give_counts, step_alone
 from canzona_compile.capture.functional import functional
 from canzona_compile.capture.leaves import (
-    LeafPaths,
+    leaf_problem,
     paths_of,
     python_leaves,
     read,
@@ -34,11 +35,7 @@ from canzona_compile.capture.leaves import (
     structure_of,
     write,
 )
-from canzona_compile.capture.twin import (
-    hypers,
-    make_twin,
-    plain_step,
-)
+from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin, plain_step
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import Shape
 
@@ -50,12 +47,17 @@ Source = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What the step can see of a parameter besides its values."""
+    """What the step can see of a parameter besides its values.
+
+    Attributes:
+        marks: the attributes that users gave to it, see `twin.marks_of`.
+    """
 
     shape: Shape
     dtype: torch.dtype
     grad_dtype: torch.dtype
     device: torch.device
+    marks: tuple[tuple[str, Any], ...] = ()
 
 
 class StepInputs(NamedTuple):
@@ -156,13 +158,21 @@ class Oracle:
         self.first_state = self._snapshot()
         self.structure = structure_of(self.twin_state())
         self.paths = paths_of(self.structure)
-        check_leaves(self.twin_state(), self.paths)
+        if problem := leaf_problem(self.twin_state(), self.paths):
+            raise Untraceable(problem)
         self._counters = list(python_leaves(self.twin_state()))
         self._step = compiled(plain_step(type(self.twin)), self._backend)
         for tensor, _ in self._tensors():
             torch._dynamo.mark_static(tensor)
         self.consult(hypers(self.twin.param_groups[0]), self.counts)
         self.rewind()
+
+    def refresh(self, optimizer: Optimizer) -> None:
+        """Give the twin the attributes that the optimizer has now."""
+        own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
+        for name in vars(self.twin).keys() - own.keys() - NOT_COPIED:
+            del vars(self.twin)[name]
+        vars(self.twin).update({k: copy.copy(v) if isinstance(v, list | dict | set) else v for k, v in own.items()})
 
     def twin_state(self) -> dict[str, Any]:
         """Return the state of the twin's first parameter."""
@@ -174,6 +184,7 @@ class Oracle:
         if spec.grad_dtype != spec.dtype:
             param.grad_dtype = spec.grad_dtype
         param.grad = torch.empty(spec.shape, dtype=spec.grad_dtype, device=spec.device)
+        vars(param).update(spec.marks)
         return param
 
     def _first_step(self) -> None:
@@ -219,7 +230,8 @@ class Oracle:
         variant, scalars = self._asked
         self._put_back(before, variant)
         real = {k: v for k, v in hypers(group).items() if isinstance(v, Tensor)}
-        return variant, {name: real.get(name, value) for name, value in scalars.items()}
+        read = {source[1] for source in variant.sources if source[0] == "scalar"}
+        return variant, {**scalars, **{name: value for name, value in real.items() if name in {*scalars, *read}}}
 
     # -- the backend -------------------------------------------------------------------------
 
@@ -324,21 +336,6 @@ class Oracle:
                     raise Untraceable(f"its step puts something in the state {name!r} that no graph computes")
                 variant.results[source] = place
                 write(self.twin.state[param], self.paths[name], value, {})
-
-
-def check_leaves(state: dict[str, Any], paths: LeafPaths) -> None:
-    """Raise Untraceable if leaves of a state cannot be inputs and outputs of a graph."""
-    leaves = list(state_leaves(state))
-    names = [name for name, _ in leaves]
-    if clash := {name for name in names if names.count(name) > 1 or name in ("param", "grad")}:
-        raise Untraceable(f"its state has leaves whose names are taken: {min(clash)!r}")
-    for name, value in leaves:
-        if not isinstance(value, Tensor | float | int | str | None):
-            raise Untraceable(f"its state holds a Python object: {name!r}")
-        try:
-            write(state, paths[name], value, {})
-        except TypeError as error:
-            raise Untraceable(f"its state holds a tuple: {name!r}") from error
 
 
 def one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:

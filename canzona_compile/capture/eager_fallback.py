@@ -52,6 +52,7 @@ class EagerStep:
         if grad.dtype != param.dtype:
             own.grad_dtype = grad.dtype
         own.grad = grad.clone()
+        vars(own).update(context.marks_of(task.name))
         state = context.state_of(task.name)
         twin = make_twin(context.eager_optimizer(), context.param_group_of(task.name), [own], {own: state})
         with watched(param.device) as dice:

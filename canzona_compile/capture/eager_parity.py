@@ -69,6 +69,7 @@ def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, mom
     if spec.grad_dtype != spec.dtype:
         param.grad_dtype = spec.grad_dtype
     param.grad = random(spec.grad_dtype)
+    vars(param).update(spec.marks)
     twin = make_twin(optimizer, group, [param])
     step_plainly(twin)
     state: dict[Tensor, dict[str, Any]] = {param: alike(twin.state[param], oracle, generator)}

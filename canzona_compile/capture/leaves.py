@@ -85,3 +85,21 @@ def write(state: dict[str, Any], path: LeafPath, value: Any, structure: Mapping[
     for key in path[:-1]:
         holder = holder[key]
     holder[path[-1]] = value
+
+
+def leaf_problem(state: dict[str, Any], paths: LeafPaths) -> str:
+    """Say why leaves of a state cannot be inputs and outputs of a graph; empty if they can."""
+    leaves = list(state_leaves(state))
+    names = [name for name, _ in leaves]
+    if clash := {name for name in names if names.count(name) > 1 or name in ("param", "grad")}:
+        return f"its state has leaves whose names are taken: {min(clash)!r}"
+    for name, value in leaves:
+        if isinstance(value, Tensor) and any(value is other for other_name, other in leaves if other_name != name):
+            return f"its state holds one tensor under two names: {name!r}"
+        if not isinstance(value, Tensor | float | int | str | None):
+            return f"its state holds a Python object: {name!r}"
+        try:
+            write(state, paths[name], value, {})
+        except TypeError:
+            return f"its state holds a tuple: {name!r}"
+    return ""

@@ -13,7 +13,7 @@ from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.randomness import undisturbed
-from canzona_compile.capture.twin import make_twin, step_plainly
+from canzona_compile.capture.twin import make_twin, marks_of, step_plainly
 
 
 def shapes_after_a_step(
@@ -29,6 +29,7 @@ def shapes_after_a_step(
         if spec.grad_dtype != spec.dtype:
             like.grad_dtype = spec.grad_dtype
         like.grad = torch.randn(spec.shape, device=spec.device).to(spec.grad_dtype)
+        vars(like).update(spec.marks)
         twin = make_twin(optimizer, group, [like])
         try:
             step_plainly(twin)
@@ -51,6 +52,7 @@ def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor)
     if dtype != param.dtype:
         like.grad_dtype = dtype
     like.grad = torch.ones_like(param, dtype=dtype)
+    vars(like).update(marks_of(param))
     twin = make_twin(optimizer, group, [like])
     try:
         with undisturbed(param.device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,15 +12,18 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
+from canzona_compile.capture.contents import Contents, Walk, changed
 from canzona_compile.capture.dynamo_oracle import Oracle, ParameterSpec, StepInputs, Untraceable, Variant
 from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.capture.eager_parity import holistic, same_bits
 from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leaves
 from canzona_compile.capture.randomness import draws
-from canzona_compile.capture.separability import check_separable, coupled
-from canzona_compile.capture.twin import plain_class, signature
+from canzona_compile.capture.rehearsal import Rehearsal, closure_problem, rehearse
+from canzona_compile.capture.separability import check_separable
+from canzona_compile.capture.twin import NOT_COPIED, plain_class, signature
 from canzona_compile.capture.variant_period import VariantPeriod, variant_period_of
+from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.fx_utils import outputs, placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.printer import dtype_name
@@ -30,6 +33,9 @@ log = logging.getLogger(__name__)
 
 KindKey = tuple[Any, ...]
 Held = tuple[str, Shape | None, torch.dtype | None]
+MOST_WATCHED = 1000  # places in the attributes of an optimizer; it costs time on every step
+# Attributes that torch sets by itself while training.
+TORCH_S_OWN = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_hook_for_profile")
 LOOKAHEAD = 128  # steps; periodic work with a longer period is captured when it comes, which costs a new plan
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
 
@@ -82,6 +88,9 @@ class Capture:
     optimizer: Optimizer
     kinds: dict[KindKey, ParamKind] = field(default_factory=dict)
     counts: set[Counter] = field(default_factory=set)  # what the step counts outside of states
+    _attributes: Contents | None = None  # of the optimizer, at the last step
+    _closure: str | None = None  # why its step cannot take one; None before anybody asked
+    _rehearsals: dict[Any, Rehearsal] = field(default_factory=dict)
     _separable: set[KindKey] = field(default_factory=set)
     _faithful: set[tuple[str, ...]] = field(default_factory=set)
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
@@ -134,19 +143,78 @@ class Capture:
         if key in self.kinds:
             return self.kinds[key]
         manner = (key[1], len(spec.shape))
-        counts: Counts | None = None
         if manner not in self._separable:
-            counts = check_separable(self.optimizer, group, spec, name)
-            self.counts.update(counts.keys())
+            if not check_separable(self.optimizer, group, spec, name, state):
+                self._check_rehearsed(name)
             self._separable.add(manner)
         self.kinds[key] = kind = self._capture(group, spec, state)
         if kind.oracle is not None:
-            if counts is not None and counts.keys() == kind.oracle.counts.keys() and counts != kind.oracle.counts:
-                del self.kinds[key]
-                raise coupled(self.optimizer, name)
             with contextlib.suppress(Untraceable):  # what cannot be captured there is met when it comes
                 self._look_ahead(kind, kind.oracle, group, spec)
         return kind
+
+    def rehearse(self) -> Rehearsal:
+        """Rehearse the optimizer, once for the groups and parameters that it has now.
+
+        Raises:
+            UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
+        """
+        if self._attributes is None:
+            self._attributes = watched(self.optimizer, {c.key for c in self.counts if c.home == "self"})
+        groups = self.optimizer.param_groups
+        cast = tuple((len(group["params"]), signature(group, self.group_counters())) for group in groups)
+        if cast not in self._rehearsals:
+            self._rehearsals[cast] = rehearsal = rehearse(self.optimizer)
+            self.counts.update(rehearsal.counters)
+        return self._rehearsals[cast]
+
+    def notice(self) -> None:
+        """Follow attributes of the optimizer that users changed since the last step.
+
+        Raises:
+            UnsupportedOptimizer: with these attributes, its step reads or writes something that a plan does not give.
+        """
+        attributes = watched(self.optimizer, {c.key for c in self.counts if c.home == "self"})
+        places = [] if self._attributes is None else changed(self._attributes, attributes)
+        self._attributes = attributes
+        if not places:
+            return
+        for oracle in {id(k.oracle): k.oracle for k in self.kinds.values() if k.oracle is not None}.values():
+            oracle.refresh(self.optimizer)
+        if not all(is_number(attributes.get(place)) for place in places):
+            self._rehearsals.clear()
+            self.rehearse()
+
+    def check_closure(self) -> None:
+        """Raise unless `step(closure)` may call the closure before all else.
+
+        Raises:
+            UnsupportedOptimizer: the optimizer calls it later, or several times, or looks at the loss.
+        """
+        if self._closure is None:
+            self._closure = closure_problem(self.optimizer)
+        if self._closure:
+            raise UnsupportedOptimizer(
+                f"{plain_class(self.optimizer).__name__}.step cannot take a closure here: {self._closure}",
+                hint="call the closure yourself and then step() without it, if that is what you mean",
+            )
+
+    def _check_rehearsed(self, name: str) -> None:
+        """Raise unless a rehearsal has shown that parameters are independent, which no graph shows."""
+        kind, rehearsal = plain_class(self.optimizer).__name__, self.rehearse()
+        if rehearsal.skipped:
+            raise UnsupportedOptimizer(
+                f"{kind}.step fails on parameters that are none of the model's: {rehearsal.skipped}",
+                at=name,
+                hint="make the state in step(), not in the constructor",
+            )
+        if rehearsal.draws:
+            raise UnsupportedOptimizer(
+                f"{kind} draws random numbers in what cannot be traced, so that nothing shows "
+                "whether its parameters depend on one another",
+                at=name,
+                hint="use a variant of it that draws none",
+            )
 
     def group_counters(self) -> frozenset[str]:
         """Return the keys of parameter groups in which the step counts."""
@@ -201,6 +269,9 @@ class Capture:
         label = self._label(spec)
         family = kind.template.name if kind.templates else label
         template = replace(template_of(variant, label, spec), family=family, state=kind.state)
+        named = {leaf.name for leaf in template.inputs if leaf.role is Role.STATE} | {*template.writes} - {"param"}
+        if late := named - oracle.paths.keys():
+            raise Untraceable(f"it creates the state {min(late)!r} later than in its first step")
         if draws(template.graph):
             raise Untraceable("its step draws random numbers, which one rank has to do")
         if self._doubtful(group, template) and not self._same_bits(template, oracle, moment):
@@ -233,6 +304,27 @@ class Capture:
         taken = {template.name for kind in self.kinds.values() for template in kind.templates.values()}
         names = [label, *(f"{label}_{i}" for i in range(2, len(taken) + 3))]
         return next(name for name in names if name not in taken)
+
+
+def watched(optimizer: Optimizer, counters: Container[str]) -> Contents:
+    """What the attributes of an optimizer hold now, counters and tensors of modules left out."""
+    walk = Walk(by_identity, bits=False, most=MOST_WATCHED)
+    for name, value in vars(optimizer).items():
+        if name not in NOT_COPIED and name not in TORCH_S_OWN and name not in counters:
+            walk.add(name, value)
+    return walk.found
+
+
+def by_identity(value: Any) -> str | None:
+    """Name modules and parameters, whose values change on every step."""
+    if isinstance(value, torch.nn.Module):
+        return f"module {id(value)} training={value.training}"
+    return f"parameter {id(value)}" if isinstance(value, torch.nn.Parameter) else None
+
+
+def is_number(found: Any) -> bool:
+    """Tell whether what `contents` found at a place is a number."""
+    return isinstance(found, tuple) and found[0] in ("int", "float")
 
 
 def is_torch_s_own(optimizer: Optimizer) -> bool:

@@ -16,6 +16,13 @@ from canzona_compile.errors import UnsupportedOptimizer
 # Decorators that torch puts around a step; what they do (hooks, profiling, grad mode) is the wrapper's
 # business here, once per step and not once per parameter.
 TORCH_DECORATORS = ("torch/optim/optimizer.py", "torch/utils/_contextlib.py")
+# Where hooks of an optimizer are kept.
+HOOKS = {
+    f"_optimizer_{hook}_hooks"
+    for hook in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre")
+} | {"_optimizer_load_state_dict_post_hooks"}
+# Attributes of an optimizer that copies do not share: they are made anew, or belong to the call of the real step.
+NOT_COPIED = {"step", "canzona", "param_groups", "state", *HOOKS}
 
 
 def plain_class(optimizer: Optimizer) -> type[Optimizer]:
@@ -73,6 +80,14 @@ def make_twin(
     twin.state = defaultdict(dict, {} if state is None else state)
     twin.state.update(odd_state(optimizer))
     return twin
+
+
+def marks_of(param: Tensor) -> dict[str, Any]:
+    """The attributes that users gave to a parameter, such as `lr_mul`, as far as they are numbers and texts.
+
+    Names that begin with an underscore belong to frameworks.
+    """
+    return {k: v for k, v in vars(param).items() if not k.startswith("_") and isinstance(v, int | float | str | None)}
 
 
 def odd_state(optimizer: Optimizer) -> dict[Any, Any]:

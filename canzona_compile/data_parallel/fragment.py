@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from canzona_compile.capture.twin import marks_of
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.bucket import BucketSlice
@@ -132,6 +133,12 @@ class Fragment:
             shape=self.param.shape,
             stride=self.param.stride(),
         )
+
+    def lend_marks(self) -> None:
+        """Give each double the attributes that users gave to the parameter."""
+        if marks := marks_of(self.param):
+            for double in self.doubles:
+                vars(double).update(marks)
 
     def lend_gradients(self) -> None:
         """Give each double the gradient of its slice, if the parameter has one."""

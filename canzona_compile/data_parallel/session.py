@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch.optim import Optimizer
 
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
-from canzona_compile.capture.twin import plain_class
+from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.joint_plan import JointPlan
@@ -88,6 +88,7 @@ class OwnerSession(Session):
     def gradients(self) -> Iterator[None]:
         """Inside this context, the doubles have the gradients of what this rank owns."""
         for fragment in self._fragments:
+            fragment.lend_marks()
             fragment.lend_gradients()
         try:
             yield
@@ -106,6 +107,9 @@ class OwnerSession(Session):
 
     def bind_and_plan(self) -> Plan:
         """Plan the updates of what this rank owns, with the owners of the joint plan."""
+        self.capture.rehearse()
+        for fragment in self._fragments:
+            fragment.lend_marks()
         bound = [b for fragment in self._fragments for b in self._bind(fragment)]
         bound.sort(key=lambda b: b.task.index)
         kind = plain_class(self.optimizer).__name__
@@ -124,7 +128,8 @@ class OwnerSession(Session):
                 stand_in = None if known.stand_in is None else known.stand_in.of(double)
                 yield from binder.bind_one(known.task.index, fragment.name, known.param_group, double, stand_in)
                 continue
-            spec = ParameterSpec(tuple(double.shape), double.dtype, double.dtype, double.device)
+            marks = tuple(sorted(marks_of(double).items()))
+            spec = ParameterSpec(tuple(double.shape), double.dtype, double.dtype, double.device, marks)
             name = f"{fragment.name}[{part.start}:{part.stop}]"
             kind = self.capture.kind_of(group, spec, name, state)
             layout = local_layout(double.shape, self.rank)

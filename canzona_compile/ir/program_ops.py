@@ -26,6 +26,9 @@ class EagerContext(Protocol):
     def param_group_of(self, task: str) -> dict[str, Any]:
         """The parameter group of the task, with the hyperparameters of this step."""
 
+    def marks_of(self, task: str) -> dict[str, Any]:
+        """The attributes that users gave to the parameter of the task."""
+
     def state_of(self, task: str) -> dict[str, Any]:
         """The state that the step reads and writes."""
 

@@ -26,12 +26,23 @@ class RankAgreement:
 
     Attributes:
         waiter: waits for collectives and listens in all of them meanwhile.
+        host_waiter: does so for collectives of tensors on the CPU.
     """
 
     def __init__(self, groups: Groups, device: torch.device) -> None:
         self.groups, self.device = groups, device
         self._agreements: dict[Ranks, StoreAgreement] = {}
         self.waiter = Waiter(self._agreements.values(), device)
+        self.host_waiter = Waiter(self._agreements.values(), torch.device("cpu"))
+
+    @property
+    def number(self) -> int:
+        """The number of the step whose collectives ranks wait for."""
+        return self.waiter.number
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self.waiter.number = self.host_waiter.number = number
 
     def report(self, members: Iterable[Ranks], error: CanzonaError | None) -> None:
         """Tell the ranks of every mesh whether this rank could make a plan. This is a collective.
@@ -88,32 +99,34 @@ class RankAgreement:
             return found
         return None
 
-    def call(self, number: int, change: str, error: CanzonaError | None) -> None:
-        """Make sure, during steady steps, that every rank saw the change that this rank saw.
+    def settle(self, numbers: Mapping[Ranks, str], change: str, error: CanzonaError | None) -> CanzonaError | None:
+        """Compare, before a step, what this rank found with what the others found. A collective on the host.
+
+        It is an all-reduce of two integers for each set of ranks; texts are exchanged only if they differ.
 
         Args:
-            number: the number of the step.
-            change: the change as text. Ranks that saw the same change have the same text.
+            numbers: for each set of ranks that shares tasks, the numbers that the step reads, as text.
+            change: what changed since the last step, as text.
             error: the error that keeps this rank from taking the step; None if it can take it.
 
-        Raises:
-            CanzonaError: a rank did not see the change or cannot take the step. Every rank raises.
-        """
-        agreements = list(self._agreements.values())
-        for agreement in agreements:  # call in all before waiting in any: a rank that hears one raises in all
-            agreement.call(number, change, error)
-        if error is not None:
-            raise error
-        try:
-            for agreement in agreements:
-                agreement.hear(number, change)
-        except CanzonaError as failure:
-            for agreement in agreements:
-                agreement.fail(failure, number)
-            raise
+        Returns:
+            The error that this rank has to raise; None if all ranks take the step. Nothing was updated.
 
-    def fail(self, number: int, error: CanzonaError) -> None:
-        """Tell all ranks that this rank raised `error` during step `number`, so that no rank waits for it."""
+        Raises:
+            CanzonaError: a rank died, or failed on its way through an earlier step.
+        """
+        for ranks in sorted(numbers):
+            found = self._agreement_of(ranks).compare(change, numbers[ranks], error, self.host_waiter)
+            error = error or found
+        return error
+
+    def fail(self, number: int | None, error: CanzonaError) -> None:
+        """Tell all ranks that this rank raised an error, so that no rank waits for it.
+
+        Args:
+            number: the number of the step; None if no later step can work either.
+            error: the error.
+        """
         for agreement in self._agreements.values():
             agreement.fail(error, number)
 

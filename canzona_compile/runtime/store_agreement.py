@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
+from canzona_compile.ir.program_ops import Watch
 
 PATIENCE = timedelta(seconds=1)
 LEFT_THE_STEP = "a peer died or left the step; what belongs to this micro-group was not updated"
@@ -61,6 +62,7 @@ class StoreAgreement:
         token = self.share(f"{time.time_ns()}")[0]
         store = dist.distributed_c10d._get_default_store()
         self.store = PrefixStore(f"canzona/{token}/{'-'.join(map(str, self.ranks))}", store)
+        self.host_group = group if has_host_backend(group) else host_group(self.ranks)
         self.settled = 0  # the last step in which all members called with the same finding
 
     def share(self, value: str) -> list[str]:
@@ -98,6 +100,41 @@ class StoreAgreement:
         raise RankMismatch(
             "ranks made different plans; " + first_difference(self.ranks, texts),
             hint="build the optimizer from the same parameters, in the same order, with the same options on every rank",
+        )
+
+    def compare(self, change: str, numbers: str, error: CanzonaError | None, watch: Watch) -> CanzonaError | None:
+        """Compare what the members found before a step. This is a collective on the host.
+
+        Args:
+            change: what changed since the last step.
+            numbers: the numbers that the step reads.
+            error: the error that keeps this rank from taking the step; None if it can take it.
+            watch: waits for the collective.
+
+        Returns:
+            The error that this rank has to raise; None if all members found the same and can take the step.
+        """
+        text = json.dumps([str(error or ""), change, numbers])
+        digest = int(hash_of(text)[:14], 16)
+        values = torch.tensor([digest, -digest])
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
+        assert work is not None
+        watch.wait(work)
+        largest, smallest = values.tolist()
+        if largest == -smallest:
+            return error
+        found = {r: json.loads(told) for r, told in zip(self.ranks, self.share(text), strict=True)}
+        if error is not None:
+            return error
+        for rank, (failure, _, _) in found.items():
+            if failure:
+                return RankMismatch(f"rank {rank} cannot run this step:\n{failure}")
+        if len({change for _, change, _ in found.values()}) > 1:
+            return self._disagreement({rank: change for rank, (_, change, _) in found.items()})
+        return RankMismatch(
+            "the numbers that this step reads differ between ranks, and nothing was updated; "
+            + first_difference(self.ranks, [own for _, _, own in found.values()]),
+            hint="set hyperparameters, state and attributes of the optimizer to the same values on all ranks",
         )
 
     # -- when something changes in a steady state ---------------------------------------------------
@@ -179,6 +216,17 @@ class StoreAgreement:
     def _disagreement(self, findings: dict[int, str]) -> CanzonaError:
         said = "; ".join(f"rank {r}: {finding or 'no change'}" for r, finding in sorted(findings.items()))
         return InvalidGradient(f"{self.about.problem} ({said}); nothing was updated", hint=self.about.hint)
+
+
+def has_host_backend(group: dist.ProcessGroup) -> bool:
+    """Tell whether a process group runs collectives of tensors on the CPU."""
+    return any(device.type == "cpu" for device in group._device_types)
+
+
+def host_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Make a process group of the host beside one of devices. This is a collective of its ranks."""
+    made: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    return made
 
 
 def hash_of(text: str) -> str:

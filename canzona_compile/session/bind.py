@@ -23,6 +23,7 @@ from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.eager_parity import holistic
 from canzona_compile.capture.sharding_rules import missing_rule, shapes_after_a_step
 from canzona_compile.capture.templates import Capture, ParamKind
+from canzona_compile.capture.twin import marks_of
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import (
     Box,
@@ -144,6 +145,7 @@ class Binder:
         if self._stand_ins is None:
             self.exchange()
         assert self._stand_ins is not None
+        self.capture.rehearse()
         names = [name for name, _, _ in self._named]
         self._stand_ins.check_others(names)
         check_patterns(self.options.split, names)
@@ -279,7 +281,9 @@ class Binder:
         return self.capture.kind_of(self.optimizer.param_groups[g], self._spec(layout, param), name, state or None)
 
     def _spec(self, layout: Layout, param: Tensor) -> ParameterSpec:
-        return ParameterSpec(layout.shape, param.dtype, grad_dtype(param), param.device)
+        stand_in = self._known.standing(param)
+        marks = marks_of(param if stand_in is None else stand_in.fragment)
+        return ParameterSpec(layout.shape, param.dtype, grad_dtype(param), param.device, tuple(sorted(marks.items())))
 
     def layout(self, param: Tensor, batch_dims: int = 0) -> Layout:
         """Return how a parameter is laid out over ranks; `batch_dims` is that of `dtensor_layout`."""

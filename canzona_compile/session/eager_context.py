@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from canzona_compile.capture.twin import plain_class
+from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.state import StateStore
@@ -33,6 +33,10 @@ class PlanContext:
     def param_group_of(self, task: str) -> dict[str, Any]:
         """Return the current parameter group of a task."""
         return self.optimizer.param_groups[self.plan.bound[task].param_group]
+
+    def marks_of(self, task: str) -> dict[str, Any]:
+        """Return the attributes that users gave to the parameter of a task."""
+        return marks_of(self.plan.bound[task].origin)
 
     def state_of(self, task: str) -> dict[str, Any]:
         """Return the state that the eager step of a task reads and writes, see `StateStore.eager_state`."""

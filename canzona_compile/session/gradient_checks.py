@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from canzona_compile.errors import InvalidGradient
+from canzona_compile.errors import InvalidGradient, some
 from canzona_compile.ir.layout import local_part
 
 
@@ -47,3 +47,18 @@ def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
         )
     if grad.dtype != expected:
         raise InvalidGradient(f"the gradient is {grad.dtype}; the plan was made for {expected}", at=name)
+
+
+def check_attributes(grad: Tensor, name: str) -> None:
+    """Refuse a gradient to which users gave attributes: its owner gets a copy without them.
+
+    Raises:
+        InvalidGradient: it has some.
+    """
+    own = [attribute for attribute in vars(grad) if not attribute.startswith("_")]
+    if own:
+        raise InvalidGradient(
+            f"the gradient has attributes that a step may read: {some(own)}",
+            at=name,
+            hint="keep what belongs to a parameter in attributes of the parameter",
+        )

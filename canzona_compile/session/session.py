@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from canzona_compile.capture.error_origin import first_line
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
@@ -59,6 +60,7 @@ class Session:
         self.number = 0
         self.rehearsed = False
         self._agreement: RankAgreement | None = None
+        self._broken = ""  # why an earlier step ended on its way; empty if none did
 
     @property
     def rank(self) -> int:
@@ -113,34 +115,61 @@ class Session:
 
     def _step(self) -> bool:
         driver = self.driver
+        self._check_unbroken()
         if driver is None or self._must_replan(driver):
             self.release()
             driver = self.driver = self._start()
+            self._settle(driver, "", None)
+        with self._telling():
+            return driver.step() and driver.last is not None
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Inside this context, ranks communicate. An error ends that for good, and the others hear of it."""
         agreement = self._agreement
         assert agreement is not None
-        agreement.waiter.number = self.number
+        agreement.number = self.number
         try:
-            return driver.step() and driver.last is not None
-        except CanzonaError:
-            raise
-        except Exception as error:  # the optimizer's own code failed on an owner, and others wait for its results
-            failure = CanzonaError(f"the step failed on rank {self.rank}: {type(error).__name__}: {error}")
-            agreement.fail(self.number, failure)
+            yield
+        except BaseException as error:  # an interrupt, too, leaves others waiting
+            if self.driver is not None and self.driver.shares:
+                self._broken = first_line(error)
+                agreement.fail(None, CanzonaError(f"the step failed on rank {self.rank}: {self._broken}"))
             raise
 
+    def _check_unbroken(self) -> None:
+        """Raise if an earlier step ended on its way.
+
+        Raises:
+            CanzonaError: its collectives may still wait for partners, and would get the data of this step.
+        """
+        if self._broken:
+            raise CanzonaError(
+                f"an earlier step failed on its way, so ranks may hold parameters of different steps: {self._broken}",
+                hint="start all ranks again from a checkpoint",
+            )
+
     def _must_replan(self, driver: StepDriver) -> bool:
-        """Tell whether this step needs a new plan. Raise unless every rank sees the change that this rank sees."""
+        """Tell whether this step needs a new plan. Raise unless every rank finds what this rank finds."""
         change: StepChange | None = None
         error: CanzonaError | None = None
         try:
             change = driver.look()
         except CanzonaError as found:
             error = found
-        if change is None and error is None:
-            return False
-        assert self._agreement is not None
-        self._agreement.call(self.number, "" if change is None else change.text, error)
+        except Exception as found:  # whatever it is, the other ranks must hear of it instead of waiting
+            error = CanzonaError(f"the step cannot begin: {first_line(found)}")
+            error.__cause__ = found
+        self._settle(driver, "" if change is None else change.text, error)
         return change is not None and change.kind is ChangeKind.REPLAN
+
+    def _settle(self, driver: StepDriver, change: str, error: CanzonaError | None) -> None:
+        """Raise unless every rank found what this rank found, reads the same numbers, and can take the step."""
+        assert self._agreement is not None
+        with self._telling():
+            verdict = self._agreement.settle(driver.numbers(), change, error)
+        if verdict is not None:
+            raise verdict
 
     def _start(self) -> StepDriver:
         """Bind, plan and agree with the other ranks. A rank that fails tells the others, so that all of them raise."""

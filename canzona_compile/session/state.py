@@ -104,6 +104,14 @@ class StateStore:
             self.install(name)
         self._scratch = {}
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop the state of tasks, which their next step creates anew."""
+        for name in names:
+            self.initialised.discard(name)
+            for held in (self.fragments, self.residents):
+                for key in [key for key in held if key[0] == name]:
+                    del held[key]
+
     def allocate(self, name: str) -> None:
         """Allocate the tensors that hold a task's state after its first step."""
         task, param = self.plan.owned.task(name), self.params[name]
@@ -328,10 +336,15 @@ class StateStore:
             self.optimizer.state.clear()
             self.optimizer.state.update(own)
 
+    def _cleared(self, task: Task) -> bool:
+        """Tell whether a user cleared the state of a task, which the next step will find."""
+        bound = self.plan.bound[task.name]
+        return bound.kind.oracle is not None and not self.optimizer.state.get(bound.param)
+
     def release(self) -> None:
         """Put portable state into `optimizer.state`, for the next plan. A collective if leaves are resident."""
         for task in self.plan.owned.tasks:
-            if task.name in self.initialised and (state := self.portable(task)):
+            if task.name in self.initialised and not self._cleared(task) and (state := self.portable(task)):
                 self.optimizer.state[self.params[task.name]] = state
         self._put_together()
 

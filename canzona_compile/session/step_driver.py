@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from canzona_compile.capture.dynamo_oracle import Untraceable
 from canzona_compile.capture.external_counters import CounterShadow
 from canzona_compile.capture.templates import Capture
-from canzona_compile.errors import CanzonaError, InvalidGradient
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.errors import CanzonaError, InvalidGradient, some
 from canzona_compile.ir.pipeline import Observer
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.options import Options
@@ -19,11 +20,13 @@ from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.eager_context import PlanContext
-from canzona_compile.session.gradient_checks import check_gradient
+from canzona_compile.session.gradient_checks import check_attributes, check_gradient
+from canzona_compile.session.held import HeldParameters, HeldState
 from canzona_compile.session.local_step import LocalStep
 from canzona_compile.session.make_program import ProgramMaker
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey
+from canzona_compile.session.shared_numbers import Ranks, SharedNumbers
 from canzona_compile.session.state import StateStore
 from canzona_compile.session.variant_selection import Lineup, Names, VariantSelection
 
@@ -85,14 +88,24 @@ class StepDriver:
         self.last: BoundProgram | None = None
         self._elementwise = LocalStep(optimizer, plan.elementwise)
         self._shadow = CounterShadow(optimizer)
+        self._numbers = SharedNumbers(optimizer, plan)
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
         self._fused = {b.fused: b.kind.grad_dtype for b in plan.bound.values() if b.fused is not None}
         self._stand_ins = {b.stand_in: b.kind.grad_dtype for b in plan.bound.values() if b.stand_in is not None}
+        self._habits = capture.rehearse()
+        self._held_state = HeldState(optimizer)
+        self._held_params = HeldParameters({b.task.name: b.origin for b in plan.bound.values()})
         self._agreed = Participants()  # those of the last step
         self._next = Participants()  # those of the next step
         self._lineup: Lineup = ()  # the variants of the next step
         self._shared_lineup: Lineup = ()  # the part of it whose tasks are shared with other ranks
+        self._stepped: set[str] = set()  # tasks that have taken a step
         self._met: set[Lineup] = set()  # shared lineups that all ranks have agreed on
+
+    @property
+    def shares(self) -> bool:
+        """Whether this rank shares tasks with others."""
+        return bool(self._shared)
 
     # -- before a step -------------------------------------------------------------------------------
 
@@ -108,6 +121,8 @@ class StepDriver:
         self.store.adopt()
         self._take_params()
         self._next = self._agreed = self._participants()
+        self._check_gradients()
+        self._check_presence()
         has = dict.fromkeys(self._next.ready, "a gradient") | dict.fromkeys(self._next.fresh, "a first gradient")
         return {task.name: has.get(task.name, "no gradient") for task in self.plan.owned.tasks}
 
@@ -133,9 +148,19 @@ class StepDriver:
         """
         if not self._bound():
             return StepChange.replan("the parameters changed")
+        if self._held_params.replaced():
+            return StepChange.replan("the memory or the attributes of parameters were replaced")
+        self.capture.notice()
+        self._held_params.check_gradients()
+        if cleared := self._held_state.cleared():
+            self.store.forget(cleared)
+            self.forget_programs()
+        elif self._held_state.grown():
+            return StepChange.replan("the state of parameters has new entries")
         self._take_params()
         self._check_gradients()
         self._next = self._participants()
+        self._check_presence()
         try:
             self._consult(self._next.ready)
         except Untraceable as reason:
@@ -164,12 +189,32 @@ class StepDriver:
             param, grad = bound.param, bound.param.grad
             if grad is None:
                 continue
+            check_attributes(grad, name)
             own = grad._local_tensor if isinstance(grad, DTensor) else grad
             part = param._local_tensor if isinstance(param, DTensor) else param
             expected = bound.kind.grad_dtype
             if own.shape != part.shape or own.dtype != expected or own.layout is not torch.strided:
                 check_gradient(param, name, expected)
                 raise InvalidGradient("the gradient does not fit its parameter", at=name)
+
+    def _check_presence(self) -> None:
+        """Raise InvalidGradient if a gradient is missing and the optimizer would notice."""
+        bare = [n for n, b in self.plan.bound.items() if b.param.grad is None] if self._habits.needs_gradients else []
+        if bare:
+            raise InvalidGradient(
+                f"{plain_class(self.optimizer).__name__}.step changes, or fails at, parameters that have no gradient",
+                at=some(bare),
+                hint='give every parameter a gradient, or wrap with missing_grads="zero" if zeros are meant',
+            )
+
+        frozen = [n for n, b in self.plan.bound.items() if b.param.grad is not None and not b.origin.requires_grad]
+        if frozen and self._habits.asks_frozen:
+            raise InvalidGradient(
+                f"{plain_class(self.optimizer).__name__}.step asks whether a parameter requires a gradient; this one "
+                "does not, and has one",
+                at=some(frozen),
+                hint="set its gradient to None",
+            )
 
     def _participants(self) -> Participants:
         """Find the tasks that have gradients now."""
@@ -178,10 +223,13 @@ class StepDriver:
         waiting = set(fresh)
         return Participants(tuple(n for n in present if n not in waiting), fresh)
 
+    def _compiled(self, name: str) -> bool:
+        return self.plan.bound[name].kind.oracle is not None
+
     def _has_first_step(self, name: str) -> bool:
         """Tell whether a task takes an eager first step: it is compiled, and it has state."""
         kind = self.plan.bound[name].kind
-        return kind.oracle is not None and bool(kind.state or kind.python_state)
+        return self._compiled(name) and bool(kind.state or kind.python_state)
 
     def _consult(self, ready: Names) -> None:
         """Ask which variants these tasks take on this step; may raise Untraceable."""
@@ -190,9 +238,15 @@ class StepDriver:
         common = ((name, label, tuple(n for n in names if n in self._shared)) for name, label, names in lineup)
         self._shared_lineup = tuple(part for part in common if part[2])
 
+    def numbers(self) -> dict[Ranks, str]:
+        """Describe the numbers that the next step reads, for each set of ranks that shares tasks."""
+        return self._numbers.text(self.cohorts.current)
+
     def _change(self) -> StepChange | None:
         """Describe how the next step differs from earlier ones in what other ranks share with this one."""
         here, before = {*self._next.ready, *self._next.fresh}, {*self._agreed.ready, *self._agreed.fresh}
+        if anew := [n for n in self._next.fresh if n in self._shared and n in self._stepped]:
+            return StepChange(ChangeKind.PRESENCE, f"the state is gone of {', '.join(anew)}")
         if (here ^ before) & self._shared:
             missing = [t.name for t in self.plan.owned.tasks if t.name in self._shared and t.name not in here]
             return StepChange(ChangeKind.PRESENCE, f"no gradient for {', '.join(missing) or 'none'}")
@@ -224,6 +278,11 @@ class StepDriver:
         self._elementwise.step()
         if self.capture.counts:
             self._shadow.count()
+        if fresh or not self._stepped:
+            self._held_state.hold({n: self.store.params[n] for n in self.store.initialised if self._compiled(n)})
+        self._stepped = set(self.store.initialised)
+        if self._habits.writes_gradients:
+            self._held_params.use_gradients((*ready, *fresh))
         if not fresh and self.last is not None:
             return False
         with contextlib.suppress(Untraceable):  # the next step will make a new plan then

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 
 import canzona_compile
 from canzona_compile import CanzonaError, UnsupportedOptimizer
-from tests.harness.marks import crossed
+from tests.harness.marks import crossed, first
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import Pair, different, feed, muon, one_rank, parameters, params_of, same_bits, wrapped_muon
 
@@ -134,7 +134,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "when"), crossed(list(SCHEDULERS), ["before", "after"]))
+@pytest.mark.parametrize(("name", "when"), crossed(list(SCHEDULERS), ["before", "after"], most=1))
 def test_schedulers_made_before_or_after_wrap(name: str, when: str) -> None:
     """Warnings of torch (a step that the scheduler did not see) are errors in this suite."""
     pair = Pair()
@@ -348,7 +348,8 @@ def test_state_dicts_of_plain_and_wrapped_optimizers_are_interchangeable() -> No
     assert fresh.wrapped.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+@pytest.mark.full
+@pytest.mark.parametrize("how", first(["pickle", "deepcopy"]))
 def test_copies_are_wrapped_and_independent(how: str) -> None:
     def copied(optimizer: Optimizer) -> Any:
         return copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import fx
 
+from tests.harness.marks import full
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -34,6 +36,7 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     return python(str(ROOT / "benchmarks" / "gpu.py"), *arguments)
 
 
+@pytest.mark.full
 def test_every_line_of_it_runs(tmp_path: Path) -> None:
     done = call("--dry", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -57,6 +60,7 @@ def test_every_line_of_it_runs(tmp_path: Path) -> None:
     assert json.loads((tmp_path / found["calibration"]).read_text())["products"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = call("--output", str(tmp_path))
@@ -79,6 +83,7 @@ BROKEN = """if True:
     """
 
 
+@pytest.mark.full
 def test_what_fails_costs_no_other_figure(tmp_path: Path) -> None:
     done = python("-c", BROKEN, str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
@@ -109,7 +114,8 @@ PLUGIN = """if True:
     """
 
 
-@pytest.mark.parametrize(("options", "expected"), [(["-m", "gpu"], "None"), ([], "1")], ids=["gpu", "cpu"])
+@pytest.mark.full
+@pytest.mark.parametrize(("options", "expected"), [full(["-m", "gpu"], "None"), ([], "1")], ids=["gpu", "cpu"])
 def test_kernels_are_compiled_for_tests_on_a_gpu_and_interpreted_for_others(options: list[str], expected: str) -> None:
     done = python("-c", PLUGIN, *options)
     assert f"interpret: {expected} imported: False" in done.stdout, done.stdout + done.stderr

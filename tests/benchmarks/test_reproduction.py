@@ -22,6 +22,7 @@ def test_owners_by_the_alpha_rule_take_what_the_paper_says() -> None:
     assert found.matrices == 256
 
 
+@pytest.mark.full
 def test_the_best_plan_takes_30_ms_and_is_balanced_otherwise() -> None:
     best = planned(numerics="fast").forecast
     assert best.simulation.seconds <= 0.030

@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 import canzona_compile
 from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.rehearsal import rehearse
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.errors import UnsupportedOptimizer
@@ -93,6 +94,7 @@ def test_numbers_stay_symbolic() -> None:
         assert (numbers["lr"], numbers["momentum"], numbers["weight_decay"]) == (lr, momentum, 0.345)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("untouched_dynamo")
 def test_no_recapture_in_fifty_scheduled_steps() -> None:
     wrapped: Any = canzona_compile.wrap(muon(parameters()))
@@ -107,6 +109,7 @@ def test_no_recapture_in_fifty_scheduled_steps() -> None:
     assert (dict(counters["frames"]), dict(counters["stats"])) == (frames, graphs)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("untouched_dynamo")
 def test_a_dozen_shapes_stay_below_no_limit_of_dynamo() -> None:
     """torch._dynamo.config.recompile_limit is 8 per code object."""
@@ -174,6 +177,17 @@ class ForeachNorm(toys.PerParameter):
 
 @pytest.mark.parametrize("kind", [toys.GlobalNorm, toys.GlobalNormOnHost, SharedAverage, ForeachNorm])
 def test_coupled_optimizers_do_not(kind: type[Optimizer]) -> None:
+    optimizer = kind(parameters())  # type: ignore[call-arg]
+    with pytest.raises(UnsupportedOptimizer, match="couples parameters"):
+        rehearse(optimizer)
+    wrapped = canzona_compile.wrap(optimizer)
+    feed(wrapped, 0)
+    with pytest.raises(UnsupportedOptimizer, match="couples parameters"):
+        wrapped.step()
+
+
+@pytest.mark.parametrize("kind", [toys.GlobalNorm, SharedAverage, ForeachNorm])
+def test_what_can_be_captured_shows_coupling_in_its_graph_too(kind: type[Optimizer]) -> None:
     optimizer = kind(parameters())  # type: ignore[call-arg]
     with pytest.raises(UnsupportedOptimizer, match="couples parameters") as caught:
         check_separable(optimizer, optimizer.param_groups[0], spec(6, 4), "layer.weight")
@@ -247,6 +261,7 @@ def test_stacks_of_independent_matrices(name: str) -> None:
         assert torch.equal(torch.cat(parts), evaluate(template.graph, values)[0])
 
 
+@pytest.mark.full
 def test_optimizers_of_stacks() -> None:
     for kind, shape, verdict in ((StackMuon, (4, 6, 5), True), (EntriesMuon, (4, 6, 5), True), (muon, (6, 5), False)):
         optimizer = kind(parameters([shape]))

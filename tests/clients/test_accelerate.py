@@ -12,6 +12,7 @@ from torch.optim import Muon
 import canzona_compile
 from tests.harness.accelerators import accelerator, fsdp2
 from tests.harness.layouts import full
+from tests.harness.marks import first
 from tests.harness.optimizers import share_captures
 from tests.harness.ranks import run
 
@@ -51,7 +52,7 @@ def train(made: Any, when: str, clip: float) -> tuple[list[Tensor], Any]:
     return [full(p).clone() for p in model.parameters()], prepared.optimizer
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", first(["before", "after"]))
 def test_in_one_process(when: str) -> None:
     with accelerator() as made:
         expected, _ = train(made, "plain", 0.5)
@@ -68,7 +69,7 @@ def train_sharded(when: str) -> tuple[list[Tensor], int, list[str]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", first(["before", "after"]))
 def test_with_fsdp2(when: str) -> None:
     """`prepare` shards the model and puts other parameters in the optimizer, which was built before."""
     with accelerator() as made:

@@ -143,6 +143,7 @@ def train_sharded() -> tuple[list[bool], list[str]]:
         return equal(training.weights(), list(model.parameters())), owners
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_clipped_under_fsdp2() -> None:
     for same, owners in run(2, train_sharded):
@@ -171,6 +172,7 @@ def resume_sharded(folder: str) -> list[list[bool]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_checkpoint_under_fsdp2(tmp_path: Any) -> None:
     yes, no = [True] * MATRICES, [False] * MATRICES

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import canzona_compile
 from tests.harness.layouts import Case, full
+from tests.harness.marks import first
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import params_of, same_bits
 from tests.harness.ranks import run
@@ -52,8 +53,8 @@ def copy_on_ranks(layout: str, how: str) -> tuple[list[bool], int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+@pytest.mark.parametrize("how", first(["deepcopy", "pickle"]))
+@pytest.mark.parametrize("layout", first(["fsdp", "ddp"]))
 def test_a_copy_on_ranks(layout: str, how: str) -> None:
     """State on fragments (FSDP2) and on owners (DDP); copying is a collective there."""
     comparisons = len(NAMES) * (5 + 3)  # the original on five steps, the copy on three

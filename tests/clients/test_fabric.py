@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import canzona_compile
 from canzona_compile import CanzonaError, UnsupportedOptimizer
 from tests.harness.layouts import full
+from tests.harness.marks import also, first
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
@@ -159,7 +160,7 @@ def test_closures_go_through_fabric_s_optimizer() -> None:
     check(*both)
 
 
-@pytest.mark.parametrize("source", ["plain", "wrapped"])
+@pytest.mark.parametrize("source", first(["plain", "wrapped"]))
 def test_save_and_load(source: str, tmp_path: Path) -> None:
     both = pair()
     for training in both:
@@ -263,7 +264,7 @@ def train_on_ranks(parallelism: str, path: Path) -> tuple[list[str], list[str], 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallelism", [*also(["ddp"]), "fsdp"])
 def test_training_on_ranks(parallelism: str, tmp_path: Path) -> None:
     """In fresh processes: Fabric changes what is global to a process, threads and its own idea of a rank."""
     found = run(2, train_on_ranks, parallelism, tmp_path / "checkpoint", fresh=True, after=partial(step_alone))

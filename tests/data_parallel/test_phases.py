@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.data_parallel.phases import gated_run, measure, scaler_run
+from tests.harness.marks import also, first
 from tests.harness.ranks import run
 
 FP32 = 4
 
 
-@pytest.mark.parametrize("gather", ["step", "forward"])
+@pytest.mark.parametrize("gather", first(["step", "forward"]))
 def test_a_step_has_no_collective_of_its_own(gather: str) -> None:
     for found in run(2, measure, gather):
         assert found.buckets > 2
@@ -23,6 +24,7 @@ def test_a_step_has_no_collective_of_its_own(gather: str) -> None:
         assert found.padding <= 0.03 * found.elements
 
 
+@pytest.mark.full
 def test_gradients_and_state_are_held_once() -> None:
     world = 3
     ranks = run(world, measure, "step")
@@ -33,7 +35,7 @@ def test_gradients_and_state_are_held_once() -> None:
         assert found.state <= 1.25 * found.whole_state / world
 
 
-@pytest.mark.parametrize("bad", [None, 0, 1])
+@pytest.mark.parametrize("bad", [*also([None, 0]), 1])
 def test_an_infinity_on_one_rank_skips_the_step_on_all(bad: int | None) -> None:
     one, two = run(2, scaler_run, bad)
     assert one == two

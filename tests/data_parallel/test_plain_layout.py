@@ -82,7 +82,7 @@ def reduced(named: Sequence[tuple[str, Any]]) -> dict[str, torch.Tensor | None]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("make", "how", "cuts", "norm"),
-    crossed(["muon", "soap"], ["patterns", "attributes", "function"], [UNEVEN, EVEN], [2.0, math.inf]),
+    crossed(["muon", "soap"], ["patterns", "attributes", "function"], [UNEVEN, EVEN], [2.0, math.inf], most=0),
 )
 def test_two_by_two(make: str, how: str, cuts: tuple[int, int], norm: float) -> None:
     after = partial(train_wrapped, make, how, (), cuts)
@@ -90,6 +90,7 @@ def test_two_by_two(make: str, how: str, cuts: tuple[int, int], norm: float) -> 
         assert found == []
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("norm", [2.0, math.inf])
 def test_a_mesh_dim_that_replicates_counts_once(norm: float) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import canzona_compile
 from tests.data_parallel.models import MAKERS, Block, Model
+from tests.harness.marks import full
 from tests.harness.ranks import run
 
 BUCKETS = 40_000  # bytes: several buckets, and embedding and head are cut
@@ -46,9 +47,9 @@ def offline(make: str, **options: Any) -> canzona_compile.OfflinePlan:
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        ("muon and adamw", {}),
-        ("muon and adamw", {"planner": "alpha", "alpha": 0.5, "bucket_bytes": 1 << 20}),
-        ("adamw", {}),
+        full("muon and adamw", {}),
+        full("muon and adamw", {"planner": "alpha", "alpha": 0.5, "bucket_bytes": 1 << 20}),
+        full("adamw", {}),
     ],
     ids=str,
 )
@@ -76,6 +77,7 @@ def plan_under_tensor_parallelism(options: dict[str, Any]) -> str:
     return str(handle.plan().fingerprint)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_under_tensor_parallelism() -> None:
     shapes = {
@@ -99,6 +101,7 @@ def cut_dim(name: str) -> int | None:
     return {"up.weight": 0, "down.weight": 1}.get(".".join(name.split(".")[-2:]))
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_order_of_optimizers_does_not_count() -> None:
     options = {"bucket_bytes": BUCKETS}

@@ -5,19 +5,21 @@ from __future__ import annotations
 import pytest
 
 from tests.data_parallel.variations import VARIATIONS, averaged, train, unwrapped
-from tests.harness.marks import crossed
+from tests.harness.marks import only
 from tests.harness.ranks import run
 
 
-@pytest.mark.parametrize(("variation", "gather"), crossed(list(VARIATIONS), ["step", "forward"]))
+@pytest.mark.parametrize(("variation", "gather"), only([("tied", "forward")], list(VARIATIONS), ["step", "forward"]))
 def test_unusual_backward_passes(variation: str, gather: str) -> None:
     assert run(2, train, variation, gather) == [[], []]
 
 
+@pytest.mark.full
 def test_an_unwrapped_model_is_ddp_s_again() -> None:
     assert run(2, unwrapped) == [[], []]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gather", ["step", "forward"])
 def test_a_moving_average(gather: str) -> None:
     assert run(2, averaged, gather) == [[], []]

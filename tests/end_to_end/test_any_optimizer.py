@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import canzona_compile
 from canzona_compile.errors import InvalidGradient, UnsupportedOptimizer
 from tests.harness import toy_optimizers as toys
+from tests.harness.marks import also, first, full
 from tests.harness.pairs import Pair, different, feed, muon, one_rank, parameters, params_of, same_bits, wrapped_muon
 
 MIXED = ((6, 4), (4, 6), (7,), (5, 3))
@@ -37,7 +38,10 @@ ELEMENTWISE: dict[str, Callable[[list[Any]], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+FAST = ("adamw", "adam-l2", "sgd", "rmsprop")
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else full(n) for n in ELEMENTWISE])
 def test_elementwise_optimizers_stay_on_their_rank(name: str) -> None:
     pair = Pair(ELEMENTWISE[name], ((6, 4), (7,)))
     for step in range(4):
@@ -70,6 +74,7 @@ def test_matrices_and_elementwise_groups_in_one_optimizer() -> None:
 # -- hyperparameters that change ---------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_nesterov_switched_in_mid_run_is_captured_once_more() -> None:
     pair = Pair(shapes=((6, 4),), captures_anew=True)
     captures = []
@@ -81,6 +86,7 @@ def test_nesterov_switched_in_mid_run_is_captured_once_more() -> None:
     assert captures[5] == captures[3]
 
 
+@pytest.mark.full
 def test_coefficients_changed_in_mid_run() -> None:
     """torch.addmm asks for the value of beta, so the coefficients are constants of the graph."""
     pair = Pair()
@@ -100,16 +106,17 @@ def test_groups_with_coefficients_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "values"),
-    [("ns_steps", (3, 5)), ("adjust_lr_fn", ("original", "match_rms_adamw")), ("weight_decay", (0.0, 0.3))],
+    ("hyper", "values"),
+    [("ns_steps", (3, 5)), full("adjust_lr_fn", ("original", "match_rms_adamw")), full("weight_decay", (0.0, 0.3))],
 )
-def test_other_hyperparameters_changed_in_mid_run(name: str, values: tuple[Any, ...]) -> None:
+def test_other_hyperparameters_changed_in_mid_run(hyper: str, values: tuple[Any, ...]) -> None:
     pair = Pair()
     for value in values:
-        pair.set(name, value)
+        pair.set(hyper, value)
         pair.steps(2)
 
 
+@pytest.mark.full
 def test_tensor_learning_rates() -> None:
     pair = Pair(lambda params: muon(params, lr=torch.tensor(0.1)), ((6, 4),), captures_anew=True)
     captures = []
@@ -121,7 +128,7 @@ def test_tensor_learning_rates() -> None:
     assert captures == captures[:1] * 4
 
 
-@pytest.mark.parametrize("kind", [muon, toys.Refreshing])
+@pytest.mark.parametrize("kind", first([muon, toys.Refreshing]))
 def test_dispatch_modes_of_the_caller_change_nothing(kind: Callable[[list[Any]], Optimizer]) -> None:
     pair = Pair(kind, captures_anew=True)
     pair.step()
@@ -147,7 +154,7 @@ def test_counters_and_periodic_work_are_compiled(kind: type[Optimizer]) -> None:
     assert pair.report.fallbacks == {}
 
 
-@pytest.mark.parametrize("kind", [toys.CountingOnItself, toys.CountingInGroup, toys.LateCounting])
+@pytest.mark.parametrize("kind", [toys.CountingOnItself, toys.CountingInGroup, *also([toys.LateCounting])])
 def test_counters_in_groups_and_on_the_optimizer(kind: type[Optimizer]) -> None:
     pair = Pair(
         lambda params: kind([{"params": params[:2]}, {"params": params[2:]}]), MIXED[:2] + MIXED[3:], captures_anew=True
@@ -262,7 +269,7 @@ def complex_(param: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["at the first step", "later"])
-@pytest.mark.parametrize("make", [Muon, SGD])
+@pytest.mark.parametrize("make", first([Muon, SGD]))
 @pytest.mark.parametrize(("gradient", "word"), [(sparse, "sparse_coo"), (complex_, "complex")])
 def test_bad_gradients_are_named_and_nothing_is_updated(
     gradient: Callable[[torch.Tensor], torch.Tensor], word: str, make: type[Optimizer], steps: int

@@ -19,7 +19,7 @@ from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import Case
-from tests.harness.marks import crossed
+from tests.harness.marks import first, full, only
 from tests.harness.optimizers import Shared, share_captures
 from tests.harness.pairs import Pair, feed, parameters, params_of
 from tests.harness.ranks import do_alone
@@ -297,7 +297,7 @@ def wrapped_in_one_process(name: str) -> None:
     assert pair.report.captures == captures > 0, "all kinds of steps were captured by half time"
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [n if n in ("shampoo", "normuon") else full(n) for n in OPTIMIZERS])
 def test_wrapped_in_one_process(name: str) -> None:
     do_alone(partial(wrapped_in_one_process, name))
 
@@ -320,7 +320,8 @@ def unwrapped_restored_and_rescheduled(name: str) -> None:
     assert pair.report.fallbacks == {}
 
 
-@pytest.mark.parametrize("name", ["shampoo", "soap", "normuon"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", first(["shampoo", "soap", "normuon"]))
 def test_unwrapped_restored_and_rescheduled_between_refreshes(name: str) -> None:
     do_alone(partial(unwrapped_restored_and_rescheduled, name))
 
@@ -343,31 +344,41 @@ def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) 
 
 
 CASES = [Case("fsdp", (3,)), Case("tp_rows", (2,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]
+FAST = [(Case("fsdp", (3,)), "shampoo"), (Case("tp_rows", (2,)), "soap"), (Case("ddp", (2,)), "normuon")]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("case", "name"), crossed(CASES, ["shampoo", "soap", "soap-one-sided", "normuon"]), ids=str)
+@pytest.mark.parametrize(("case", "name"), only(FAST, CASES, ["shampoo", "soap", "soap-one-sided", "normuon"]), ids=str)
 def test_wrapped_on_ranks(case: Case, name: str) -> None:
     report = check(on_ranks(train, name, [case], torch.float32, strategy="owner"))
     assert {task["strategy"] for task in report["tasks"]} == {"owner"}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "name"),
-    crossed([Case("fsdp", (2,)), Case("ddp", (2,))], ["shampoo-grafted", "soap", "normuon"]),
+    only(
+        [(Case("fsdp", (2,)), "normuon")],
+        [Case("fsdp", (2,)), Case("ddp", (2,))],
+        ["shampoo-grafted", "soap", "normuon"],
+    ),
     ids=str,
 )
 def test_wrapped_on_ranks_in_16_bits(case: Case, name: str) -> None:
     check(on_ranks(train, name, [case], torch.bfloat16))
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("options", [{"strategy": "replicated"}, {"strategy": "owner", "micro_groups": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", first([{"strategy": "replicated"}, {"strategy": "owner", "micro_groups": 3}]), ids=str
+)
 def test_options(options: dict[str, Any]) -> None:
     check(on_ranks(train, "soap", [Case("fsdp", (2,))], torch.float32, **options))
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_restored_on_ranks() -> None:
     check(on_ranks(train, "soap", [Case("fsdp", (2,))], torch.float32, restored=True))

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 import canzona_compile
 from canzona_compile.errors import UnsupportedOptimizer
 from tests.harness import toy_habits as toys
+from tests.harness.marks import first
 from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of
 
 COMPILED = (
@@ -25,7 +26,7 @@ COMPILED = (
 )
 
 
-@pytest.mark.parametrize("kind", COMPILED)
+@pytest.mark.parametrize("kind", first(COMPILED, 4))
 def test_compiled(kind: type[Optimizer]) -> None:
     pair = Pair(kind, captures_anew=True)
     for step in range(10):
@@ -57,6 +58,7 @@ def test_interpreted_tasks_count_too() -> None:
     assert [g["step"] for o in pair.both for g in o.param_groups] == [5, 5]
 
 
+@pytest.mark.full
 def test_counters_in_the_state_are_kept_in_checkpoints() -> None:
     pair = Pair(toys.CountingInState)
     pair.steps(3)
@@ -66,7 +68,8 @@ def test_counters_in_the_state_are_kept_in_checkpoints() -> None:
     pair.steps(3)
 
 
-@pytest.mark.parametrize("replan", [False, True])
+@pytest.mark.full
+@pytest.mark.parametrize("replan", first([False, True]))
 def test_hyperparameters_that_decided_about_the_state_change_too_late(replan: bool) -> None:
     pair = Pair(toys.Optional)
     pair.steps(3)
@@ -84,6 +87,7 @@ def test_wrappers_of_optimizers_are_refused() -> None:
     assert "wrap the optimizer inside it" in str(caught.value)
 
 
+@pytest.mark.full
 def test_state_that_is_wider_than_its_parameter_is_loaded_as_it_was() -> None:
     """torch casts it to the parameter's dtype."""
 

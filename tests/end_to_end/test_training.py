@@ -18,10 +18,7 @@ from tests.harness.optimizers import MUON_GROUPS, muon, param_groups, shapes_of,
 from tests.harness.ranks import collectives, run
 
 STEPS = 12
-DTYPES = [
-    pytest.param(torch.float32, id="fp32"),
-    pytest.param(torch.bfloat16, id="bf16"),
-]
+DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16", marks=pytest.mark.full)]
 
 # -- tensors that belong to one rank ---------------------------------------------------------------
 
@@ -98,7 +95,8 @@ def train_stage(dtype: torch.dtype) -> tuple[list[bool], int, list[str]]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pipeline_stages(dtype: torch.dtype) -> None:
-    first, second = ([True] * 3, 1, ["0", "1", "0"]), ([True] * 2, 1, ["2", "3"])
+    # One collective with which ranks agree, and one that carries updates.
+    first, second = ([True] * 3, 2, ["0", "1", "0"]), ([True] * 2, 2, ["2", "3"])
     captured = partial(step_alone, dtype, (16, 8), (24, 40))
     assert run(4, train_stage, dtype, after=captured) == [first, first, second, second]
 
@@ -154,7 +152,7 @@ def groups_alone(dtype: torch.dtype) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("parallelism", "ranks"), [("fsdp", 3), ("ddp", 2)])
+@pytest.mark.parametrize(("parallelism", "ranks"), [("fsdp", 3), pytest.param("ddp", 2, marks=pytest.mark.full)])
 def test_training(parallelism: str, ranks: int, dtype: torch.dtype) -> None:
     for same, progress in run(ranks, train_model, parallelism, dtype, after=partial(groups_alone, dtype)):
         assert same == [True] * 9
@@ -184,6 +182,6 @@ def train_one_row(shape: tuple[int, int]) -> tuple[bool, list[float]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ranks", "shape"), [(2, (1, 9)), (3, (2, 9))])
+@pytest.mark.parametrize(("ranks", "shape"), [(2, (1, 9)), pytest.param(3, (2, 9), marks=pytest.mark.full)])
 def test_tensors_that_count_do_so_where_a_fragment_is_empty(ranks: int, shape: tuple[int, int]) -> None:
     assert run(ranks, train_one_row, shape) == [(True, [4.0, 4.0])] * ranks

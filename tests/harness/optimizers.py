@@ -12,7 +12,6 @@ from torch.optim import Muon, Optimizer
 
 from canzona_compile.capture import templates
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
-from canzona_compile.capture.external_counters import Counts
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class, signature
@@ -142,7 +141,7 @@ def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
 
 # -- shared captures -------------------------------------------------------------------------------
 
-PARTS = ("kinds", "counts", "_separable")  # of a Capture
+PARTS = ("kinds", "counts", "_separable", "_rehearsals")  # of a Capture
 # Attributes that every optimizer has, or that wrap() and schedulers add.
 STANDARD = {*vars(Optimizer([torch.nn.Parameter(torch.zeros(1))], {})), "canzona", "step"}
 Shared = dict[Any, Any]  # by class, attributes and groups: what optimizers alike captured
@@ -196,19 +195,25 @@ def adopt(capture: Capture, among: Shared) -> None:
 _independent: set[Any] = set()
 
 
-def separable_once(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec, name: str) -> Counts:
+def separable_once(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    spec: ParameterSpec,
+    name: str,
+    state: Mapping[str, Any] | None = None,
+) -> bool:
     """`check_separable`, once in a process for optimizers alike, as a `Capture` does it for parameters alike.
 
-    It takes longer than a capture. What counts outside of states, or couples parameters, is checked every time.
+    It takes longer than a capture. What cannot be captured, or couples parameters, is checked every time.
     """
     attributes = attributes_of(optimizer)
     key = (plain_class(optimizer), attributes, signature(group), len(spec.shape), spec.dtype, spec.grad_dtype)
     if attributes is not None and key in _independent:
-        return {}
-    counts = check_separable(optimizer, group, spec, name)
-    if attributes is not None and not counts:
+        return True
+    captured = check_separable(optimizer, group, spec, name, state)
+    if attributes is not None and captured:
         _independent.add(key)
-    return counts
+    return captured
 
 
 def check_separability_once() -> None:

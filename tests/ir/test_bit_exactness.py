@@ -224,7 +224,7 @@ def test_every_line_of_the_table_is_measured() -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtypes"),
-    crossed(list(TABLE), [*((d,) for d in DTYPES), (torch.float32, torch.bfloat16)], fast=2),
+    crossed(list(TABLE), [*((d,) for d in DTYPES), (torch.float32, torch.bfloat16)]),
     ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value)),
 )
 def test_position_free_operators(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -358,6 +358,7 @@ def batches_differ(target: Any, m: int, k: int, n: int, random: torch.Generator)
     return False
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", [aten.mm.default, aten.addmm.default], ids=str)
 def test_batched_products_of_multiples_of_16(target: Any) -> None:
     random = torch.Generator().manual_seed(3)

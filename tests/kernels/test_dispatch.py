@@ -35,6 +35,7 @@ from canzona_compile.kernels.tensor_args import alignment, decide, forget_decisi
 from canzona_compile.kernels.tune import LIBRARY, Trial, tune, winner
 from canzona_compile.kernels.tuning_cache import GpuKind
 from canzona_compile.tools.tuning.command import describe, problems
+from tests.harness.marks import first
 from tests.kernels.kernel_cases import interpreted
 
 HALF = torch.bfloat16
@@ -148,6 +149,7 @@ def test_an_odd_k_is_not_aligned_however_its_rows_lie() -> None:
     assert [launch.problem.alignment for launch in launches] == [8, 16]
 
 
+@pytest.mark.full
 def test_without_triton_everything_is_the_librarys() -> None:
     """And nothing but a Triton kernel imports Triton, where it is installed."""
     code = """if True:
@@ -262,7 +264,7 @@ def wall(call: Callable[[], object]) -> float:
 
 
 @interpreted
-@pytest.mark.parametrize("op", ["sym_gemm", "gemm_axpby"])
+@pytest.mark.parametrize("op", first(["sym_gemm", "gemm_axpby"]))
 def test_a_candidate_that_is_right_and_faster_wins(op: str) -> None:
     cpu = torch.device("cpu")
     verdict = tune(op, (2, 32, 48), torch.float16, cpu, [POINTER], pointer_is_faster, rounds=1)  # type: ignore[arg-type]

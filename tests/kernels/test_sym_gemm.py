@@ -16,7 +16,7 @@ from canzona_compile.kernels.dispatch import Choice, Tile, recorded, triangle
 from canzona_compile.kernels.sym_gemm import reference, sym_gemm
 from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
 from canzona_compile.kernels.triangle import triangle_row, triangle_tile
-from tests.harness.marks import crossed
+from tests.harness.marks import crossed, first
 from tests.kernels.kernel_cases import (
     ALIGNED,
     LAYOUTS,
@@ -52,7 +52,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "trans"),
-    crossed([(1, 1, 5), (2, 33, 17), (1, 71, 3), (3, 16, 16), (1, 15, 40)], DTYPES, [False, True], fast=2),
+    crossed([(1, 1, 5), (2, 33, 17), (1, 71, 3), (3, 16, 16), (1, 15, 40)], DTYPES, [False, True]),
     ids=str,
 )
 def test_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype, trans: bool) -> None:
@@ -65,7 +65,7 @@ def test_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype, trans: bool)
 
 @pytest.mark.parametrize(
     ("choice", "dtype", "shape", "trans"),
-    crossed(KERNELS, DTYPES, [(2, 40, 24), (1, 72, 16), (3, 8, 56), (1, 64, 32)], [False, True], fast=3),
+    crossed(KERNELS, DTYPES, [(2, 40, 24), (1, 72, 16), (3, 8, 56), (1, 64, 32)], [False, True]),
     ids=label,
 )
 def test_sizes_that_every_kernel_takes(
@@ -83,7 +83,7 @@ def test_sizes_that_every_kernel_takes(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", first([torch.float32, torch.bfloat16]), ids=str)
 def test_any_strides(dtype: torch.dtype, layout: str) -> None:
     a = LAYOUTS[layout](random(2, 27, 19, dtype=dtype))
     b = LAYOUTS[layout](random(2, 27, 19, dtype=dtype, seed=1))
@@ -96,7 +96,7 @@ def test_any_strides(dtype: torch.dtype, layout: str) -> None:
 @pytest.mark.parametrize(
     "layouts", [*itertools.product(("gapped", "turned"), repeat=2), ("repeated", "repeated")], ids=str
 )
-@pytest.mark.parametrize("choice", [TMA, PAIRS], ids=name_of)
+@pytest.mark.parametrize("choice", first([TMA, PAIRS]), ids=name_of)
 def test_layouts_of_descriptors(choice: Choice, layouts: tuple[str, str]) -> None:
     assert set(layouts) <= set(ALIGNED)
     a = LAYOUTS[layouts[0]](random(2, 40, 24, dtype=torch.float16))
@@ -159,7 +159,7 @@ def test_batch_offsets_are_64_bits_wide() -> None:
 
 @pytest.mark.parametrize(
     ("scalars", "choice", "device_scalars"),
-    crossed(list(itertools.product((1.0, -0.7), (0.0, 1.5), (0.0, -2.0))), KERNELS, [False, True], fast=2),
+    crossed(list(itertools.product((1.0, -0.7), (0.0, 1.5), (0.0, -2.0))), KERNELS, [False, True]),
     ids=label,
 )
 def test_scalars(scalars: tuple[float, float, float], choice: Choice, device_scalars: bool) -> None:
@@ -178,8 +178,7 @@ def test_c_is_not_read_if_beta_is_zero(choice: Choice) -> None:
 # -- symmetry -------------------------------------------------------------------------------------
 
 
-@each_triton_kernel
-@each_dtype
+@pytest.mark.parametrize(("dtype", "choice"), crossed(DTYPES, TRITON), ids=label)
 def test_the_result_is_symmetric_bit_for_bit_even_if_the_product_is_not(choice: Choice, dtype: torch.dtype) -> None:
     a, b = random(2, 56, 24, dtype=dtype), random(2, 56, 24, dtype=dtype, seed=1)
     c = random(2, 56, 56, dtype=dtype, seed=2)  # of which the upper triangle must not matter
@@ -189,8 +188,7 @@ def test_the_result_is_symmetric_bit_for_bit_even_if_the_product_is_not(choice: 
     close(result, mirrored(exact), mirrored(magnitude))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@each_kernel
+@pytest.mark.parametrize(("choice", "dtype"), crossed(KERNELS, DTYPES[1:]), ids=label)
 def test_whole_numbers_are_exact(choice: Choice, dtype: torch.dtype) -> None:
     """Sums below 256 are exact in bfloat16, so that a lost or doubled product would show in its last bit."""
     a = integers(2, 40, 24, dtype=dtype)
@@ -215,8 +213,7 @@ def test_products_of_commuting_polynomials(choice: Choice) -> None:
 # -- out and dtypes -------------------------------------------------------------------------------
 
 
-@each_dtype
-@each_kernel
+@pytest.mark.parametrize(("choice", "dtype"), crossed(KERNELS, DTYPES), ids=label)
 def test_out_is_written_inside_and_not_outside(choice: Choice, dtype: torch.dtype) -> None:
     a = random(2, 40, 24, dtype=dtype)
     target = Guarded.like((2, 40, 40), dtype)
@@ -250,8 +247,7 @@ def test_out_without_a_common_batch_stride(choice: Choice) -> None:
     close(out, *product(a, None, None, 1, 0, 0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@each_kernel
+@pytest.mark.parametrize(("choice", "dtype"), crossed(KERNELS, DTYPES[1:]), ids=label)
 def test_16_bit_operands_with_a_wide_result(choice: Choice, dtype: torch.dtype) -> None:
     """No rounding to 16 bits on the way: within 1e-6, as float32."""
     g, held = random(2, 40, 24, dtype=dtype), symmetric(2, 40, 40, dtype=torch.float32, seed=1)

@@ -73,6 +73,7 @@ def test_prepare_over_lists(template: Template, count: int, seed: int, foreach: 
     )
 
 
+@pytest.mark.full
 @untimed(80)
 @given(templates(), COUNTS, SEEDS)
 def test_compute_loops_over_tasks(template: Template, count: int, seed: int) -> None:
@@ -91,6 +92,7 @@ def test_loops_pick_from_lists_of_lists_and_from_keywords() -> None:
     assert [t.tolist() for t in found] == [[-20], [-21]]
 
 
+@pytest.mark.full
 @untimed(80)
 @given(templates(), COUNTS, SEEDS, st.booleans())
 def test_apply_writes_the_leaves_in_place(template: Template, count: int, seed: int, foreach: bool) -> None:
@@ -103,6 +105,7 @@ def test_apply_writes_the_leaves_in_place(template: Template, count: int, seed: 
     assert {name: [t.data_ptr() for t in values[name]] for name in template.writes} == memory
 
 
+@pytest.mark.full
 @untimed(60)
 @given(templates(), COUNTS, SEEDS)
 def test_prepare_leaves_casts_to_the_copy_into_the_buffer(template: Template, count: int, seed: int) -> None:

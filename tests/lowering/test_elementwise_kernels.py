@@ -23,6 +23,7 @@ from canzona_compile.optimizers.normuon import NorMuon
 from canzona_compile.optimizers.shampoo import Shampoo
 from canzona_compile.optimizers.soap import SOAP
 from tests.codegen.pointwise import generating, kernels_of
+from tests.harness.marks import full
 from tests.harness.pairs import Pair, muon
 from tests.harness.samples import grid_of, muon_step
 from tests.harness.toy_optimizers import PerParameter, State, TwoKinds, cube
@@ -83,7 +84,9 @@ def launches(optimizer: Any) -> dict[GroupedKernel, int]:
     return {kernel: kernel.launches for kernel in kernels}
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(
+    "name", [full(name) if name in ("normuon", "soap", "shampoo", "decaying", "stepping") else name for name in MAKE]
+)
 def test_optimizers_take_the_plain_ones_steps(name: str) -> None:
     """Bit for bit; one launch to prepare and one to apply per micro-group and step, and no other."""
     with generating():

@@ -11,6 +11,7 @@ import torch
 
 from tests.codegen.pointwise import generating, kernels_of
 from tests.harness.layouts import Case
+from tests.harness.marks import full
 from tests.harness.optimizers import GroupSpec, Scheduler, muon, param_groups, shapes_of
 from tests.harness.ranks import run
 from tests.harness.training import ALONE, Training, trained
@@ -59,11 +60,11 @@ def train_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("case", "dtype", "options", "stages"),
     [
-        (Case("fsdp", (4,)), torch.float32, {"strategy": "owner", "micro_groups": 2}, "prepare unpack pack apply"),
+        full(Case("fsdp", (4,)), torch.float32, {"strategy": "owner", "micro_groups": 2}, "prepare unpack pack apply"),
         (Case("fsdp", (2,)), torch.bfloat16, {"strategy": "owner"}, "prepare unpack pack apply"),
-        (Case("hsdp", (2, 2)), torch.float32, {"strategy": "owner"}, "prepare unpack pack forward apply"),
-        (Case("tp_columns", (2,)), torch.float32, {"strategy": "owner"}, "prepare unpack pack apply"),
-        (Case("fsdp", (2,)), torch.float32, {"strategy": "replicated"}, "prepare unpack apply"),
+        full(Case("hsdp", (2, 2)), torch.float32, {"strategy": "owner"}, "prepare unpack pack forward apply"),
+        full(Case("tp_columns", (2,)), torch.float32, {"strategy": "owner"}, "prepare unpack pack apply"),
+        full(Case("fsdp", (2,)), torch.float32, {"strategy": "replicated"}, "prepare unpack apply"),
         (Case("ddp", (2,)), torch.float32, {"strategy": "owner"}, "pack apply"),  # gradients are there already
     ],
     ids=lambda value: str(value) if isinstance(value, Case | torch.dtype) else "",

@@ -35,7 +35,7 @@ from canzona_compile.session.plan import emit, lower
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.harness import ranks
-from tests.harness.marks import crossed
+from tests.harness.marks import crossed, full
 from tests.harness.optimizers import share_captures
 from tests.harness.samples import grid_of, rows_layout
 from tests.lowering.happens_before import Race, check, orders
@@ -92,7 +92,9 @@ def calls(step: Step) -> list[str]:
 GRIDS = [(1, 2), (2, 1), (2, 2), (1, 3)]
 
 
-@pytest.mark.parametrize(("name", "strategy", "grid"), crossed(list(MAKERS), ["owner", "replicated"], GRIDS), ids=str)
+@pytest.mark.parametrize(
+    ("name", "strategy", "grid"), crossed(list(MAKERS), ["owner", "replicated"], GRIDS, most=1), ids=str
+)
 def test_every_access_is_ordered(name: str, strategy: Any, grid: tuple[int, int]) -> None:
     for variant in range(len(templates(name, SHAPES[0]))):
         for rank in range(grid[0] * grid[1]):
@@ -100,6 +102,7 @@ def test_every_access_is_ordered(name: str, strategy: Any, grid: tuple[int, int]
             check(step, rank)
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(
     grid=st.sampled_from(GRIDS),
@@ -128,7 +131,9 @@ def test_every_access_is_ordered_in_any_schedule(
 
 
 @pytest.mark.parametrize(
-    ("grid", "strategy"), [((1, 2), "owner"), ((2, 1), "owner"), ((2, 2), "owner"), ((1, 2), "replicated")], ids=str
+    ("grid", "strategy"),
+    [((1, 2), "owner"), full((2, 1), "owner"), full((2, 2), "owner"), full((1, 2), "replicated")],
+    ids=str,
 )
 def test_an_order_that_is_missing_is_found(grid: tuple[int, int], strategy: Any) -> None:
     """Each `wait` and each `lend` is needed: without any one of them the checker finds a race."""
@@ -184,6 +189,7 @@ def step_alone() -> None:
         optimizer.step()
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_program_for_cuda_does_what_one_for_the_cpu_does() -> None:
     """With an order that streams do not change: the calls are the same ones."""

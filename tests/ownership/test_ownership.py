@@ -35,6 +35,7 @@ from canzona_compile.ownership.jobs import (
 from canzona_compile.ownership.lpt import Joint, TwoStageLpt
 from canzona_compile.ownership.permuted import Permuted
 from canzona_compile.ownership.static import StaticStart
+from tests.harness.marks import also
 from tests.harness.untimed import untimed
 
 TIGHT = 1 + 1e-6  # the solver's tolerance
@@ -112,6 +113,7 @@ def test_every_planner_keeps_its_bound(case: Instance) -> None:
         assert case.makespan(owners) <= factor * optimum.optimum_or_best * TIGHT, name
 
 
+@pytest.mark.full
 @untimed(100)
 @given(instances(most=12), st.randoms(use_true_random=False))
 def test_no_planner_minds_the_order_of_its_arguments(case: Instance, dice: random.Random) -> None:
@@ -124,6 +126,7 @@ def test_no_planner_minds_the_order_of_its_arguments(case: Instance, dice: rando
         assert first == second, name
 
 
+@pytest.mark.full
 @untimed(200)
 @given(instances(most=12))
 def test_who_is_never_worse_than_whom(case: Instance) -> None:
@@ -274,6 +277,7 @@ def test_permuted() -> None:
 # -- the optimum -------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @untimed(100)
 @given(instances(most=6, places=4))
 def test_optimum_is_that_of_trying_everything(case: Instance) -> None:
@@ -283,6 +287,7 @@ def test_optimum_is_that_of_trying_everything(case: Instance) -> None:
     assert lower_bound(case.jobs, case.rows, case.columns, case.load) <= least * (1 + 1e-12)
 
 
+@pytest.mark.full
 @untimed(50)
 @given(instances(most=8, places=4))
 def test_the_other_formulation_finds_the_same_optimum(case: Instance) -> None:
@@ -333,6 +338,7 @@ def test_split_qwen_where_largest_first_is_not_best(model: str, ranks: int) -> N
     assert solve(decoder(model), ranks, 1, seconds=10)[1].proven
 
 
+@pytest.mark.full
 def test_median_gaps() -> None:
     """How far from the optimum rules without a guarantee of it are, on 60 instances of 6 to 12 jobs."""
     dice = random.Random(20_260_801)
@@ -367,7 +373,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None
     return calls
 
 
-@pytest.mark.parametrize("distinct", [False, True])
+@pytest.mark.parametrize("distinct", [*also([False]), True])
 def test_work_of_36000_jobs_on_4096_places(monkeypatch: pytest.MonkeyPatch, distinct: bool) -> None:
     dice = random.Random(5)
     costs = [dice.uniform(1, 10) for _ in range(36_000 if distinct else 12)]
@@ -382,6 +388,7 @@ def test_work_of_36000_jobs_on_4096_places(monkeypatch: pytest.MonkeyPatch, dist
     assert imbalance(loads(jobs, owners, 512, 8)) < 1.02
 
 
+@pytest.mark.full
 def test_programs_for_36000_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of a kind are counted, not listed: a mixture of experts on 256 ranks takes a few small programs."""
     solved = counted(monkeypatch, milp, "run")

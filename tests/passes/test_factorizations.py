@@ -30,6 +30,7 @@ from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import FACTORIZATIONS, factorization
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
+from tests.harness.marks import first
 from tests.harness.random_graphs import evaluate
 from tests.harness.samples import Builder, empty
 from tests.kernels.test_roots import error
@@ -38,6 +39,7 @@ from tests.passes.root_samples import after, captured, gpu, rates, step_of, valu
 aten = torch.ops.aten
 
 
+@pytest.mark.full
 def test_costs_count_decompositions_and_what_replaces_them() -> None:
     m, n = sympy.symbols("m n", positive=True, integer=True)
     template = captured(Shampoo)
@@ -212,7 +214,8 @@ def test_the_benchmark_writes_rates_that_hardware_takes(tmp_path: Path) -> None:
     assert dict(hardware.factorizations).keys() == {"other", *FACTORIZATIONS, "eigh_batched", "qr_batched"}
 
 
-@pytest.mark.parametrize("kind", [Shampoo, SOAP])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", first([Shampoo, SOAP]))
 def test_fast_numerics_on_a_cpu_take_the_same_steps(kind: type[Optimizer]) -> None:
     """Products of three matrices in stacks, decompositions in a loop, refreshed every other step."""
     make = torch.Generator().manual_seed(0)

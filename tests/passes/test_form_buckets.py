@@ -21,6 +21,7 @@ from canzona_compile.ir.verifier import verify
 from canzona_compile.options import Options
 from canzona_compile.passes import FormBuckets, planning_passes, zero1_passes
 from canzona_compile.passes.form_buckets import MOST_PADDING, SMALLEST_CUT, Weight, aligned, fill, in_buckets, seconds
+from tests.harness.marks import first
 from tests.harness.samples import grid_of, muon_step
 from tests.harness.untimed import untimed
 
@@ -72,6 +73,7 @@ def test_every_element_lies_in_one_place(case: tuple[list[Weight], int], spread:
             reached = part.offset + part.length
 
 
+@pytest.mark.full
 @given(mixtures())
 @untimed(200)
 def test_cut_parameters_level_the_shards(case: tuple[list[Weight], int]) -> None:
@@ -88,6 +90,7 @@ def test_cut_parameters_level_the_shards(case: tuple[list[Weight], int]) -> None
     assert max(lengths) <= max(max(whole), -(-sum(w.elements for w in weights) // owners) + slack) + slack
 
 
+@pytest.mark.full
 @given(mixtures(), some.sampled_from([1, 1 << 16, 1 << 20, 1 << 30]))
 @untimed(100)
 def test_buckets_close_when_they_are_full(case: tuple[list[Weight], int], size: int) -> None:
@@ -101,6 +104,7 @@ def test_buckets_close_when_they_are_full(case: tuple[list[Weight], int], size: 
         assert sum(w.elements for w in own[:-1]) * own[0].dtype.itemsize < size
 
 
+@pytest.mark.full
 @given(mixtures())
 @untimed(100)
 def test_the_choice_between_uniform_and_uneven(case: tuple[list[Weight], int]) -> None:
@@ -221,7 +225,7 @@ def elsewhere(step: Step) -> Step:
     return replace(step, buckets=(made, *others))
 
 
-@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("moved", first([False, True]))
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -314,6 +314,7 @@ def test_exact_numerics_has_no_such_pass() -> None:
             assert names.index("place") < names.index("gram") < names.index("assign-owners")
 
 
+@pytest.mark.full
 def test_costs_are_those_of_the_graphs_that_run() -> None:
     """Of wide and tall matrices those of the iteration on Gram matrices; with exact numerics of the captured one."""
     wide, tall, square = (16, 256), (256, 16), (32, 32)
@@ -341,6 +342,7 @@ def test_owners_share_the_work_that_runs() -> None:
     assert {t.formula for t in report.templates} == {str(cut.cost) for cut in owned["fast"].placed}
 
 
+@pytest.mark.full
 def test_statistics_are_no_iteration() -> None:
     """Shampoo's L and R are products of a matrix with its transpose, and nothing is iterated."""
     optimizer = Shampoo([torch.nn.Parameter(torch.zeros(2, 2))], every=1)
@@ -368,6 +370,7 @@ def test_where_float16_is_slow_16_bits_stay_as_they_are() -> None:
     assert rewritten(single, template_of(single), slow) is not single
 
 
+@pytest.mark.full
 def test_a_run_on_cpu() -> None:
     """Muon with fast numerics takes Gram iterations, and the steps of the plain one but for rounding.
 

@@ -21,6 +21,7 @@ from canzona_compile.options import Options
 from canzona_compile.passes import Padding, lowering_passes, planning_passes
 from canzona_compile.passes.padding import padded, wanted
 from canzona_compile.passes.symmetry import rewritten
+from tests.harness.marks import crossed, first
 from tests.harness.random_graphs import evaluate
 from tests.harness.samples import Builder, empty, grid_of, muon_step
 from tests.passes.symmetric_graphs import algebra, aten, calls, close, in_float64, on_cpu, shapes_of, values
@@ -50,8 +51,7 @@ def sizes(graph: fx.Graph) -> set[int]:
     return {size for value in read for size in value.shape}
 
 
-@pytest.mark.parametrize("numerics", ["exact", "fast"])
-@pytest.mark.parametrize("shape", [SHAPE, SHAPE[::-1], (47, 64)])
+@pytest.mark.parametrize(("shape", "numerics"), crossed([SHAPE, SHAPE[::-1], (47, 64)], ["exact", "fast"], most=2))
 def test_muon(numerics: str, shape: tuple[int, int]) -> None:
     before, after = cuts(numerics, shape)
     assert calls(after.compute).count(PAD_CAST) == 1
@@ -87,7 +87,7 @@ def test_stacks_of_tasks(numerics: str) -> None:
     assert close(list(found), one_by_one)
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (40, 640), (20, 30)])
+@pytest.mark.parametrize("shape", first([(64, 128), (40, 640), (20, 30)]))
 def test_nothing_to_pad(shape: tuple[int, int]) -> None:
     """Aligned already, or so small that padding would be more work than it saves."""
     before, after = cuts("exact", shape)
@@ -141,6 +141,7 @@ def test_a_corner_that_is_not_known_is_not_computed() -> None:
     assert tuple(shifted.meta["val"].shape) == (31, 31)
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(algebra(31, 47, BF16), st.integers(0, 3))
 def test_any_algebra(graph: fx.Graph, seed: int) -> None:

@@ -175,6 +175,7 @@ def step_in_parts(cut: Placed, template: Template, layout: Layout, seed: int) ->
     return found | new
 
 
+@pytest.mark.full
 @untimed(150)
 @given(templates(), st.integers(1, 2), st.integers(1, 4), st.integers(0, 9))
 def test_the_parts_together_are_the_whole(template: Template, replicas: int, shards: int, seed: int) -> None:

@@ -81,6 +81,7 @@ def optimum(costs: Sequence[int], ranks: int) -> int:
 COSTS = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 
 
+@pytest.mark.full
 @untimed(150)
 @given(COSTS, st.sampled_from([(1, 2), (1, 3), (1, 4), (2, 2), (3, 1)]))
 def test_largest_first_is_within_grahams_bound(costs: list[int], mesh: tuple[int, int]) -> None:

@@ -250,6 +250,7 @@ def test_shampoo_takes_products_and_the_same_step() -> None:
             assert error(new[name][None], value[None]) < 2e-5, name
 
 
+@pytest.mark.full
 def test_soap_takes_products_where_they_were_measured_and_the_same_step() -> None:
     template = captured(SOAP)
     assert len(calls(after(template, gpu()).graph, QR)) == 2  # nobody knows how long ours takes

@@ -28,6 +28,7 @@ from canzona_compile.passes import Symmetry, lowering_passes, planning_passes
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.conftest import Golden
+from tests.harness.marks import also
 from tests.harness.random_graphs import evaluate
 from tests.harness.samples import Builder, empty, grid_of, muon_step, rows_layout
 from tests.passes.symmetric_graphs import M, N, aten, calls, close, in_float64
@@ -145,7 +146,7 @@ def state_like(template: Template, graph: fx.Graph) -> dict[str, Any]:
     return given_values
 
 
-@pytest.mark.parametrize("kind", [SOAP, Shampoo])
+@pytest.mark.parametrize("kind", [*also([SOAP]), Shampoo])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_preconditioners(kind: type[torch.optim.Optimizer], symmetric: bool) -> None:
     before, after = lowered(kind, symmetric)
@@ -239,6 +240,7 @@ def test_costs_count_whole_products() -> None:
 # -- state as it is --------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_state_is_looked_at() -> None:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(6, 10)) for _ in range(2)]

@@ -30,6 +30,7 @@ def test_compiled() -> None:
     assert pair.wrapped.canzona.explain() == canzona_compile.explain(pair.wrapped)
 
 
+@pytest.mark.full
 def test_plain_optimizers_can_be_explained() -> None:
     optimizer = muon(parameters())
     assert {how for how, _ in explained(optimizer).values()} == {"compiled"}
@@ -67,6 +68,7 @@ def test_text_and_data() -> None:
 # -- missing gradients as zeros ----------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_missing_gradients_as_zeros() -> None:
     plain, wrapped = muon(parameters()), canzona_compile.wrap(muon(parameters()), missing_grads="zero")
     for step in range(4):

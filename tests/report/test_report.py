@@ -27,6 +27,7 @@ from canzona_compile.passes import (
 )
 from canzona_compile.report.build import Facts, LocalTask, Report, headline, make_report
 from tests.conftest import Golden
+from tests.harness.marks import crossed
 from tests.harness.samples import grid_of, muon_step, toy_step
 
 GPU = Machine("cuda", "nccl", 1)
@@ -90,8 +91,7 @@ def test_even_shards_cost_four_bytes_per_element_that_moves(ranks: int) -> None:
     assert report.collectives_per_step == 2 * len(report.micro_groups)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("shape", [(10, 7), (1, 5), (5, 33)])
+@pytest.mark.parametrize(("shape", "ranks"), crossed([(10, 7), (1, 5), (5, 33)], [2, 3, 4]))
 def test_uneven_shards_cost_the_same_when_every_rank_owns_as_much(ranks: int, shape: Shape) -> None:
     report = report_of(grid_of(1, ranks), *[shape] * ranks)
     assert {t.owner for t in report.tasks} == set(range(ranks))
@@ -118,9 +118,7 @@ def test_computing_everywhere_gathers_in_every_replica() -> None:
     assert len(report.loads) == 8
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize("case", ["owner", "replicated", "toy"])
+@pytest.mark.parametrize(("case", "shards", "replicas"), crossed(["owner", "replicated", "toy"], [1, 2, 4], [2, 3, 1]))
 def test_bytes_are_those_of_all_blocks(replicas: int, shards: int, case: str) -> None:
     if case == "toy":  # its wires have two element sizes, so that blocks are padded
         step = toy_step(Form.SCHEDULED, replicas, max(2, shards))

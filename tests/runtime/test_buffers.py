@@ -59,6 +59,7 @@ def variants() -> tuple[int, list[int]]:
     return programs.buffer_bytes, own
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_variants_take_the_memory_of_the_largest() -> None:
     for found, own in run(2, variants):

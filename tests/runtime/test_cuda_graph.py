@@ -36,6 +36,7 @@ from canzona_compile.session import plan
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
+from tests.harness.marks import first, full
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import parameters
 
@@ -96,7 +97,7 @@ class Steps:
         return [executor.replay for executor in executors if executor.replay is not None]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", first(MAKERS))
 def test_a_schedule_of_rates_reaches_what_was_recorded(name: str) -> None:
     steps = Steps(name)
     for i in range(14):
@@ -125,7 +126,7 @@ def tables_only(run: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-@pytest.mark.parametrize("name", ["muon", "normuon"])
+@pytest.mark.parametrize("name", first(["muon", "normuon"]))
 def test_tables_of_generated_kernels_are_written_before_a_replay(name: str) -> None:
     steps = Steps(name, record=tables_only)
     for i in range(6):
@@ -152,7 +153,7 @@ def test_a_table_that_is_made_anew_ends_its_recording() -> None:
     assert replay.recordings == 2
 
 
-@pytest.mark.parametrize(("numerics", "bound"), [("exact", 1e-5), ("fast", 5e-2)])
+@pytest.mark.parametrize(("numerics", "bound"), [("exact", 1e-5), full("fast", 5e-2)])
 def test_momentum_changes_without_a_new_recording(numerics: str, bound: float) -> None:
     """Numbers that the host computes first (1 - momentum) included."""
     steps = Steps("muon", numerics=numerics)
@@ -169,6 +170,7 @@ def test_an_operator_that_keeps_its_number_is_recorded_anew() -> None:
     assert [replay.recordings for replay in steps.replays] == [2]
 
 
+@pytest.mark.full
 def test_changing_addresses_end_the_recordings() -> None:
     steps = Steps("muon", stable=False)
     for _ in range(6):
@@ -182,7 +184,7 @@ def test_changing_addresses_end_the_recordings() -> None:
     assert steps.ours.canzona.report().execution.startswith("call by call: gradients are elsewhere")
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, AssertionError, KeyError])
+@pytest.mark.parametrize("kind", first([RuntimeError, AssertionError, KeyError]))
 def test_what_cannot_be_recorded_runs_call_by_call(kind: type[Exception]) -> None:
     tried = []
 
@@ -303,6 +305,7 @@ def test_what_lies_on_the_cpu_is_not_recorded(role: str) -> None:
     assert "a tensor on the CPU" in replay.how
 
 
+@pytest.mark.full
 def test_numbers_are_on_the_device_once_they_have_changed() -> None:
     """Others are kept as they are: forms with tensors take more launches, and round otherwise."""
     steps = Steps("soap")
@@ -329,8 +332,7 @@ def calls(replay: Replay) -> list[fx.Node]:
 def test_nothing_is_recorded_where_that_is_not_wanted() -> None:
     steps = Steps("muon")
     steps.step()
-    (replay,) = steps.replays
-    unwanted = Replay(replay.program, CPU, contextlib.nullcontext, wanted=False)
+    unwanted = Replay(steps.replays[0].program, CPU, contextlib.nullcontext, wanted=False)
     assert unwanted.how == "call by call: cuda_graphs=False"
     with pytest.raises(CanzonaError, match="neither True nor False"):
         canzona_compile.wrap(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), cuda_graphs=1)  # type: ignore[arg-type]
@@ -382,8 +384,7 @@ def test_collectives_of_cuda_tensors_decide(monkeypatch: pytest.MonkeyPatch, bac
 
 
 def test_a_module_that_is_no_graph_is_not_recorded() -> None:
-    root = torch.nn.Module()
-    root.add_module("other", torch.nn.Linear(2, 2))
+    root = torch.nn.ModuleDict({"other": torch.nn.Linear(2, 2)})
     graph = fx.Graph()
     graph.call_module("other", (graph.placeholder("x"),))
     graph.output(())

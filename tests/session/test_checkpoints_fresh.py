@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import canzona_compile
 from tests.harness.checkpointing import OPTIMIZERS, SAVED, Holder, Moment, Run, first_values, once
 from tests.harness.layouts import Case
+from tests.harness.marks import first, full
 from tests.harness.pairs import Pair, parameters, params_of
 from tests.harness.ranks import run
 from tests.harness.toy_habits import CountingInState, RootOfNorm
@@ -68,7 +69,7 @@ def looked_at(name: str, case: Case) -> list[str]:
     return wrong + part.differs(SAVED)
 
 
-LOOKS = [("muon", "ddp"), ("shampoo", "fsdp"), ("soap", "fsdp"), ("soap", "ddp")]
+LOOKS = [("muon", "ddp"), ("shampoo", "fsdp"), full("soap", "fsdp"), full("soap", "ddp")]
 
 
 @pytest.mark.ranks
@@ -77,6 +78,7 @@ def test_shows_what_a_plain_one_shows_and_begins_afterwards(name: str, layout: s
     assert run(2, looked_at, name, Case(layout, (2,)), after=once(name)) == [[], []]
 
 
+@pytest.mark.full
 def test_no_code_is_captured_for_it_alone() -> None:
     pairs = [Pair(OPTIMIZERS["shampoo"], captures_anew=True) for _ in range(2)]
     look(pairs[0].wrapped)
@@ -85,7 +87,7 @@ def test_no_code_is_captured_for_it_alone() -> None:
     assert pairs[0].report.captures == pairs[1].report.captures > 0
 
 
-@pytest.mark.parametrize("name", COUNTING)
+@pytest.mark.parametrize("name", [n if n in ("in its group", "objects") else full(n) for n in COUNTING])
 def test_nothing_was_counted_and_no_parameter_changed(name: str) -> None:
     pair = Pair(COUNTING[name])
     groups, own = copy.deepcopy(pair.wrapped.param_groups[0]), {**vars(pair.wrapped)}
@@ -132,7 +134,7 @@ def unwrapped(optimizer: Any) -> Any:
     return canzona_compile.wrap(canzona_compile.unwrap(optimizer))
 
 
-@pytest.mark.parametrize("how", [unwrapped, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("how", first([unwrapped, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))]))
 def test_what_becomes_of_it_begins_afresh(how: Callable[[Any], Any]) -> None:
     pair = Pair(Counting)
     look(pair.wrapped)

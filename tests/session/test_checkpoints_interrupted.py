@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from tests.harness.checkpoint_routes import load_shards, save_shards
 from tests.harness.checkpointing import END, SAVED, Run, once
 from tests.harness.layouts import Case
+from tests.harness.marks import first
 from tests.harness.ranks import Died, run
 
 FIRST = SAVED - 3  # steps before the checkpoint that is good
@@ -63,7 +64,7 @@ def load_good(name: str, case: Case, folder: Path) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [Case("fsdp", (2,)), Case("ddp", (2,))], ids=str)
+@pytest.mark.parametrize("case", first([Case("fsdp", (2,)), Case("ddp", (2,))]), ids=str)
 def test_a_rank_that_cannot_write(case: Case, tmp_path: Path) -> None:
     for said, wrong in run(2, save_twice, "soap", case, tmp_path, dies=False, after=once("soap")):
         assert "disk full" in said

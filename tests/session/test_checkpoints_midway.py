@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from tests.harness.checkpoint_routes import LOAD, SAVE, load_shards
 from tests.harness.checkpointing import END, EVERY, SAVED, Run, once
 from tests.harness.layouts import Case
-from tests.harness.marks import crossed
+from tests.harness.marks import crossed, first
 from tests.harness.ranks import run
 
 CASES = [Case("fsdp", (2,)), Case("ddp", (2,))]
@@ -37,7 +37,9 @@ def go_back(name: str, case: Case, folder: Path) -> tuple[list[str], list[int]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "case"), crossed(["muon", "soap", "host"], CASES), ids=str)  # "host" is interpreted
+@pytest.mark.parametrize(
+    ("name", "case"), crossed(["muon", "soap", "host"], CASES, most=1), ids=str
+)  # "host" is interpreted
 def test_going_back_captures_nothing(name: str, case: Case, tmp_path: Path) -> None:
     for wrong, captures in run(2, go_back, name, case, tmp_path, after=once(name)):
         assert wrong == []
@@ -62,8 +64,9 @@ def save_meanwhile(name: str, case: Case, folder: Path) -> list[str]:
     return wrong + other.differs(END)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", first(CASES), ids=str)
 def test_training_goes_on_while_a_checkpoint_is_written(case: Case, tmp_path: Path) -> None:
     assert run(2, save_meanwhile, "soap", case, tmp_path / "saved", after=once("soap")) == [[], []]
 
@@ -83,7 +86,8 @@ def save_own(name: str, case: Case, folder: Path) -> list[str]:
     return other.differs(END)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", first(CASES), ids=str)
 def test_every_rank_saves_and_loads_its_own(case: Case, tmp_path: Path) -> None:
     assert run(2, save_own, "shampoo", case, tmp_path, after=once("shampoo")) == [[], []]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from tests.harness.layouts import mesh_of
-from tests.harness.marks import crossed
+from tests.harness.marks import crossed, full
 from tests.harness.optimizers import share_captures
 from tests.harness.plain_shards import (
     EVEN,
@@ -100,13 +100,14 @@ def test_in_one_process(make: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("make", "how", "cuts"),
-    crossed(["soap", "muon", "interpreted", "adamw"], ["patterns", "function", "attributes"], [EVEN, UNEVEN]),
+    crossed(["muon", "interpreted", "adamw", "soap"], ["patterns", "function", "attributes"], [EVEN, UNEVEN], most=3),
 )
 def test_two_tensor_parallel_ranks(make: str, how: str, cuts: tuple[int, int]) -> None:
     on_ranks(make, how, (2,), cuts, restored=True, strategy="owner")
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize(("make", "cuts"), [("muon", UNEVEN), ("soap", EVEN)])
+@pytest.mark.parametrize(("make", "cuts"), [("muon", UNEVEN), full("soap", EVEN)])
 def test_with_replicas(make: str, cuts: tuple[int, int]) -> None:
     on_ranks(make, "patterns", (2, 2), cuts, restored=True)

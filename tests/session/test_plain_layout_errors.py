@@ -18,6 +18,7 @@ from torch.optim import AdamW, Muon
 import canzona_compile
 from canzona_compile import CanzonaError, Split
 from tests.harness.layouts import mesh_of
+from tests.harness.marks import first
 from tests.harness.optimizers import share_captures
 from tests.harness.ranks import run
 
@@ -68,6 +69,7 @@ def test_refused_in_one_process(layout: Any, what: str) -> None:
     assert re.search(what, says(layout, marked(nn.Parameter(torch.ones(4, 6)))))
 
 
+@pytest.mark.full
 def test_a_pattern_may_say_that_a_marked_parameter_is_whole() -> None:
     param = marked(nn.Parameter(torch.ones(4, 6)))
     param.grad = torch.ones_like(param)
@@ -190,7 +192,7 @@ def shares(parts: Any, rank: int) -> Tensor:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("make", ["muon", "adamw"])
+@pytest.mark.parametrize("make", first(["muon", "adamw"]))
 def test_shares_of_parts(make: str) -> None:
     run(2, strided, make)
 

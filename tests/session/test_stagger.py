@@ -20,6 +20,7 @@ from canzona_compile.errors import CanzonaError
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import Case, Laid, full, replicate_of
+from tests.harness.marks import first
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import params_of, same_bits
 from tests.harness.ranks import do_alone, run
@@ -127,7 +128,7 @@ def train(kind: str, case: Case | None, special: int = -1, restored: bool = Fals
     return {"ahead": dict(ahead), "profile": report["profile"]}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(KINDS))
 def test_in_one_process(kind: str) -> None:
     do_alone(partial(train, kind, None))
 
@@ -136,20 +137,23 @@ def test_restored() -> None:
     do_alone(partial(train, "state", None, restored=True))
 
 
+@pytest.mark.full
 def test_code_that_runs_once_is_not_skipped() -> None:
     """A special second step, or fifth: nobody is ahead before it is over."""
     for special in (2, 5):
         train("state", None, special=special)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,))], ids=str)
+@pytest.mark.parametrize("case", first([Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,))]), ids=str)
 def test_on_ranks(case: Case) -> None:
     results = run(case.world, train, "state", case, after=partial(train, "state", None))
     assert all(result == results[0] for result in results), "ranks differ in their offsets"
 
 
-@pytest.mark.parametrize("make", [Shampoo, SOAP])
+@pytest.mark.full
+@pytest.mark.parametrize("make", first([Shampoo, SOAP]))
 def test_worst_step_of_many_matrices(make: Any) -> None:
     """Eigenvectors of 24 matrices, renewed every ten steps: no step takes more than 1.5 times the mean."""
     params = [nn.Parameter(torch.randn(48, 40)) for _ in range(24)]
@@ -169,6 +173,7 @@ def test_worst_step_of_many_matrices(make: Any) -> None:
     assert "█ staggered" in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("missing", [False, True])
 def test_shampoo_with_counters_that_run_ahead(missing: bool) -> None:
     """Shampoo reads its counter for refreshes alone, so that a plain one may simply count further.
@@ -192,6 +197,7 @@ def test_shampoo_with_counters_that_run_ahead(missing: bool) -> None:
     assert all(same_bits(a.detach(), b.detach()) for a, b in zip(params_of(plain), params_of(wrapped), strict=True))
 
 
+@pytest.mark.full
 def test_pieces_of_a_fused_weight_are_staggered_apart() -> None:
     weight = torch.randn(24, 8)
     fused = nn.Parameter(weight.clone())

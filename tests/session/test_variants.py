@@ -14,7 +14,7 @@ from canzona_compile.session import session
 from examples.optimizers.soap import SOAP
 from tests.harness import toy_optimizers as toys
 from tests.harness.layouts import Case, Laid, full, local, replicate_of
-from tests.harness.marks import crossed
+from tests.harness.marks import crossed, first
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import Pair, Shape, same_bits
 from tests.harness.ranks import do_alone, run
@@ -53,7 +53,7 @@ def plans_made(patch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("kind", [toys.Refreshing, toys.Alternating])
+@pytest.mark.parametrize("kind", first([toys.Refreshing, toys.Alternating]))
 def test_variants_are_known_before_they_come(kind: type[Optimizer], plans: list[Any]) -> None:
     pair = Pair(kind, captures_anew=True)
     pair.step()
@@ -97,11 +97,12 @@ def miss_gradients(name: str) -> None:
         assert pair.report.fallbacks == {}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", first(KINDS, 2))
 def test_matrices_that_missed_gradients_keep_counters_of_their_own(name: str) -> None:
     do_alone(partial(miss_gradients, name))
 
 
+@pytest.mark.full
 def test_programs_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("canzona_compile.session.program_cache.MOST_PROGRAMS", 2)
     pair = Pair(toys.Counting, SHAPES)
@@ -163,12 +164,13 @@ CASES = [Case("fsdp", (3,)), Case("tp_columns", (2,)), Case("hsdp", (2, 2)), Cas
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "case"), crossed(list(KINDS), CASES), ids=str)
+@pytest.mark.parametrize(("name", "case"), crossed(list(KINDS), CASES, most=1), ids=str)
 def test_on_ranks(name: str, case: Case) -> None:
     for found in run(case.world, train, name, case, strategy="owner", after=partial(train, name, ALONE)):
         assert found == []
 
 
+@pytest.mark.full
 def test_captures_of_soap_under_a_schedule() -> None:
     """With a refresh every third step, 30 steps: three per shape at most, and none after a checkpoint."""
     pair = Pair(lambda params: SOAP(params, every=3), SHAPES, captures_anew=True)

@@ -87,6 +87,7 @@ def test_what_comes_before_is_not_timed() -> None:
 # -- this machine ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_two_ranks_measure_all_but_the_network(tmp_path: Path) -> None:
@@ -108,6 +109,7 @@ def test_two_ranks_measure_all_but_the_network(tmp_path: Path) -> None:
     assert named_hardware(str(file)) == found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_one_rank_has_no_link_to_measure() -> None:
@@ -116,6 +118,7 @@ def test_one_rank_has_no_link_to_measure() -> None:
     assert found.node == named_hardware("cpu").node
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_plan_and_report_stand_on_what_was_measured(

@@ -22,6 +22,7 @@ from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.page import page
+from tests.harness.marks import also
 from tests.tools.forecasts import NASTY, forecast, nasty
 
 FOLDER = Path(planning.__file__).parent
@@ -119,7 +120,9 @@ def test_charts_show_names_as_they_stand() -> None:
         assert html.unescape(text).count(NASTY[0]) + html.unescape(text).count(NASTY[2]) > 0
 
 
-@pytest.mark.parametrize("make", [forecast, nasty, lambda: forecast(100, 2, 1)], ids=["plain", "nasty", "many ranks"])
+@pytest.mark.parametrize(
+    "make", [forecast, nasty, *also([lambda: forecast(100, 2, 1)])], ids=["plain", "nasty", "many ranks"]
+)
 def test_figures_come_back_as_they_went_in(make: Callable[[], Forecast]) -> None:
     found = make()
     data = Elements(page(found)).data()
@@ -170,6 +173,7 @@ def test_matrices_that_only_spans_know_have_names_too() -> None:
     assert [len(found.tasks)] in data["lists"]
 
 
+@pytest.mark.full
 def test_a_chart_has_no_more_bars_than_a_browser_draws_at_once() -> None:
     found = forecast(64, 60, 10, most_shown=16)
     drawn: dict[str, int] = {}

@@ -158,6 +158,7 @@ def nasty_page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield shown
 
 
+@pytest.mark.full
 def test_everything_is_drawn(nasty_page: Shown) -> None:
     found, shown = nasty(), nasty_page
     charts = shown.view.evaluate("[...document.querySelectorAll('.chart')].map((own) => own.id)")
@@ -213,6 +214,7 @@ def test_pointing_names_the_matrices_and_a_click_keeps_them(nasty_page: Shown) -
     assert "4 ranks" in said
 
 
+@pytest.mark.full
 def test_zoom(usual_page: Shown) -> None:
     shown = usual_page
     shown.draw("timeline-0")
@@ -239,6 +241,7 @@ def test_zoom(usual_page: Shown) -> None:
     assert shown.seen() == zoomed
 
 
+@pytest.mark.full
 def test_fingers(show: Show) -> None:
     found = forecast()
     span = next(s for s in found.simulation.spans if s.rank == 0 and s.tasks)
@@ -254,6 +257,7 @@ def many_ranks() -> Forecast:
     return forecast(2000, 3, 4, most_shown=8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("width", "make"), crossed([320, 390, 768], [nasty, many_ranks]))
 def test_nothing_is_wider_than_the_screen(show: Show, width: int, make: Callable[[], Forecast]) -> None:
     with show(make(), (width, 844)) as shown:
@@ -267,6 +271,7 @@ def test_nothing_is_wider_than_the_screen(show: Show, width: int, make: Callable
         assert shown.view.evaluate(too_wide, width) == []
 
 
+@pytest.mark.full
 def test_dark_and_light(usual_page: Shown) -> None:
     shown = usual_page
     ground = "getComputedStyle(document.body).backgroundColor"
@@ -283,6 +288,7 @@ def test_dark_and_light(usual_page: Shown) -> None:
     assert brightness(shown.view.evaluate(ground)) < 150
 
 
+@pytest.mark.full
 def test_controls_have_names(usual_page: Shown) -> None:
     shown = usual_page
     nameless = """[...document.querySelectorAll("button, input, .chart, table, section")]
@@ -291,6 +297,7 @@ def test_controls_have_names(usual_page: Shown) -> None:
     assert shown.view.evaluate(nameless) == []
 
 
+@pytest.mark.full
 def test_thousands_of_ranks_and_spans(show: Show) -> None:
     found = forecast(4096, 120, 40, most_shown=32)
     assert len(found.simulation.spans) > 15_000
@@ -315,6 +322,7 @@ def test_thousands_of_ranks_and_spans(show: Show) -> None:
         assert said.startswith("rank 28")
 
 
+@pytest.mark.full
 def test_a_plan_without_anything(show: Show) -> None:
     found = forecast()
     bare = replace(

@@ -17,6 +17,7 @@ from canzona_compile.report.build import make_report
 from canzona_compile.report.schema import Facts
 from canzona_compile.tools.planning.figures import Forecast, TemplateForecast
 from canzona_compile.tools.planning.weights import Decoder
+from tests.harness.marks import also
 
 Q, UP = (48, 48), (48, 80)
 SHAPES = {f"layers.{i}.{name}": shape for i in range(4) for name, shape in (("q", Q), ("up", UP))}
@@ -74,7 +75,8 @@ def test_newton_schulz_by_hand(sharded: canzona_compile.OfflinePlan) -> None:
     assert template.seconds >= template.memory_value / named_hardware("h100").bandwidth
 
 
-@pytest.mark.parametrize("name", ["soap", "shampoo"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*also(["soap"]), "shampoo"])
 def test_formulas_of_decompositions_give_the_values(name: str) -> None:
     (template,) = planned({"a": (6, 4)}, "fsdp=2", optimizer=name).forecast.templates
     assert value(template.flops, template) == template.flops_value
@@ -121,6 +123,7 @@ def test_imbalance_is_the_busiest_rank_over_the_mean() -> None:
     assert made.forecast.imbalance == pytest.approx(2 / 1.5)
 
 
+@pytest.mark.full
 def test_planners_keep_their_guarantees() -> None:
     made = planned(MIXED, "dp=4", planner="exact", alternatives=True)
     found = {one.name: one.imbalance for one in made.forecast.alternatives}
@@ -220,6 +223,7 @@ def test_stages_work_side_by_side() -> None:
     assert (early, late) == ({0, 1}, {2, 3})
 
 
+@pytest.mark.full
 def test_experts_are_owned_where_they_lie() -> None:
     model = Decoder(1, 32, 16, 2, 2, 16, 64, True, experts=4, top_k=2).model("small", ("qkv", "gate-up"))
     found = planned(model, "fsdp=2,ep=2").forecast
@@ -253,6 +257,7 @@ def test_a_capacity_makes_more_groups_and_smaller_buffers() -> None:
 # -- arguments -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_hyperparameters_of_an_optimizer_count(sharded: canzona_compile.OfflinePlan) -> None:
     fewer = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))], ns_steps=2)
     (template,) = planned({"a": UP}, "fsdp=2", optimizer=fewer).forecast.templates
@@ -262,6 +267,7 @@ def test_the_hyperparameters_of_an_optimizer_count(sharded: canzona_compile.Offl
     assert usual.flops_value - template.flops_value == 3 * (4 * 48 * 48 * 80 + 2 * 48**3)
 
 
+@pytest.mark.full
 def test_a_module_on_no_device() -> None:
     with torch.device("meta"):
         module = nn.ModuleDict({"embed": nn.Embedding(64, 48), "up": nn.Linear(48, 80)})
@@ -270,6 +276,7 @@ def test_a_module_on_no_device() -> None:
     assert made.forecast.model == "ModuleDict"
 
 
+@pytest.mark.full
 def test_an_optimizer_that_needs_no_whole_matrices() -> None:
     made = planned(SHAPES, "fsdp=2", optimizer=torch.optim.AdamW)
     found = made.forecast

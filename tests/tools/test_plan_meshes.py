@@ -20,6 +20,7 @@ from canzona_compile.ir.layout import Layout, Shape, dtensor_layout
 from canzona_compile.tools.planning.mesh import DIMS, WeightSharding, check, parse_mesh
 from canzona_compile.tools.planning.weights import Model, ModelWeight, from_shapes, preset
 from tests.harness.layouts import mesh_of
+from tests.harness.marks import full
 from tests.harness.ranks import run
 from tests.harness.untimed import untimed
 
@@ -66,15 +67,15 @@ def laid(mesh: str, weights: list[ModelWeight]) -> list[Layout]:
     [
         ("fsdp=4", [None]),
         ("hsdp=2,fsdp=2", [None]),
-        ("hsdp=4,fsdp=1", [None]),
-        ("tp=4", [0, 1, None]),
+        full("hsdp=4,fsdp=1", [None]),
+        full("tp=4", [0, 1, None]),
         ("fsdp=2,tp=2", [0, 1, None]),
-        ("tp=2,fsdp=2", [0, 1, None]),
-        ("fsdp=4,tp=1", [0, 1]),
-        ("hsdp=2,fsdp=1,tp=2", [0, 1]),
-        ("hsdp=2,fsdp=2,tp=2", [0, 1, None]),
+        full("tp=2,fsdp=2", [0, 1, None]),
+        full("fsdp=4,tp=1", [0, 1]),
+        full("hsdp=2,fsdp=1,tp=2", [0, 1]),
+        full("hsdp=2,fsdp=2,tp=2", [0, 1, None]),
         ("fsdp=2,ep=2", [None]),
-        ("ep=2,fsdp=2", [None]),
+        full("ep=2,fsdp=2", [None]),
     ],
 )
 def test_layouts_are_those_of_torch(mesh: str, cuts: Cuts) -> None:

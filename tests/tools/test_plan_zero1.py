@@ -41,6 +41,7 @@ def made() -> canzona_compile.OfflinePlan:
     return planned("dp=2,tp=2", alternatives=True)
 
 
+@pytest.mark.full
 def test_buckets_hold_all_parameters(made: canzona_compile.OfflinePlan) -> None:
     zero1 = made.forecast.zero1
     assert zero1 is not None

@@ -29,13 +29,13 @@ from canzona_compile.passes import (
 from canzona_compile.report.build import wire_bytes
 from canzona_compile.tools.simulation.simulate import simulate, teams
 from canzona_compile.tools.simulation.traffic import Boxes, GroupTraffic, traffic
-from tests.harness.marks import crossed
+from tests.harness.marks import also, crossed
 from tests.harness.samples import grid_of, muon_step, toy_step
 
 EVEN = ((64, 32), (32, 64), (64, 64), (64, 32), (128, 64), (32, 32))
 UNEVEN = ((33, 32), (17, 48), (5, 64), (33, 32), (3, 16))
 GRIDS = [(1, 2), (1, 3), (1, 4), (3, 1), (2, 2), (2, 3), (4, 2)]
-SETTINGS = crossed(GRIDS, [EVEN, UNEVEN], ["owner", "replicated"], fast=2)
+SETTINGS = crossed(GRIDS, [EVEN, UNEVEN], ["owner", "replicated"])
 NAMES = {EVEN: "even", UNEVEN: "uneven"}
 
 
@@ -79,7 +79,7 @@ def traffics(step: Step, hardware: Hardware) -> Iterator[tuple[GroupTraffic, dic
 # -- bytes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("per_node", [1, 2, 8])
+@pytest.mark.parametrize("per_node", [*also([1]), 2, *also([8])])
 @each_setting
 def test_bytes_are_those_of_all_blocks(
     grid: tuple[int, int], shapes: tuple[Shape, ...], strategy: str, per_node: int
@@ -175,6 +175,7 @@ def test_every_matrix_is_computed_by_its_owner() -> None:
         assert span.act != "compute" or span.tasks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("grid", [(1, 4), (1, 8), (2, 4)])
 def test_a_pipeline_is_no_slower_where_links_work_beside_processors(grid: tuple[int, int]) -> None:
     shapes = ((1024, 1024), (1024, 512), (512, 1024), (1024, 1024)) * 4

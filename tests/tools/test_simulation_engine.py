@@ -201,6 +201,7 @@ def load(own: Sequence[SimulatedOp]) -> float:
     return sum(o.seconds for o in own if isinstance(o, ComputeOp))
 
 
+@pytest.mark.full
 @untimed(300)
 @given(programs(), st.booleans())
 def test_no_run_is_faster_than_its_work_allows(program: Program, alone: bool) -> None:

@@ -27,6 +27,7 @@ from canzona_compile.tools.verification.layouts import shard
 from canzona_compile.tools.verification.user_model import built, names_of, packed, state_leaves
 from canzona_compile.tools.verification.workers import gradients
 from tests.harness import ranks
+from tests.harness.marks import full
 from tests.tools import user_builds
 from tests.tools.user_builds import (
     dies,
@@ -58,6 +59,7 @@ def before() -> Children:
 # -- equal -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_equal_on_fragments_of_uneven_size(tmp_path: Path, before: Children, capfd: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +77,7 @@ def test_equal_on_fragments_of_uneven_size(tmp_path: Path, before: Children, cap
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_equal_on_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
     """In processes that start as those of users do."""
@@ -96,6 +99,7 @@ def test_equal_on_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert "a loss that talks" in err
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_a_plan_that_is_followed(tmp_path: Path) -> None:
@@ -235,9 +239,9 @@ def test_the_console_script_exists() -> None:
     ("function", "says"),
     [
         (dies, "other was killed by SIGKILL"),
-        (quits, "other ended by itself with exit code 0"),
+        full(quits, "other ended by itself with exit code 0"),
         (raises, "other raised KeyError: 'no such layer'"),
-        (leaves, "other raised SystemExit: 3"),
+        full(leaves, "other raised SystemExit: 3"),
     ],
 )
 def test_a_process_that_fails_ends_the_others(function: Callable[[], Any], says: str, before: Children) -> None:
@@ -256,6 +260,7 @@ def test_a_result_that_cannot_be_pickled_is_an_error(before: Children) -> None:
     assert set(multiprocessing.active_children()) == before
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_processes_that_hang_say_where(tmp_path: Path, before: Children) -> None:
@@ -267,6 +272,7 @@ def test_processes_that_hang_say_where(tmp_path: Path, before: Children) -> None
     assert set(multiprocessing.active_children()) == before
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_results_come_in_order_and_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
     """In processes that start as those of users do."""

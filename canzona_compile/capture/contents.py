@@ -1,0 +1,177 @@
+"""What objects hold, as one flat dict by place, to see whether code changed something or did the same twice."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum)
+COUNTERS = (itertools.count, range)  # what they stand at is in their text
+OPAQUE = (types.ModuleType, types.BuiltinFunctionType, type, torch.Generator)
+
+Contents = dict[str, Any]
+Label = Callable[[Any], str | None]
+
+
+def nothing_labelled(_value: Any) -> str | None:
+    """Label no value."""
+    return None
+
+
+class Walk:
+    """Finds everything that objects hold, down to numbers, texts and tensors.
+
+    Args:
+        label: names values that are not looked into, such as parameters; None for all others.
+        bits: whether tensors count by their bits, to compare two runs; if not, by identity and version, to see whether
+            the same objects changed.
+        most: the number of places after which it looks at no more.
+
+    Attributes:
+        found: by place, what is there.
+        undo: puts back what the dicts, lists and sets held that were looked at.
+    """
+
+    def __init__(self, label: Label = nothing_labelled, bits: bool = True, most: int = 20_000) -> None:
+        self.label, self.bits, self.most = label, bits, most
+        self.found: Contents = {}
+        self.undo: list[Callable[[], None]] = []
+        self._seen: dict[int, tuple[str, Any]] = {}  # with the value, so that its id is not given to another
+
+    def add(self, place: str, value: Any) -> None:
+        """Look at a value and all that it holds."""
+        if len(self.found) >= self.most:
+            return
+        label = self.label(value)
+        if label is not None:
+            self.found[place] = label
+        elif isinstance(value, ATOMS):
+            self.found[place] = type(value).__name__, value if value == value else "nan"
+        elif isinstance(value, OPAQUE) or (callable(value) and not hasattr(value, "__dict__")):
+            self.found[place] = self._name_of(value)
+        elif id(value) in self._seen:
+            self.found[place] = "the same as", self._seen[id(value)][0]
+        else:
+            self._seen[id(value)] = place, value
+            self._look_into(place, value)
+
+    def _look_into(self, place: str, value: Any) -> None:
+        self.found[place] = self._name_of(value)
+        if isinstance(value, Tensor):
+            self.found[place] = bits_of(value) if self.bits else (id(value), value._version)
+            if value.grad_fn is None and value.is_leaf and value.grad is not None:
+                self.add(f"{place}.grad", value.grad)
+        elif isinstance(value, np.ndarray | np.generic):
+            self.found[place] = value.dtype.str, value.shape, value.tobytes()
+        elif isinstance(value, COUNTERS):
+            self.found[place] = repr(value)
+        elif isinstance(value, Mapping):
+            self._look_into_dict(place, value)
+        elif isinstance(value, list | tuple | deque):
+            if not isinstance(value, tuple):
+                self.undo.append(functools.partial(refill_list, value, list(value)))
+            self.found[place] = type(value).__name__, len(value)
+            for i, entry in enumerate(value):
+                self.add(f"{place}[{i}]", entry)
+        elif isinstance(value, set | frozenset):
+            if isinstance(value, set):
+                self.undo.append(functools.partial(refill_set, value, set(value)))
+            self.found[place] = type(value).__name__, frozenset(map(self._key, value))
+        elif isinstance(value, functools.partial):
+            self.add(f"{place}.func", value.func)
+            self.add(f"{place}.args", value.args)
+            self.add(f"{place}.keywords", value.keywords)
+        elif isinstance(value, types.MethodType):
+            self.add(f"{place}.__self__", value.__self__)
+        elif isinstance(value, types.FunctionType):
+            for name, cell in cells_of(value):
+                self.add(f"{place}.{name}", cell)
+        else:
+            self._look_into_object(place, value)
+
+    def _look_into_dict(self, place: str, value: Mapping[Any, Any]) -> None:
+        if isinstance(value, dict):
+            self.undo.append(functools.partial(refill_dict, value, dict(value)))
+        self.found[place] = type(value).__name__, len(value)
+        for key, entry in list(value.items()):
+            self.add(f"{place}[{self._key(key)!r}]", entry)
+
+    def _look_into_object(self, place: str, value: Any) -> None:
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            self.undo.append(functools.partial(refill_dict, own, dict(own)))
+            for name, entry in list(own.items()):
+                self.add(f"{place}.{name}", entry)
+        for name in slots_of(type(value)):
+            if hasattr(value, name):
+                self.add(f"{place}.{name}", getattr(value, name))
+
+    def _key(self, key: Any) -> Any:
+        label = self.label(key)
+        if label is not None:
+            return label
+        return key if isinstance(key, ATOMS) else self._name_of(key)
+
+    def _name_of(self, value: Any) -> Any:
+        name = getattr(value, "__qualname__", None) or type(value).__qualname__
+        return name if self.bits else (name, id(value))
+
+
+def slots_of(kind: type) -> Iterator[str]:
+    """The names of the slots of a class that users wrote."""
+    for own in kind.__mro__:
+        slots = own.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__"):
+                yield name
+
+
+def cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables that a function closes over, by name, as far as they have values."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # it has no value yet
+            continue
+
+
+def bits_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Shape, dtype, requires_grad and bits of a tensor; of what is no plain dense tensor its type only."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_complex():
+        return type(tensor).__name__, tuple(tensor.shape), tensor.dtype
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, flat.view(torch.uint8).numpy().tobytes()
+
+
+def refill_dict(own: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    """Make a dict hold again what it held."""
+    own.clear()
+    own.update(saved)
+
+
+def refill_list(own: Any, saved: list[Any]) -> None:
+    """Make a list or a deque hold again what it held."""
+    own.clear()
+    own.extend(saved)
+
+
+def refill_set(own: set[Any], saved: set[Any]) -> None:
+    """Make a set hold again what it held."""
+    own.clear()
+    own.update(saved)
+
+
+def changed(before: Contents, after: Contents) -> list[str]:
+    """The places at which two findings differ, the shortest first: a holder comes before what it holds."""
+    missing = object()
+    places = {p for p in before.keys() | after.keys() if before.get(p, missing) != after.get(p, missing)}
+    return sorted(places, key=lambda place: (len(place), place))

@@ -1,0 +1,92 @@
+"""Find out what a step reads or writes that it should not, once it gave something else for a parameter alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from canzona_compile.capture.contents import changed
+from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.capture.miniature import Miniature, public
+from canzona_compile.capture.parts import Company
+from canzona_compile.capture.randomness import seeded
+from canzona_compile.capture.trial import Scenario, RehearsedSteps, apart, contents_of
+from canzona_compile.capture.twin import marks_of, plain_class
+from canzona_compile.errors import UnsupportedOptimizer, some
+
+INDEPENDENT = "keep a step to its parameter, its gradient, its state and the hyperparameters of its group"
+
+
+def difference(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
+    """The places at which two runs differ first; none if they do not. Only one of them raising is a difference."""
+    for one, other in zip(whole.after, parts.after, strict=False):
+        if places := changed(one, other):
+            return places
+    if len(whole.after) != len(parts.after) or type(whole.error) is not type(parts.error):
+        return ["the end of the run"]
+    return []
+
+
+def refusal(
+    optimizer: Optimizer, scenario: Scenario, whole: RehearsedSteps, parts: RehearsedSteps
+) -> UnsupportedOptimizer:
+    """Make the error for a step that gives something else for a parameter alone: find out what it reads or writes."""
+    kind = plain_class(optimizer).__name__
+    if parts.error is not None and whole.error is None:
+        return UnsupportedOptimizer(
+            f"{kind}.step fails for one parameter without the others: {first_line(parts.error)}{blamed(parts.error)}",
+            hint=INDEPENDENT,
+        )
+    places = difference(whole, parts)
+    beside = [p for p in places if p.startswith(("self.", "param_groups"))]
+    if beside and not any(p.startswith(("parameter", "the state")) for p in places):
+        return UnsupportedOptimizer(
+            f"{kind}.step changes {some(beside)}, which belongs to no parameter",
+            hint="keep statistics in self.state[param]; only plain numbers may count elsewhere",
+        )
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    small = Miniature(optimizer, scenario.chosen, scenario.stateful)
+    knowing = sorted({p.partition("[")[0].partition("(")[0] for p in holding_parameters(small)})
+    kept = f"; {some(knowing)} {'knows' if len(knowing) == 1 else 'know'} parameters" if knowing else ""
+    for company in (Company.ATTRIBUTES, Company.ITSELF, Company.GROUP, Company.ALL_GROUPS):
+        with seeded(device):
+            other = apart(optimizer, scenario, company, whole)
+        if not difference(whole, other):
+            detail = f": {some(others_than_marks(small.params))}" if company is Company.ATTRIBUTES else kept
+            return UnsupportedOptimizer(f"{kind}.step {company.value}{detail}", at=some(places), hint=INDEPENDENT)
+    written = f", and it changes {some(beside)}" if beside else ""
+    return UnsupportedOptimizer(
+        f"{kind} couples parameters: the update of one depends on others{written}{kept}",
+        at=some(places),
+        hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
+    )
+
+
+def holding_parameters(small: Miniature) -> list[str]:
+    """The places among the attributes of an optimizer where parameters are, or what tells which is which."""
+    found = []
+    addresses = {number for p in small.params for number in (id(p), p.data_ptr())}
+    for place, value in contents_of(small).items():
+        if place.startswith("self.") and (
+            (isinstance(value, str) and value.startswith("parameter "))
+            or (isinstance(value, tuple) and value[0] == "int" and value[1] in addresses)
+            or (isinstance(value, tuple) and isinstance(value[1], frozenset) and value[1] & addresses)
+            or (isinstance(value, tuple) and isinstance(value[1], frozenset) and any(map(names_parameter, value[1])))
+            or "['parameter " in place
+            or any(f"[{number}]" in place for number in addresses)
+        ):
+            found.append(place)
+    return found
+
+
+def names_parameter(value: Any) -> bool:
+    """Tell whether a value is the name that a miniature gives to a parameter."""
+    return isinstance(value, str) and value.startswith("parameter ")
+
+
+def others_than_marks(params: Sequence[Tensor]) -> list[str]:
+    """The attributes of parameters that plans do not give to steps of one parameter."""
+    return sorted({name for p in params for name in public(vars(p)).keys() - marks_of(p).keys()})

@@ -1,0 +1,153 @@
+"""What an optimizer's code can reach outside of the optimizer: globals, closures, defaults, attributes of classes."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch.optim import Optimizer
+
+from canzona_compile.capture.contents import ATOMS, Contents, Label, Walk, cells_of, nothing_labelled
+from canzona_compile.capture.twin import plain_class
+
+# Packages whose code is not read: torch's, ours, and those that keep no numbers of an optimizer.
+NOT_READ = {"torch", "canzona_compile", "numpy", "triton", "sympy", *sys.stdlib_module_names} - {"__main__"}
+
+
+class Outside:
+    """Everything outside of an optimizer that the code of its class names, as far as users wrote that code.
+
+    A function is followed to those that it calls by name, to its default arguments and to the variables that it closes
+    over. Code that finds things in another way, through `globals()` or `sys.modules`, is not followed.
+
+    Args:
+        optimizer: the optimizer.
+        label: names values that are not looked into, such as parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, label: Label = nothing_labelled) -> None:
+        self._walk = Walk(label, bits=False)
+        self._put_back: list[Callable[[], None]] = []
+        self._followed: set[int] = set()
+        for kind in plain_class(optimizer).__mro__:
+            self._follow(kind)
+        for value in vars(optimizer).values():
+            self._follow(value)
+        # Generators of random numbers that belong to no device.
+        self._walk.add("the generator of Python's random", hash(random.getstate()))
+        self._walk.add("the generator of numpy.random", str(np.random.get_state(legacy=False)))
+
+    @property
+    def contents(self) -> Contents:
+        """By place, what is there."""
+        return self._walk.found
+
+    def restore(self) -> None:
+        """Put back the numbers, texts and entries of containers that were there."""
+        for undo in [*self._walk.undo, *self._put_back]:
+            undo()
+
+    def _follow(self, value: Any) -> None:
+        """Look at the code of a class, a function or an object with methods, once."""
+        if isinstance(value, types.MethodType):
+            value = value.__func__
+        if isinstance(value, partial):
+            value = value.func
+        if not isinstance(value, type | types.FunctionType):
+            value = type(value)
+        if id(value) in self._followed or not is_read(value):
+            return
+        self._followed.add(id(value))
+        if isinstance(value, type):
+            self._follow_class(value)
+        else:
+            self._follow_function(value)
+
+    def _follow_class(self, kind: type) -> None:
+        for name, value in list(vars(kind).items()):
+            if function := function_in(value):
+                self._follow(function)
+            elif not name.startswith("__") and not isinstance(value, types.MemberDescriptorType):
+                self._hold(
+                    f"the class attribute {kind.__name__}.{name}",
+                    partial(getattr, kind, name),
+                    partial(setattr, kind, name),
+                )
+
+    def _follow_function(self, function: types.FunctionType) -> None:
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        names = set(names_in(function.__code__))
+        where = function.__globals__
+        for name in sorted(names & where.keys()):
+            value = where[name]
+            if isinstance(value, types.ModuleType):
+                self._follow_module(value, names)
+            elif isinstance(value, type | types.FunctionType):
+                self._follow(value)
+            else:
+                self._hold(f"the global {name}", partial(where.get, name), partial(where.__setitem__, name))
+        for name, value in cells_of(function):
+            self._follow(value)
+            index = function.__code__.co_freevars.index(name)
+            cell = (function.__closure__ or ())[index]
+            place = f"{name}, which {function.__name__} closes over"
+            self._hold(place, partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents"))
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._follow(value)
+            if not isinstance(value, ATOMS):
+                self._walk.add(f"a default argument of {function.__name__}", value)
+        for name in vars(function):
+            place = f"the attribute {function.__name__}.{name}"
+            self._hold(place, partial(getattr, function, name), partial(setattr, function, name))
+
+    def _follow_module(self, module: types.ModuleType, names: set[str]) -> None:
+        if names & {"environ", "getenv"} and module is os:
+            self._walk.add("the environment", dict(os.environ))
+        if module.__name__.partition(".")[0] in NOT_READ:
+            return
+        for name in sorted(names & vars(module).keys()):
+            value = vars(module)[name]
+            if isinstance(value, type | types.FunctionType):
+                self._follow(value)
+            elif not isinstance(value, types.ModuleType):
+                self._hold(f"{module.__name__}.{name}", partial(getattr, module, name), partial(setattr, module, name))
+
+    def _hold(self, place: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        value = get()
+        if isinstance(value, type | types.FunctionType | types.ModuleType):
+            return
+        self._walk.add(place, value)
+        if isinstance(value, ATOMS):
+            self._put_back.append(partial(put_back, get, put, value))
+
+
+def put_back(get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> None:
+    """Put a value back unless it is still there; some places, such as members of an Enum, cannot be written."""
+    if get() is not value:
+        put(value)
+
+
+def is_read(code: Any) -> bool:
+    """Tell whether the code of a class or a function may keep something of an optimizer."""
+    return (getattr(code, "__module__", None) or "").partition(".")[0] not in NOT_READ
+
+
+def function_in(value: Any) -> types.FunctionType | None:
+    """The function behind an entry of a class: a method of any sort, or the getter of a property."""
+    found = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None) or value
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """All names that a function's code mentions, also in the functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)

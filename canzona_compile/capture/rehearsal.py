@@ -1,0 +1,176 @@
+"""Rehearse an optimizer in miniature: step all parameters together, then one by one as plans do, and compare the bits.
+
+What a step reads and writes beside its parameter, gradient, state and group shows as a difference, whatever it is. Then
+further runs give the step more company, one thing at a time, until the difference goes away; that tells what it reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from canzona_compile.capture.contents import Contents, changed
+from canzona_compile.capture.coupling import difference, refusal
+from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.capture.external_counters import Counter
+from canzona_compile.capture.miniature import Miniature
+from canzona_compile.capture.outside import Outside
+from canzona_compile.capture.parts import Company
+from canzona_compile.capture.randomness import seeded
+from canzona_compile.capture.trial import Scenario, RehearsedSteps, apart, contents_of, run, together
+from canzona_compile.capture.twin import plain_class, plain_step
+from canzona_compile.errors import UnsupportedOptimizer, some
+
+MOST_PARAMETERS = 64  # of all in the short scenario; the first ones and the last one of each group
+LONG = 46  # steps of the long scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a rehearsal showed.
+
+    Attributes:
+        counters: the numbers that a step counts outside of the state of parameters.
+        writes_gradients: whether a step writes `param.grad`.
+        needs_gradients: whether a step does something, or fails, if a parameter has no gradient.
+        asks_frozen: whether it does something else for a parameter that has a gradient and requires none.
+        draws: whether a step draws random numbers.
+        skipped: why the optimizer cannot be rehearsed; empty if it was.
+    """
+
+    counters: frozenset[Counter] = frozenset()
+    writes_gradients: bool = False
+    needs_gradients: bool = False
+    asks_frozen: bool = False
+    draws: bool = False
+    skipped: str = ""
+
+
+def rehearse(optimizer: Optimizer) -> Rehearsal:
+    """Rehearse an optimizer. Every rank gets the same result, without communication.
+
+    Raises:
+        UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
+    """
+    numbers = [len(group["params"]) for group in optimizer.param_groups]
+    if not any(numbers):
+        return Rehearsal()
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    if device.type == "meta":
+        return Rehearsal(skipped="its parameters have no values")
+    cast = scenarios(numbers)
+    found = [rehearse_one(optimizer, scenario, device) for scenario in cast]
+    if any(one.skipped for one in found) and any(isinstance(key, Tensor) for key in optimizer.state):
+        # The state was made in the constructor, or the step cannot make it anew.
+        cast = [replace(scenario, stateful=True) for scenario in cast]
+        found = [rehearse_one(optimizer, scenario, device) for scenario in cast]
+    if skipped := next((one for one in found if one.skipped), None):
+        return skipped
+    return Rehearsal(
+        frozenset().union(*(one.counters for one in found)),
+        any(one.writes_gradients for one in found),
+        any(one.needs_gradients for one in found),
+        any(one.asks_frozen for one in found),
+        any(one.draws for one in found),
+    )
+
+
+def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device) -> Rehearsal:
+    """Rehearse one scenario; if need be without a frozen parameter, then without missing gradients.
+
+    Raises:
+        UnsupportedOptimizer: parameters stepped apart do not give what they give together.
+    """
+    asks_frozen = needs_gradients = False
+    for one in (scenario, replace(scenario, frozen=None), replace(scenario, frozen=None, missing={})):
+        asks_frozen, needs_gradients = one.frozen is not scenario.frozen, one.missing is not scenario.missing
+        with seeded(device) as dice:
+            whole = together(optimizer, one)
+        if whole.error is not None and not whole.after:
+            return Rehearsal(skipped=f"{first_line(whole.error)}{blamed(whole.error)}", draws=dice.rolled)
+        check_returned(optimizer, whole)
+        with seeded(device):
+            parts = apart(optimizer, one, Company.NONE, whole)
+        if not difference(whole, parts):
+            counters = frozenset(whole.counters)
+            return Rehearsal(counters, whole.writes_gradients, needs_gradients, asks_frozen, draws=dice.rolled)
+    raise refusal(optimizer, one, whole, parts)
+
+
+def scenarios(numbers: Sequence[int]) -> list[Scenario]:
+    """Make a short scenario with many parameters and a long one with few.
+
+    Args:
+        numbers: the number of parameters of each group.
+    """
+    share = max(MOST_PARAMETERS // max(1, len(numbers)), 3)
+    many = [list(range(n)) if n <= share else [*range(share - 1), n - 1] for n in numbers]
+    few = [sorted({0, n - 1} & set(range(n))) for n in numbers][:4]
+    few += [[] for _ in numbers[4:]]
+    nan = float("nan")
+    last = sum(map(len, many)) - 1
+    return [
+        Scenario(many, 8, {1: 0, 2: last}, {4: 1e4, 5: 0.0, 7: nan}, {3: 0.5}, frozen=5),
+        Scenario(few, LONG, {5: 0, 9: 1}, {15: 1e6, 16: 1e-6, LONG - 1: nan}, {20: 0.01, 30: 1e-9, 31: 1e11}),
+    ]
+
+
+def check_returned(optimizer: Optimizer, whole: RehearsedSteps) -> None:
+    """Raise if a step returns something: plans step parameters apart, and nobody puts results together."""
+    if any(value is not None for value in whole.returned):
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__}.step returns a value without a closure, which would be lost",
+            hint="keep the value elsewhere, or return None",
+        )
+
+
+def closure_problem(optimizer: Optimizer) -> str:
+    """Find out whether `step(closure)` is `closure()` followed by `step()`, and returns what the closure returned.
+
+    Returns:
+        How it differs; empty if it does not.
+    """
+    step = plain_step(plain_class(optimizer))
+    if "closure" not in inspect.signature(step).parameters:
+        return ""
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    first = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
+    one_step = Scenario(first.chosen, 1, {}, {}, {})
+    loss = torch.tensor(2.5, device=device)
+    calls: list[Contents] = []
+
+    def taken(with_closure: bool) -> RehearsedSteps:
+        small = Miniature(optimizer, first.chosen)
+        outside = Outside(optimizer, small.label)
+
+        def closure() -> Tensor:
+            calls.append(contents_of(small))
+            return loss
+
+        def once() -> Any:
+            with torch.no_grad():
+                return step(small.optimizer, closure=closure) if with_closure else step(small.optimizer)
+
+        try:
+            with seeded(device):
+                return run(small, one_step, once)
+        finally:
+            outside.restore()
+
+    alone, found = taken(False), taken(True)
+    if found.error is not None:
+        return f"it raises {first_line(found.error)}"
+    if len(calls) != 1:
+        return f"it evaluates the closure {len(calls)} times"
+    places = changed(calls[0], contents_of(Miniature(optimizer, first.chosen)))
+    if any(place.startswith("parameter") and not place.endswith(".grad") for place in places):
+        return "it evaluates the closure after it changed parameters"
+    if differing := difference(alone, found):
+        return f"what it does depends on the loss: {some(differing)} differs"
+    return "" if found.returned[0] is loss else "it does not return the loss"

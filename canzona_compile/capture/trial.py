@@ -1,0 +1,178 @@
+"""Take steps of a miniature: of all parameters together, as plain optimizers do, or of each apart, as plans do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from canzona_compile.capture.contents import Contents, Walk, changed
+from canzona_compile.capture.external_counters import Counter, CounterShadow
+from canzona_compile.capture.miniature import Miniature
+from canzona_compile.capture.outside import Outside
+from canzona_compile.capture.parts import Company, step_one
+from canzona_compile.capture.twin import NOT_COPIED, hypers, plain_class, plain_step
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Steps that are rehearsed.
+
+    Attributes:
+        chosen: the parameters that take part.
+        steps: the number of steps.
+        missing: by step, the parameter that has no gradient.
+        scales: by step, the factor of the first parameter's gradient.
+        rates: by step, the factor of all hyperparameters that are floats, from that step on.
+        frozen: the step before which the last parameter stops to require a gradient, although it has one.
+        stateful: whether parameters begin with small copies of the state that they have now.
+    """
+
+    chosen: Sequence[Sequence[int]]
+    steps: int
+    missing: Mapping[int, int]
+    scales: Mapping[int, float]
+    rates: Mapping[int, float]
+    frozen: int | None = None
+    stateful: bool = False
+
+
+@dataclass(slots=True)
+class RehearsedSteps:
+    """What steps did.
+
+    Attributes:
+        after: by step, everything that the optimizer held after it.
+        counters: what they counted outside of the state of parameters.
+        writes_gradients: whether one of them wrote a gradient.
+        returned: by step, what it returned.
+        error: what ended the run early; None if it took all steps.
+    """
+
+    after: list[Contents] = field(default_factory=list)
+    counters: set[Counter] = field(default_factory=set)
+    writes_gradients: bool = False
+    returned: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+
+
+def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
+    """Step all parameters together, as the plain optimizer does.
+
+    Raises:
+        UnsupportedOptimizer: the step writes something outside of the optimizer.
+    """
+    small = Miniature(optimizer, scenario.chosen, scenario.stateful)
+    outside = Outside(optimizer, small.label)
+
+    def step() -> Any:
+        with torch.no_grad():
+            return plain_step(type(small.optimizer))(small.optimizer)
+
+    try:
+        found = run(small, scenario, step)
+        if places := changed(outside.contents, Outside(optimizer, small.label).contents):
+            raise UnsupportedOptimizer(
+                f"{plain_class(optimizer).__name__}.step changes {some(places)}, outside of the optimizer",
+                hint="keep what belongs to a parameter in self.state[param], and counters on the optimizer",
+            )
+    finally:
+        outside.restore()
+    return found
+
+
+def apart(optimizer: Optimizer, scenario: Scenario, company: Company, whole: RehearsedSteps) -> RehearsedSteps:
+    """Step each parameter by itself, as plans do for an optimizer that did `whole` together."""
+    small = Miniature(optimizer, scenario.chosen, scenario.stateful)
+    outside = Outside(optimizer, small.label)
+    shadow = CounterShadow(small.optimizer)
+
+    def step() -> None:
+        for i, param in enumerate(small.params):
+            if param.grad is not None:
+                step_one(small, i, company)
+        if whole.counters:
+            shadow.count()
+
+    try:
+        return run(small, scenario, step)
+    finally:
+        outside.restore()
+
+
+def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> RehearsedSteps:
+    """Take the steps of an scenario."""
+    found = RehearsedSteps()
+    random = torch.Generator().manual_seed(0)
+    for number in range(scenario.steps):
+        factor = scenario.rates.get(number, 1.0)
+        for group in small.optimizer.param_groups if factor != 1.0 else ():
+            group.update({k: v * factor for k, v in hypers(group).items() if isinstance(v, float)})
+        if number == scenario.frozen:
+            small.params[-1].requires_grad_(False)
+        given = []
+        for i, param in enumerate(small.params):
+            grad = torch.randn(param.shape, generator=random).to(param)
+            if i == 0:
+                grad *= scenario.scales.get(number, 1.0)
+            param.grad = None if scenario.missing.get(number) == i else grad
+            given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
+        before = numbers_outside(small.optimizer)
+        try:
+            found.returned.append(step())
+        except CanzonaError:
+            raise
+        except Exception as error:  # whatever the optimizer's code raises: the other run has to raise it as well
+            found.error = error
+            return found
+        found.writes_gradients |= any(p.grad is not own or not alike(own, old) for p, own, old in given)
+        found.counters |= {c for c, n in numbers_outside(small.optimizer).items() if before.get(c) != n}
+        for param in small.params:
+            param.grad = None
+        found.after.append(contents_of(small))
+    return found
+
+
+def alike(one: Tensor | None, other: Tensor | None) -> bool:
+    """Tell whether two gradients have the same bits; NaN equals NaN."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.nan_to_num(0.5), other.nan_to_num(0.5))
+
+
+def contents_of(small: Miniature) -> Contents:
+    """Everything that a miniature holds now, by place."""
+    optimizer, walk = small.optimizer, Walk(lambda v: small.label(v))
+    for i, param in enumerate(small.params):
+        values = Walk()
+        values.add(f"parameter {i}", param)
+        walk.found.update(values.found)
+        walk.add(f"the state of parameter {i}", optimizer.state.get(param) or {})
+        walk.add(f"the attributes of parameter {i}", vars(param))
+    for g, group in enumerate(optimizer.param_groups):
+        for name, value in hypers(group).items():
+            walk.add(f"param_groups[{g}][{name!r}]", value)
+    for name, value in vars(optimizer).items():
+        if name not in NOT_COPIED:
+            walk.add(f"self.{name}", value)
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            walk.add(f"self.state[{key!r}]", value)
+    return walk.found
+
+
+def numbers_outside(optimizer: Optimizer) -> dict[Counter, Any]:
+    """The numbers that an optimizer holds outside of the state of parameters."""
+    homes: list[tuple[Any, Mapping[Any, Any]]] = [("self", vars(optimizer)), ("state", optimizer.state)]
+    homes += [("group", hypers(group)) for group in optimizer.param_groups]
+    return {
+        Counter(home, str(key)): value
+        for home, values in homes
+        for key, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

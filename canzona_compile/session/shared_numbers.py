@@ -1,0 +1,57 @@
+"""The numbers that a step reads beside tensors, as text: what ranks that share tasks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from canzona_compile.capture.twin import hypers
+from canzona_compile.session.plan import Plan
+from canzona_compile.session.variant_selection import Cohort
+
+Ranks = tuple[int, ...]
+
+
+class SharedNumbers:
+    """The hyperparameters and counters of tasks that ranks share.
+
+    Args:
+        optimizer: the optimizer.
+        plan: the plan.
+    """
+
+    def __init__(self, optimizer: Optimizer, plan: Plan) -> None:
+        self.optimizer = optimizer
+        shared = [task for task in plan.owned.tasks if task.layout.grid.size > 1]
+        self._first: dict[Ranks, dict[int, str]] = {}  # by set of ranks and parameter group, its first task
+        self._ranks_of: dict[str, Ranks] = {}
+        for task in shared:
+            ranks = self._ranks_of[task.name] = tuple(sorted(task.layout.grid.members()))
+            self._first.setdefault(ranks, {}).setdefault(task.param_group, task.name)
+
+    def text(self, cohorts: Sequence[Cohort]) -> dict[Ranks, str]:
+        """Describe the numbers of a step by set of ranks, one line for each parameter group and cohort."""
+        groups = self.optimizer.param_groups
+        found = {
+            ranks: [f"the group of {name} has {described(groups[g])}" for g, name in first.items() if g < len(groups)]
+            for ranks, first in self._first.items()
+        }
+        for cohort in cohorts:
+            numbers = f"{described(cohort.scalars)} {described(cohort.counters)}"
+            for name in cohort.tasks:
+                if (ranks := self._ranks_of.get(name)) is not None:
+                    found[ranks].append(f"{name} reads {numbers}")
+                    break
+        return {ranks: "\n".join(lines) for ranks, lines in found.items()}
+
+
+def described(values: Any) -> str:
+    """Numbers and texts by name. Reading a tensor on a device would make the host wait, so those are left out."""
+    return ", ".join(
+        f"{name}={value.tolist() if isinstance(value, Tensor) else value!r}"
+        for name, value in sorted(hypers(values).items())
+        if not isinstance(value, Tensor) or value.device.type == "cpu"
+    )

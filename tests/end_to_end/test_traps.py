@@ -1,0 +1,91 @@
+"""Optimizers and edits that tempt a wrapper into other results: each is followed bit for bit, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import canzona_compile
+from tests.harness.layouts import Case
+from tests.harness.marks import first, only
+from tests.harness.training import ALONE
+from tests.harness.trap_runs import CASES, DIFFERENT, EQUAL, REFUSED, Verdict, mistakes, verdict, verdict_on_ranks
+from tests.harness.traps import FAMILIES, NAMED, TRAPS
+from tests.harness.traps.trap import DDP, FSDP, PLAIN, Trap
+
+
+def first_of_families(count: int) -> list[Any]:
+    """The names of all traps of one process; `make test` takes the first ones of each family."""
+    found = []
+    for family in FAMILIES:
+        found += first([trap.name for trap in TRAPS if trap.family == family and PLAIN in trap.layouts], count)
+    return found
+
+
+@pytest.mark.parametrize("name", first_of_families(4))
+def test_in_one_process(name: str) -> None:
+    assert mistakes(NAMED[name], verdict(NAMED[name], ALONE)) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("family", "layout"), only([("gradients", FSDP), ("surroundings", DDP)], FAMILIES, [FSDP, DDP])
+)
+def test_on_two_ranks(family: str, layout: str) -> None:
+    """Five rows make fragments of three and of two; under DDP every rank holds all rows."""
+    wrong = []
+    for trap in TRAPS:
+        if trap.family == family and layout in trap.layouts:
+            wrong += mistakes(trap, verdict_on_ranks(trap.name, CASES[layout]))
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("found", "wrong"),
+    [
+        (Verdict("equal"), 1),
+        (Verdict(REFUSED, "the step reads P.LR_MUL"), 0),
+        (Verdict(REFUSED, "no"), 1),
+        (Verdict(DIFFERENT, "step 1: parameter 0"), 1),
+    ],
+    ids=str,
+)
+def test_verdicts_are_judged(found: Verdict, wrong: int) -> None:
+    """Otherwise the tests above would show little."""
+    trap = Trap("a-trap", "harmless", TRAPS[0].make, "refused", ("lr_mul",))
+    assert len(mistakes(trap, found)) == wrong
+
+
+def test_without_a_wrapper_nothing_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two plain runs of a trap are equal: no trap leaves anything behind, and no comparison finds what is not there."""
+    monkeypatch.setattr(canzona_compile, "wrap", lambda optimizer, replicate=None: optimizer)
+    found = {trap.name: verdict(trap, ALONE) for trap in TRAPS}
+    assert {name: str(v) for name, v in found.items() if v != Verdict(EQUAL)} == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda optimizer: optimizer.param_groups[0].update(lr=0.2), "parameter 0"),
+        (lambda optimizer: optimizer.param_groups[0].update(extra=1), "groups"),
+        (lambda optimizer: optimizer.state.update(extra=1), "state"),
+    ],
+    ids=["lr", "groups", "state"],
+)
+def test_what_a_wrapper_changes_is_found(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None], says: str
+) -> None:
+    def wrap(optimizer: Any, replicate: Any = None) -> Any:
+        change(optimizer)
+        return optimizer
+
+    monkeypatch.setattr(canzona_compile, "wrap", wrap)
+    found = verdict(NAMED["nested-functions"], ALONE)
+    assert (found.kind, says in found.says) == (DIFFERENT, True), found
+
+
+def test_cases_are_of_two_ranks() -> None:
+    assert {name: case.world for name, case in CASES.items()} == {PLAIN: 1, FSDP: 2, DDP: 2}
+    assert all(isinstance(case, Case) for case in CASES.values())

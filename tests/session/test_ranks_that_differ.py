@@ -1,0 +1,202 @@
+"""After good steps one rank differs, or fails: every rank hears of it within a step, with nothing updated, or follows.
+
+After an error ranks go on only if none of them has begun the step: else data of two steps would mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from canzona_compile.session.step_driver import StepDriver
+from tests.harness.layouts import Case, local
+from tests.harness.marks import crossed
+from tests.harness.ranks import run
+from tests.harness.trainer import Outcome, Trainer, check, ready
+
+CASES = [Case("fsdp", (3,)), Case("ddp", (2,))]
+Edit = Callable[[Trainer], None]
+
+
+def set_hyper(trainer: Trainer, name: str, value: Any) -> None:
+    trainer.optimizer.param_groups[0][name] = value
+
+
+def tensor_rate(trainer: Trainer) -> None:
+    trainer.optimizer.param_groups[0]["lr"] = torch.tensor(0.3)
+
+
+def clear_state(trainer: Trainer) -> None:
+    trainer.optimizer.state.clear()
+
+
+def replace_leaf(trainer: Trainer) -> None:
+    state = trainer.optimizer.state[trainer.params[1]]
+    state["momentum_buffer"] = torch.zeros(24, 60)
+
+
+def wrong_gradient(trainer: Trainer) -> None:
+    trainer.params[2].grad = None
+    param = trainer.params[2]
+    zeros = torch.zeros_like(local(param), dtype=torch.float64)
+    if isinstance(param, DTensor):
+        zeros = DTensor.from_local(zeros, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+    param.grad_dtype = torch.float64
+    param.grad = zeros
+
+
+# -- one rank alone --------------------------------------------------------------------------------
+
+
+def differs(case: Case, edit: Edit) -> Outcome:
+    trainer = Trainer(case)
+    trainer.steps(3)
+    trainer.gradients()
+    if dist.get_rank() == 1:
+        edit(trainer)
+    return trainer.last_step()
+
+
+DIFFERENCES = [
+    (partial(set_hyper, name="lr", value=0.5), {"RankMismatch"}, ("lr=0.5", "lr=0.02")),
+    (partial(set_hyper, name="weight_decay", value=0.7), {"RankMismatch"}, ("weight_decay=0.7",)),
+    (partial(set_hyper, name="note", value="more"), {"RankMismatch"}, ("note",)),
+    (tensor_rate, {"RankMismatch", "InvalidGradient"}, ()),
+    (clear_state, {"InvalidGradient"}, ("rank 0: no change", "the state is gone of first")),
+    (replace_leaf, {"RankMismatch", "CanzonaError"}, ("second", "replaced or removed")),
+    (wrong_gradient, {"RankMismatch", "InvalidGradient"}, ("third", "float64")),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "difference"),
+    crossed(CASES, DIFFERENCES),
+    ids=lambda v: str(v) if isinstance(v, Case) else getattr(v[0], "__name__", "hyper"),
+)
+def test_one_rank_differs(case: Case, difference: tuple[Edit, set[str], tuple[str, ...]]) -> None:
+    edit, errors, words = difference
+    check(run(case.world, differs, case, edit, after=ready()), errors, *words)
+
+
+def goes_on(case: Case, edit: Edit) -> tuple[list[bool], list[str]]:
+    """One rank has a wrong gradient once; all catch the error and go on: beside a run without that step."""
+    trainer, other = Trainer(case), Trainer(case)
+    for own in (trainer, other):
+        own.steps(2)
+    errors = []
+    whole = trainer.gradients()
+    if dist.get_rank() == 1:
+        edit(trainer)
+    errors.append(trainer.last_step().error)
+    for i, param in enumerate(trainer.params):
+        param.grad = None
+        param.grad_dtype = param.dtype
+        param.grad = trainer.laid.like_param(whole[i], i)
+    trainer.optimizer.step()
+    trainer.steps(2)
+    other.steps(3)
+    same = [torch.equal(local(a), local(b)) for a, b in zip(trainer.params, other.params, strict=True)]
+    return same, errors
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_after_a_refused_gradient_all_go_on(case: Case) -> None:
+    for same, errors in run(case.world, goes_on, case, wrong_gradient, after=ready()):
+        assert same == [True] * 4
+        assert errors in (["RankMismatch"], ["InvalidGradient"])
+
+
+# -- all ranks alike -------------------------------------------------------------------------------
+
+
+def replace_memory(trainer: Trainer, other: Trainer) -> None:
+    for own in (trainer, other):
+        for param in own.params:
+            part = param._local_tensor if isinstance(param, DTensor) else param
+            part.data = part.detach().clone()
+
+
+def clear_both(trainer: Trainer, other: Trainer) -> None:
+    for own in (trainer, other):
+        own.optimizer.state.clear()
+
+
+def delete_one(trainer: Trainer, other: Trainer) -> None:
+    for own in (trainer, other):
+        del own.optimizer.state[own.params[1]]
+
+
+def follows(case: Case, edit: Callable[[Trainer, Trainer], None]) -> list[bool]:
+    """A wrapped optimizer on fragments, and the plain one on whole matrices, edited alike."""
+    wrapped = Trainer(case)
+    alone = Trainer(Case("plain", ()))
+    plain = torch.optim.Muon(alone.params, lr=2e-2)
+
+    def step(count: int) -> None:
+        for _ in range(count):
+            alone.gradients()
+            wrapped.gradients()
+            plain.step()
+            wrapped.optimizer.step()
+
+    step(3)
+    alone.optimizer = plain
+    edit(wrapped, alone)
+    step(3)
+    pairs = enumerate(zip(wrapped.params, alone.params, strict=True))
+    return [torch.equal(local(a), wrapped.laid.fragment(b.detach(), i)) for i, (a, b) in pairs]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("edit", [replace_memory, clear_both, delete_one])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_ranks_change_alike(case: Case, edit: Callable[[Trainer, Trainer], None]) -> None:
+    assert run(case.world, follows, case, edit, after=ready()) == [[True] * 4] * case.world
+
+
+# -- errors on the way -----------------------------------------------------------------------------
+
+
+def interrupted(case: Case, error: type[BaseException]) -> list[str]:
+    """Rank 1 is interrupted when all exchanges of a step are behind it; then all try to go on."""
+    trainer = Trainer(case)
+    trainer.steps(2)
+    trainer.gradients()
+    found = []
+    original = StepDriver.step
+
+    def stopped(driver: StepDriver) -> bool:
+        original(driver)
+        raise error("stopped")
+
+    if dist.get_rank() == 1:
+        StepDriver.step = stopped  # type: ignore[method-assign]
+    for _ in range(3):
+        try:
+            trainer.optimizer.step()
+            found.append("")
+        except BaseException as caught:
+            found.append(str(caught))
+        StepDriver.step = original  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_step_that_ends_on_its_way_is_the_last(error: type[BaseException]) -> None:
+    case = CASES[0]
+    found = run(case.world, interrupted, case, error, fresh=True, after=ready())
+    assert found[1][0] == "stopped"
+    assert "failed on its way" in found[1][1]
+    for own in (found[0], found[2]):
+        assert own[0] == ""  # it had nothing to wait for
+        assert "failed on rank 1" in own[1]
+        assert "failed on its way" in own[2]
