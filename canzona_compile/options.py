@@ -111,6 +111,8 @@ class Options:
         hardware: the rates that predictions use; None takes those that are assumed for the kind of device.
         plan: owner ranks and micro-groups that are taken instead of planning them.
         cuda_graphs: on CUDA, whether to record steps as CUDA graphs and replay them if that is possible.
+        audit: the number of steps after which one matrix of each kind is compared with the plain optimizer's; None for
+            no audit.
 
     Raises:
         CanzonaError: an option has an impossible value.
@@ -132,6 +134,7 @@ class Options:
     hardware: Hardware | None = None
     plan: PlanFile | None = None
     cuda_graphs: bool = True
+    audit: int | None = None
 
     @property
     def text(self) -> str:
@@ -154,9 +157,15 @@ class Options:
         for name in ("stagger", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise CanzonaError(f"{name}={getattr(self, name)!r} is neither True nor False", at=f"the option {name}")
-        for name in ("capacity", "depth", "micro_groups"):
+        if self.audit is not None and self.numerics != "exact":
+            raise CanzonaError(
+                'an audit compares bits, which numerics="fast" does not keep',
+                at="the option audit",
+                hint='use numerics="exact", or verify()',
+            )
+        for name in ("capacity", "depth", "micro_groups", "audit"):
             value = getattr(self, name)
-            if name == "micro_groups" and value is None:
+            if name in ("micro_groups", "audit") and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise CanzonaError(f"{name}={value!r} is not a positive integer", at=f"the option {name}")

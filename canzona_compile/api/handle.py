@@ -41,6 +41,24 @@ class Canzona:
         """Leave the optimizer as it would be if it had never been wrapped. A collective if owners hold state."""
         self.session.close()
 
+    def consolidate(self, to: int = 0) -> None:
+        """Gather the state to one rank, so that it can save alone. Call this on all ranks; it is a collective.
+
+        Until the next step or the next load, `state_dict()` on that rank needs no other rank and returns what it would
+        return on all ranks together. That rank alone keeps memory for it:
+
+            optimizer.canzona.consolidate(to=0)
+            if rank == 0:
+                torch.save(optimizer.state_dict(), path)
+
+        Args:
+            to: the global rank.
+
+        Raises:
+            CanzonaError: a rank does not call this, too.
+        """
+        self.session.consolidate(to)
+
     def graph(self, stage: str = "program", template: str | None = None) -> nn.Module:
         """A stage's graph as a module with `print_readable()`.
 

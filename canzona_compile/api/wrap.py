@@ -50,6 +50,7 @@ def wrap(
     hardware: str | Path | Hardware | None = None,
     plan: str | Path | PlanFile | None = None,
     cuda_graphs: bool = True,
+    audit: int | None = None,
 ) -> Opt:
     """Make every `step` of an optimizer compute each matrix once, on one rank, whatever the sharding.
 
@@ -91,6 +92,8 @@ def wrap(
             `optimizer.canzona.plan()`. The run takes its owners and micro-groups, and plans nothing else.
         cuda_graphs: on CUDA, whether to record steps as CUDA graphs and replay them while gradients stay in their
             places. Otherwise every step runs call by call; that takes more host time, and no memory for recordings.
+        audit: if given, every so many steps all ranks compute one matrix of each kind once more, whole, by the class's
+            own step, and raise if a bit differs. It costs a gather of these matrices and their update on every rank.
 
     Returns:
         The same object. Its class is now a subclass of the old one, and it has `.canzona`.
@@ -131,6 +134,7 @@ def wrap(
         hardware=named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware,
         plan=None if plan is None else read_plan(plan),
         cuda_graphs=cuda_graphs,
+        audit=audit,
     )
     if is_wrapped(optimizer):
         session = optimizer.canzona.session  # type: ignore[attr-defined]

@@ -167,7 +167,7 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
     def reduce(self: Any, protocol: Any) -> Any:
         options: Options = self.canzona.session.options
         lost = lost_in_pickle(options) or self.canzona.session.lost or self.canzona.session.lost_in_copies
-        with self.canzona.session.portable_state():
+        with self.canzona.session.portable_state("a copy or a pickle"):
             state = {k: v for k, v in self.__getstate__().items() if k != "canzona"}
             state["state"] = defaultdict(dict, {} if self.canzona.session.rehearsed else state["state"])
         return _restore, (plain, replace(options, replicate=None, layout=None), lost), state

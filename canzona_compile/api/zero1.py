@@ -220,7 +220,7 @@ def zero1(
         model, fragments, joint.step.buckets, group, names, reduce_dtype, gather, missing_grads == "zero", agreement
     )
     for own, session, bound in zip(optimizers, sessions, joint.bound, strict=True):
-        session.attach([fragments[name] for name in bound], group, joint, bound)
+        session.attach([fragments[name] for name in bound], group, joint, bound, agreement)
         attach(own, Zero1Canzona(session, engine, joint))
     return optimizer
 

@@ -6,6 +6,8 @@ the dimension through the graph with a few rules. It fails at an operator that h
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,10 @@ aten = torch.ops.aten
 REDUCTIONS = frozenset(
     {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default}
 )
+# These keep the elements in their order. `@` on stacks is captured as expand, view, bmm and _unsafe_view.
+VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+# Of these every entry is equal, so ranks with other numbers of entries make the same.
+UNIFORM = frozenset({aten.full.default, aten.zeros.default, aten.ones.default})
 
 
 def first_dim_is_batch(template: Template) -> bool:
@@ -62,7 +68,11 @@ def follow(node: fx.Node, batch: dict[fx.Node, int | None]) -> int | None:
     dims = [(batch[n], tensor_value(n).ndim) for n in operands]  # type: ignore[union-attr]
     if pointwise(node):
         from_right = {place - ndim for place, ndim in dims if place is not None}
-        return value.ndim + from_right.pop() if len(from_right) == 1 else None
+        if len(from_right) != 1:
+            return None
+        at = from_right.pop()
+        same = all(place is not None or equal_along(n, at) for n, (place, _) in zip(operands, dims, strict=True))
+        return value.ndim + at if same else None
     place, ndim = dims[0]
     if target in (aten.bmm.default, aten.baddbmm.default):
         return 0 if all(p == 0 for p, _ in dims) else None
@@ -76,10 +86,42 @@ def follow(node: fx.Node, batch: dict[fx.Node, int | None]) -> int | None:
     if target is aten.unsqueeze.default:
         at = int(node.args[1]) % (ndim + 1)  # type: ignore[arg-type]
         return place + (at <= place)
+    before = tensor_value(operands[0])
+    assert before is not None
     if target is aten.expand.default:
-        return place + value.ndim - ndim
+        there = place + value.ndim - ndim
+        return there if value.shape[there] == before.shape[place] else None
+    if target in VIEWS:
+        return viewed(tuple(before.shape), place, tuple(value.shape))
     if target in REDUCTIONS:
         return reduced(node, place, ndim)
+    return None
+
+
+def equal_along(node: fx.Node, dim: int) -> bool:
+    """Tell whether all entries of a value without batch dimension are equal along a dim, counted from the right."""
+    value = tensor_value(node)
+    assert value is not None
+    return value.ndim < -dim or value.shape[dim] == 1 or node.target in UNIFORM
+
+
+def viewed(before: Sequence[int], place: int, after: Sequence[int]) -> int | None:
+    """Find the batch dimension of a view.
+
+    Args:
+        before: the shape of its operand.
+        place: the batch dimension of its operand.
+        after: the shape of the view.
+
+    Returns:
+        The index of the dimension with as many entries, and as many elements between one and the next; None if the
+        view has no such dimension, as it splits the batch dimension or merges it with another.
+    """
+    if 0 in before:
+        return None
+    for i, size in enumerate(after):
+        if size == before[place] and math.prod(after[:i]) == math.prod(before[:place]):
+            return i
     return None
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from canzona_compile.ir.layout import local_part
+
 ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum)
 COUNTERS = (itertools.count, range)  # what they stand at is in their text
 OPAQUE = (types.ModuleType, types.BuiltinFunctionType, type, torch.Generator)
@@ -145,7 +147,8 @@ def cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def bits_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Shape, dtype, requires_grad and bits of a tensor; of what is no plain dense tensor its type only."""
+    """Shape, dtype, requires_grad and bits of a tensor; of a DTensor those of this rank, of sparse ones no bits."""
+    tensor = local_part(tensor)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_complex():
         return type(tensor).__name__, tuple(tensor.shape), tensor.dtype
     flat = tensor.detach().cpu().contiguous().reshape(-1)

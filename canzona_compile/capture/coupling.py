@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.contents import changed
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.miniature import Miniature, public
 from canzona_compile.capture.parts import Company
 from canzona_compile.capture.randomness import seeded
-from canzona_compile.capture.trial import Scenario, RehearsedSteps, apart, contents_of
-from canzona_compile.capture.twin import marks_of, plain_class
+from canzona_compile.capture.trial import RehearsedSteps, Scenario, apart, contents_of
+from canzona_compile.capture.twin import NOT_COPIED, marks_of, plain_class
 from canzona_compile.errors import UnsupportedOptimizer, some
 
 INDEPENDENT = "keep a step to its parameter, its gradient, its state and the hyperparameters of its group"
@@ -37,7 +39,8 @@ def refusal(
     kind = plain_class(optimizer).__name__
     if parts.error is not None and whole.error is None:
         return UnsupportedOptimizer(
-            f"{kind}.step fails for one parameter without the others: {first_line(parts.error)}{blamed(parts.error)}",
+            f"{kind}.step fails for one parameter without the others{tensors_kept(optimizer)}: "
+            f"{first_line(parts.error)}{blamed(parts.error)}",
             hint=INDEPENDENT,
         )
     places = difference(whole, parts)
@@ -48,7 +51,7 @@ def refusal(
             hint="keep statistics in self.state[param]; only plain numbers may count elsewhere",
         )
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    small = Miniature(optimizer, scenario.chosen, scenario.stateful)
+    small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
     knowing = sorted({p.partition("[")[0].partition("(")[0] for p in holding_parameters(small)})
     kept = f"; {some(knowing)} {'knows' if len(knowing) == 1 else 'know'} parameters" if knowing else ""
     for company in (Company.ATTRIBUTES, Company.ITSELF, Company.GROUP, Company.ALL_GROUPS):
@@ -63,6 +66,17 @@ def refusal(
         at=some(places),
         hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
     )
+
+
+def tensors_kept(optimizer: Optimizer) -> str:
+    """Name the attributes of an optimizer that hold tensors, for a message; empty if there are none."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in NOT_COPIED}
+    found = [
+        f"self.{name}"
+        for name, value in own.items()
+        if any(isinstance(leaf, Tensor | Module) for leaf in pytree.tree_leaves(value))
+    ]
+    return f" (tensors are in {some(found)})" if found else ""
 
 
 def holding_parameters(small: Miniature) -> list[str]:

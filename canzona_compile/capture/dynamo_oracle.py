@@ -51,6 +51,8 @@ class ParameterSpec:
 
     Attributes:
         marks: the attributes that users gave to it, see `twin.marks_of`.
+        part: whether it stands for some entries of a stack. Their number differs between ranks, so their kinds are
+            apart from those that all ranks have: one could not tell from a name otherwise that it is the same code.
     """
 
     shape: Shape
@@ -58,6 +60,7 @@ class ParameterSpec:
     grad_dtype: torch.dtype
     device: torch.device
     marks: tuple[tuple[str, Any], ...] = ()
+    part: bool = False
 
 
 class StepInputs(NamedTuple):

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, odd_state, plain_class
 from canzona_compile.ir.layout import Shape, local_part
+from canzona_compile.ir.step import Leaf
 
 LARGEST = 4096  # elements of tensors beside parameters that are copied as they are
 Chosen = Sequence[Sequence[int]]  # for each parameter group, the positions of some of its parameters
@@ -36,6 +37,7 @@ class Miniature:
     Args:
         optimizer: the optimizer.
         chosen: which of its parameters the copy holds.
+        loops: whether `foreach` is off, in groups and as an attribute.
         stateful: whether they have state: small copies of that of the real ones. If not, they have none.
 
     Attributes:
@@ -44,13 +46,13 @@ class Miniature:
         group_of: the index of the parameter group of each.
     """
 
-    def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False, loops: bool = False) -> None:
         real = [p for group in optimizer.param_groups for p in group["params"]]
         sizes = small_sizes(p.shape for p in real)
         memo: dict[int, Any] = {}
         for param in real:
             memo[id(param)] = small(param, sizes)
-        for tensor in large_tensors(optimizer):
+        for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
             memo.setdefault(id(tensor), blank(tensor, sizes))
         for param in real:
             vars(memo[id(param)]).update(copied(public(vars(param)), memo))
@@ -70,6 +72,8 @@ class Miniature:
             made = {k: distinct(v, g) for k, v in copied(hypers(group), memo).items()}
             if group.get("param_names"):
                 made["param_names"] = [group["param_names"][i] for i in places]
+            if loops:
+                made["foreach"] = vars(self.optimizer)["foreach"] = False
             self.optimizer.param_groups.append({**made, "params": params})
             self.params += params
             self.group_of += [g] * len(params)
@@ -116,9 +120,14 @@ def blank(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
 
 
 def small_state(state: Mapping[str, Any], sizes: Mapping[int, int]) -> dict[str, Any]:
-    """Copy the state of a parameter: corners of its tensors, or zeros where this rank holds none."""
+    """Copy the state of a parameter: corners of its tensors, or zeros where this rank holds none.
+
+    A `Leaf` in place of a tensor becomes random numbers between 0 and 1.
+    """
 
     def small_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Leaf):
+            return torch.rand([sizes.get(n, min(n, 4)) for n in leaf.shape or ()]).to(leaf.dtype)
         if not isinstance(leaf, Tensor):
             return copy.deepcopy(leaf)
         shape = [sizes.get(n, min(n, 4)) for n in leaf.shape]
@@ -132,11 +141,17 @@ def small_state(state: Mapping[str, Any], sizes: Mapping[int, int]) -> dict[str,
 
 
 def large_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """The large tensors that an optimizer holds in its attributes, also in modules."""
+    """The large tensors and the DTensors that an optimizer holds in its attributes, also in modules."""
     leaves = pytree.tree_leaves({k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED})
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
     inside = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-    return [t for t in (*leaves, *inside) if isinstance(t, Tensor) and t.numel() > LARGEST]
+    found = [t for t in (*leaves, *inside) if isinstance(t, Tensor)]
+    return [t for t in found if t.numel() > LARGEST or isinstance(t, DTensor)]
+
+
+def tensors_on(param: Tensor) -> list[Tensor]:
+    """The tensors that users attached to a parameter, such as `main_grad`."""
+    return [t for t in pytree.tree_leaves(public(vars(param))) if isinstance(t, Tensor)]
 
 
 def public(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ further runs give the step more company, one thing at a time, until the differen
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import Contents, changed
-from canzona_compile.capture.coupling import difference, refusal
+from canzona_compile.capture.coupling import difference, refusal, tensors_kept
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.external_counters import Counter
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import Company
 from canzona_compile.capture.randomness import seeded
-from canzona_compile.capture.trial import Scenario, RehearsedSteps, apart, contents_of, run, together
+from canzona_compile.capture.trial import RehearsedSteps, Scenario, apart, contents_of, run, together
 from canzona_compile.capture.twin import plain_class, plain_step
 from canzona_compile.errors import UnsupportedOptimizer, some
 
@@ -40,6 +42,7 @@ class Rehearsal:
         writes_gradients: whether a step writes `param.grad`.
         needs_gradients: whether a step does something, or fails, if a parameter has no gradient.
         asks_frozen: whether it does something else for a parameter that has a gradient and requires none.
+        rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds otherwise than one by one.
         draws: whether a step draws random numbers.
         skipped: why the optimizer cannot be rehearsed; empty if it was.
     """
@@ -48,6 +51,7 @@ class Rehearsal:
     writes_gradients: bool = False
     needs_gradients: bool = False
     asks_frozen: bool = False
+    rounds_in_foreach: bool = False
     draws: bool = False
     skipped: str = ""
 
@@ -56,7 +60,7 @@ def rehearse(optimizer: Optimizer) -> Rehearsal:
     """Rehearse an optimizer. Every rank gets the same result, without communication.
 
     Raises:
-        UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
+        UnsupportedOptimizer: its step reads or writes something that a plan does not give it, or fails in miniature.
     """
     numbers = [len(group["params"]) for group in optimizer.param_groups]
     if not any(numbers):
@@ -71,35 +75,71 @@ def rehearse(optimizer: Optimizer) -> Rehearsal:
         cast = [replace(scenario, stateful=True) for scenario in cast]
         found = [rehearse_one(optimizer, scenario, device) for scenario in cast]
     if skipped := next((one for one in found if one.skipped), None):
-        return skipped
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__}.step fails on parameters that are none of the model's, so that nothing "
+            f"shows whether it updates them independently{tensors_kept(optimizer)}: {skipped.skipped}",
+            hint="make the state in step() and for parameters of any size; pass no closure that step() needs",
+        )
+    if any(one.rounds_in_foreach for one in found):
+        warnings.warn(
+            f"{plain_class(optimizer).__name__} with foreach stacks equal shapes, which rounds otherwise than "
+            "one by one; results have the bits of foreach=False.",
+            stacklevel=2,
+        )
     return Rehearsal(
         frozenset().union(*(one.counters for one in found)),
         any(one.writes_gradients for one in found),
         any(one.needs_gradients for one in found),
         any(one.asks_frozen for one in found),
+        any(one.rounds_in_foreach for one in found),
         any(one.draws for one in found),
     )
 
 
+def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Rehearse a few steps from the present counters on, to see what begins late.
+
+    Args:
+        optimizer: the optimizer.
+        states: the state of each parameter, with a `Leaf` in place of each tensor whose values do not matter.
+
+    Raises:
+        UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
+    """
+    now = object.__new__(type(optimizer))
+    vars(now).update(vars(optimizer))
+    now.state = defaultdict(dict, {key: dict(state) for key, state in states.items()})
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    first = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
+    rehearse_one(now, replace(first, stateful=True), device)
+
+
 def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device) -> Rehearsal:
-    """Rehearse one scenario; if need be without a frozen parameter, then without missing gradients.
+    """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`.
 
     Raises:
         UnsupportedOptimizer: parameters stepped apart do not give what they give together.
     """
-    asks_frozen = needs_gradients = False
-    for one in (scenario, replace(scenario, frozen=None), replace(scenario, frozen=None, missing={})):
-        asks_frozen, needs_gradients = one.frozen is not scenario.frozen, one.missing is not scenario.missing
+    thawed = replace(scenario, frozen=None)
+    variants = [scenario, thawed, replace(thawed, missing={})]
+    for one in [*variants, *(replace(variant, loops=True) for variant in variants)]:
         with seeded(device) as dice:
             whole = together(optimizer, one)
+        whole.drew = dice.rolled
         if whole.error is not None and not whole.after:
             return Rehearsal(skipped=f"{first_line(whole.error)}{blamed(whole.error)}", draws=dice.rolled)
         check_returned(optimizer, whole)
         with seeded(device):
             parts = apart(optimizer, one, Company.NONE, whole)
         if not difference(whole, parts):
-            counters = frozenset(whole.counters)
-            return Rehearsal(counters, whole.writes_gradients, needs_gradients, asks_frozen, draws=dice.rolled)
+            return Rehearsal(
+                frozenset(whole.counters),
+                writes_gradients=whole.writes_gradients,
+                needs_gradients=one.missing != scenario.missing,
+                asks_frozen=one.frozen != scenario.frozen,
+                rounds_in_foreach=one.loops,
+                draws=dice.rolled,
+            )
     raise refusal(optimizer, one, whole, parts)
 
 

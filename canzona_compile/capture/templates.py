@@ -202,12 +202,6 @@ class Capture:
     def _check_rehearsed(self, name: str) -> None:
         """Raise unless a rehearsal has shown that parameters are independent, which no graph shows."""
         kind, rehearsal = plain_class(self.optimizer).__name__, self.rehearse()
-        if rehearsal.skipped:
-            raise UnsupportedOptimizer(
-                f"{kind}.step fails on parameters that are none of the model's: {rehearsal.skipped}",
-                at=name,
-                hint="make the state in step(), not in the constructor",
-            )
         if rehearsal.draws:
             raise UnsupportedOptimizer(
                 f"{kind} draws random numbers in what cannot be traced, so that nothing shows "
@@ -300,7 +294,7 @@ class Capture:
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"
-        label = f"{plain_class(self.optimizer).__name__.lower()}_{dims}_{dtype_name(spec.dtype)}"
+        label = f"{plain_class(self.optimizer).__name__.lower()}_{dims}_{dtype_name(spec.dtype)}{'_part' * spec.part}"
         taken = {template.name for kind in self.kinds.values() for template in kind.templates.values()}
         names = [label, *(f"{label}_{i}" for i in range(2, len(taken) + 3))]
         return next(name for name in names if name not in taken)

@@ -30,6 +30,7 @@ class Scenario:
         scales: by step, the factor of the first parameter's gradient.
         rates: by step, the factor of all hyperparameters that are floats, from that step on.
         frozen: the step before which the last parameter stops to require a gradient, although it has one.
+        loops: whether steps do without `foreach`.
         stateful: whether parameters begin with small copies of the state that they have now.
     """
 
@@ -40,6 +41,7 @@ class Scenario:
     rates: Mapping[int, float]
     frozen: int | None = None
     stateful: bool = False
+    loops: bool = False
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class RehearsedSteps:
         counters: what they counted outside of the state of parameters.
         writes_gradients: whether one of them wrote a gradient.
         returned: by step, what it returned.
+        drew: whether they drew random numbers from torch's own generators.
         error: what ended the run early; None if it took all steps.
     """
 
@@ -59,6 +62,7 @@ class RehearsedSteps:
     writes_gradients: bool = False
     returned: list[Any] = field(default_factory=list)
     error: Exception | None = None
+    drew: bool = False
 
 
 def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
@@ -67,7 +71,7 @@ def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
     Raises:
         UnsupportedOptimizer: the step writes something outside of the optimizer.
     """
-    small = Miniature(optimizer, scenario.chosen, scenario.stateful)
+    small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
     outside = Outside(optimizer, small.label)
 
     def step() -> Any:
@@ -88,13 +92,14 @@ def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
 
 def apart(optimizer: Optimizer, scenario: Scenario, company: Company, whole: RehearsedSteps) -> RehearsedSteps:
     """Step each parameter by itself, as plans do for an optimizer that did `whole` together."""
-    small = Miniature(optimizer, scenario.chosen, scenario.stateful)
+    small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
     outside = Outside(optimizer, small.label)
     shadow = CounterShadow(small.optimizer)
 
     def step() -> None:
-        for i, param in enumerate(small.params):
-            if param.grad is not None:
+        order = range(len(small.params)) if whole.drew else reversed(range(len(small.params)))
+        for i in order:  # backwards, so that what one step leaves to the next shows; random numbers come in one order
+            if small.params[i].grad is not None:
                 step_one(small, i, company)
         if whole.counters:
             shadow.count()

@@ -18,7 +18,8 @@ from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Form, Step, Template
 from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes, zero1_passes
-from canzona_compile.session.bind import Binder, BoundParam, same_but_sizes
+from canzona_compile.session.bind import Binder, BoundParam
+from canzona_compile.session.entries import same_but_sizes
 from canzona_compile.session.plan import captured_step, lower
 
 

@@ -19,8 +19,11 @@ from canzona_compile.data_parallel.state import put_together, take_apart
 from canzona_compile.ir.layout import local_layout
 from canzona_compile.ir.step import Step, Task
 from canzona_compile.options import Options
+from canzona_compile.runtime.meeting import Meeting
+from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.session.bind import Binder, BoundParam
 from canzona_compile.session.checkpoint_probe import is_dummy_step
+from canzona_compile.session.gathered import Ranks
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
 
@@ -48,6 +51,7 @@ class OwnerSession(Session):
         self._group = DataParallelGroup(None, None, 0, 1, 1)
         self._joint: JointPlan | None = None
         self._bound: Mapping[str, BoundParam] = {}
+        self._whole: StoreAgreement | None = None
         self._apart = False  # whether `optimizer.state` holds the state of the doubles
 
     def attach(
@@ -56,6 +60,7 @@ class OwnerSession(Session):
         group: DataParallelGroup,
         joint: JointPlan,
         bound: Mapping[str, BoundParam],
+        whole: StoreAgreement | None,
     ) -> None:
         """Tell the session what this rank owns.
 
@@ -64,7 +69,9 @@ class OwnerSession(Session):
             group: the data-parallel ranks.
             joint: the plan of all optimizers.
             bound: the optimizer's parameters by name.
+            whole: the agreement of the data-parallel ranks; None if this rank is alone.
         """
+        self._whole = whole
         self._fragments, self._group, self._joint, self._bound = tuple(fragments), group, joint, bound
 
     # -- steps -----------------------------------------------------------------------------------------
@@ -144,12 +151,25 @@ class OwnerSession(Session):
 
     # -- state -----------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def partners(self) -> dict[Ranks, str]:
+        """Find the sets of ranks that portable state is gathered from: all data-parallel ranks while it is apart."""
+        found = super().partners()
+        if self._apart and self._whole is not None:
+            names = "\n".join(fragment.name for fragment in self._fragments)
+            found[self._whole.ranks] = f"{names}\n{found.get(self._whole.ranks, '')}"
+        return found
+
+    def meeting_of(self, ranks: Ranks) -> Meeting:
+        """Return the meetings of some ranks with which this rank shares state."""
+        whole = self._whole
+        return whole.meeting if whole is not None and whole.ranks == ranks else super().meeting_of(ranks)
+
+    def leave(self) -> None:
         """Put whole state into `optimizer.state` and drop the plan. This is a collective.
 
         A new plan in mid-run needs `release` alone, which leaves each rank the state of what it owns.
         """
-        super().close()
+        super().leave()
         if self._apart:  # on a rank that owns nothing too: the others wait for it
             put_together(self.optimizer, self._fragments, self._group)
             self._apart = False
@@ -161,7 +181,7 @@ class OwnerSession(Session):
             self._apart = False
 
     @contextlib.contextmanager
-    def portable_state(self) -> Iterator[None]:
+    def gathered_state(self) -> Iterator[None]:
         """Inside this context, `optimizer.state` holds what the unwrapped optimizer would hold, on every rank.
 
         Entering it is a collective.
@@ -169,7 +189,7 @@ class OwnerSession(Session):
         if not self._apart:
             yield
             return
-        with super().portable_state():
+        with super().gathered_state():
             own = dict(self.optimizer.state)
             try:
                 put_together(self.optimizer, self._fragments, self._group)

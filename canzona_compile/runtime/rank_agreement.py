@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from canzona_compile.errors import CanzonaError
+from canzona_compile.errors import CanzonaError, RankMismatch
+from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
+from canzona_compile.runtime.equal_copies import Copy, Digest, difference, digests
+from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.runtime.store_agreement import StoreAgreement, Waiter
+from canzona_compile.runtime.store_agreement import StoreAgreement, Waiter, hash_of
 
 Ranks = tuple[int, ...]
 
@@ -88,6 +92,39 @@ class RankAgreement:
         if error is not None:
             raise error
 
+    def compare_copies(self, copies: Sequence[Copy]) -> None:
+        """Compare copies of parameters and gradients among the ranks that hold them. This is a collective.
+
+        Args:
+            copies: the parameters of which several ranks hold copies, in the order of the plan.
+
+        Raises:
+            RankMismatch: ranks hold unequal copies. All ranks that share parameters with them raise.
+        """
+        own = digests(copies)
+        error: CanzonaError | None = None
+        for ranks in sorted({copy.grid.members() for copy in copies}):
+            shared = [copy for copy in copies if copy.grid.members() == ranks]
+            # Ranks of one column, and only those, have to agree: so a hash per grid, and all digests if they differ.
+            mine = {copy.name: own[copy.name] for copy in shared}
+            by_grid: dict[Grid, list[Digest]] = {}
+            for copy in shared:
+                by_grid.setdefault(copy.grid, []).append(own[copy.name])
+            agreement = self._agreement_of(ranks)
+            told = json.dumps([str(error or ""), [hash_of(str(values)) for values in by_grid.values()]])
+            answers = dict(zip(agreement.ranks, map(json.loads, agreement.share(told)), strict=True))
+            if failed := [(rank, failure) for rank, (failure, _) in answers.items() if failure]:
+                error = error or RankMismatch(f"rank {failed[0][0]} cannot run this step:\n{failed[0][1]}")
+                continue
+            columns = [(i, column) for i, grid in enumerate(by_grid) for column in zip(*grid.ranks, strict=True)]
+            if all(len({answers[r][1][i] for r in column}) == 1 for i, column in columns):
+                continue
+            texts = map(json.loads, agreement.share(json.dumps(mine)))
+            found = {r: {n: Digest(*d) for n, d in t.items()} for r, t in zip(agreement.ranks, texts, strict=True)}
+            error = difference(shared, found)
+        if error is not None:
+            raise error
+
     def _agree(self, ranks: Ranks, text: str, error: CanzonaError | None) -> CanzonaError | None:
         """Agree within one set of ranks and return the error that it raises, or None.
 
@@ -119,6 +156,10 @@ class RankAgreement:
             found = self._agreement_of(ranks).compare(change, numbers[ranks], error, self.host_waiter)
             error = error or found
         return error
+
+    def meeting_of(self, ranks: Ranks) -> Meeting:
+        """Return the meetings of some ranks."""
+        return self._agreement_of(ranks).meeting
 
     def fail(self, number: int | None, error: CanzonaError) -> None:
         """Tell all ranks that this rank raised an error, so that no rank waits for it.

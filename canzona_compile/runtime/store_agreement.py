@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 from canzona_compile.ir.program_ops import Watch
+from canzona_compile.runtime.meeting import Meeting
 
 PATIENCE = timedelta(seconds=1)
 LEFT_THE_STEP = "a peer died or left the step; what belongs to this micro-group was not updated"
@@ -52,6 +53,9 @@ class StoreAgreement:
         group: the process group of these ranks.
         device: the device of the tensors that the collectives of a step move.
         about: what the members disagree about if their findings differ.
+
+    Attributes:
+        meeting: where members wait for each other before a call that needs all of them.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class StoreAgreement:
         store = dist.distributed_c10d._get_default_store()
         self.store = PrefixStore(f"canzona/{token}/{'-'.join(map(str, self.ranks))}", store)
         self.host_group = group if has_host_backend(group) else host_group(self.ranks)
+        self.meeting = Meeting(PrefixStore("meet", self.store), self.ranks, self.rank, self._hear_broken)
         self.settled = 0  # the last step in which all members called with the same finding
 
     def share(self, value: str) -> list[str]:
@@ -209,7 +214,10 @@ class StoreAgreement:
             self.store.set("broken" if number is None else f"failed/{number}", str(error))
 
     def _hear_failure(self, number: int) -> None:
-        for key in (f"failed/{number}", "broken"):
+        self._hear_broken(f"failed/{number}")
+
+    def _hear_broken(self, *keys: str) -> None:
+        for key in (*keys, "broken"):
             if self.store.check([key]):
                 raise RankMismatch(self.store.get(key).decode())
 

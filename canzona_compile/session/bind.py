@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.eager_parity import holistic
 from canzona_compile.capture.sharding_rules import missing_rule, shapes_after_a_step
@@ -29,12 +28,21 @@ from canzona_compile.ir.layout import (
     Box,
     Grid,
     Layout,
+    Shape,
     dtensor_layout,
     local_layout,
     replicated_layout,
 )
 from canzona_compile.ir.step import Task
 from canzona_compile.options import Options
+from canzona_compile.session.entries import (
+    cut_along_experts,
+    elementwise,
+    independent,
+    numbers_of_entries,
+    same_but_sizes,
+    state_of_entries,
+)
 from canzona_compile.session.fused_params import Fused
 from canzona_compile.session.given_layout import check_layout_patterns
 from canzona_compile.session.size_exchange import GridRows
@@ -200,10 +208,13 @@ class Binder:
             if any(b.kind.template.interpreted or holistic(b.kind.template) for b in pieces):
                 return pieces  # elementwise work gives the same result on the pieces as on the whole
         layout, kind = self._kind(g, param, name, state)
-        elementwise = not kind.template.interpreted and not holistic(kind.template)
-        if isinstance(param, DTensor) and elementwise and (reason := self._missing_rule(g, param)):
-            kind, elementwise = self.capture.interpreted(self._spec(layout, param), reason), False
-        if strided and not elementwise:
+        local = elementwise(kind)
+        if isinstance(param, DTensor) and local and (reason := self._missing_rule(g, param)):
+            own = self._entries(g, param, name, state, layout, kind)
+            layout = layout if own is None else own[0]
+            spec = replace(self._spec(layout.shape, param), part=own is not None)
+            kind, local = self.capture.interpreted(spec, reason), False
+        if strided and not local:
             raise strided
         return [BoundParam(param, g, Task(name, index, g, kind.template.name, layout), kind)]
 
@@ -225,7 +236,7 @@ class Binder:
             shapes = {leaf.name: leaf.shape for leaf in kind.state}
             if kind.oracle is None:
                 group = self.optimizer.param_groups[g]
-                shapes = shapes_after_a_step(self.optimizer, group, self._spec(layout, param))
+                shapes = shapes_after_a_step(self.optimizer, group, self._spec(layout.shape, param))
             whole = {leaf for leaf in found if shapes.get(leaf, layout.shape) != layout.shape}
         stand_in.whole_leaves = frozenset(whole)
         return stand_in.taken(state)
@@ -244,7 +255,7 @@ class Binder:
         for i, (piece, part) in enumerate(zip(fused.pieces, states, strict=True)):
             own = f"{name}[{piece.name}]"
             within = partial(part_of_layout, rows=piece.rows, dim=fused.dim)
-            layout, kind = self._kind(g, fused.whole, own, part, within)
+            layout, kind = self._kind(g, fused.whole, own, part, within, whole=fused.dim == 0)
             found.append(BoundParam(piece.param, g, Task(own, index + i, g, kind.template.name, layout), kind, fused))
         return found
 
@@ -255,11 +266,12 @@ class Binder:
         name: str,
         state: dict[str, Any] | None,
         within: Callable[[Layout], Layout] = lambda layout: layout,
+        whole: bool = False,
     ) -> tuple[Layout, ParamKind]:
         """Find the layout and the kind of a matrix.
 
         If the parameter is a stack of independent matrices whose first dimension is sharded, the result describes
-        this rank's entries of the stack only.
+        this rank's entries of the stack only. Elementwise work needs no such layout: it runs on fragments anyway.
 
         Args:
             g: the index of the parameter group.
@@ -267,23 +279,51 @@ class Binder:
             name: the name of the matrix.
             state: the portable state of the matrix; None or empty if it has none.
             within: maps the layout of the parameter to the layout of the matrix.
+            whole: never to describe some entries only, as `within` chooses among entries by their place in the whole.
         """
         layout = within(self.layout(param))
-        kind = self._captured(g, layout, param, name, state)
-        if isinstance(param, DTensor) and cut_along_experts(param) and first_dim_is_batch(kind.template):
-            own = within(self.layout(param, batch_dims=1))
-            local = self._captured(g, own, param, name, state)
-            if same_but_sizes(kind, local):
-                return own, local
-        return layout, kind
+        kind = self._captured(g, self._spec(layout.shape, param), name, state)
+        own = None if whole or elementwise(kind) else self._entries(g, param, name, state, layout, kind, within)
+        return own or (layout, kind)
 
-    def _captured(self, g: int, layout: Layout, param: Tensor, name: str, state: dict[str, Any] | None) -> ParamKind:
-        return self.capture.kind_of(self.optimizer.param_groups[g], self._spec(layout, param), name, state or None)
+    def _entries(
+        self,
+        g: int,
+        param: Tensor,
+        name: str,
+        state: dict[str, Any] | None,
+        layout: Layout,
+        kind: ParamKind,
+        within: Callable[[Layout], Layout] = lambda layout: layout,
+    ) -> tuple[Layout, ParamKind] | None:
+        """Find the layout and the kind of this rank's entries of a stack; None unless all ranks update their own.
 
-    def _spec(self, layout: Layout, param: Tensor) -> ParameterSpec:
+        Args:
+            layout: the layout of the whole stack.
+            kind: its kind.
+            g, param, name, state, within: as for `_kind`.
+        """
+        numbers = numbers_of_entries(layout)
+        if not cut_along_experts(param) or numbers == [layout.shape[0]] or not independent(kind):
+            return None
+        own = within(self.layout(param, batch_dims=1))
+        if not own.shape[0] and own.grid.shards == 1:  # what is empty needs no owner, and no replica of it sends
+            own = replace(own, grid=Grid(((self.rank,),)))
+        parts: dict[int, ParamKind] = {}
+        for number in numbers:
+            spec = replace(self._spec((number, *layout.shape[1:]), param), part=True)
+            parts[number] = self._captured(g, spec, name, state_of_entries(state, layout.shape[0], number))
+            if not same_but_sizes(kind, parts[number]):
+                return None
+        return own, parts[own.shape[0]]
+
+    def _captured(self, g: int, spec: ParameterSpec, name: str, state: dict[str, Any] | None) -> ParamKind:
+        return self.capture.kind_of(self.optimizer.param_groups[g], spec, name, state or None)
+
+    def _spec(self, shape: Shape, param: Tensor) -> ParameterSpec:
         stand_in = self._known.standing(param)
         marks = marks_of(param if stand_in is None else stand_in.fragment)
-        return ParameterSpec(layout.shape, param.dtype, grad_dtype(param), param.device, tuple(sorted(marks.items())))
+        return ParameterSpec(shape, param.dtype, grad_dtype(param), param.device, tuple(sorted(marks.items())))
 
     def layout(self, param: Tensor, batch_dims: int = 0) -> Layout:
         """Return how a parameter is laid out over ranks; `batch_dims` is that of `dtensor_layout`."""
@@ -323,28 +363,6 @@ class Binder:
             dist.all_gather_object(everybody, rows, group=self._replicate_group())
             self._rows[rows] = tuple(row for own in everybody for row in own)
         return self._rows[rows]
-
-
-def cut_along_experts(param: DTensor) -> bool:
-    """Tell whether a parameter is a stack of matrices whose first dimension is sharded."""
-    return param.ndim > 2 and any(isinstance(p, Shard) and p.dim == 0 for p in param.placements)
-
-
-def same_but_sizes(whole: ParamKind, part: ParamKind) -> bool:
-    """Tell whether the optimizer treats a part of a parameter as it treats the whole, apart from sizes."""
-
-    def without_sizes(kind: ParamKind) -> list[Any]:
-        calls = [n for n in kind.template.graph.nodes if n.op == "call_function"]
-        return [
-            (
-                str(n.target),
-                [a for a in n.args if isinstance(a, float)],
-                [(key, value if isinstance(value, float) else None) for key, value in sorted(n.kwargs.items())],
-            )
-            for n in calls
-        ]
-
-    return without_sizes(whole) == without_sizes(part)
 
 
 def replica_ranks(given: DeviceMesh | dist.ProcessGroup | None) -> tuple[int, ...]:

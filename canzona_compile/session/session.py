@@ -13,17 +13,20 @@ from torch.optim import Optimizer
 from canzona_compile.capture.error_origin import first_line
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.errors import CanzonaError
+from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
+from canzona_compile.runtime.equal_copies import Copy
+from canzona_compile.runtime.meeting import Meeting, meet_all
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.session.bind import Binder, meshes_of, named_params, replica_ranks
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
+from canzona_compile.session.gathered import Consolidated, Ranks, partners, shown
 from canzona_compile.session.given_layout import check_marked, shardings_of
 from canzona_compile.session.gradient_checks import check_gradient
 from canzona_compile.session.plan import Plan, lower, make_plan
@@ -60,6 +63,8 @@ class Session:
         self.number = 0
         self.rehearsed = False
         self._agreement: RankAgreement | None = None
+        self._consolidated: Consolidated | None = None
+        self._rehearsing = False  # whether this is a dummy step
         self._broken = ""  # why an earlier step ended on its way; empty if none did
 
     @property
@@ -83,6 +88,7 @@ class Session:
                 hint="call canzona_compile.wrap(optimizer, replicate=..., layout=...) or zero1 again",
             )
         self.number += 1
+        self._consolidated = None
         if is_dummy_step(self.optimizer):
             self._rehearse()
             return False
@@ -95,9 +101,13 @@ class Session:
 
     def _rehearse(self) -> None:
         """Take a dummy step that leaves only portable state, into which a checkpoint can be loaded."""
-        with undone(self.optimizer):
-            self._step()
-            self.close()
+        self._rehearsing = True
+        try:
+            with undone(self.optimizer):
+                self._step()
+                self.leave()
+        finally:
+            self._rehearsing = False
         self.rehearsed = True
 
     @contextlib.contextmanager
@@ -187,8 +197,21 @@ class Session:
         assert plan is not None
         driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, agreement.waiter)
         agreement.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", driver.begin())
+        if not self._rehearsing:  # a checkpoint may be loaded after it, and make the copies equal
+            self._compare_copies(driver, agreement)
         driver.choose_variants()
         return driver
+
+    def _compare_copies(self, driver: StepDriver, agreement: RankAgreement) -> None:
+        """Raise unless ranks hold equal copies of parameters and gradients. The state is portable then."""
+        tasks = driver.plan.owned.tasks
+        copied = [t for t in tasks if t.layout.grid.replicas > 1]
+        try:
+            agreement.compare_copies([Copy(t.name, t.layout.grid, driver.store.params[t.name]) for t in copied])
+        except RankMismatch:
+            driver.end_step()
+            driver.store.release()
+            raise
 
     def _plan(self) -> tuple[Plan | None, CanzonaError | None]:
         try:
@@ -247,7 +270,16 @@ class Session:
         return PlanFile.of(whole(self.driver.plan, self.options))
 
     def close(self) -> None:
-        """Put what the unwrapped optimizer would hold into its state, and drop the plan. A collective as `release`."""
+        """Put what the unwrapped optimizer would hold into its state, and drop the plan. A collective as `release`.
+
+        Raises:
+            CanzonaError: a rank that this needs does not call it, too. Nothing was changed then.
+        """
+        self.meet("release() or unwrap")
+        self.leave()
+
+    def leave(self) -> None:
+        """Do what `close` does, once all ranks have come."""
         self.release()
 
     def release(self) -> None:
@@ -262,14 +294,77 @@ class Session:
         """Drop the plan, so that the next step binds and plans anew. `optimizer.state` must be portable already."""
         if self.driver is not None:
             self.driver.forget_programs()
-        self.driver, self.rehearsed = None, False
+        self.driver, self.rehearsed, self._consolidated = None, False, None
+
+    # -- portable state between steps ----------------------------------------------------------------
+
+    def meet(self, purpose: str) -> None:
+        """Wait until all ranks have come with which this rank gathers portable state; not at all if there are none.
+
+        Args:
+            purpose: the call that needs them, for messages.
+
+        Raises:
+            CanzonaError: a rank did not come in time, or failed.
+        """
+        told = self.partners()
+        if told:
+            self._check_unbroken()
+            meet_all(told, self.meeting_of, purpose)
+
+    def meeting_of(self, ranks: Ranks) -> Meeting:
+        """Return the meetings of some ranks with which this rank shares state."""
+        assert self._agreement is not None
+        return self._agreement.meeting_of(ranks)
+
+    def partners(self) -> dict[Ranks, str]:
+        """Find the sets of ranks that portable state is gathered from, and what each gathers, as text."""
+        return {} if self.driver is None else partners(self.driver.store)
+
+    def consolidate(self, to: int) -> None:
+        """Gather portable state, so that one rank has it without the others until the next step. A collective.
+
+        Args:
+            to: the global rank that keeps it.
+
+        Raises:
+            CanzonaError: a rank does not call this, too.
+        """
+        self._consolidated = None
+        if not self.partners():  # every rank has its portable state already
+            return
+        with self.portable_state(f"consolidate(to={to})"):
+            self._consolidated = Consolidated(to, dict(self.optimizer.state) if self.rank == to else None)
 
     @contextlib.contextmanager
-    def portable_state(self) -> Iterator[None]:
+    def portable_state(self, purpose: str = "state_dict()") -> Iterator[None]:
         """Inside this context, `optimizer.state` holds what the unwrapped optimizer would hold.
 
-        Entering it is a collective if owners hold state.
+        Entering it is a collective if owners hold state, unless `consolidate` came before.
+
+        Args:
+            purpose: the call that needs it, for messages.
+
+        Raises:
+            CanzonaError: a rank that this needs does not make this call, too, or another rank has the state.
         """
+        kept = self._consolidated
+        if kept is None:
+            self.meet(purpose)
+            with self.gathered_state():
+                yield
+        elif kept.state is not None:
+            with shown(self.optimizer, kept.state):
+                yield
+        else:
+            raise CanzonaError(
+                f"{purpose} on rank {self.rank}, but the state was consolidated to rank {kept.to}",
+                hint="make this call on that rank alone, or on all ranks without consolidate",
+            )
+
+    @contextlib.contextmanager
+    def gathered_state(self) -> Iterator[None]:
+        """Inside this context, `optimizer.state` is portable. Entering it is a collective if owners hold state."""
         with contextlib.nullcontext() if self.driver is None else self.driver.store.shown_portably():
             yield
 

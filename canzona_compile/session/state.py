@@ -212,7 +212,7 @@ class StateStore:
             value = read(state, path)
             if not isinstance(value, DTensor):
                 continue
-            whole = self._whole(task, Leaf(Role.STATE, name, tuple(value.shape), value.dtype), value)
+            whole = self.whole(task, Leaf(Role.STATE, name, tuple(value.shape), value.dtype), value)
             if self.owns(task):
                 write(state, path, whole, structure)
         if not self.owns(task):
@@ -231,7 +231,7 @@ class StateStore:
             self.fragments[key] = local
             write(state, path, like_param(local, param, leaf), structure)
             return
-        whole = strided_like(leaf, self._whole(task, leaf, value))
+        whole = strided_like(leaf, self.whole(task, leaf, value))
         if self.owns(task):
             self.residents[key] = whole
             write(state, path, whole, structure)
@@ -256,7 +256,7 @@ class StateStore:
             )
         return value.to(leaf.dtype)
 
-    def _whole(self, task: Task, leaf: Leaf, value: Tensor) -> Tensor:
+    def whole(self, task: Task, leaf: Leaf, value: Tensor) -> Tensor:
         """Gather the whole tensor of a leaf from portable state, on every rank of this rank's replica."""
         if not isinstance(value, DTensor):
             if tuple(value.shape) != leaf.shape:
@@ -336,7 +336,7 @@ class StateStore:
             self.optimizer.state.clear()
             self.optimizer.state.update(own)
 
-    def _cleared(self, task: Task) -> bool:
+    def cleared(self, task: Task) -> bool:
         """Tell whether a user cleared the state of a task, which the next step will find."""
         bound = self.plan.bound[task.name]
         return bound.kind.oracle is not None and not self.optimizer.state.get(bound.param)
@@ -344,7 +344,7 @@ class StateStore:
     def release(self) -> None:
         """Put portable state into `optimizer.state`, for the next plan. A collective if leaves are resident."""
         for task in self.plan.owned.tasks:
-            if task.name in self.initialised and not self._cleared(task) and (state := self.portable(task)):
+            if task.name in self.initialised and not self.cleared(task) and (state := self.portable(task)):
                 self.optimizer.state[self.params[task.name]] = state
         self._put_together()
 
@@ -363,7 +363,7 @@ class StateStore:
         tasks = {id(param): self.plan.owned.task(name) for name, param in self.params.items()}
 
         def whole_of(param: Tensor, leaf: str, value: Tensor) -> Tensor:
-            return self._whole(tasks[id(param)], Leaf(Role.STATE, leaf, tuple(value.shape), value.dtype), value)
+            return self.whole(tasks[id(param)], Leaf(Role.STATE, leaf, tuple(value.shape), value.dtype), value)
 
         for fused in self.plan.fused:
             states = [self.optimizer.state.pop(piece.param, {}) for piece in fused.pieces]

@@ -18,6 +18,7 @@ from canzona_compile.ir.program_ops import Watch
 from canzona_compile.options import Options
 from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.session.audit import Audit
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.eager_context import PlanContext
 from canzona_compile.session.gradient_checks import check_attributes, check_gradient
@@ -93,6 +94,7 @@ class StepDriver:
         self._fused = {b.fused: b.kind.grad_dtype for b in plan.bound.values() if b.fused is not None}
         self._stand_ins = {b.stand_in: b.kind.grad_dtype for b in plan.bound.values() if b.stand_in is not None}
         self._habits = capture.rehearse()
+        self._audit = None if options.audit is None else Audit(options.audit, optimizer, plan, self.store)
         self._held_state = HeldState(optimizer)
         self._held_params = HeldParameters({b.task.name: b.origin for b in plan.bound.values()})
         self._agreed = Participants()  # those of the last step
@@ -270,7 +272,10 @@ class StepDriver:
         ready, fresh = self._agreed = self._next
         if ready:
             self._met.add(self._shared_lineup)
+            expected = [] if self._audit is None else self._audit.before(ready)
             self._program(ready).executor.run()
+            if self._audit is not None:
+                self._audit.after(expected)
             self.cohorts.show_counters()
             self.store.interpreted(ready)
         if fresh:

@@ -199,12 +199,12 @@ def test_what_can_be_captured_shows_coupling_in_its_graph_too(kind: type[Optimiz
 STACK = (4, 3, 5)
 
 
-def stack_template(write: Callable[[Builder, fx.Node], fx.Node]) -> Template:
+def stack_template(write: Callable[[Builder, fx.Node], fx.Node], shape: Shape = STACK) -> Template:
     """A step param -> param - write(grad) on a stack."""
-    leaves = tuple(Leaf(role, role.value, STACK, torch.float32) for role in (Role.PARAM, Role.GRAD))
-    b = Builder(param=empty(STACK), grad=empty(STACK))
+    leaves = tuple(Leaf(role, role.value, shape, torch.float32) for role in (Role.PARAM, Role.GRAD))
+    b = Builder(param=empty(shape), grad=empty(shape))
     graph = b.returns(b.call("new", aten.sub.Tensor, b["param"], write(b, b["grad"])))
-    return Template("stack", STACK, torch.float32, leaves, ("param",), graph)
+    return Template("stack", shape, torch.float32, leaves, ("param",), graph)
 
 
 def gram(b: Builder, x: fx.Node) -> fx.Node:
@@ -221,6 +221,41 @@ def reduced(*dims: int) -> Callable[[Builder, fx.Node], fx.Node]:
 
 def flattened(b: Builder, x: fx.Node) -> fx.Node:
     return b.call("back", aten.view.default, b.call("flat", aten.view.default, x, [12, 5]), list(STACK))
+
+
+def operator_product(b: Builder, x: fx.Node) -> fx.Node:
+    """`x @ x.mT @ x` as it is captured."""
+
+    def product(name: str, left: fx.Node, right: fx.Node) -> fx.Node:
+        pair = []
+        for side, operand in (("left", left), ("right", right)):
+            shape = list(operand.meta["val"].shape)
+            wide = b.call(f"{name}_{side}_expand", aten.expand.default, operand, shape)
+            pair.append(b.call(f"{name}_{side}_view", aten.view.default, wide, shape))
+        found = b.call(f"{name}_bmm", aten.bmm.default, *pair)
+        return b.call(name, aten._unsafe_view.default, found, list(found.meta["val"].shape))
+
+    return product("cube", product("gram", x, b.call("flipped", aten.transpose.int, x, -2, -1)), x)
+
+
+def rows(b: Builder, x: fx.Node) -> fx.Node:
+    entries, m, n = x.meta["val"].shape
+    flat = b.call("flat", aten.view.default, x, [entries, 1, m * n])
+    scaled = b.call("scaled", aten.div.Tensor, flat, b.call("largest", aten.amax.default, flat, [-1], True))
+    return b.call("back", aten.view.default, scaled, [entries, m, n])
+
+
+def paired(b: Builder, x: fx.Node) -> fx.Node:
+    """Pairs of entries, which are added up."""
+    pairs = b.call("pairs", aten.view.default, x, [2, 2, 3, 5])
+    total = b.call("total", aten.expand.default, b.call("sum", aten.sum.dim_IntList, pairs, [1], True), [2, 2, 3, 5])
+    return b.call("back", aten.reshape.default, total, list(STACK))
+
+
+def numbered(b: Builder, x: fx.Node) -> fx.Node:
+    """Every entry times its number, which a rank that has only some of them would count anew."""
+    numbers = b.call("numbers", aten.arange.default, 4, device=torch.device("meta"))
+    return b.call("y", aten.mul.Tensor, x, b.call("column", aten.view.default, numbers, [4, 1, 1]))
 
 
 def turned(b: Builder, x: fx.Node) -> fx.Node:
@@ -245,7 +280,11 @@ STACKS: dict[str, tuple[Callable[[Builder, fx.Node], fx.Node], bool]] = {
     "sum over entries": (reduced(0), False),
     "sum over everything": (summed, False),
     "rolled along the entries": (rolled, False),
-    "flattened, which has no rule": (flattened, False),
+    "merged with rows": (flattened, False),
+    "product by an operator": (operator_product, True),
+    "a row per entry": (rows, True),
+    "in pairs": (paired, False),
+    "numbered": (numbered, False),
 }
 
 
@@ -257,7 +296,8 @@ def test_stacks_of_independent_matrices(name: str) -> None:
     if verdict:
         values = values_for(template, 3)
         entries = [{name: values[name][i : i + 1] for name in ("param", "grad")} for i in range(STACK[0])]
-        parts = [evaluate(template.graph, entry)[0] for entry in entries]
+        alone = stack_template(write, (1, *STACK[1:]))
+        parts = [evaluate(alone.graph, entry)[0] for entry in entries]
         assert torch.equal(torch.cat(parts), evaluate(template.graph, values)[0])
 
 

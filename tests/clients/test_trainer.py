@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 import canzona_compile
+from canzona_compile.runtime import meeting
 from tests.end_to_end.test_published_optimizers import MuonAndAdam
+from tests.harness.ranks import run
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -128,3 +133,51 @@ def test_resumed_from_a_checkpoint(tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=str(tmp_path / "wrapped" / "checkpoint-3"))
     assert same_parameters(plain, resumed)
     wrapped_inside(resumed)
+
+
+# -- under DDP, where the Trainer calls `state_dict` on rank 0 alone ---------------------------------
+
+
+class Consolidate(transformers.TrainerCallback):  # type: ignore[misc]
+    """What a user adds: the Trainer's own callback, which comes first, has decided whether this step is saved."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any) -> None:
+        if control.should_save:
+            getattr(optimizer, "optimizer", optimizer).canzona.consolidate(to=0)
+
+    on_epoch_end = on_step_end
+
+
+def saved_under_ddp(folder: str, callbacks: list[type[Any]]) -> str:
+    """Train and save on this rank; rank 0 compares the checkpoint with what all ranks gather at the end."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    before, meeting.PATIENCE = meeting.PATIENCE, meeting.timedelta(seconds=2)
+    with mock.patch.dict(os.environ, ranks):
+        try:
+            kind = canzona_compile.wrap_cls(Mixed, replicate=dist.group.WORLD, strategy="owner")
+            trainer = trainer_of(Path(folder), callbacks=[made() for made in callbacks], **by_class(kind))
+            try:
+                trainer.train()
+            except canzona_compile.CanzonaError as error:
+                return str(error)
+            optimizer = wrapped_inside(trainer)
+            optimizer.canzona.session._consolidated = None
+            expected = optimizer.state_dict()["state"]
+            saved = torch.load(Path(folder) / f"checkpoint-{STEPS}" / "optimizer.pt")["state"]
+            same = all(
+                torch.equal(saved[i][k], v) for i in expected for k, v in expected[i].items() if torch.is_tensor(v)
+            )
+            return "equal" if same and saved.keys() == expected.keys() else "different"
+        finally:
+            meeting.PATIENCE = before
+            PartialState._reset_state()
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+@pytest.mark.ranks
+def test_under_ddp(tmp_path: Path) -> None:
+    assert run(2, saved_under_ddp, str(tmp_path), [Consolidate], fresh=True) == ["equal", "equal"]

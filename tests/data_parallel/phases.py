@@ -32,6 +32,9 @@ class Phases:
         gathered: bytes sent to gather parameters.
         late: whether buckets were outstanding when the first module ran.
         gradients: bytes of gradients that this rank holds after backward.
+        most_reduced: the most bytes of buckets and shards that this rank held during backward.
+        most_unreduced: the most bytes of gradients that were waiting for their bucket.
+        largest_bucket: bytes.
         state: bytes of optimizer state that this rank holds.
         whole_state: bytes of the whole state.
     """
@@ -47,6 +50,9 @@ class Phases:
     gathered: int
     late: bool
     gradients: int
+    most_reduced: int
+    most_unreduced: int
+    largest_bucket: int
     state: int
     whole_state: int
 
@@ -66,8 +72,18 @@ def measure(gather: str) -> Phases:
     with traffic:
         loss = model(batch(5, rank))
     counts.append(collectives())
+    reduced: list[int] = []
+    unreduced: list[int] = []
+
+    def look(_: Tensor) -> None:
+        reduced.append(engine.reduction.held_bytes())
+        unreduced.append(sum(bytes_of(p.grad) for p in model.parameters()))
+
+    hooks = [p.register_post_accumulate_grad_hook(look) for p in model.parameters()]
     with traffic:
         loss.backward()
+    for hook in hooks:
+        hook.remove()
     counts.append(collectives())
     held = sum(part.numel() * part.element_size() for f in engine.fragments.values() for part in f.param.grad.parts)
     with traffic:
@@ -90,6 +106,9 @@ def measure(gather: str) -> Phases:
         sum(traffic.of(*GATHERS)),
         late[-1],
         held,
+        max(reduced),
+        max(unreduced),
+        max(4 * b.starts[-1] for b in engine.buckets),
         state,
         whole,
     )

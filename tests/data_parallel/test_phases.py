@@ -33,6 +33,9 @@ def test_gradients_and_state_are_held_once() -> None:
     assert sum(found.state for found in ranks) == ranks[0].whole_state
     for found in ranks:
         assert found.state <= 1.25 * found.whole_state / world
+        # Shards that have arrived, and two buckets under way, each with the shard that it is reduced to.
+        assert 0 < found.most_reduced <= 1.03 * whole / world + 2 * found.largest_bucket * (1 + 1 / world)
+        assert found.most_unreduced <= 2 * found.largest_bucket
 
 
 @pytest.mark.parametrize("bad", [*also([None, 0]), 1])

@@ -166,6 +166,14 @@ def test_several_layouts(mix: str, dtype: torch.dtype) -> None:
     assert len(grids) >= 2
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("recipe", "case"), [("muon", Case("fsdp", (3,))), full("muon", Case("hsdp", (2, 2)))], ids=str
+)
+def test_audits_disturb_nothing(recipe: str, case: Case) -> None:
+    check(on_ranks(train, recipe, [case], torch.float32, strategy="owner", audit=7))
+
+
 # -- stacks of experts -----------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tests.harness.toy_optimizers import PerParameter, State, cube
-from tests.harness.traps.trap import Params, Trap
+from tests.harness.traps.trap import DDP, PLAIN, Params, Trap
 
 FAMILY = "standing"
 
@@ -246,7 +246,8 @@ TRAPS = (
     Trap("count-on-parameter", FAMILY, CountOnParameter, "either", ("steps_taken",), prepare=give_counts),
     Trap("tensor-on-parameter", FAMILY, TensorOnParameter, "either", ("gain",), prepare=give_gains),
     Trap("known-by-id", FAMILY, KnownById, "either", ("special",)),
-    Trap("known-by-address", FAMILY, KnownByAddress, "either", ("special",)),
+    # A DTensor has no address: all of them say 0.
+    Trap("known-by-address", FAMILY, KnownByAddress, "either", ("special",), layouts=(PLAIN, DDP)),
     Trap("known-in-set", FAMILY, KnownInSet, "either", ("special",)),
     Trap("known-as-attribute", FAMILY, KnownAsAttribute, "either", ("special",)),
     Trap("scales-by-id", FAMILY, ScalesById, "either", ("special",)),

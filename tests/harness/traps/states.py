@@ -320,7 +320,7 @@ TRAPS = (
     Trap("state-grows-on-gradient-seen", FAMILY, GrowsOnGradient, "either", compares_grads=True),
     Trap("state-in-halves", FAMILY, Halves, "either"),
     Trap("state-twice-the-same", FAMILY, Twins, "either"),
-    Trap("state-shared-by-all", FAMILY, SharedByAll, "either", ("mean",)),
+    Trap("state-shared-by-all", FAMILY, SharedByAll, "either"),
     Trap("state-entries-swap", FAMILY, Swapping, "either"),
     Trap("state-remembers-gradients", FAMILY, Remembering, "either"),
     Trap("state-restarts-itself", FAMILY, Restarting, "equal", steps=8),

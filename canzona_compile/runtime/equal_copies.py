@@ -1,0 +1,95 @@
+"""Are the copies equal that ranks hold of one parameter, and of its gradient? Digests of bits tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from canzona_compile.errors import RankMismatch
+from canzona_compile.ir.layout import Grid, local_part
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+Ranks = tuple[int, ...]
+
+
+class Copy(NamedTuple):
+    """A parameter of which several ranks hold copies.
+
+    Attributes:
+        name: the name of its task.
+        grid: its ranks; those of a column hold equal copies.
+        param: the parameter, with its gradient if it has one.
+    """
+
+    name: str
+    grid: Grid
+    param: Tensor
+
+
+class Digest(NamedTuple):
+    """Sums of the bits of a parameter and of its gradient; None without a gradient."""
+
+    param: int
+    grad: int | None
+
+
+def digests(copies: Sequence[Copy]) -> dict[str, Digest]:
+    """Compute the digests of what this rank holds. The host waits for the device once.
+
+    Args:
+        copies: the parameters.
+
+    Returns:
+        The digests by name.
+    """
+    sums = [bits(t) for copy in copies for t in (copy.param, copy.param.grad) if t is not None]
+    values = iter(torch.stack(sums).tolist() if sums else [])
+    return {c.name: Digest(next(values), None if c.param.grad is None else next(values)) for c in copies}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The sum of the bit patterns of a tensor's part on this rank, a 0-d int64 tensor. It wraps around."""
+    part = local_part(tensor)
+    if part.element_size() not in INTEGERS or part.is_complex():
+        part = torch.view_as_real(part)
+    return part.view(INTEGERS[part.element_size()]).sum(dtype=torch.int64)
+
+
+def difference(copies: Sequence[Copy], found: Mapping[int, Mapping[str, Digest]]) -> RankMismatch | None:
+    """Find the first parameter of which ranks hold unequal copies.
+
+    Args:
+        copies: the parameters.
+        found: the digests of each rank by name.
+
+    Returns:
+        The error that names it; None if all copies are equal. A gradient that only some ranks have is no difference:
+        that is found where ranks compare what they have.
+    """
+    for kind in Digest._fields:
+        for copy in copies:
+            for column in zip(*copy.grid.ranks, strict=True):
+                seen = {r: getattr(found[r][copy.name], kind) for r in column if copy.name in found[r]}
+                seen = {r: value for r, value in seen.items() if value is not None}
+                if len(set(seen.values())) > 1:
+                    first, *others = seen
+                    other = next(r for r in others if seen[r] != seen[first])
+                    return unequal(copy.name, kind, first, other)
+    return None
+
+
+def unequal(name: str, kind: str, first: int, other: int) -> RankMismatch:
+    """Make the error of two ranks with unequal copies."""
+    what, hint = (
+        ("the parameter", "send the parameters of one rank to all (broadcast), or load the same checkpoint")
+        if kind == "param"
+        else ("the gradient", "average gradients over the ranks before step(): DistributedDataParallel or all_reduce")
+    )
+    return RankMismatch(
+        f"{what} differs between rank {first} and rank {other}, which must hold equal copies; nothing was updated",
+        at=name,
+        hint=hint,
+    )

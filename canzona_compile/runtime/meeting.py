@@ -1,0 +1,169 @@
+"""Meetings of ranks: each waits through the store, for a while, until all of them have come.
+
+A call that only some ranks make, such as `if rank == 0: optimizer.state_dict()`, must not begin collectives: they would
+wait for partners that never come, and the next collective of those partners would get their data. So the ranks meet
+first. A meeting ends with one verdict for all: the first one that a rank writes, and the store compares and sets it at
+once. "met" means that all came, and all go on. Any other verdict names the ranks that were missing; those that waited
+raise. A rank that comes after that verdict goes to the next meeting, so ranks that missed different meetings find each
+other again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from canzona_compile.errors import CanzonaError, RankMismatch
+
+PATIENCE = timedelta(seconds=30)  # how long a rank waits for the others, which may be writing weights meanwhile
+MET = "met"
+Ranks = tuple[int, ...]
+
+
+class Meeting:
+    """The meetings of some ranks, one after the other.
+
+    Args:
+        store: holds the keys of these meetings alone.
+        ranks: the global ranks of the members, ascending.
+        rank: this rank, global.
+        hear: raises if a member failed for good.
+    """
+
+    def __init__(self, store: Store, ranks: Sequence[int], rank: int, hear: Callable[[], None]) -> None:
+        self.store, self.ranks, self.rank, self._hear = store, tuple(ranks), rank, hear
+        self._index = 0  # the number of the next meeting
+        self._since = 0  # the number of the first meeting whose verdict may still be in the store
+
+    def arrive(self, told: str) -> None:
+        """Tell the others that this rank has come.
+
+        Args:
+            told: what it came for, not empty.
+        """
+        while self._verdict():
+            self._index += 1
+        self.store.set(self._key(self.rank), told)
+
+    def wait(self, told: str, purpose: str) -> None:
+        """After `arrive`, wait until all members have come, and compare what they came for.
+
+        Args:
+            told: what this rank came for, as it was given to `arrive`.
+            purpose: the call that needs all members, for messages.
+
+        Raises:
+            CanzonaError: a member did not come in time, failed, or came for something else. Nothing is pending then:
+                all members can meet again.
+        """
+        try:
+            verdict = self._await(told)
+        except BaseException:  # an interrupt, too: the others must not take this rank for one that goes on
+            self.withdraw()
+            raise
+        if verdict == MET:
+            found = {r: self.store.get(self._key(r)).decode() for r in self.ranks}
+            self._leave()
+            if len(set(found.values())) > 1:
+                said = "; ".join(f"rank {r}: {text.splitlines()[0]}" for r, text in found.items())
+                raise RankMismatch(
+                    f"ranks met for different calls, or hold different state ({said})",
+                    hint="make the same calls on all ranks, in the same order",
+                )
+            return
+        self.store.delete_key(self._key(self.rank))
+        self._index += 1
+        seconds = PATIENCE.total_seconds()
+        raise CanzonaError(
+            f"{purpose} needs the ranks {list(self.ranks)}, because some of the state lies on owner ranks; "
+            f"rank {verdict} did not make this call within {seconds:g} s",
+            hint="call it on all ranks; to save on rank 0 alone, call optimizer.canzona.consolidate(to=0) on all ranks "
+            "before",
+        )
+
+    def withdraw(self) -> None:
+        """Give up a meeting that this rank has come to."""
+        with contextlib.suppress(RuntimeError):  # the store may have died with its host
+            if self._vote(str(self.rank)) == MET:  # the others go on, and read what this rank came for
+                self._leave()
+                return
+            self.store.delete_key(self._key(self.rank))
+        self._index += 1
+
+    def _await(self, told: str) -> str:
+        """Wait for the verdict of a meeting that this rank has come to."""
+        deadline, pause = time.monotonic() + PATIENCE.total_seconds(), 0.0005
+        missing = [r for r in self.ranks if r != self.rank]
+        while True:
+            self._hear()
+            missing = [r for r in missing if not self.store.check([self._key(r)])]
+            verdict = self._verdict()
+            if verdict and verdict != MET and str(self.rank) in verdict.split(", "):
+                self.store.delete_key(self._key(self.rank))  # the others gave up just before this rank came
+                self.arrive(told)
+                return self._await(told)
+            if verdict:
+                return verdict
+            if not missing:
+                self._vote(MET)
+            elif time.monotonic() > deadline:
+                self._vote(", ".join(map(str, missing)))
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+
+    def _verdict(self) -> str:
+        """The verdict of the current meeting; empty if it is open."""
+        key = self._key("verdict")
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def _vote(self, verdict: str) -> str:
+        """Write the verdict, unless there is one, and return the one that holds."""
+        held: bytes = self.store.compare_set(self._key("verdict"), "", verdict)
+        return held.decode()
+
+    def _leave(self) -> None:
+        """Leave a meeting to which all came. The last one deletes its keys and earlier verdicts, which all read."""
+        if self.store.add(self._key("left"), 1) == len(self.ranks):
+            for key in [*map(self._key, self.ranks), self._key("left"), self._key("verdict")]:
+                self.store.delete_key(key)
+            for index in range(self._since, self._index):
+                self.store.delete_key(f"{index}/verdict")
+        self._index += 1
+        self._since = self._index
+
+    def _key(self, name: int | str) -> str:
+        return f"{self._index}/{name}"
+
+
+def meet_all(told: Mapping[Ranks, str], meeting_of: Callable[[Ranks], Meeting], purpose: str) -> None:
+    """Wait until all ranks have come that a call needs, before it begins collectives.
+
+    Args:
+        told: for each set of ranks, what this rank means to do with them, as text.
+        meeting_of: finds the meetings of a set of ranks.
+        purpose: the call, for messages.
+
+    Raises:
+        CanzonaError: a rank did not come in time, failed, or means to do something else; or the store is gone.
+    """
+    # A set within another one of this rank lies within it on all of its ranks: they meet in the larger one.
+    sets = [ranks for ranks in sorted(told) if not any(set(ranks) < set(other) for other in told)]
+    waiting = [(meeting_of(r), f"{purpose}\n{hashlib.sha256(told[r].encode()).hexdigest()}") for r in sets]
+    try:
+        for meeting, own in waiting:
+            meeting.arrive(own)
+        while waiting:
+            meeting, own = waiting.pop(0)
+            meeting.wait(own, purpose)
+    except BaseException as error:
+        for meeting, _ in waiting:
+            meeting.withdraw()
+        if isinstance(error, RuntimeError) and not isinstance(error, CanzonaError):
+            raise CanzonaError(f"ranks cannot meet, because their store is gone: {error}") from error
+        raise

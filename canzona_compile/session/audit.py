@@ -1,0 +1,128 @@
+"""While training, look again: compute one matrix of each kind once more and compare the bits, and rehearse once more.
+
+The first finds what capturing, planning and moving got wrong. The second finds what only several parameters together
+show, and what begins later than the first rehearsal looked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from canzona_compile.capture.leaves import write
+from canzona_compile.capture.randomness import draws
+from canzona_compile.capture.rehearsal import rehearse_as_now
+from canzona_compile.capture.twin import make_twin, marks_of, step_plainly
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.layout import local_part
+from canzona_compile.ir.step import Leaf, Role, Task
+from canzona_compile.session.plan import Plan
+from canzona_compile.session.state import StateStore
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Expected:
+    """What a step has to give.
+
+    Attributes:
+        task: the task.
+        param: its whole parameter after the step.
+    """
+
+    task: Task
+    param: Tensor
+
+
+class Audit:
+    """Audits every so many steps of one plan. Each time another matrix of each kind is computed on all its ranks.
+
+    Args:
+        every: the number of steps from one audit to the next.
+        optimizer: the optimizer, whose own eager step is what counts.
+        plan: the plan.
+        store: the tensors of its tasks.
+    """
+
+    def __init__(self, every: int, optimizer: Optimizer, plan: Plan, store: StateStore) -> None:
+        self.every, self.optimizer, self.plan, self.store = every, optimizer, plan, store
+        self._steps = 0
+
+    def before(self, names: Iterable[str]) -> list[Expected]:
+        """Compute what this step has to give for some tasks; nothing if it is not audited. A collective if it is.
+
+        Args:
+            names: the tasks with gradients that have taken their first step.
+        """
+        self._steps += 1
+        if self._steps % self.every:
+            return []
+        rehearse_as_now(self.optimizer, self._states())
+        turn = self._steps // self.every
+        kinds: dict[int, list[str]] = {}
+        for name in names:
+            kind = self.plan.bound[name].kind
+            if kind.oracle is not None and not any(draws(t.graph) for t in kind.templates.values()):
+                kinds.setdefault(id(kind), []).append(name)
+        return [self._expected(own[turn % len(own)]) for own in kinds.values()]
+
+    def _states(self) -> dict[Tensor, dict[str, Any]]:
+        """The state of every parameter, with the counters that it has now."""
+        found = {
+            key: pytree.tree_map(lambda leaf: leaf, dict(state))  # with containers of its own
+            for key, state in self.optimizer.state.items()
+            if isinstance(key, Tensor) and state
+        }
+        for bound in self.plan.bound.values():
+            for leaf in bound.kind.state if bound.param in found else ():
+                write(found[bound.param], bound.kind.paths[leaf.name], leaf, bound.kind.structure)
+        return found
+
+    def _expected(self, name: str) -> Expected:
+        task, bound = self.plan.owned.task(name), self.plan.bound[name]
+        param = nn.Parameter(self._whole(task, "param", bound.param.detach()).clone())
+        assert bound.param.grad is not None
+        if bound.param.grad.dtype != param.dtype:
+            param.grad_dtype = bound.param.grad.dtype
+        param.grad = self._whole(task, "grad", bound.param.grad).clone()
+        vars(param).update(marks_of(bound.origin))
+        state = self.store.portable(task)
+        whole = {key: pytree.tree_map(lambda leaf: self._whole_leaf(task, leaf), value) for key, value in state.items()}
+        twin = make_twin(self.optimizer, self.optimizer.param_groups[bound.param_group], [param], {param: whole})
+        step_plainly(twin)
+        return Expected(task, param.detach())
+
+    def _whole(self, task: Task, leaf: str, value: Tensor) -> Tensor:
+        return self.store.whole(task, Leaf(Role.PARAM, leaf, task.shape, value.dtype), value).view(task.shape)
+
+    def _whole_leaf(self, task: Task, leaf: Any) -> Any:
+        if isinstance(leaf, DTensor):
+            return self.store.whole(task, Leaf(Role.STATE, "leaf", tuple(leaf.shape), leaf.dtype), leaf).clone()
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+    def after(self, expected: Iterable[Expected]) -> None:
+        """Compare what the step gave.
+
+        Raises:
+            CanzonaError: the bits differ from those of the plain optimizer.
+        """
+        for one in expected:
+            _, shard = one.task.layout.grid.find(self.store.rank)
+            wanted = one.param[one.task.layout.boxes[shard].slices()]
+            found = local_part(self.plan.bound[one.task.name].param).detach().view(wanted.shape)
+            same = (found == wanted) | (found.isnan() & wanted.isnan())
+            if bool(same.all()):
+                continue
+            off = (found.double() - wanted.double()).abs().max()
+            raise CanzonaError(
+                f"audit: after this step {int((~same).sum())} of {same.numel()} elements differ from the plain "
+                f"optimizer's, by {float(off):.3g} at most",
+                at=one.task.name,
+                hint="its step reads something that the rehearsal did not meet: please report it; go back "
+                "to a checkpoint and train with the plain optimizer",
+            )

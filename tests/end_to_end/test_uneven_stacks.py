@@ -1,0 +1,144 @@
+"""Stacks whose first dim ranks share unevenly: other numbers of entries on every rank, and none on some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness.layouts import Case
+from tests.harness.marks import also, first
+from tests.harness.optimizers import Shape
+from tests.harness.toy_optimizers import PerParameter, State
+from tests.harness.training import Outcome, Training, check, on_ranks
+from tests.harness.training import train as train_recipe
+
+
+def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
+    """Keller Jordan's own form, which takes matrices and stacks of them."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = x.size(-2) > x.size(-1)
+    x = x.bfloat16().mT if tall else x.bfloat16()
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = b * gram + c * gram @ gram
+        x = a * x + polynomial @ x
+    return x.mT if tall else x
+
+
+class ProductMuon(PerParameter):
+    """Muon of matrices and of stacks, written with `@`."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state["momentum"] = torch.zeros_like(grad)
+        state["momentum"].lerp_(grad, 0.05)
+        param.add_(self.direction(state["momentum"]).to(param.dtype), alpha=-group["lr"])
+
+    def direction(self, average: Tensor) -> Tensor:
+        return newton_schulz(average)
+
+
+class MatrixMuon(ProductMuon):
+    """Elementwise on everything but matrices: convolutions and stacks get their momentum."""
+
+    def direction(self, average: Tensor) -> Tensor:
+        return newton_schulz(average) if average.ndim == 2 else average
+
+
+class FlatMuon(ProductMuon):
+    """A convolution's weight is a matrix: a row per output channel."""
+
+    def direction(self, average: Tensor) -> Tensor:
+        return newton_schulz(average.flatten(1)).view_as(average)
+
+
+class MeanMuon(ProductMuon):
+    """Entries of a stack depend on one another from three on, so that one rank cannot tell from its own."""
+
+    def direction(self, average: Tensor) -> Tensor:
+        return newton_schulz(average - average.mean(0) if len(average) > 2 else average)
+
+
+class AlternatingMuon(ProductMuon):
+    """Every third step mixes the entries, so that most steps say nothing about all."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        state["step"] = state.get("step", 0) + 1
+        update = newton_schulz(grad).to(param.dtype)
+        param.add_(update.roll(1, 0) if state["step"] % 3 == 0 else update, alpha=-group["lr"])
+
+
+# On 2 ranks 2 and 1 entries, 1 and none, 3 and 2; the whole of one has as many entries as the part of another.
+# Products of 16 x 16 would be too small: torch multiplies one such pair by other code than several.
+EXPERTS: tuple[Shape, ...] = ((3, 64, 32), (1, 64, 32), (5, 32, 48), (2, 64, 32), (3, 64, 32))
+CONVOLUTIONS: tuple[Shape, ...] = ((3, 4, 3, 3), (1, 8, 3), (5, 2, 2, 2))
+MATRICES: tuple[Shape, ...] = ((32, 48), (17, 32))
+
+
+def recipe(kind: type[ProductMuon], *shapes: Shape) -> Training:
+    return Training(kind, shapes, steps=7, schedule=lambda _: lambda step: None, sizes=(0.1, 1e-2))
+
+
+RECIPES = {
+    "products": recipe(ProductMuon, *EXPERTS),
+    "products and matrices": recipe(ProductMuon, *EXPERTS, *MATRICES),
+    "elementwise": recipe(MatrixMuon, *CONVOLUTIONS),
+    "elementwise and matrices": recipe(MatrixMuon, *MATRICES, *CONVOLUTIONS),
+    "flat": recipe(FlatMuon, *CONVOLUTIONS),
+    "flat and matrices": recipe(FlatMuon, *CONVOLUTIONS, *MATRICES),
+    "mixing whole stacks": recipe(MeanMuon, *EXPERTS[:3], *MATRICES),
+    "mixing at times": recipe(AlternatingMuon, *EXPERTS[:3], *MATRICES),
+}
+
+
+def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
+    return train_recipe(RECIPES[name], cases, dtype, **options)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case",
+    [Case("fsdp", (2,)), *also([Case("stack_dim0", (3,)), Case("hsdp", (2, 2)), Case("stack_dims", (2, 2))])],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["products", "products and matrices"])
+def test_products_of_stacks(name: str, case: Case) -> None:
+    """`@` is as local as bmm: no entry moves, whatever the other ranks hold."""
+    report = check(on_ranks(train, name, [case], torch.float32, strategy="owner"))
+    strategies = {task["strategy"] for task in report["tasks"][: len(EXPERTS)]}
+    alone = len(case.mesh) == 1
+    assert strategies == {"local"} or not alone
+    assert (report["collectives_per_step"] == 0) is (name == "products" and alone)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [Case("fsdp", (2,)), *also([Case("stack_dim0", (4,))])], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    first(
+        [
+            "elementwise and matrices",
+            "mixing at times",
+            "elementwise",
+            "flat",
+            "flat and matrices",
+            "mixing whole stacks",
+        ],
+        2,
+    ),
+)
+def test_first_dims_of_any_length(name: str, case: Case) -> None:
+    check(on_ranks(train, name, [case], torch.float32))
+
+
+@pytest.mark.ranks
+def test_stacks_stay_local_with_a_loaded_state() -> None:
+    """Their portable state has the shape of the whole stack."""
+    outcomes = on_ranks(train, "products and matrices", [Case("fsdp", (2,))], torch.float32, restored=True)
+    strategies = [task["strategy"] for task in check(outcomes)["tasks"]]
+    assert strategies[: len(EXPERTS)] == ["local"] * len(EXPERTS)

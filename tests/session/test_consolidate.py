@@ -1,0 +1,274 @@
+"""`state_dict` on one rank alone: it says what is missing, disturbs nothing, and works after `consolidate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
+
+import canzona_compile
+from canzona_compile.errors import CanzonaError
+from canzona_compile.runtime import meeting
+from examples.optimizers.soap import SOAP
+from tests.harness.layouts import Case, Laid, full, replicate_of
+from tests.harness.optimizers import share_captures
+from tests.harness.ranks import run
+
+SHAPES = ((8, 6), (6, 8), (8, 6))
+MAKERS: dict[str, Callable[..., Any]] = {
+    "muon": partial(torch.optim.Muon, lr=2e-2),
+    "soap": partial(SOAP, lr=1e-2, every=2),
+}
+PATIENCE = timedelta(seconds=1)
+
+
+class Run:
+    """A wrapped optimizer, and beside it the plain one on whole matrices with the same gradients."""
+
+    def __init__(self, maker: str, case: Case) -> None:
+        self.random = torch.Generator().manual_seed(5)
+        values = [torch.randn(s, generator=self.random) for s in SHAPES]
+        self.laid = Laid(values, case)
+        self.params = self.laid.params
+        self.plain_params = [torch.nn.Parameter(v.clone()) for v in values]
+        self.plain = MAKERS[maker](self.plain_params)
+        self.optimizer = MAKERS[maker](self.params)
+        canzona_compile.wrap(self.optimizer, replicate=replicate_of(case), strategy="owner")
+        share_captures(self.optimizer)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            for i, (param, plain) in enumerate(zip(self.params, self.plain_params, strict=True)):
+                plain.grad = torch.randn(plain.shape, generator=self.random)
+                param.grad = self.laid.like_param(plain.grad, i)
+            self.plain.step()
+            self.optimizer.step()
+
+    def equal(self, found: Mapping[str, Any], *, local: bool = False) -> bool:
+        """Does a state dict equal the plain one's? `local` looks at fragments on this rank alone."""
+
+        def same(index: int, a: Any, b: Any) -> bool:
+            if not isinstance(a, Tensor):
+                return bool(a == b)
+            if isinstance(a, torch.distributed.tensor.DTensor):
+                return torch.equal(a._local_tensor, self.laid.fragment(b, index)) if local else torch.equal(full(a), b)
+            return torch.equal(a, b)
+
+        expected = self.plain.state_dict()
+        for index, state in expected["state"].items():
+            leaves, form = pytree.tree_flatten(state)
+            own, own_form = pytree.tree_flatten({k: found["state"][index][k] for k in state})
+            if form != own_form or not all(same(index, a, b) for a, b in zip(own, leaves, strict=True)):
+                return False
+        return bool(found["state"].keys() == expected["state"].keys())
+
+
+def steps_alone(maker: str) -> None:
+    Run(maker, Case("plain", ())).steps(3)
+
+
+def ready(maker: str) -> partial[Any]:
+    return partial(steps_alone, maker)
+
+
+def attempt(call: Callable[[], Any]) -> tuple[str, float]:
+    began = time.monotonic()
+    try:
+        call()
+    except CanzonaError as error:
+        return str(error), time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def keys() -> int:
+    return int(dist.distributed_c10d._get_default_store().num_keys())
+
+
+CASES = [("muon", Case("ddp", (2,))), ("soap", Case("ddp", (2,))), ("soap", Case("fsdp", (2,)))]
+named = pytest.mark.parametrize(("maker", "case"), CASES, ids=lambda v: str(v))
+
+
+def alone_then_all(maker: str, case: Case) -> tuple[list[tuple[str, float]], list[bool], int]:
+    meeting.PATIENCE, before = PATIENCE, meeting.PATIENCE
+    try:
+        rank, made = dist.get_rank(), Run(maker, case)
+        made.steps(3)
+        dist.barrier()
+        first = keys()
+        dist.barrier()
+        tries, equal = [], []
+        if rank == 0:
+            tries += [attempt(made.optimizer.state_dict), attempt(made.optimizer.state_dict)]
+        dist.barrier()
+        equal.append(made.equal(made.optimizer.state_dict()))  # the third meeting for rank 0, the first for rank 1
+        made.steps(1)
+        if rank == 1:
+            tries.append(attempt(made.optimizer.state_dict))  # rank 0 waits in the next step meanwhile
+        made.steps(2)
+        equal.append(made.equal(made.optimizer.state_dict()))
+        dist.barrier()
+        left = keys() - first
+        dist.barrier()
+        return tries, equal, left
+    finally:
+        meeting.PATIENCE = before
+
+
+@pytest.mark.ranks
+@named
+def test_one_rank_alone(maker: str, case: Case) -> None:
+    found = run(2, alone_then_all, maker, case, fresh=True, after=ready(maker))
+    missing = ["rank 1 did not make this call", "rank 0 did not make this call"]
+    for rank, (tries, equal, left) in enumerate(found):
+        assert equal == [True, True]
+        assert len(tries) == 2 - rank
+        for said, seconds in tries:
+            assert missing[rank] in said
+            assert "consolidate(to=0)" in said
+            assert seconds < 5
+        assert left == 0, "keys are left in the store"
+
+
+def apart(maker: str, case: Case) -> bool:
+    """Ranks that come seconds apart."""
+    made = Run(maker, case)
+    made.steps(2)
+    time.sleep(2.0 * dist.get_rank())
+    return made.equal(made.optimizer.state_dict())
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+def test_ranks_come_seconds_apart() -> None:
+    assert run(2, apart, "muon", Case("ddp", (2,)), after=ready("muon")) == [True, True]
+
+
+def consolidated(maker: str, case: Case, to: int) -> tuple[bool, str, list[str]]:
+    meeting.PATIENCE, before = PATIENCE, meeting.PATIENCE
+    try:
+        made = Run(maker, case)
+        made.steps(3)
+        rank = dist.get_rank()
+        made.optimizer.canzona.consolidate(to=to)
+        equal, refused = True, ""
+        if rank == to:
+            equal = made.equal(made.optimizer.state_dict(), local=True)
+            equal = equal and made.equal(made.optimizer.state_dict(), local=True)
+        else:
+            refused, _ = attempt(made.optimizer.state_dict)
+            assert made.optimizer.canzona.session._consolidated.state is None
+        made.steps(1)
+        stale = [attempt(made.optimizer.state_dict)[0]] if rank == to else []
+        dist.barrier()
+        equal = made.equal(made.optimizer.state_dict()) and equal
+        made.steps(1)
+        made.optimizer.canzona.consolidate(to=to)
+        canzona_compile.unwrap(made.optimizer)
+        return made.equal(made.optimizer.state_dict()) and equal, refused, stale
+    finally:
+        meeting.PATIENCE = before
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("to", [0, 1])
+@named
+def test_consolidate(maker: str, case: Case, to: int) -> None:
+    found = run(2, consolidated, maker, case, to, after=ready(maker))
+    for rank, (equal, refused, stale) in enumerate(found):
+        assert equal
+        if rank == to:
+            assert "did not make this call" in stale[0]
+        else:
+            assert f"consolidated to rank {to}" in refused
+
+
+def broken(case: Case) -> tuple[str, float]:
+    """Rank 1 fails on its way through a step that rank 0 has taken."""
+    made = Run("muon", case)
+    made.steps(2)
+    if dist.get_rank() == 1:
+        session = made.optimizer.canzona.session
+        with pytest.raises(ValueError, match="stopped"), session._telling():
+            raise ValueError("stopped")
+        return attempt(made.optimizer.state_dict)
+    return attempt(made.optimizer.state_dict)
+
+
+@pytest.mark.ranks
+def test_a_meeting_ends_when_a_rank_has_failed() -> None:
+    for said, seconds in run(2, broken, Case("ddp", (2,)), fresh=True, after=ready("muon")):
+        assert "stopped" in said
+        assert seconds < 3
+
+
+def other_calls(case: Case) -> list[str]:
+    made = Run("muon", case)
+    made.steps(2)
+    to = dist.get_rank()
+    said = [attempt(lambda: made.optimizer.canzona.consolidate(to=to))[0]]
+    made.steps(1)
+    return [*said, str(made.equal(made.optimizer.state_dict()))]
+
+
+@pytest.mark.ranks
+def test_ranks_that_call_different_things() -> None:
+    for said, equal in run(2, other_calls, Case("ddp", (2,)), after=ready("muon")):
+        assert "rank 0: consolidate(to=0); rank 1: consolidate(to=1)" in said
+        assert equal == "True"
+
+
+def local_state() -> bool:
+    """Muon under FSDP2 keeps fragments: one rank alone gets its own."""
+    made = Run("muon", Case("fsdp", (2,)))
+    made.steps(2)
+    return made.equal(made.optimizer.state_dict(), local=True) if dist.get_rank() == 0 else True
+
+
+@pytest.mark.ranks
+def test_state_in_fragments_needs_nobody() -> None:
+    assert run(2, local_state, after=ready("muon")) == [True, True]
+
+
+def zero1_alone() -> tuple[list[str], bool]:
+    meeting.PATIENCE, before = PATIENCE, meeting.PATIENCE
+    try:
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(6, 8, bias=False), torch.nn.Linear(8, 6, bias=False))
+        optimizer = torch.optim.Muon(model.parameters(), lr=2e-2)
+        canzona_compile.zero1(model, optimizer, mesh=init_device_mesh("cpu", (2,)))
+        for _ in range(2):
+            model(torch.ones(3, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        said = [attempt(optimizer.state_dict)[0]] if dist.get_rank() == 0 else []
+        dist.barrier()
+        whole = optimizer.state_dict()
+        optimizer.canzona.consolidate()  # type: ignore[attr-defined]
+        if dist.get_rank() == 0:
+            alone = pytree.tree_leaves(optimizer.state_dict())
+            return said, all(
+                map(
+                    lambda a, b: torch.equal(torch.as_tensor(a), torch.as_tensor(b)),
+                    [v for v in alone if isinstance(v, Tensor)],
+                    [v for v in pytree.tree_leaves(whole) if isinstance(v, Tensor)],
+                )
+            )
+        return said, True
+    finally:
+        meeting.PATIENCE = before
+
+
+@pytest.mark.ranks
+def test_zero1() -> None:
+    (said, equal), _ = run(2, zero1_alone)
+    assert equal
+    assert "rank 1 did not make this call" in said[0]

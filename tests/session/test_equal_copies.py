@@ -1,0 +1,63 @@
+"""Ranks that must hold equal copies and do not: all of them raise at the first step, and nothing is updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.layouts import Case, local
+from tests.harness.marks import crossed
+from tests.harness.ranks import run
+from tests.harness.trainer import Outcome, Trainer, check, ready
+
+CASES = [Case("ddp", (2,)), Case("hsdp", (2, 2)), Case("tp_ddp", (2, 2)), Case("replicated", (2,))]
+Edit = Callable[[Trainer], None]
+
+
+def other_parameter(trainer: Trainer) -> None:
+    with torch.no_grad():
+        local(trainer.params[1]).add_(0.5)
+
+
+def other_gradient(trainer: Trainer) -> None:
+    grad = trainer.params[2].grad
+    assert grad is not None
+    local(grad).add_(0.5)
+
+
+def differs(case: Case, edit: Edit) -> tuple[Outcome, bool]:
+    """The last rank differs in the first step; then it does not, and all go on as if nothing had been."""
+    trainer, other = Trainer(case), Trainer(case)
+    trainer.gradients()
+    kept = [[local(t).clone() for t in (p, p.grad)] for p in trainer.params if p.grad is not None]
+    if dist.get_rank() == case.world - 1:
+        edit(trainer)
+    outcome = trainer.last_step()
+    with torch.no_grad():
+        for param, (value, grad) in zip(trainer.params, kept, strict=True):
+            assert param.grad is not None
+            local(param).copy_(value)
+            local(param.grad).copy_(grad)
+    trainer.optimizer.step()
+    trainer.steps(2)
+    other.steps(3)
+    return outcome, all(torch.equal(local(a), local(b)) for a, b in zip(trainer.params, other.params, strict=True))
+
+
+DIFFERENCES = [(other_parameter, "the parameter", "second"), (other_gradient, "the gradient", "third")]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "difference"),
+    crossed(CASES, DIFFERENCES),
+    ids=lambda v: str(v) if isinstance(v, Case) else v[0].__name__,
+)
+def test_one_copy_differs(case: Case, difference: tuple[Edit, str, str]) -> None:
+    edit, what, name = difference
+    found = run(case.world, differs, case, edit, after=ready())
+    check([outcome for outcome, _ in found], {"RankMismatch"}, f"{what} differs", name, "must hold equal copies")
+    assert all(goes_on for _, goes_on in found)
