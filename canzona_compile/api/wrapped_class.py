@@ -169,7 +169,7 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
         lost = lost_in_pickle(options) or self.canzona.session.lost or self.canzona.session.lost_in_copies
         with self.canzona.session.portable_state("a copy or a pickle"):
             state = {k: v for k, v in self.__getstate__().items() if k != "canzona"}
-            state["state"] = defaultdict(dict, {} if self.canzona.session.rehearsed else state["state"])
+            state["state"] = defaultdict(dict, {} if self.canzona.session.has_dummy_state else state["state"])
         return _restore, (plain, replace(options, replicate=None, layout=None), lost), state
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:

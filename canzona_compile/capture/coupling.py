@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,23 +20,50 @@ from canzona_compile.capture.trial import RehearsedSteps, Scenario, apart, conte
 from canzona_compile.capture.twin import NOT_COPIED, marks_of, plain_class
 from canzona_compile.errors import UnsupportedOptimizer, some
 
+NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group
 INDEPENDENT = "keep a step to its parameter, its gradient, its state and the hyperparameters of its group"
 
 
 def difference(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
-    """The places at which two runs differ first; none if they do not. Only one of them raising is a difference."""
+    """The places at which two runs differ first; none if they do not. Only one of them raising is a difference.
+
+    Caches do not count: attributes that stay as the first steps left them.
+    """
+    cached = caches(whole)
     for one, other in zip(whole.after, parts.after, strict=False):
-        if places := changed(one, other):
+        if places := [place for place in changed(one, other) if attribute_of(place) not in cached]:
             return places
     if len(whole.after) != len(parts.after) or type(whole.error) is not type(parts.error):
         return ["the end of the run"]
     return []
 
 
+def caches(whole: RehearsedSteps) -> set[str]:
+    """The attributes of an optimizer that change on the first two steps at most."""
+    early, late = whole.after[1:2], whole.after[-1:]
+    if len(whole.after) < 4:
+        return set()
+    moved = {attribute_of(place) for place in changed(early[0], late[0])}
+    return {attribute_of(place) for place in late[0]} - moved - {""}
+
+
+def attribute_of(place: str) -> str:
+    """The attribute of the optimizer in which a place lies; empty if it lies in none."""
+    found = re.match(r"self\.(\w+)", place)
+    return found[1] if found and not place.startswith("self.state[") else ""
+
+
 def refusal(
-    optimizer: Optimizer, scenario: Scenario, whole: RehearsedSteps, parts: RehearsedSteps
+    optimizer: Optimizer, scenario: Scenario, whole: RehearsedSteps, parts: RehearsedSteps, names: NamesByGroup
 ) -> UnsupportedOptimizer:
-    """Make the error for a step that gives something else for a parameter alone: find out what it reads or writes."""
+    """Make the error for a step that gives something else for a parameter alone: find out what it reads or writes.
+
+    Args:
+        optimizer: the optimizer.
+        scenario: the steps in which it showed.
+        whole, parts: what they did, to all parameters together and to each apart.
+        names: those of the optimizer's parameters by group, for the error.
+    """
     kind = plain_class(optimizer).__name__
     if parts.error is not None and whole.error is None:
         return UnsupportedOptimizer(
@@ -44,10 +72,11 @@ def refusal(
             hint=INDEPENDENT,
         )
     places = difference(whole, parts)
+    at = where(places, scenario, names)
     beside = [p for p in places if p.startswith(("self.", "param_groups"))]
     if beside and not any(p.startswith(("parameter", "the state")) for p in places):
         return UnsupportedOptimizer(
-            f"{kind}.step changes {some(beside)}, which belongs to no parameter",
+            f"{kind}.step changes {some(beside)}, which belong to no parameter",
             hint="keep statistics in self.state[param]; only plain numbers may count elsewhere",
         )
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
@@ -59,12 +88,13 @@ def refusal(
             other = apart(optimizer, scenario, company, whole)
         if not difference(whole, other):
             detail = f": {some(others_than_marks(small.params))}" if company is Company.ATTRIBUTES else kept
-            return UnsupportedOptimizer(f"{kind}.step {company.value}{detail}", at=some(places), hint=INDEPENDENT)
+            return UnsupportedOptimizer(f"{kind}.step {company.value}{detail}", at=at, hint=INDEPENDENT)
     written = f", and it changes {some(beside)}" if beside else ""
+    hint = "move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_"
+    if any(isinstance(leaf, Module) for leaf in pytree.tree_leaves(vars(optimizer))):
+        hint += "; examples/qk_clip.py shows how a hook after the step writes weights of modules"
     return UnsupportedOptimizer(
-        f"{kind} couples parameters: the update of one depends on others{written}{kept}",
-        at=some(places),
-        hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
+        f"{kind} couples parameters: the update of one depends on others{written}{kept}", at=at, hint=hint
     )
 
 
@@ -77,6 +107,13 @@ def tensors_kept(optimizer: Optimizer) -> str:
         if any(isinstance(leaf, Tensor | Module) for leaf in pytree.tree_leaves(value))
     ]
     return f" (tensors are in {some(found)})" if found else ""
+
+
+def where(places: Sequence[str], scenario: Scenario, names: NamesByGroup) -> str:
+    """Name the first parameter among some places in a miniature; if there is none, the places."""
+    chosen = [names[g][i] for g, own in enumerate(scenario.chosen) for i in own]
+    numbers = sorted({int(found[1]) for place in places if (found := re.search(r"parameter (\d+)", place))})
+    return chosen[numbers[0]] if numbers else some(places)
 
 
 def holding_parameters(small: Miniature) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import Contents, changed
-from canzona_compile.capture.coupling import difference, refusal, tensors_kept
+from canzona_compile.capture.coupling import NamesByGroup, difference, refusal, tensors_kept
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.external_counters import Counter
 from canzona_compile.capture.miniature import Miniature
@@ -56,8 +56,12 @@ class Rehearsal:
     skipped: str = ""
 
 
-def rehearse(optimizer: Optimizer) -> Rehearsal:
+def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
     """Rehearse an optimizer. Every rank gets the same result, without communication.
+
+    Args:
+        optimizer: the optimizer.
+        names: those of its parameters by group, for errors.
 
     Raises:
         UnsupportedOptimizer: its step reads or writes something that a plan does not give it, or fails in miniature.
@@ -68,12 +72,13 @@ def rehearse(optimizer: Optimizer) -> Rehearsal:
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     if device.type == "meta":
         return Rehearsal(skipped="its parameters have no values")
+    names = names or default_names(optimizer)
     cast = scenarios(numbers)
-    found = [rehearse_one(optimizer, scenario, device) for scenario in cast]
+    found = [rehearse_one(optimizer, scenario, device, names) for scenario in cast]
     if any(one.skipped for one in found) and any(isinstance(key, Tensor) for key in optimizer.state):
         # The state was made in the constructor, or the step cannot make it anew.
         cast = [replace(scenario, stateful=True) for scenario in cast]
-        found = [rehearse_one(optimizer, scenario, device) for scenario in cast]
+        found = [rehearse_one(optimizer, scenario, device, names) for scenario in cast]
     if skipped := next((one for one in found if one.skipped), None):
         raise UnsupportedOptimizer(
             f"{plain_class(optimizer).__name__}.step fails on parameters that are none of the model's, so that nothing "
@@ -111,10 +116,10 @@ def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, A
     now.state = defaultdict(dict, {key: dict(state) for key, state in states.items()})
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     first = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
-    rehearse_one(now, replace(first, stateful=True), device)
+    rehearse_one(now, replace(first, stateful=True), device, default_names(optimizer))
 
 
-def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device) -> Rehearsal:
+def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device, names: NamesByGroup) -> Rehearsal:
     """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`.
 
     Raises:
@@ -140,7 +145,15 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device)
                 rounds_in_foreach=one.loops,
                 draws=dice.rolled,
             )
-    raise refusal(optimizer, one, whole, parts)
+    raise refusal(optimizer, one, whole, parts, names)
+
+
+def default_names(optimizer: Optimizer) -> NamesByGroup:
+    """The names that groups give to parameters, or their places."""
+    return [
+        group.get("param_names") or [f"group{g}.param{i}" for i in range(len(group["params"]))]
+        for g, group in enumerate(optimizer.param_groups)
+    ]
 
 
 def scenarios(numbers: Sequence[int]) -> list[Scenario]:

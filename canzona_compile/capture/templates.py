@@ -13,6 +13,7 @@ from torch import fx
 from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import Contents, Walk, changed
+from canzona_compile.capture.coupling import NamesByGroup
 from canzona_compile.capture.dynamo_oracle import Oracle, ParameterSpec, StepInputs, Untraceable, Variant
 from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.capture.eager_parity import holistic, same_bits
@@ -153,8 +154,11 @@ class Capture:
                 self._look_ahead(kind, kind.oracle, group, spec)
         return kind
 
-    def rehearse(self) -> Rehearsal:
+    def rehearse(self, names: NamesByGroup = ()) -> Rehearsal:
         """Rehearse the optimizer, once for the groups and parameters that it has now.
+
+        Args:
+            names: those of its parameters by group, for errors.
 
         Raises:
             UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
@@ -164,7 +168,7 @@ class Capture:
         groups = self.optimizer.param_groups
         cast = tuple((len(group["params"]), signature(group, self.group_counters())) for group in groups)
         if cast not in self._rehearsals:
-            self._rehearsals[cast] = rehearsal = rehearse(self.optimizer)
+            self._rehearsals[cast] = rehearsal = rehearse(self.optimizer, names)
             self.counts.update(rehearsal.counters)
         return self._rehearsals[cast]
 

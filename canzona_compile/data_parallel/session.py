@@ -103,9 +103,9 @@ class OwnerSession(Session):
             for fragment in self._fragments:
                 fragment.drop_gradients()
 
-    def _rehearse(self) -> None:
+    def _dummy_step(self) -> None:
         with self.gradients():
-            super()._rehearse()
+            super()._dummy_step()
 
     def _start(self) -> Any:
         take_apart(self.optimizer, self._fragments)

@@ -153,7 +153,8 @@ class Binder:
         if self._stand_ins is None:
             self.exchange()
         assert self._stand_ins is not None
-        self.capture.rehearse()
+        groups = range(len(self.optimizer.param_groups))
+        self.capture.rehearse([[name for name, g, _ in self._named if g == group] for group in groups])
         names = [name for name, _, _ in self._named]
         self._stand_ins.check_others(names)
         check_patterns(self.options.split, names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
@@ -49,7 +49,7 @@ class Session:
         groups: finds process groups by their ranks.
         driver: takes the steps of the current plan; None before the first step and after `close`.
         number: the number of steps that were begun.
-        rehearsed: whether `optimizer.state` holds the state of a dummy step.
+        has_dummy_state: whether `optimizer.state` holds the state of a dummy step.
     """
 
     lost_in_copies: ClassVar[str] = ""  # why a copy of the optimizer cannot step; empty if it can
@@ -61,10 +61,10 @@ class Session:
         self.observers: list[Observer] = []
         self.driver: StepDriver | None = None
         self.number = 0
-        self.rehearsed = False
+        self.has_dummy_state = False
         self._agreement: RankAgreement | None = None
         self._consolidated: Consolidated | None = None
-        self._rehearsing = False  # whether this is a dummy step
+        self._in_dummy_step = False  # whether this is a dummy step
         self._broken = ""  # why an earlier step ended on its way; empty if none did
 
     @property
@@ -90,7 +90,7 @@ class Session:
         self.number += 1
         self._consolidated = None
         if is_dummy_step(self.optimizer):
-            self._rehearse()
+            self._dummy_step()
             return False
         with self.gradients():
             try:
@@ -99,16 +99,16 @@ class Session:
                 if self.driver is not None:
                     self.driver.end_step()
 
-    def _rehearse(self) -> None:
+    def _dummy_step(self) -> None:
         """Take a dummy step that leaves only portable state, into which a checkpoint can be loaded."""
-        self._rehearsing = True
+        self._in_dummy_step = True
         try:
             with undone(self.optimizer):
                 self._step()
                 self.leave()
         finally:
-            self._rehearsing = False
-        self.rehearsed = True
+            self._in_dummy_step = False
+        self.has_dummy_state = True
 
     @contextlib.contextmanager
     def gradients(self) -> Iterator[None]:
@@ -196,8 +196,10 @@ class Session:
         agreement.report(members, error)
         assert plan is not None
         driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, agreement.waiter)
-        agreement.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", driver.begin())
-        if not self._rehearsing:  # a checkpoint may be loaded after it, and make the copies equal
+        has = driver.begin()
+        agreement.report(members, problem_of(driver.check))
+        agreement.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", has)
+        if not self._in_dummy_step:  # a checkpoint may be loaded after it, and make the copies equal
             self._compare_copies(driver, agreement)
         driver.choose_variants()
         return driver
@@ -286,7 +288,7 @@ class Session:
         """Put the state into portable form and drop the plan. This is a collective if owners hold state."""
         if self.driver is not None:
             self.driver.store.release()
-        if self.rehearsed:
+        if self.has_dummy_state:
             self.optimizer.state.clear()
         self.forget_plan()
 
@@ -294,7 +296,7 @@ class Session:
         """Drop the plan, so that the next step binds and plans anew. `optimizer.state` must be portable already."""
         if self.driver is not None:
             self.driver.forget_programs()
-        self.driver, self.rehearsed, self._consolidated = None, False, None
+        self.driver, self.has_dummy_state, self._consolidated = None, False, None
 
     # -- portable state between steps ----------------------------------------------------------------
 
@@ -367,6 +369,15 @@ class Session:
         """Inside this context, `optimizer.state` is portable. Entering it is a collective if owners hold state."""
         with contextlib.nullcontext() if self.driver is None else self.driver.store.shown_portably():
             yield
+
+
+def problem_of(check: Callable[[], None]) -> CanzonaError | None:
+    """The error that a check raises; None if it raises none."""
+    try:
+        check()
+    except CanzonaError as error:
+        return error
+    return None
 
 
 def whole(plan: Plan, options: Options) -> Step:

@@ -123,10 +123,17 @@ class StepDriver:
         self.store.adopt()
         self._take_params()
         self._next = self._agreed = self._participants()
-        self._check_gradients()
-        self._check_presence()
         has = dict.fromkeys(self._next.ready, "a gradient") | dict.fromkeys(self._next.fresh, "a first gradient")
         return {task.name: has.get(task.name, "no gradient") for task in self.plan.owned.tasks}
+
+    def check(self) -> None:
+        """Check the gradients of the first step of the plan, after `begin`.
+
+        Raises:
+            InvalidGradient: one has attributes, or is missing although the optimizer needs it.
+        """
+        self._check_gradients()
+        self._check_presence()
 
     def choose_variants(self) -> None:
         """Ask which variants the tasks take on the first step of the plan.

@@ -24,9 +24,9 @@ def first_of_families(count: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", first_of_families(4))
-def test_in_one_process(name: str) -> None:
-    assert mistakes(NAMED[name], verdict(NAMED[name], ALONE)) == []
+@pytest.mark.parametrize("trap", first_of_families(4))
+def test_in_one_process(trap: str) -> None:
+    assert mistakes(NAMED[trap], verdict(NAMED[trap], ALONE)) == []
 
 
 @pytest.mark.ranks

@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     wrap = parser.add_argument_group("options of wrap")
     for name, kind in (("strategy", StrategyOption), ("numerics", Numerics), ("missing-grads", MissingGrads)):
         wrap.add_argument(f"--{name}", choices=get_args(kind))
-    for name in ("capacity", "micro-groups", "depth"):
+    for name in ("capacity", "micro-groups", "depth", "audit"):
         wrap.add_argument(f"--{name}", type=int, metavar="N")
     wrap.add_argument("--planner", choices=[name for name in NAMES if name != "exact"])
     wrap.add_argument("--alpha", type=float, metavar="A")
