@@ -13,7 +13,14 @@ import pytest
 GOLDEN = Path(__file__).parent / "golden"
 Golden = Callable[..., None]
 # Files that take longest of those without ranks: a browser, processes of their own, captures in this process.
-LONG = ("test_gpu_benchmark", "test_any_optimizer", "test_page_in_browser", "test_cuda_graph", "test_trainer")
+LONG = (
+    "test_gpu_benchmark",
+    "test_any_optimizer",
+    "test_page_in_browser",
+    "test_cuda_graph",
+    "test_trainer",
+    "test_random_traps",
+)
 COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # all tests, before any is deselected
 
 

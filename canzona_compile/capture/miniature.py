@@ -36,7 +36,7 @@ class Miniature:
 
     Args:
         optimizer: the optimizer.
-        chosen: which of its parameters the copy holds.
+        chosen: which of its parameters the copy holds. Groups of which it holds none are left out.
         loops: whether `foreach` is off, in groups and as an attribute.
         stateful: whether they have state: small copies of that of the real ones. If not, they have none.
 
@@ -68,6 +68,8 @@ class Miniature:
         self.params: list[nn.Parameter] = []
         self.group_of: list[int] = []
         for g, (group, places) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
+            if group["params"] and not places:
+                continue  # code may take it for granted that a group has parameters
             params = [memo[id(group["params"][i])] for i in places]
             made = {k: distinct(v, g) for k, v in copied(hypers(group), memo).items()}
             if group.get("param_names"):
@@ -76,7 +78,7 @@ class Miniature:
                 made["foreach"] = vars(self.optimizer)["foreach"] = False
             self.optimizer.param_groups.append({**made, "params": params})
             self.params += params
-            self.group_of += [g] * len(params)
+            self.group_of += [len(self.optimizer.param_groups) - 1] * len(params)
         state: defaultdict[Any, Any] = defaultdict(dict, copied(odd_state(optimizer), memo))
         self.optimizer.state = state
         for param in real if stateful else ():

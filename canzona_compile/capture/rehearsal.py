@@ -30,6 +30,7 @@ from canzona_compile.capture.twin import plain_class, plain_step
 from canzona_compile.errors import UnsupportedOptimizer, some
 
 MOST_PARAMETERS = 64  # of all in the short scenario; the first ones and the last one of each group
+MOST_GROUPS = 16  # of the short scenario; the first ones and the last one. The long one has four
 LONG = 46  # steps of the long scenario
 
 
@@ -160,12 +161,14 @@ def scenarios(numbers: Sequence[int]) -> list[Scenario]:
     """Make a short scenario with many parameters and a long one with few.
 
     Args:
-        numbers: the number of parameters of each group.
+        numbers: the number of parameters of each group; not all of them 0.
     """
-    share = max(MOST_PARAMETERS // max(1, len(numbers)), 3)
-    many = [list(range(n)) if n <= share else [*range(share - 1), n - 1] for n in numbers]
-    few = [sorted({0, n - 1} & set(range(n))) for n in numbers][:4]
-    few += [[] for _ in numbers[4:]]
+    filled = [g for g, n in enumerate(numbers) if n]
+    groups = {*filled[: MOST_GROUPS - 1], filled[-1]}
+    share = max(MOST_PARAMETERS // len(groups), 3)
+    many = [[*range(min(n, share) - 1), n - 1] if g in groups else [] for g, n in enumerate(numbers)]
+    groups = {*filled[:3], filled[-1]}
+    few = [sorted({0, n - 1}) if g in groups else [] for g, n in enumerate(numbers)]
     nan = float("nan")
     last = sum(map(len, many)) - 1
     return [

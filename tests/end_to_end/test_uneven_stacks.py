@@ -106,20 +106,20 @@ def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) 
     [Case("fsdp", (2,)), *also([Case("stack_dim0", (3,)), Case("hsdp", (2, 2)), Case("stack_dims", (2, 2))])],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["products", "products and matrices"])
-def test_products_of_stacks(name: str, case: Case) -> None:
+@pytest.mark.parametrize("recipe", ["products", "products and matrices"])
+def test_products_of_stacks(recipe: str, case: Case) -> None:
     """`@` is as local as bmm: no entry moves, whatever the other ranks hold."""
-    report = check(on_ranks(train, name, [case], torch.float32, strategy="owner"))
+    report = check(on_ranks(train, recipe, [case], torch.float32, strategy="owner"))
     strategies = {task["strategy"] for task in report["tasks"][: len(EXPERTS)]}
     alone = len(case.mesh) == 1
     assert strategies == {"local"} or not alone
-    assert (report["collectives_per_step"] == 0) is (name == "products" and alone)
+    assert (report["collectives_per_step"] == 0) is (recipe == "products" and alone)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [Case("fsdp", (2,)), *also([Case("stack_dim0", (4,))])], ids=str)
 @pytest.mark.parametrize(
-    "name",
+    "recipe",
     first(
         [
             "elementwise and matrices",
@@ -132,8 +132,8 @@ def test_products_of_stacks(name: str, case: Case) -> None:
         2,
     ),
 )
-def test_first_dims_of_any_length(name: str, case: Case) -> None:
-    check(on_ranks(train, name, [case], torch.float32))
+def test_first_dims_of_any_length(recipe: str, case: Case) -> None:
+    check(on_ranks(train, recipe, [case], torch.float32))
 
 
 @pytest.mark.ranks
