@@ -163,6 +163,12 @@ class Options:
                 at="the option audit",
                 hint='use numerics="exact", or verify()',
             )
+        if self.audit is not None and self.stagger:
+            raise CanzonaError(
+                "an audit compares with the plain optimizer, whose periodic work is not staggered",
+                at="the option audit",
+                hint="use one of the two",
+            )
         for name in ("capacity", "depth", "micro_groups", "audit"):
             value = getattr(self, name)
             if name in ("micro_groups", "audit") and value is None:

@@ -47,12 +47,7 @@ def step_one(small: Miniature, index: int, company: Company) -> None:
             for h, group in enumerate(optimizer.param_groups)
             if h == g or company is Company.ALL_GROUPS
         ]
-    others = [] if own is not param else [(p, p.grad) for p in small.params if p is not param]
-    for other, _ in others:
-        other.grad = None
     step_plainly(twin)
-    for other, grad in others:
-        other.grad = grad
     param.data.copy_(own.detach())
     state.update(twin.state[own])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.contents import Contents, Walk, changed
+from canzona_compile.capture.attributes import AttributeWatch
 from canzona_compile.capture.coupling import NamesByGroup
 from canzona_compile.capture.dynamo_oracle import Oracle, ParameterSpec, StepInputs, Untraceable, Variant
 from canzona_compile.capture.eager_fallback import interpreted_template
@@ -22,7 +22,7 @@ from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leave
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.rehearsal import Rehearsal, closure_problem, rehearse
 from canzona_compile.capture.separability import check_separable
-from canzona_compile.capture.twin import NOT_COPIED, plain_class, signature
+from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.capture.variant_period import VariantPeriod, variant_period_of
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.fx_utils import outputs, placeholders, tensor_value
@@ -34,9 +34,6 @@ log = logging.getLogger(__name__)
 
 KindKey = tuple[Any, ...]
 Held = tuple[str, Shape | None, torch.dtype | None]
-MOST_WATCHED = 1000  # places in the attributes of an optimizer; it costs time on every step
-# Attributes that torch sets by itself while training.
-TORCH_S_OWN = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_hook_for_profile")
 LOOKAHEAD = 128  # steps; periodic work with a longer period is captured when it comes, which costs a new plan
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
 
@@ -89,12 +86,15 @@ class Capture:
     optimizer: Optimizer
     kinds: dict[KindKey, ParamKind] = field(default_factory=dict)
     counts: set[Counter] = field(default_factory=set)  # what the step counts outside of states
-    _attributes: Contents | None = None  # of the optimizer, at the last step
     _closure: str | None = None  # why its step cannot take one; None before anybody asked
+    _watch: AttributeWatch = field(init=False)
     _rehearsals: dict[Any, Rehearsal] = field(default_factory=dict)
     _separable: set[KindKey] = field(default_factory=set)
     _faithful: set[tuple[str, ...]] = field(default_factory=set)
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
+
+    def __post_init__(self) -> None:
+        self._watch = AttributeWatch(self.optimizer)
 
     @property
     def captures(self) -> int:
@@ -163,8 +163,7 @@ class Capture:
         Raises:
             UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
         """
-        if self._attributes is None:
-            self._attributes = watched(self.optimizer, {c.key for c in self.counts if c.home == "self"})
+        self._watch.begin(self._counting())
         groups = self.optimizer.param_groups
         cast = tuple((len(group["params"]), signature(group, self.group_counters())) for group in groups)
         if cast not in self._rehearsals:
@@ -178,16 +177,16 @@ class Capture:
         Raises:
             UnsupportedOptimizer: with these attributes, its step reads or writes something that a plan does not give.
         """
-        attributes = watched(self.optimizer, {c.key for c in self.counts if c.home == "self"})
-        places = [] if self._attributes is None else changed(self._attributes, attributes)
-        self._attributes = attributes
-        if not places:
-            return
-        for oracle in {id(k.oracle): k.oracle for k in self.kinds.values() if k.oracle is not None}.values():
+        moved, rehearse_again = self._watch.changes(self._counting())
+        for oracle in {k.oracle for k in self.kinds.values() if k.oracle is not None} if moved else ():
             oracle.refresh(self.optimizer)
-        if not all(is_number(attributes.get(place)) for place in places):
+        if rehearse_again:
             self._rehearsals.clear()
             self.rehearse()
+
+    def _counting(self) -> set[str]:
+        """The attributes of the optimizer in which the step counts."""
+        return {counter.key for counter in self.counts if counter.home == "self"}
 
     def check_closure(self) -> None:
         """Raise unless `step(closure)` may call the closure before all else.
@@ -302,27 +301,6 @@ class Capture:
         taken = {template.name for kind in self.kinds.values() for template in kind.templates.values()}
         names = [label, *(f"{label}_{i}" for i in range(2, len(taken) + 3))]
         return next(name for name in names if name not in taken)
-
-
-def watched(optimizer: Optimizer, counters: Container[str]) -> Contents:
-    """What the attributes of an optimizer hold now, counters and tensors of modules left out."""
-    walk = Walk(by_identity, bits=False, most=MOST_WATCHED)
-    for name, value in vars(optimizer).items():
-        if name not in NOT_COPIED and name not in TORCH_S_OWN and name not in counters:
-            walk.add(name, value)
-    return walk.found
-
-
-def by_identity(value: Any) -> str | None:
-    """Name modules and parameters, whose values change on every step."""
-    if isinstance(value, torch.nn.Module):
-        return f"module {id(value)} training={value.training}"
-    return f"parameter {id(value)}" if isinstance(value, torch.nn.Parameter) else None
-
-
-def is_number(found: Any) -> bool:
-    """Tell whether what `contents` found at a place is a number."""
-    return isinstance(found, tuple) and found[0] in ("int", "float")
 
 
 def is_torch_s_own(optimizer: Optimizer) -> bool:

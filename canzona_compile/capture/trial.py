@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.contents import Contents, Walk, changed
-from canzona_compile.capture.external_counters import Counter, CounterShadow
+from canzona_compile.capture.contents import Contents, Walk, bits_of, changed
+from canzona_compile.capture.external_counters import Counter, CounterShadow, counts_of
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import Company, step_one
@@ -111,7 +111,7 @@ def apart(optimizer: Optimizer, scenario: Scenario, company: Company, whole: Reh
 
 
 def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> RehearsedSteps:
-    """Take the steps of an scenario."""
+    """Take the steps of a scenario."""
     found = RehearsedSteps()
     random = torch.Generator().manual_seed(0)
     for number in range(scenario.steps):
@@ -127,7 +127,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
                 grad *= scenario.scales.get(number, 1.0)
             param.grad = None if scenario.missing.get(number) == i else grad
             given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
-        before = numbers_outside(small.optimizer)
+        before = counts_of(small.optimizer)
         try:
             found.returned.append(step())
         except CanzonaError:
@@ -135,19 +135,17 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
         except Exception as error:  # whatever the optimizer's code raises: the other run has to raise it as well
             found.error = error
             return found
-        found.writes_gradients |= any(p.grad is not own or not alike(own, old) for p, own, old in given)
-        found.counters |= {c for c, n in numbers_outside(small.optimizer).items() if before.get(c) != n}
+        found.writes_gradients |= any(p.grad is not own or written(own, old) for p, own, old in given)
+        found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
         for param in small.params:
             param.grad = None
         found.after.append(contents_of(small))
     return found
 
 
-def alike(one: Tensor | None, other: Tensor | None) -> bool:
-    """Tell whether two gradients have the same bits; NaN equals NaN."""
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one.nan_to_num(0.5), other.nan_to_num(0.5))
+def written(grad: Tensor | None, before: Tensor | None) -> bool:
+    """Tell whether the bits of a gradient changed."""
+    return grad is not None and before is not None and bits_of(grad) != bits_of(before)
 
 
 def contents_of(small: Miniature) -> Contents:
@@ -169,15 +167,3 @@ def contents_of(small: Miniature) -> Contents:
         if not isinstance(key, Tensor):
             walk.add(f"self.state[{key!r}]", value)
     return walk.found
-
-
-def numbers_outside(optimizer: Optimizer) -> dict[Counter, Any]:
-    """The numbers that an optimizer holds outside of the state of parameters."""
-    homes: list[tuple[Any, Mapping[Any, Any]]] = [("self", vars(optimizer)), ("state", optimizer.state)]
-    homes += [("group", hypers(group)) for group in optimizer.param_groups]
-    return {
-        Counter(home, str(key)): value
-        for home, values in homes
-        for key, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }

@@ -26,6 +26,7 @@ from canzona_compile.session.checkpoint_probe import is_dummy_step
 from canzona_compile.session.gathered import Ranks
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
+from canzona_compile.session.state import restoring
 
 
 class OwnerSession(Session):
@@ -189,11 +190,6 @@ class OwnerSession(Session):
         if not self._apart:
             yield
             return
-        with super().gathered_state():
-            own = dict(self.optimizer.state)
-            try:
-                put_together(self.optimizer, self._fragments, self._group)
-                yield
-            finally:
-                self.optimizer.state.clear()
-                self.optimizer.state.update(own)
+        with super().gathered_state(), restoring(self.optimizer):
+            put_together(self.optimizer, self._fragments, self._group)
+            yield

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from canzona_compile.ir.step import Task
-from canzona_compile.session.state import StateStore
+from canzona_compile.session.state import StateStore, restoring
 
 Ranks = tuple[int, ...]
 
@@ -73,11 +73,7 @@ def shown(optimizer: Optimizer, state: dict[Any, Any]) -> Iterator[None]:
         optimizer: the optimizer.
         state: what it holds meanwhile.
     """
-    own = dict(optimizer.state)
-    try:
+    with restoring(optimizer):
         optimizer.state.clear()
         optimizer.state.update(state)
         yield
-    finally:
-        optimizer.state.clear()
-        optimizer.state.update(own)

@@ -106,11 +106,10 @@ class StateStore:
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the state of tasks, which their next step creates anew."""
-        for name in names:
-            self.initialised.discard(name)
-            for held in (self.fragments, self.residents):
-                for key in [key for key in held if key[0] == name]:
-                    del held[key]
+        gone = set(names)
+        self.initialised -= gone
+        self.fragments = {key: value for key, value in self.fragments.items() if key[0] not in gone}
+        self.residents = {key: value for key, value in self.residents.items() if key[0] not in gone}
 
     def allocate(self, name: str) -> None:
         """Allocate the tensors that hold a task's state after its first step."""
@@ -328,13 +327,9 @@ class StateStore:
     @contextlib.contextmanager
     def shown_portably(self) -> Iterator[None]:
         """Make `optimizer.state` portable inside this context. Entering it is a collective if leaves are resident."""
-        own = dict(self.optimizer.state)
-        try:
+        with restoring(self.optimizer):
             self.release()
             yield
-        finally:
-            self.optimizer.state.clear()
-            self.optimizer.state.update(own)
 
     def cleared(self, task: Task) -> bool:
         """Tell whether a user cleared the state of a task, which the next step will find."""
@@ -372,6 +367,17 @@ class StateStore:
         for stand_in in self.plan.stand_ins:
             if state := self.optimizer.state.pop(stand_in.param, None):
                 self.optimizer.state[stand_in.fragment] = stand_in.given_back(state)
+
+
+@contextlib.contextmanager
+def restoring(optimizer: Optimizer) -> Iterator[None]:
+    """Give an optimizer, on exit, the entries of `state` that it has now."""
+    own = dict(optimizer.state)
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(own)
 
 
 def strided_like(leaf: Leaf, whole: Tensor) -> Tensor:

@@ -207,17 +207,17 @@ class StepDriver:
                 raise InvalidGradient("the gradient does not fit its parameter", at=name)
 
     def _check_presence(self) -> None:
-        """Raise InvalidGradient if a gradient is missing and the optimizer would notice."""
-        bare = [n for n, b in self.plan.bound.items() if b.param.grad is None] if self._habits.needs_gradients else []
-        if bare:
+        """Raise InvalidGradient if a gradient is missing, or a parameter frozen, and the optimizer would notice."""
+        habits, bound = self._habits, self.plan.bound
+        if habits.needs_gradients and (bare := [n for n, b in bound.items() if b.param.grad is None]):
             raise InvalidGradient(
                 f"{plain_class(self.optimizer).__name__}.step changes, or fails at, parameters that have no gradient",
                 at=some(bare),
                 hint='give every parameter a gradient, or wrap with missing_grads="zero" if zeros are meant',
             )
-
-        frozen = [n for n, b in self.plan.bound.items() if b.param.grad is not None and not b.origin.requires_grad]
-        if frozen and self._habits.asks_frozen:
+        if habits.asks_frozen and (
+            frozen := [n for n, b in bound.items() if b.param.grad is not None and not b.origin.requires_grad]
+        ):
             raise InvalidGradient(
                 f"{plain_class(self.optimizer).__name__}.step asks whether a parameter requires a gradient; this one "
                 "does not, and has one",

@@ -1,0 +1,76 @@
+"""Watch the attributes of an optimizer between steps: twins follow them, and some changes ask for another rehearsal."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Container
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from canzona_compile.capture.contents import Contents, Walk, changed
+from canzona_compile.capture.twin import NOT_COPIED
+
+MOST_REHEARSALS = (
+    3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
+)
+MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them costs time on every step
+# Attributes that torch sets by itself while training.
+TORCH_S_OWN = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_hook_for_profile")
+
+
+class AttributeWatch:
+    """Compares the attributes of an optimizer with those of the last look.
+
+    Args:
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._last: Contents | None = None
+        self._changes: collections.Counter[str] = collections.Counter()  # by attribute, those that were no numbers
+
+    def begin(self, counters: Container[str]) -> None:
+        """Look for the first time.
+
+        Args:
+            counters: the attributes in which the step counts; they are not looked at.
+        """
+        if self._last is None:
+            self._last = self._look(counters)
+
+    def changes(self, counters: Container[str]) -> tuple[bool, bool]:
+        """Look again.
+
+        Returns:
+            Whether an attribute changed since the last look; whether the optimizer should be rehearsed again, because
+            something else than a number changed that has not changed often.
+        """
+        now = self._look(counters)
+        places = [] if self._last is None else changed(self._last, now)
+        self._last = now
+        names = {re.split(r"[.\[]", place)[0] for place in places if not is_number(now.get(place))}
+        self._changes.update(names)
+        return bool(places), any(self._changes[name] <= MOST_REHEARSALS for name in names)
+
+    def _look(self, counters: Container[str]) -> Contents:
+        walk = Walk(by_identity, bits=False, most=MOST_WATCHED)
+        for name, value in vars(self.optimizer).items():
+            if name not in NOT_COPIED and name not in TORCH_S_OWN and name not in counters:
+                walk.add(name, value)
+        return walk.found
+
+
+def by_identity(value: Any) -> str | None:
+    """Name modules and parameters, whose values change on every step."""
+    if isinstance(value, nn.Module):
+        return f"module {id(value)} training={value.training}"
+    return f"parameter {id(value)}" if isinstance(value, nn.Parameter) else None
+
+
+def is_number(found: Any) -> bool:
+    """Tell whether what `contents` found at a place is a number."""
+    return isinstance(found, tuple) and found[0] in ("int", "float")

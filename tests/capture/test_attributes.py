@@ -1,0 +1,45 @@
+"""Attributes of an optimizer between steps: what a change of one costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import canzona_compile
+from canzona_compile.capture import templates
+from canzona_compile.capture.attributes import MOST_REHEARSALS
+from canzona_compile.capture.rehearsal import Rehearsal, rehearse
+from tests.harness.pairs import feed, muon, parameters
+
+
+def rehearsals(edit: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often twelve steps rehearse an optimizer that a user edits before each."""
+    calls: list[Rehearsal] = []
+
+    def counted(*args: Any) -> Rehearsal:
+        calls.append(rehearse(*args))
+        return calls[-1]
+
+    monkeypatch.setattr(templates, "rehearse", counted)
+    optimizer: Any = muon(parameters())
+    optimizer.log, optimizer.mode, optimizer.rate = [], "first", 0.5
+    canzona_compile.wrap(optimizer)
+    for step in range(12):
+        feed(optimizer, step)
+        edit(optimizer, step)
+        optimizer.step()
+    return len(calls)
+
+
+def test_a_log_does_not_rehearse_on_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rehearsals(lambda o, step: o.log.append(torch.tensor(step)), monkeypatch) == 1 + MOST_REHEARSALS
+
+
+def test_a_number_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rehearsals(lambda o, step: setattr(o, "rate", 0.1 * step), monkeypatch) == 1
+
+
+def test_another_word_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rehearsals(lambda o, step: setattr(o, "mode", "last" if step > 5 else "first"), monkeypatch) == 2
