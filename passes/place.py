@@ -207,7 +207,7 @@ class Cutter:
                 for user in users:
                     net.add_edge((node, "up"), user, capacity=math.inf)
                     net.add_edge(user, (node, "down"), capacity=math.inf)
-        for pinned in self._pinned():
+        for pinned in self._pinned(owner):
             net.add_edge("fragment", pinned, capacity=math.inf)
         for one, other in self._same_home():
             net.add_edge(one, other, capacity=math.inf)
@@ -215,16 +215,17 @@ class Cutter:
         _, (fragment, _) = nx.minimum_cut(net, "fragment", "owner")
         return {n for n in self.nodes if n in fragment}
 
-    def _pinned(self) -> Iterable[fx.Node]:
+    def _pinned(self, owner: set[fx.Node]) -> Iterable[fx.Node]:
         """The nodes that must be FRAGMENT: the parameter, the gradient and the new parameter.
 
-        If only the owner can compute the new parameter, it is not one of these nodes, and its value is scattered.
+        If only the owner can compute the new parameter, or the owner needs it for its state, it is not one of these
+        nodes, and its value is scattered.
         """
         for node, leaf in self.leaf.items():
             if leaf.role in (Role.PARAM, Role.GRAD) and node in self.nodes:
                 yield node
         for name, new in self.new:
-            if name == "param" and new in self.nodes and self.may_be_fragment(new):
+            if name == "param" and new in self.nodes and new not in owner:
                 yield new
 
     def _same_home(self) -> Iterable[tuple[fx.Node, fx.Node]]:

@@ -94,6 +94,10 @@ class Walk:
             self.add(f"{place}.keywords", value.keywords)
         elif isinstance(value, types.MethodType):
             self.add(f"{place}.__self__", value.__self__)
+        elif isinstance(value, types.GeneratorType):
+            self.found[place] = "generator", value.gi_frame and value.gi_frame.f_lasti
+            for name, entry in value.gi_frame.f_locals.items() if value.gi_frame else ():
+                self.add(f"{place}.{name}", entry)
         elif isinstance(value, types.FunctionType):
             for name, cell in cells_of(value):
                 self.add(f"{place}.{name}", cell)

@@ -79,6 +79,12 @@ def refusal(
             f"{kind}.step changes {some(beside)}, which belong to no parameter",
             hint="keep statistics in self.state[param]; only plain numbers may count elsewhere",
         )
+    if own := sorted({found[1] for p in places if (found := re.match(r"the attributes of parameter \d+\['(\w+)'", p))}):
+        return UnsupportedOptimizer(
+            f"{kind}.step changes attributes of its parameter: {some(own)}",
+            at=at,
+            hint="keep what belongs to a parameter in self.state[param]",
+        )
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
     knowing = sorted({p.partition("[")[0].partition("(")[0] for p in holding_parameters(small)})
@@ -89,7 +95,8 @@ def refusal(
         if not difference(whole, other):
             detail = f": {some(others_than_marks(small.params))}" if company is Company.ATTRIBUTES else kept
             return UnsupportedOptimizer(f"{kind}.step {company.value}{detail}", at=at, hint=INDEPENDENT)
-    written = f", and it changes {some(beside)}" if beside else ""
+    moving = sorted({f"self.{name}" for p in changed(whole.after[0], whole.after[-1]) if (name := attribute_of(p))})
+    written = f", and it changes {some(beside or moving)}" if beside or moving else ""
     hint = "move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_"
     if any(isinstance(leaf, Module) for leaf in pytree.tree_leaves(vars(optimizer))):
         hint += "; examples/qk_clip.py shows how a hook after the step writes weights of modules"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import types
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, odd_state, plain_class
+from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.layout import Shape, local_part
 from canzona_compile.ir.step import Leaf
 
@@ -173,11 +175,20 @@ def copied(values: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
 
 
 def copied_one(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy one value deeply, or return it if that is impossible."""
+    """Copy one value deeply, or return it if that is impossible.
+
+    Raises:
+        UnsupportedOptimizer: it holds a generator, which a rehearsal would use up.
+    """
     own = dict(memo)
     try:
         found = copy.deepcopy(value, own)
     except Exception:  # see above
+        if any(isinstance(leaf, types.GeneratorType) for leaf in pytree.tree_leaves(value)):
+            raise UnsupportedOptimizer(
+                f"the optimizer holds a generator, {value!r}, which every step of one parameter would advance",
+                hint="compute what it yields from a counter in self.state[param] or in the group",
+            ) from None
         return value
     memo.update(own)
     return found

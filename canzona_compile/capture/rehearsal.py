@@ -128,7 +128,9 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device,
     """
     thawed = replace(scenario, frozen=None)
     variants = [scenario, thawed, replace(thawed, missing={})]
-    for one in [*variants, *(replace(variant, loops=True) for variant in variants)]:
+    if takes_foreach(optimizer):
+        variants += [replace(variant, loops=True) for variant in variants]
+    for one in variants:
         with seeded(device) as dice:
             whole = together(optimizer, one)
         whole.drew = dice.rolled
@@ -147,6 +149,11 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device,
                 draws=dice.rolled,
             )
     raise refusal(optimizer, one, whole, parts, names)
+
+
+def takes_foreach(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer has an option `foreach`, in its groups or as an attribute."""
+    return hasattr(optimizer, "foreach") or any("foreach" in group for group in optimizer.param_groups)
 
 
 def default_names(optimizer: Optimizer) -> NamesByGroup:

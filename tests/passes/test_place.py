@@ -148,6 +148,27 @@ def test_values_cross_once_in_each_direction() -> None:
 # -- any graph ---------------------------------------------------------------------------------
 
 
+def averaged(shape: Shape) -> Template:
+    """Averages the new parameter in the state: the new parameter is read where the average is."""
+    roles = ((Role.PARAM, "param"), (Role.GRAD, "grad"), (Role.STATE, "ema"))
+    leaves = tuple(Leaf(role, name, shape, torch.float32) for role, name in roles)
+    b = Builder(param=empty(shape), grad=empty(shape), ema=empty(shape))
+    flipped = b.call("flipped", aten.permute.default, b["grad"], [1, 0])
+    cube = b.call("cube", aten.mm.default, b.call("gram", aten.mm.default, b["grad"], flipped), b["grad"])
+    new = b.call("new", aten.sub.Tensor, b["param"], cube)
+    graph = b.returns(new, b.call("mean", aten.lerp.Scalar, b["ema"], new, 0.3))
+    return Template("averaged", shape, torch.float32, leaves, ("param", "ema"), graph, state=(leaves[2],))
+
+
+@pytest.mark.parametrize("grid", [grid_of(2, 1), grid_of(1, 2), grid_of(2, 2)], ids=str)
+def test_a_new_parameter_that_the_owner_reads_for_its_state_is_scattered(grid: Grid) -> None:
+    cut = place(averaged((6, 4)), rows_layout((6, 4), grid))
+    assert "param" in cut.fragment_writes
+    if grid.shards == 1:
+        assert cut.resident == ("ema",)
+        assert [w.name for w in cut.scatter] == ["new"]
+
+
 def step_in_parts(cut: Placed, template: Template, layout: Layout, seed: int) -> dict[str, torch.Tensor]:
     """One step as ranks would run it: prepare and apply on every fragment, compute once."""
     whole = values_for(template, seed)
