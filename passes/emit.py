@@ -250,11 +250,15 @@ class ProgramWriter(ProgramBuilder):
         def lookup(name: str) -> fx.Node:
             return inputs.get(name) or self.leaf(placed, batch.param_group, batch.tasks, name, where)
 
+        precision = placed.template.precision
+        before = self.call(program_ops.set_matmul_precision, precision) if precision else None
         if batch.stacked and placed.stacked is not None:
             whole = placed.stacked.graph
             out = self.module(f"{placed.name}_compute_stacked", lambda: whole, lookup)
         else:  # the tasks run one after the other, so intermediate values of only one exist at a time
             out = self.loop(f"{placed.name}_compute", placed.compute, lookup)
+        if before is not None:
+            self.call(program_ops.set_matmul_precision, before)
         results = self.items(out, len(placed.scatter) + len(placed.owner_writes))
         for name in batch.tasks:
             g.results[name] = (batch, tuple(results))

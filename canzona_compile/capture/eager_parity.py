@@ -7,17 +7,19 @@ bits, so the eager step runs instead.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.dynamo_oracle import Oracle, StepInputs
 from canzona_compile.capture.external_counters import give_counts
 from canzona_compile.capture.leaves import read, state_leaves, write
+from canzona_compile.capture.oracle import Oracle, StepInputs
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.ir.fx_utils import from_numbers, graph_module, pointwise, tensor_value
@@ -87,11 +89,22 @@ def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, mom
         before[leaf.name] if leaf.role is Role.STATE else values.get(leaf.role, scalars.get(leaf.name))
         for leaf in template.inputs
     ]
-    with torch.no_grad():
+    with torch.no_grad(), matmul_precision(template.precision):
         found = fx.Interpreter(graph_module(template.graph, "Captured")).run(*map(as_input, arguments))
     step_plainly(twin)
     expected = {**dict(state_leaves(twin.state[param])), "param": param.detach()}
     return all(torch.equal(value, expected[name]) for name, value in zip(template.writes, found, strict=True))
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Inside this context, torch's float32 matmul precision is this one; empty changes nothing."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision or before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def alike(state: dict[str, Any], oracle: Oracle, generator: torch.Generator) -> dict[str, Any]:

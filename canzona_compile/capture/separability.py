@@ -9,8 +9,9 @@ import networkx as nx
 from torch import fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.dynamo_oracle import Oracle, ParameterSpec, Untraceable, Variant
+from canzona_compile.capture.oracle import ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.twin import plain_class
+from canzona_compile.capture.ways import open_oracle
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.fx_utils import outputs, placeholders
 
@@ -38,7 +39,7 @@ def check_separable(
         UnsupportedOptimizer: the parameters depend on one another.
     """
     try:
-        oracle = Oracle(optimizer, group, spec, count=2, state=state)
+        oracle = open_oracle(optimizer, group, spec, count=2, state=state)
     except Untraceable:
         return False
     if any(mixes(variant) for variant in oracle.variants):

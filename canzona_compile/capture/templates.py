@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,16 +13,17 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.attributes import AttributeWatch
 from canzona_compile.capture.coupling import NamesByGroup
-from canzona_compile.capture.dynamo_oracle import Oracle, ParameterSpec, StepInputs, Untraceable, Variant
 from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.capture.eager_parity import holistic, same_bits
 from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leaves
+from canzona_compile.capture.oracle import Oracle, ParameterSpec, StepInputs, Untraceable, Variant
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.rehearsal import Rehearsal, closure_problem, rehearse
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.capture.variant_period import VariantPeriod, variant_period_of
+from canzona_compile.capture.ways import open_oracle
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.fx_utils import outputs, placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
@@ -122,15 +122,16 @@ class Capture:
         if state and kind.oracle is not None and held(state) != kind.held:
             key = (spec, style, held(state))
             kind = self._known(key, group, spec, name, state)
-        if kind.oracle is None:
-            return kind
-        try:
-            if state or not kind.held:  # without state the first step is like all others
-                self._learn(kind, kind.oracle, StepInputs(group, spec, python_leaves(state or {}), self.elsewhere()))
-            if not state:
-                self._learn(kind, kind.oracle, after_first_step(kind, kind.oracle, group, spec))
-        except Untraceable as reason:
-            self.kinds[key] = kind = self.interpreted(spec, str(reason))
+        while kind.oracle is not None:
+            try:
+                if state or not kind.held:  # without state the first step is like all others
+                    now = StepInputs(group, spec, python_leaves(state or {}), self.elsewhere())
+                    self._learn(kind, kind.oracle, now)
+                if not state:
+                    self._learn(kind, kind.oracle, after_first_step(kind, kind.oracle, group, spec))
+                break
+            except Untraceable as reason:
+                self.kinds[key] = kind = self._otherwise(kind, group, spec, state, str(reason))
         return kind
 
     def _known(
@@ -149,10 +150,11 @@ class Capture:
                 self._check_rehearsed(name)
             self._separable.add(manner)
         self.kinds[key] = kind = self._capture(group, spec, state)
-        if kind.oracle is not None:
-            with contextlib.suppress(Untraceable):  # what cannot be captured there is met when it comes
-                self._look_ahead(kind, kind.oracle, group, spec)
-        return kind
+        if reason := self._look_ahead(kind, group, spec):
+            self.kinds[key] = other = self._otherwise(kind, group, spec, state, reason)
+            if other.oracle is None or self._look_ahead(other, group, spec):
+                self.kinds[key] = kind  # what cannot be captured in either way is met when it comes
+        return self.kinds[key]
 
     def rehearse(self, names: NamesByGroup = ()) -> Rehearsal:
         """Rehearse the optimizer, once for the groups and parameters that it has now.
@@ -221,9 +223,12 @@ class Capture:
         """Return the current counters that are neither in a parameter group nor in the state of a parameter."""
         return counts_elsewhere(self.optimizer, self.counts)
 
-    def _capture(self, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None) -> ParamKind:
+    def _capture(
+        self, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None, failed: str = ""
+    ) -> ParamKind:
+        """Capture a kind; `failed` says why Dynamo cannot."""
         try:
-            oracle = Oracle(self.optimizer, group, spec, bake=self._bake, state=state)
+            oracle = open_oracle(self.optimizer, group, spec, bake=self._bake, state=state, failed=failed)
         except Untraceable as reason:
             return self.interpreted(spec, str(reason))
         self.counts.update(oracle.counts.keys())
@@ -231,15 +236,35 @@ class Capture:
         tensors = tuple(state_leaf(name, v) for name, v in leaves.items() if isinstance(v, torch.Tensor))
         return ParamKind(oracle, {}, tensors, oracle.counters())
 
-    def _look_ahead(self, kind: ParamKind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> None:
-        """Meet periodic work before the first plan: let the counters run, on fake tensors."""
-        moment = after_first_step(kind, oracle, group, spec)
+    def _otherwise(
+        self, kind: ParamKind, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None, why: str
+    ) -> ParamKind:
+        """Make the kind that a kind becomes whose oracle met what it cannot capture."""
+        if kind.oracle is not None and kind.oracle.other_ways:
+            return self._capture(group, spec, state, failed=why)
+        return self.interpreted(spec, why)
+
+    def _look_ahead(self, kind: ParamKind, group: Mapping[str, Any], spec: ParameterSpec) -> str:
+        """Meet periodic work before the first plan: let the counters run, on fake tensors.
+
+        Returns:
+            What cannot be captured there; empty if all can.
+        """
+        if kind.oracle is None:
+            return ""
+        moment = after_first_step(kind, kind.oracle, group, spec)
         path, counters = [], []
-        for _ in range(LOOKAHEAD if kind.python_state or self.counts else 0):
-            counters.append(self.counters_at(moment.group, moment.counters, moment.elsewhere))
-            template, moment = self._learn(kind, oracle, moment)
-            path.append(template.name)
-        kind.variant_period = variant_period_of(path, counters)
+        try:
+            for _ in range(LOOKAHEAD if kind.python_state or self.counts else 1):
+                counters.append(self.counters_at(moment.group, moment.counters, moment.elsewhere))
+                template, moment = self._learn(kind, kind.oracle, moment)
+                path.append(template.name)
+        except Untraceable as reason:
+            return str(reason)
+        kind.templates = {v: t for v, t in kind.templates.items() if v not in kind.oracle.retired}
+        if kind.oracle.numbers_keep_their_names:
+            kind.variant_period = variant_period_of(path, counters)
+        return ""
 
     def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Counts) -> dict[Any, Any]:
         """Join all counters into one dict: leaves of the state by name, others by `Counter`."""
@@ -271,14 +296,15 @@ class Capture:
             raise Untraceable(f"it creates the state {min(late)!r} later than in its first step")
         if draws(template.graph):
             raise Untraceable("its step draws random numbers, which one rank has to do")
-        if self._doubtful(group, template) and not self._same_bits(template, oracle, moment):
+        if self._doubtful(group, template, oracle) and not self._same_bits(template, oracle, moment):
             raise Untraceable(NOT_FAITHFUL)
         kind.templates[variant] = template
         return template, after
 
-    def _doubtful(self, group: Mapping[str, Any], template: Template) -> bool:
+    def _doubtful(self, group: Mapping[str, Any], template: Template, oracle: Oracle) -> bool:
         """Must a graph be compared with the eager step? Where it will run, or may be of another formula."""
-        return holistic(template) or ("foreach" in group and not is_torch_s_own(self.optimizer))
+        by_dispatch = oracle.why != ""  # whatever Dynamo stumbles over may be code that asks for being compiled
+        return by_dispatch or holistic(template) or ("foreach" in group and not is_torch_s_own(self.optimizer))
 
     def _same_bits(self, template: Template, oracle: Oracle, moment: StepInputs) -> bool:
         """Compare a graph with the eager step, once for all graphs that do the same to matrices of any size."""
@@ -355,7 +381,7 @@ def template_of(variant: Variant, name: str, spec: ParameterSpec) -> Template:
             writes.append(source[2] if source[0] == "state" else source[0])
             values.append(env[value])
     graph.output(tuple(values))
-    return Template(name, spec.shape, spec.dtype, tuple(inputs), tuple(writes), graph)
+    return Template(name, spec.shape, spec.dtype, tuple(inputs), tuple(writes), graph, precision=variant.precision)
 
 
 def leaf_of(node: fx.Node, source: Sequence[Any]) -> Leaf:

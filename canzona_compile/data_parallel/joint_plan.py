@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError

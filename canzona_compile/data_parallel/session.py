@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment

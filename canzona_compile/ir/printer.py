@@ -200,8 +200,9 @@ def show_template(template: Template, reasons: bool = True) -> list[str]:
     if template.interpreted:  # without the reason the brace is left out too: fingerprints were taken of such text
         end = f" interpreted because {neutral(template.interpreted)} {{" if reasons else " interpreted"
     resident = "" if template.resident is None else f" resident={','.join(template.resident)}"
+    precision = f" precision={template.precision}" if template.precision else ""
     nodes = placeholders(template.graph)
-    lines = [f"template {template.name} : {kind}{resident}{end}"]
+    lines = [f"template {template.name} : {kind}{resident}{precision}{end}"]
     for i, leaf in enumerate(template.inputs):
         lines.append(f"  {show_leaf(leaf, nodes[i].name if i < len(nodes) else leaf.name)}")
     return [*lines, *indented(show_nodes(template.graph, template.writes)), "}"]

@@ -173,6 +173,13 @@ def start_all_to_all(
     return work
 
 
+def set_matmul_precision(precision: str) -> str:
+    """Set torch's float32 matmul precision, and return the one before."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    return before
+
+
 def start_meeting(device: str, group: dist.ProcessGroup) -> dist.Work:
     """Start an all-reduce of one element, which ends when every rank of the process group has started it."""
     work: dist.Work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)

@@ -90,6 +90,7 @@ class Template:
     resident: tuple[str, ...] | None = None  # state that must live on the owner; None: place decides
     family: str = ""  # templates of one family are variants of one step: their state lives in the same places
     state: tuple[Leaf, ...] = ()  # all tensors of the state, also those that this variant does not touch
+    precision: str = ""  # the float32 matmul precision that the step sets for its products; empty if it sets none
 
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.inputs if leaf.name == name)

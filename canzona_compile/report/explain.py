@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.optim import Optimizer
 
-from canzona_compile.capture.templates import Capture
+from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape
@@ -123,7 +123,13 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
         elif reason:
             yield ExplainedParameter(name, shape, "interpreted", reason)
         else:
-            yield ExplainedParameter(name, shape, "compiled", place_of(owned[name]))
+            yield ExplainedParameter(name, shape, "compiled", place_of(owned[name]) + way_of(bound.kind))
+
+
+def way_of(kind: ParamKind) -> str:
+    """Say how a kind was captured, if not by Dynamo, and why not."""
+    oracle = kind.oracle
+    return "" if oracle is None or not oracle.why else f"; captured by {oracle.way}, because {oracle.why}"
 
 
 def place_of(task: Task) -> str:

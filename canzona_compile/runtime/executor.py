@@ -124,6 +124,7 @@ class Executor:
     def run(self) -> None:
         """Run the program once. It writes parameters and state in place."""
         arguments = self.arguments()
+        precision = torch.get_float32_matmul_precision()
         try:
             with torch.no_grad(), self._guard:
                 if self.replay is None:
@@ -131,6 +132,8 @@ class Executor:
                 else:
                     self.replay.run(arguments)
         finally:
+            if torch.get_float32_matmul_precision() != precision:  # the program was interrupted
+                torch.set_float32_matmul_precision(precision)
             for i, _ in self._lookups:  # gradients must not stay alive between steps
                 arguments[i] = None
 

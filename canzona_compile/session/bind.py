@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.eager_parity import holistic
+from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.sharding_rules import missing_rule, shapes_after_a_step
 from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import marks_of

@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 import canzona_compile
 from canzona_compile.capture.batch_dim import first_dim_is_batch
-from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.rehearsal import rehearse
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture, ParamKind

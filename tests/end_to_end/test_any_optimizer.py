@@ -176,10 +176,7 @@ def test_counters_in_groups_and_on_the_optimizer(kind: type[Optimizer]) -> None:
         (toys.HostReading, "toy_optimizers.py, line "),
         (toys.HostReading, ": if update.norm().item() > 10:"),
         (toys.HostReading, "its step needs tensor values"),
-        (toys.Breaking, "the step breaks into several graphs with tensor work; toy_optimizers.py, line "),
-        (toys.ConstantMaking, "its step makes tensors of Python numbers"),
         (toys.ObjectKeeping, "a Python object: 'tally'"),
-        (toys.CompilationAware, "the code depends on being compiled"),
     ],
 )
 def test_what_cannot_be_traced_is_interpreted_and_says_why(kind: type[Optimizer], reason: str) -> None:
@@ -188,6 +185,24 @@ def test_what_cannot_be_traced_is_interpreted_and_says_why(kind: type[Optimizer]
     assert pair.report.fallbacks.keys() == {"group0.param0", "group0.param1"}
     assert all(reason in why for why in pair.report.fallbacks.values())
     assert reason in pair.report.to_text(width=400)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (toys.Breaking, "the step breaks into several graphs with tensor work; toy_optimizers.py, line "),
+        (toys.ConstantMaking, "its step makes tensors of Python numbers"),
+        (toys.CompilationAware, "the code depends on being compiled"),
+    ],
+)
+def test_what_dynamo_cannot_trace_is_captured_by_dispatch_and_says_why(kind: type[Optimizer], reason: str) -> None:
+    pair = Pair(kind)
+    pair.steps(5)
+    assert pair.report.fallbacks == {}
+    for row in canzona_compile.explain(pair.wrapped).parameters:
+        assert row.how == "compiled"
+        assert "captured by dispatch, because " in row.why
+        assert reason in row.why
 
 
 def test_interpreted_tasks_keep_their_state_in_copies_and_checkpoints() -> None:

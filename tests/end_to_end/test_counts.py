@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.optim.lr_scheduler import OneCycleLR
 
 import canzona_compile
-from canzona_compile.capture.dynamo_oracle import Oracle
+from canzona_compile.capture.dynamo_oracle import DynamoOracle as Oracle
 from tests.harness.layouts import Case, Laid, replicate_of
 from tests.harness.marks import crossed, first, full
 from tests.harness.optimizers import (

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx
 
-from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Box, Grid, Layout, LayoutKind, Shape, local_layout

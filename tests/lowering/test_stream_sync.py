@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
-from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.hardware import Machine

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.hardware import Curve, Hardware, Machine, named_hardware
 from canzona_compile.ir.step import Form, Role, Step, Task, Template

@@ -18,7 +18,7 @@ from canzona_compile.analysis.gram_restarts import plan_restarts
 from canzona_compile.analysis.newton_schulz import Polynomial, chains
 from canzona_compile.analysis.norm_bounds import norm_bound
 from canzona_compile.analysis.roofline import product_flops
-from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.hardware import Machine, named_hardware
 from canzona_compile.ir.pipeline import PassHistory, run

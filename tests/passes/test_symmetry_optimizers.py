@@ -15,7 +15,7 @@ import canzona_compile
 from canzona_compile.analysis.flops import symbolic_flops
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.analysis.symmetry_proof import symmetric_leaves
-from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.hardware import Machine, named_hardware
 from canzona_compile.ir.pipeline import PassHistory, run

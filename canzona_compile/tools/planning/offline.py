@@ -12,7 +12,7 @@ from torch import fx
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from canzona_compile.capture.dynamo_oracle import ParameterSpec
+from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError

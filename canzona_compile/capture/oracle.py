@@ -1,0 +1,400 @@
+"""Oracles: twins on fake tensors that tell what the optimizer's code does on a step.
+
+An oracle captures the step of one kind of parameter, once per variant of its control flow. On every later step it
+answers which variant the step takes, and with which values of lr, momentum and so on. There are two ways to find that
+out, see `dynamo_oracle` and `dispatch_oracle`.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.capture.external_counters import Counts, give_counts, step_alone
+from canzona_compile.capture.leaves import (
+    leaf_problem,
+    paths_of,
+    python_leaves,
+    read,
+    state_leaves,
+    structure_of,
+    write,
+)
+from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.ir.layout import Shape
+
+MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
+
+Scalars = dict[str, Any]
+Source = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """What the step can see of a parameter besides its values.
+
+    Attributes:
+        marks: the attributes that users gave to it, see `twin.marks_of`.
+        part: whether it stands for some entries of a stack. Their number differs between ranks, so their kinds are
+            apart from those that all ranks have: one could not tell from a name otherwise that it is the same code.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    device: torch.device
+    marks: tuple[tuple[str, Any], ...] = ()
+    part: bool = False
+
+
+class StepInputs(NamedTuple):
+    """What the optimizer's code sees on a step of one parameter besides tensors.
+
+    Attributes:
+        group: the parameter group.
+        spec: the shape, the dtypes and the device of the parameter.
+        counters: the Python leaves of the parameter's state.
+        elsewhere: the numbers that the optimizer keeps outside of parameter groups and of the state of parameters.
+    """
+
+    group: Mapping[str, Any]
+    spec: ParameterSpec
+    counters: Mapping[str, Any]
+    elsewhere: Counts
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Variant:
+    """One captured graph of the step.
+
+    Attributes:
+        graph: the functional graph.
+        sources: what each placeholder stands for: ("param", i), ("grad", i), ("state", i, leaf) or ("scalar", name).
+        results: by source, the position of its new value in the output tuple. A source that the step does not write
+            keeps its value. A state tensor that the step replaces without reading it appears here only.
+        baked: by position of a scalar input, the value that the graph holds as a constant.
+        precision: the float32 matmul precision that the step sets for its products; empty if it sets none.
+    """
+
+    graph: fx.Graph
+    sources: tuple[Source, ...]
+    results: dict[Source, int]
+    baked: Mapping[int, float]
+    precision: str = ""
+
+
+class Answer(NamedTuple):
+    """What an oracle found out about one step.
+
+    Attributes:
+        variant: the variant that the step takes.
+        scalars: the values of its scalars, by name.
+        returned: what the graph computes beside new values of its inputs, in the order of its first outputs.
+    """
+
+    variant: Variant
+    scalars: Scalars
+    returned: tuple[Any, ...]
+
+
+class Untraceable(Exception):
+    """The step cannot be captured, and the message says why."""
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Refuses an optimizer that communicates by itself, before it does."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            raise UnsupportedOptimizer(
+                f"the optimizer communicates by itself ({func})",
+                hint="wrap the single-device version of the optimizer; canzona_compile adds the communication",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class Oracle(ABC):
+    """Captures the step of one kind of parameter, and answers on every later step which variant it takes.
+
+    Attributes:
+        way: how it captures, for reports.
+        why: why it captures in this way and not in the one before; empty if there is none before.
+        other_ways: whether there is a way to try after this one.
+        numbers_keep_their_names: whether a name stands for the same number in all graphs.
+        twin: the optimizer that steps in place of the real one, with parameters that have no values.
+        variants: the graphs that it captured.
+        retired: those of them that no step will take again, as another took their place.
+        first_state: by parameter, the leaves of the state that the twin's first step left.
+        structure: the containers of that state.
+        paths: where in the state its leaves are.
+        counts: the numbers that the first step changed outside of the state.
+    """
+
+    way: ClassVar[str]
+    other_ways: ClassVar[bool]
+    numbers_keep_their_names: ClassVar[bool]
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: Mapping[str, Any],
+        spec: ParameterSpec,
+        count: int = 1,
+        bake: set[str] | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Capture the step now.
+
+        Args:
+            optimizer: the optimizer, of which a twin is made.
+            group: the parameter group.
+            spec: the shape, the dtypes and the device of the parameter.
+            count: the number of such parameters that the twin holds.
+            bake: the names of scalars that graphs must hold as constants. This adds the names that it finds.
+            state: an example of a parameter's state; None takes the state that the first step leaves.
+
+        Raises:
+            Untraceable: the step cannot be captured.
+            UnsupportedOptimizer: the optimizer communicates by itself, or keeps statistics outside of its state.
+        """
+        self.why = ""
+        self.bake = set() if bake is None else bake
+        self.variants: list[Variant] = []
+        self.retired: set[Variant] = set()
+        self._mode = self._fake_mode()
+        group = one_by_one(group)
+        with self._mode, _NoCollectives():
+            self._params = [self._parameter(spec) for _ in range(count)]
+            group = {k: self._mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in group.items()}
+            self.twin = make_twin(optimizer, group, self._params)
+            self._first_step()
+            if state is not None:
+                for param in self._params:
+                    self.twin.state[param] = pytree.tree_map(blank_like, dict(state))
+        self.first_state = self.snapshot()
+        self.structure = structure_of(self.twin_state())
+        self.paths = paths_of(self.structure)
+        if problem := leaf_problem(self.twin_state(), self.paths):
+            raise Untraceable(problem)
+        self._counters = list(python_leaves(self.twin_state()))
+        self.prepare()
+        self.consult(hypers(self.twin.param_groups[0]), self.counts)
+        self.rewind()
+
+    # -- what the ways differ in -------------------------------------------------------------
+
+    def _fake_mode(self) -> FakeTensorMode:
+        """Make the mode under which the twin lives."""
+        return FakeTensorMode()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Get ready, after the twin has taken its first step."""
+
+    @abstractmethod
+    def ask(self) -> Answer:
+        """Let the twin step, and find out what its code did.
+
+        Raises:
+            Untraceable: the step takes a path that cannot be captured.
+        """
+
+    # -- questions ---------------------------------------------------------------------------
+
+    def consult(self, group: Mapping[str, Any], counts: Counts | None = None) -> tuple[Variant, Scalars]:
+        """Find out what the step does with the present hyperparameters. Counters in the state advance on the twin.
+
+        Args:
+            group: the parameter group.
+            counts: the numbers that the optimizer keeps elsewhere, see `surroundings`.
+
+        Returns:
+            The variant that the step takes, and the values of its scalars by name.
+
+        Raises:
+            Untraceable: the step takes a path that cannot be captured.
+        """
+        group = self.set_numbers(group, counts)
+        before = self.snapshot()
+        variant, scalars, returned = self.ask()
+        self._put_back(before, variant, returned)
+        real = {k: v for k, v in hypers(group).items() if isinstance(v, Tensor)}
+        read = {source[1] for source in variant.sources if source[0] == "scalar"}
+        return variant, {**scalars, **{name: value for name, value in real.items() if name in {*scalars, *read}}}
+
+    def set_numbers(self, group: Mapping[str, Any], counts: Counts | None = None) -> dict[str, Any]:
+        """Give the twin hyperparameters and counters for its next step, and return them as it sees them."""
+        give_counts(self.twin, counts or {}, self.counts)
+        own, group = self.twin.param_groups[0], one_by_one(group)
+        for counter in own.keys() - group.keys() - {"params"}:  # the twin's last step made these
+            del own[counter]
+        own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
+        return group
+
+    def refresh(self, optimizer: Optimizer) -> None:
+        """Give the twin the attributes that the optimizer has now."""
+        own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
+        for name in vars(self.twin).keys() - own.keys() - NOT_COPIED:
+            del vars(self.twin)[name]
+        vars(self.twin).update({k: copy.copy(v) if isinstance(v, list | dict | set) else v for k, v in own.items()})
+
+    # -- the twin ----------------------------------------------------------------------------
+
+    def twin_state(self) -> dict[str, Any]:
+        """Return the state of the twin's first parameter."""
+        state: dict[str, Any] = self.twin.state[self._params[0]]
+        return state
+
+    def _parameter(self, spec: ParameterSpec) -> Tensor:
+        param = torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device=spec.device))
+        if spec.grad_dtype != spec.dtype:
+            param.grad_dtype = spec.grad_dtype
+        param.grad = torch.empty(spec.shape, dtype=spec.grad_dtype, device=spec.device)
+        vars(param).update(spec.marks)
+        return param
+
+    def _first_step(self) -> None:
+        """Create the twin's state by an eager step on fake tensors."""
+        try:
+            self.counts = step_alone(self.twin)
+        except CanzonaError:
+            raise
+        except Exception as error:
+            raise Untraceable(f"its step needs tensor values: {first_line(error)}{blamed(error)}") from error
+
+    def tensors(self) -> list[tuple[Tensor, Source]]:
+        """List the twin's own tensors, each with its source."""
+        known: list[tuple[Tensor, Source]] = []
+        for i, param in enumerate(self._params):
+            known += [(param, ("param", i)), (param.grad, ("grad", i))]  # type: ignore[list-item]
+            for name, leaf in state_leaves(self.twin.state.get(param, {})):
+                if isinstance(leaf, Tensor):
+                    known.append((leaf, ("state", i, name)))
+        for name, value in self.twin.param_groups[0].items():
+            if isinstance(value, Tensor):
+                known.append((value, ("scalar", name)))
+        return known
+
+    def source(self, value: Any, name: str) -> Source:
+        """Return what an input of a graph stands for; `name` is its name if it is a number."""
+        for tensor, source in self.tensors():
+            if tensor is value:
+                return source
+        if isinstance(value, FakeTensor):
+            raise Untraceable(f"its step reads a tensor that is neither parameter, gradient nor state: {name}")
+        return "scalar", name
+
+    # -- the twin's state --------------------------------------------------------------------
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        return [dict(state_leaves(self.twin.state.get(p, {}))) for p in self._params]
+
+    def names_of_tensors(self) -> set[str]:
+        """Return the names that tensors of the twin have in graphs."""
+        return {"param", "grad", *(name for leaves in self.snapshot() for name in leaves)}
+
+    def rewind(self) -> None:
+        """Give the twin the state that its first step left."""
+        for i, own in enumerate(self.first_state):
+            for name, value in own.items():
+                self.write_leaf(i, name, value)
+
+    def write_leaf(self, index: int, name: str, value: Any) -> None:
+        """Put a leaf into the state of one of the twin's parameters."""
+        write(self.twin.state[self._params[index]], self.paths[name], value, {})
+
+    def count(self, counters: Mapping[str, Any]) -> None:
+        """Write Python leaves to the twin's state. Names that the state lacks are ignored."""
+        for name, value in counters.items():
+            if name in self.paths:
+                write(self.twin_state(), self.paths[name], value, {})
+
+    def counters(self) -> dict[str, Any]:
+        """Return the Python leaves of the twin's state, by name."""
+        return {name: read(self.twin_state(), self.paths[name]) for name in self._counters}
+
+    def _put_back(self, before: list[dict[str, Any]], variant: Variant, returned: Sequence[Any]) -> None:
+        """Put back the state tensors that the step replaced on the twin, so that inputs stay identifiable.
+
+        The graph returns each tensor that the step put in place of another one. The variant records its position.
+        """
+        for i, name, value, new in self.replaced(before):
+            place = next((k for k, result in enumerate(returned) if result is new), None)
+            source = ("state", i, name)
+            if place is None:
+                raise Untraceable(f"its step puts something in the state {name!r} that no graph computes")
+            variant.results[source] = place
+            self.write_leaf(i, name, value)
+
+    def replaced(self, before: list[dict[str, Any]]) -> list[tuple[int, str, Tensor, Tensor]]:
+        """Find the state tensors that the twin's step put in place of others.
+
+        Args:
+            before: the leaves of the state before the step, by parameter.
+
+        Returns:
+            The index of the parameter, the name of the leaf, the tensor before and the tensor now.
+
+        Raises:
+            Untraceable: the state is of another form now.
+        """
+        found = []
+        for i, (own, now) in enumerate(zip(before, self.snapshot(), strict=True)):
+            if own.keys() != now.keys():
+                raise Untraceable(f"its step changes what its state holds: {sorted(own.keys() ^ now.keys())}")
+            for name, value in own.items():
+                new = now[name]
+                if isinstance(value, Tensor) != isinstance(new, Tensor):
+                    raise Untraceable(f"its step changes what its state holds: {name!r}")
+                if not isinstance(value, Tensor) or new is value:
+                    continue
+                if (new.shape, new.dtype, new.stride()) != (value.shape, value.dtype, value.stride()):
+                    raise Untraceable(f"its step changes the shape, dtype or strides of the state {name!r}")
+                found.append((i, name, value, new))
+        return found
+
+
+def one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a parameter group so that its step uses plain operators, not `foreach` or `fused` implementations.
+
+    The graph of such a step shows what work there is. Elementwise work runs in the optimizer's own step with the
+    unchanged parameter group. Other graphs must give the bits of that step (`eager_parity`).
+    """
+    return {**group, **{key: False for key in ("foreach", "fused") if key in group}}
+
+
+def blank_like(leaf: Any) -> Any:
+    """Make a whole tensor like a leaf of a real state, which may be a DTensor. Return other leaves unchanged."""
+    if isinstance(leaf, DTensor):
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    if isinstance(leaf, Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return leaf
+
+
+def matches(variant: Variant, values: Mapping[int, float]) -> bool:
+    """Tell whether the constants of a variant have the present values of the scalars, by position."""
+    return all(values[i] == value for i, value in variant.baked.items())
+
+
+def unlike(name: str, taken: set[str]) -> str:
+    """Return a hyperparameter's name, with a suffix if a tensor of the step has the same name."""
+    return f"{name}_hyper" if name in taken else name

@@ -1,0 +1,283 @@
+"""Record what a step calls: a tree of operator calls, in which every path is one way through the optimizer's code.
+
+A step on fake tensors is cheap, so the guard of a recorded path is to take the step again. While its calls are those of
+a known path, they get the results of that path and nothing is computed; the numbers among their arguments are noted.
+The first call that differs begins a new branch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _LinAlgError as LinAlgError  # type: ignore[attr-defined]
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from canzona_compile.capture.error_origin import is_optimizer
+from canzona_compile.errors import UnsupportedOptimizer
+
+NumberList = list[Any]
+
+# Operators that fail for some values of their operands. Code may catch that.
+FALLIBLE = ("linalg_cholesky", "cholesky", "linalg_eig", "linalg_inv", "linalg_solve", "linalg_lu", "linalg_svd")
+# Operators that read the float32 matmul precision.
+PRODUCTS = {
+    "mm",
+    "bmm",
+    "addmm",
+    "addmm_",
+    "baddbmm",
+    "baddbmm_",
+    "addbmm",
+    "mv",
+    "addmv",
+    "addmv_",
+    "dot",
+    "convolution",
+}
+# Other settings that they read.
+SETTINGS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+
+
+class Unrecordable(Exception):
+    """A call of the step cannot be part of a graph, and the message says why."""
+
+
+class Provoked(LinAlgError):  # type: ignore[misc]
+    """An error that a recording raises to see whether the step catches it."""
+
+
+@dataclass(eq=False, slots=True)
+class RecordedCall:
+    """A call of an operator, and the calls that were seen after it.
+
+    Attributes:
+        func: the operator; None for the root of the tree.
+        args, kwargs: its arguments.
+        leaves: the same without lists around them.
+        numbers: the positions among the leaves of numbers, which may differ from step to step.
+        first: the numbers when it was recorded.
+        varying: the positions in `numbers` of those that did differ.
+        result: what it returns: a fake tensor, or several.
+        line: the line of the optimizer that calls it; 0 if unknown.
+        precision: the float32 matmul precision that the step has set for this call; empty if it has set none.
+        next: the calls that were seen after it.
+    """
+
+    func: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    leaves: list[Any] = field(default_factory=list)
+    numbers: tuple[int, ...] = ()
+    first: NumberList = field(default_factory=list)
+    varying: set[int] = field(default_factory=set)
+    result: Any = None
+    line: int = 0
+    precision: str = ""
+    next: list[RecordedCall] = field(default_factory=list)
+
+    def fits(self, leaves: list[Any], precision: str) -> bool:
+        """Tell whether a call of the same operator with these arguments differs in numbers at most."""
+        if len(leaves) != len(self.leaves) or precision != self.precision:
+            return False
+        numbers = self.numbers
+        for place, (own, given) in enumerate(zip(self.leaves, leaves, strict=True)):
+            if own is given:
+                continue
+            if type(own) is not type(given):
+                return False
+            if place not in numbers:
+                if not equal(own, given):
+                    return False
+            elif isinstance(own, Tensor) and own.dtype != given.dtype:
+                return False
+        return True
+
+
+@dataclass(slots=True)
+class CallPath:
+    """One way through the step.
+
+    Attributes:
+        calls: its calls, in order.
+        numbers: the numbers of each call on this step.
+    """
+
+    calls: list[RecordedCall] = field(default_factory=list)
+    numbers: list[NumberList] = field(default_factory=list)
+
+    def note_varying(self) -> None:
+        """Remember which numbers differ from those of the step that was recorded."""
+        for call, numbers in zip(self.calls, self.numbers, strict=True):
+            if numbers != call.first:
+                for place, (old, new) in enumerate(zip(call.first, numbers, strict=True)):
+                    if not same_number(old, new):
+                        call.varying.add(place)
+
+
+class CallRecorder(TorchDispatchMode):
+    """Inside this mode, a step of a twin walks through the tree of calls. It must be inside the twin's fake mode.
+
+    Args:
+        root: the root of the tree.
+        fail: a call that shall raise an error in place of its result; None for none.
+
+    Attributes:
+        walk: the calls so far.
+    """
+
+    def __init__(self, root: RecordedCall, fail: RecordedCall | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.walk = CallPath()
+        self._here, self._fail = root, fail
+        self._ambient, self._precision = settings(), torch.get_float32_matmul_precision()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks for the device of a tensor and the like
+            return func(*args, **kwargs)
+        leaves = flat(args, kwargs)
+        precision = torch.get_float32_matmul_precision()
+        precision = "" if precision == self._precision else precision
+        for call in self._here.next:
+            if call.func is func and call.fits(leaves, precision):
+                break
+        else:
+            call = self._record(func, args, kwargs, leaves, precision)
+            self._here.next.append(call)
+        self.walk.calls.append(call)
+        self.walk.numbers.append([number_in(leaves[place]) for place in call.numbers])
+        self._here = call
+        if call is self._fail:
+            raise Provoked("provoked, to see whether the step catches it")
+        return call.result
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], precision: str
+    ) -> RecordedCall:
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            raise UnsupportedOptimizer(
+                f"the optimizer communicates by itself ({func})",
+                hint="wrap the single-device version of the optimizer; canzona_compile adds the communication",
+            )
+        if settings() != self._ambient:
+            raise Unrecordable(f"its step changes torch's settings for {func}")
+        if torch.is_grad_enabled():
+            raise Unrecordable(f"its step differentiates ({func})")
+        if torch.Tag.inplace_view in func.tags:
+            raise Unrecordable(f"its step changes the shape of a tensor in place ({func})")
+        result = func(*args, **kwargs)
+        if not all(isinstance(value, Tensor) for value in pytree.tree_leaves(result)):
+            raise Unrecordable(f"its step reads the values of tensors ({func})")
+        floating = all(t.is_floating_point() for t in pytree.tree_leaves((leaves, result)) if isinstance(t, Tensor))
+        kinds = flat_kinds(func, args, kwargs, floating)
+        numbers = tuple(place for place, number in enumerate(kinds) if number)
+        first = [number_in(leaves[place]) for place in numbers]
+        return RecordedCall(
+            func, args, kwargs, leaves, numbers, first, set(), result, line_of(sys._getframe(2)), precision
+        )
+
+
+def flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call, and the entries of those that are lists."""
+    leaves: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | tuple):
+            leaves.append(len(value))
+            leaves.extend(value)
+        else:
+            leaves.append(value)
+    return leaves
+
+
+def flat_kinds(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], floating: bool) -> Iterator[bool]:
+    """Tell of each leaf of `flat` whether it is a number that may differ from step to step without being another call.
+
+    These are the floats, the integers for which an operator on floats takes any number, and what `torch.tensor` makes
+    of a number. Other integers are shapes and dims, or decide about dtypes.
+
+    Args:
+        func: the operator.
+        args, kwargs: its arguments.
+        floating: whether all tensors that it reads and returns hold floats.
+    """
+    declared = {argument.name: argument.type for argument in func._schema.arguments}
+    kinds = [*list(declared.values())[: len(args)], *(declared[name] for name in kwargs)]
+    for kind, value in zip(kinds, (*args, *kwargs.values()), strict=True):
+        takes_any = floating and ("number" in str(kind) or "float" in str(kind))
+        entries = value if isinstance(value, list | tuple) else [value]
+        if entries is value:
+            yield False  # its length
+        for entry in entries:
+            yield is_number(entry, takes_any)
+
+
+def is_number(value: Any, takes_any: bool) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, float) or (isinstance(value, int) and takes_any) or is_constant(value)
+
+
+def is_constant(value: Any) -> bool:
+    """Tell whether an argument is a real 0-d tensor, which `torch.tensor` made of a number."""
+    return type(value) is Tensor and value.ndim == 0
+
+
+def number_in(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    with no_dispatch():  # the tensor is real, and the fake mode is still active
+        return value.item()
+
+
+def equal(own: Any, given: Any) -> bool:
+    """Tell whether two arguments of one type that are no numbers are the same."""
+    if isinstance(own, Tensor):  # `is` was asked before; real tensors are made anew on every step
+        real = type(own) is Tensor and own.shape == given.shape and own.dtype == given.dtype
+        with no_dispatch():
+            return real and torch.equal(own, given)
+    return bool(own == given)
+
+
+def same_number(old: Any, new: Any) -> bool:
+    return bool(old == new) or (old != old and new != new)
+
+
+def settings() -> tuple[Any, ...]:
+    """Return the settings of torch that operators read, but for the float32 matmul precision."""
+    matmul = torch.backends.cuda.matmul
+    own = tuple(getattr(matmul, name) for name in SETTINGS)
+    return (*own, torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype())
+
+
+def fallible(call: RecordedCall) -> bool:
+    """Tell whether an operator fails for some values of its operands."""
+    return any(name in str(call.func) for name in FALLIBLE)
+
+
+def reads_precision(call: RecordedCall) -> bool:
+    """Tell whether an operator reads the float32 matmul precision."""
+    return call.func is not None and call.func._schema.name.partition("::")[2] in PRODUCTS
+
+
+def line_of(frame: FrameType | None) -> int:
+    """Return the line of the optimizer's own code that led to a frame; 0 if there is none."""
+    while frame is not None:
+        if is_optimizer(Path(frame.f_code.co_filename)):
+            return frame.f_lineno
+        frame = frame.f_back
+    return 0
