@@ -168,9 +168,7 @@ class DispatchOracle(Oracle):
 
     def _restore(self, moment: TwinMoment) -> None:
         self.set_numbers(moment.group, moment.counts)
-        for i, own in enumerate(moment.leaves):
-            for name, value in own.items():
-                self.write_leaf(i, name, value)
+        self.put_leaves(moment.leaves)
 
     # -- graphs ------------------------------------------------------------------------------
 

@@ -71,12 +71,15 @@ class DynamoOracle(Oracle):
         static = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         returned = next(n for n in gm.graph.nodes if n.op == "output").args[0]
+        changed = settings_of(gm.graph)
         examples = [n.meta.get("example_value") for n in inputs]
         taken = self.names_of_tensors()
         names = [unlike(scalar_name(n.target), taken) for n in inputs]
         found: list[Variant] = []
 
         def call(*args: Any) -> tuple[Any, ...]:
+            if changed:
+                raise Untraceable(f"its step changes settings of torch ({changed})")
             if self._asked is not None:
                 raise Untraceable("the step breaks into several graphs with tensor work")
             values = {i: n for i, a in enumerate(args) if (n := number(a)) is not None}
@@ -103,6 +106,12 @@ class DynamoOracle(Oracle):
             return self._returned
 
         return call
+
+
+def settings_of(graph: fx.Graph) -> str:
+    """Name a function in Dynamo's graph that changes a setting which operators read; empty if there is none."""
+    names = [getattr(node.target, "__name__", "") for node in graph.nodes if node.op == "call_function"]
+    return next((name for name in names if name.startswith(("set_", "_set_")) and "grad" not in name), "")
 
 
 def number(value: Any) -> Any:

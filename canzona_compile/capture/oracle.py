@@ -114,6 +114,10 @@ class Untraceable(Exception):
     """The step cannot be captured, and the message says why."""
 
 
+class FormChange(Untraceable):
+    """The step gives a tensor of its state other strides, so that later steps read a state of another form."""
+
+
 class _NoCollectives(TorchDispatchMode):
     """Refuses an optimizer that communicates by itself, before it does."""
 
@@ -234,8 +238,12 @@ class Oracle(ABC):
         """
         group = self.set_numbers(group, counts)
         before = self.snapshot()
-        variant, scalars, returned = self.ask()
-        self._put_back(before, variant, returned)
+        try:
+            variant, scalars, returned = self.ask()
+            self._put_back(before, variant, returned)
+        except FormChange:  # other parameters may still be at steps that do not change it
+            self.put_leaves(before)
+            raise
         real = {k: v for k, v in hypers(group).items() if isinstance(v, Tensor)}
         read = {source[1] for source in variant.sources if source[0] == "scalar"}
         return variant, {**scalars, **{name: value for name, value in real.items() if name in {*scalars, *read}}}
@@ -313,7 +321,11 @@ class Oracle(ABC):
 
     def rewind(self) -> None:
         """Give the twin the state that its first step left."""
-        for i, own in enumerate(self.first_state):
+        self.put_leaves(self.first_state)
+
+    def put_leaves(self, leaves: list[dict[str, Any]]) -> None:
+        """Give the twin a state that `snapshot` returned."""
+        for i, own in enumerate(leaves):
             for name, value in own.items():
                 self.write_leaf(i, name, value)
 
@@ -366,8 +378,10 @@ class Oracle(ABC):
                     raise Untraceable(f"its step changes what its state holds: {name!r}")
                 if not isinstance(value, Tensor) or new is value:
                     continue
-                if (new.shape, new.dtype, new.stride()) != (value.shape, value.dtype, value.stride()):
-                    raise Untraceable(f"its step changes the shape, dtype or strides of the state {name!r}")
+                if (new.shape, new.dtype) != (value.shape, value.dtype):
+                    raise Untraceable(f"its step changes the shape or dtype of the state {name!r}")
+                if new.stride() != value.stride():
+                    raise FormChange(f"its step changes the strides of the state {name!r}")
                 found.append((i, name, value, new))
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -16,8 +17,9 @@ from torch.optim import Optimizer
 from canzona_compile.capture.contents import ATOMS, Contents, Label, Walk, cells_of, nothing_labelled
 from canzona_compile.capture.twin import plain_class
 
-# Packages whose code is not read: torch's, ours, and those that keep no numbers of an optimizer.
-NOT_READ = {"torch", "canzona_compile", "numpy", "triton", "sympy", *sys.stdlib_module_names} - {"__main__"}
+# Packages whose code is not read: torch's, ours, and those that keep no numbers of an optimizer. Loggers count messages.
+LOGGERS = {"absl", "loguru", "rich", "structlog", "tqdm"}
+NOT_READ = {"torch", "canzona_compile", "numpy", "triton", "sympy", *LOGGERS, *sys.stdlib_module_names} - {"__main__"}
 
 
 class Outside:
@@ -121,7 +123,7 @@ class Outside:
 
     def _hold(self, place: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         value = get()
-        if isinstance(value, type | types.FunctionType | types.ModuleType):
+        if isinstance(value, type | types.FunctionType | types.ModuleType | logging.Logger):
             return
         self._walk.add(place, value)
         if isinstance(value, ATOMS):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
 from torch.optim import Optimizer
 
 from canzona_compile.capture.attributes import AttributeWatch
@@ -17,15 +16,15 @@ from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.capture.eager_parity import holistic, same_bits
 from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leaves
-from canzona_compile.capture.oracle import Oracle, ParameterSpec, StepInputs, Untraceable, Variant
+from canzona_compile.capture.oracle import FormChange, Oracle, ParameterSpec, StepInputs, Untraceable, Variant
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.rehearsal import Rehearsal, closure_problem, rehearse
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.capture.variant_period import VariantPeriod, variant_period_of
+from canzona_compile.capture.variant_template import state_leaf, template_of
 from canzona_compile.capture.ways import open_oracle
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.ir.fx_utils import outputs, placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Leaf, Role, Template
@@ -33,8 +32,9 @@ from canzona_compile.ir.step import Leaf, Role, Template
 log = logging.getLogger(__name__)
 
 KindKey = tuple[Any, ...]
-Held = tuple[str, Shape | None, torch.dtype | None]
+Held = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
 LOOKAHEAD = 128  # steps; periodic work with a longer period is captured when it comes, which costs a new plan
+MOST_FORM_CHANGES = 8  # if a state changes its form more often, its steps are interpreted for good
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
 
 
@@ -50,6 +50,7 @@ class ParamKind:
     state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
     python_state: Mapping[str, Any]  # its other leaves then
     variant_period: VariantPeriod | None = None
+    passing: bool = False  # whether the next step is interpreted because it changes the form of the state
 
     @property
     def template(self) -> Template:
@@ -59,8 +60,8 @@ class ParamKind:
     @property
     def held(self) -> frozenset[Held]:
         """What its state holds, as the function `held` tells of a real one."""
-        tensors = {(leaf.name, leaf.shape, leaf.dtype) for leaf in self.state}
-        return frozenset(tensors | {(name, None, None) for name in self.python_state})
+        tensors = {(leaf.name, leaf.shape, leaf.dtype, leaf.stride) for leaf in self.state}
+        return frozenset(tensors | {(name, None, None, None) for name in self.python_state})
 
     @property
     def structure(self) -> Mapping[str, Any]:
@@ -91,6 +92,7 @@ class Capture:
     _rehearsals: dict[Any, Rehearsal] = field(default_factory=dict)
     _separable: set[KindKey] = field(default_factory=set)
     _faithful: set[tuple[str, ...]] = field(default_factory=set)
+    _form_changes: dict[ParameterSpec, set[str]] = field(default_factory=dict)  # the counters at each
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
     def __post_init__(self) -> None:
@@ -119,7 +121,7 @@ class Capture:
         style = signature(group, self.group_counters())
         key: KindKey = (spec, style)
         kind = self._known(key, group, spec, name)
-        if state and kind.oracle is not None and held(state) != kind.held:
+        if state and (kind.passing or (kind.oracle is not None and held(state) != kind.held)):
             key = (spec, style, held(state))
             kind = self._known(key, group, spec, name, state)
         while kind.oracle is not None:
@@ -130,6 +132,8 @@ class Capture:
                 if not state:
                     self._learn(kind, kind.oracle, after_first_step(kind, kind.oracle, group, spec))
                 break
+            except FormChange as reason:
+                return self._passing(spec, state, str(reason))
             except Untraceable as reason:
                 self.kinds[key] = kind = self._otherwise(kind, group, spec, state, str(reason))
         return kind
@@ -150,8 +154,9 @@ class Capture:
                 self._check_rehearsed(name)
             self._separable.add(manner)
         self.kinds[key] = kind = self._capture(group, spec, state)
-        if reason := self._look_ahead(kind, group, spec):
-            self.kinds[key] = other = self._otherwise(kind, group, spec, state, reason)
+        reason = self._look_ahead(kind, group, spec)
+        if reason and not isinstance(reason, FormChange):
+            self.kinds[key] = other = self._otherwise(kind, group, spec, state, str(reason))
             if other.oracle is None or self._look_ahead(other, group, spec):
                 self.kinds[key] = kind  # what cannot be captured in either way is met when it comes
         return self.kinds[key]
@@ -229,6 +234,8 @@ class Capture:
         """Capture a kind; `failed` says why Dynamo cannot."""
         try:
             oracle = open_oracle(self.optimizer, group, spec, bake=self._bake, state=state, failed=failed)
+        except FormChange as reason:
+            return self._passing(spec, state, str(reason))
         except Untraceable as reason:
             return self.interpreted(spec, str(reason))
         self.counts.update(oracle.counts.keys())
@@ -244,14 +251,14 @@ class Capture:
             return self._capture(group, spec, state, failed=why)
         return self.interpreted(spec, why)
 
-    def _look_ahead(self, kind: ParamKind, group: Mapping[str, Any], spec: ParameterSpec) -> str:
+    def _look_ahead(self, kind: ParamKind, group: Mapping[str, Any], spec: ParameterSpec) -> Untraceable | None:
         """Meet periodic work before the first plan: let the counters run, on fake tensors.
 
         Returns:
-            What cannot be captured there; empty if all can.
+            What cannot be captured there; None if all can.
         """
         if kind.oracle is None:
-            return ""
+            return None
         moment = after_first_step(kind, kind.oracle, group, spec)
         path, counters = [], []
         try:
@@ -260,11 +267,11 @@ class Capture:
                 template, moment = self._learn(kind, kind.oracle, moment)
                 path.append(template.name)
         except Untraceable as reason:
-            return str(reason)
+            return reason
         kind.templates = {v: t for v, t in kind.templates.items() if v not in kind.oracle.retired}
         if kind.oracle.numbers_keep_their_names:
             kind.variant_period = variant_period_of(path, counters)
-        return ""
+        return None
 
     def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Counts) -> dict[Any, Any]:
         """Join all counters into one dict: leaves of the state by name, others by `Counter`."""
@@ -321,6 +328,14 @@ class Capture:
         log.info("%s is interpreted: %s", label, reason)
         return ParamKind(None, {None: interpreted_template(label, spec, reason)}, (), {})
 
+    def _passing(self, spec: ParameterSpec, state: Mapping[str, Any] | None, reason: str) -> ParamKind:
+        """Make a kind for the one step that changes the form of the state. What comes after it is another kind."""
+        changes = self._form_changes.setdefault(spec, set())
+        changes.add(str((python_leaves(state or {}), self.elsewhere())))
+        kind = self.interpreted(spec, reason)
+        kind.passing = len(changes) <= MOST_FORM_CHANGES
+        return kind
+
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"
         label = f"{plain_class(self.optimizer).__name__.lower()}_{dims}_{dtype_name(spec.dtype)}{'_part' * spec.part}"
@@ -342,57 +357,10 @@ def after_first_step(kind: ParamKind, oracle: Oracle, group: Mapping[str, Any], 
 
 
 def held(state: Mapping[str, Any]) -> frozenset[Held]:
-    """Return the names, shapes and dtypes of the leaves of a state."""
+    """Return the names, shapes, dtypes and strides of the leaves of a state, as far as they are not contiguous."""
     return frozenset(
-        (name, tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else (name, None, None)
+        (name, tuple(v.shape), v.dtype, state_leaf(name, v).stride)
+        if isinstance(v, torch.Tensor)
+        else (name, None, None, None)
         for name, v in state_leaves(state)
     )
-
-
-def state_leaf(name: str, value: torch.Tensor) -> Leaf:
-    stride = None if value.is_contiguous() else tuple(value.stride())
-    return Leaf(Role.STATE, name, tuple(value.shape), value.dtype, stride)
-
-
-def template_of(variant: Variant, name: str, spec: ParameterSpec) -> Template:
-    """Make the template of a variant. Its inputs are named leaves; its outputs are the leaves that it writes."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    inputs: list[Leaf] = []
-    for node, source in zip(placeholders(variant.graph), variant.sources, strict=True):
-        leaf = leaf_of(node, source)
-        used = bool(node.users.keys() - {n for n in variant.graph.nodes if n.op == "output"})
-        if leaf.role in (Role.SCALAR,) and not used:
-            continue
-        env[node] = graph.placeholder(leaf.name)
-        # A hyperparameter is a number from here on; its record is of the 0-d tensor that stood for it in tracing.
-        env[node].meta = dict(node.meta) if leaf.dtype is not None else {}
-        inputs.append(leaf)
-    for node in variant.graph.nodes:
-        if node.op == "call_function" and node.target is not torch.ops.aten.copy_.default:
-            env[node] = graph.node_copy(node, lambda n: env[n])
-    returned = outputs(variant.graph)
-    sources = dict(zip(variant.sources, placeholders(variant.graph), strict=True))
-    writes: list[str] = []
-    values: list[fx.Node] = []
-    for source, place in variant.results.items():
-        value = returned[place]
-        if source[0] in ("param", "state") and value is not sources.get(source):
-            writes.append(source[2] if source[0] == "state" else source[0])
-            values.append(env[value])
-    graph.output(tuple(values))
-    return Template(name, spec.shape, spec.dtype, tuple(inputs), tuple(writes), graph, precision=variant.precision)
-
-
-def leaf_of(node: fx.Node, source: Sequence[Any]) -> Leaf:
-    value = tensor_value(node)
-    match source[0]:
-        case "param" | "grad":
-            assert value is not None
-            return Leaf(Role(source[0]), source[0], tuple(value.shape), value.dtype)
-        case "state":
-            assert value is not None
-            return Leaf(Role.STATE, source[2], tuple(value.shape), value.dtype)
-    if value is not None and value.dtype != torch.float64:
-        return Leaf(Role.SCALAR, source[1], tuple(value.shape), value.dtype)
-    return Leaf(Role.SCALAR, source[1])

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.dispatch_oracle import DispatchOracle
 from canzona_compile.capture.dynamo_oracle import DynamoOracle
-from canzona_compile.capture.oracle import Oracle, ParameterSpec, Untraceable
+from canzona_compile.capture.oracle import FormChange, Oracle, ParameterSpec, Untraceable
 
 WAYS: tuple[type[Oracle], ...] = (DynamoOracle, DispatchOracle)
 
@@ -34,15 +34,20 @@ def open_oracle(
 
     Raises:
         Untraceable: neither can. The message says why each cannot.
+        FormChange: the first step that it would capture changes the form of the state.
         UnsupportedOptimizer: as for `Oracle`.
     """
     if not failed:
         try:
             return DynamoOracle(optimizer, group, spec, count, bake, state)
+        except FormChange:
+            raise
         except Untraceable as reason:
             failed = str(reason)
     try:
         oracle = DispatchOracle(optimizer, group, spec, count, bake, state)
+    except FormChange:
+        raise
     except Untraceable as reason:
         raise Untraceable(failed if str(reason) == failed else f"{failed}; by dispatch: {reason}") from reason
     oracle.why = failed

@@ -159,6 +159,8 @@ class StepDriver:
             return StepChange.replan("the parameters changed")
         if self._held_params.replaced():
             return StepChange.replan("the memory or the attributes of parameters were replaced")
+        if any(bound.kind.passing and name in self._stepped for name, bound in self.plan.bound.items()):
+            return StepChange.replan("the state of parameters has another form now")
         self.capture.notice()
         self._held_params.check_gradients()
         if cleared := self._held_state.cleared():
