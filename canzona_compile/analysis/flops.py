@@ -17,6 +17,7 @@ from torch import fx
 
 from canzona_compile.ir.fx_utils import tensor_value
 from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.product_at import operator_of
 from canzona_compile.ir.step import Template, Wire
 from canzona_compile.kernels import cholesky_qr, inverse_root
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
@@ -108,8 +109,8 @@ LIBRARY_PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default:
 def factors(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The two factors of a matrix product node, as they stand in memory; see `flips`."""
     args: Any = node.args
-    if node.target in LIBRARY_PRODUCTS:
-        first = LIBRARY_PRODUCTS[node.target]
+    if (operator := operator_of(node)) in LIBRARY_PRODUCTS:
+        first = LIBRARY_PRODUCTS[operator]
         left, right = args[first], args[first + 1]
     elif node.target is SYM_GEMM:
         left, right = args[0], args[1] if len(args) > 1 and args[1] is not None else args[0]

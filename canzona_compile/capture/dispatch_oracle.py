@@ -37,6 +37,7 @@ from canzona_compile.capture.recording import (
 )
 from canzona_compile.capture.twin import hypers, step_plainly
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.product_at import ProductAt
 
 MOST_PATHS = 64  # the most paths of one kind; code that never repeats itself is not worth a plan per step
 PERTURBATION = 1 - 2.0**-7  # towards zero, because many hyperparameters must stay below one
@@ -226,7 +227,7 @@ class DispatchOracle(Oracle):
         sources += [("scalar", name) for name in path.names]
         offset = len(path.returned)
         results = {source: offset + i for i, source in enumerate(sources)}
-        return Variant(graph, tuple(sources), results, baked, precision_of(path.calls))
+        return Variant(graph, tuple(sources), results, baked, give_precisions(graph, path.calls))
 
 
 def recorded_module(path: TracedPath, tensors: list[Tensor], sources: list[tuple[Tensor, Source]]) -> fx.GraphModule:
@@ -294,12 +295,22 @@ def returned_node(tensor: Tensor, nodes: Mapping[int, Any]) -> Any:
     return nodes[id(tensor)]
 
 
-def precision_of(calls: list[RecordedCall]) -> str:
-    """Return the float32 matmul precision that a step sets for its products; empty if it sets none."""
-    found = {call.precision for call in calls if reads_precision(call)}
-    if len(found) > 1:
+def give_precisions(graph: fx.Graph, calls: list[RecordedCall]) -> str:
+    """Make the products of a graph compute in the float32 matmul precisions that the step sets for them.
+
+    Returns:
+        The precision, if it is one for all; the graph then stays as it is. Empty if the step sets none or several.
+    """
+    wanted = [call.precision for call in calls if reads_precision(call.func)]
+    if len(set(wanted)) < 2:
+        return next(iter(wanted), "")
+    products = [node for node in graph.nodes if node.op == "call_function" and reads_precision(node.target)]
+    if len(products) != len(wanted):
         raise Untraceable("its step computes products in several float32 matmul precisions")
-    return next(iter(found), "")
+    for node, precision in zip(products, wanted, strict=True):
+        if precision:
+            node.target = ProductAt(node.target, precision)
+    return ""
 
 
 def perturbed(value: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.contents import ATOMS, Contents, Label, Walk, cells_of, nothing_labelled
 from canzona_compile.capture.twin import plain_class
 
-# Packages whose code is not read: torch's, ours, and those that keep no numbers of an optimizer. Loggers count messages.
+# Packages whose code is not read: torch's, ours, and those that keep no numbers of an optimizer. Some count messages.
 LOGGERS = {"absl", "loguru", "rich", "structlog", "tqdm"}
 NOT_READ = {"torch", "canzona_compile", "numpy", "triton", "sympy", *LOGGERS, *sys.stdlib_module_names} - {"__main__"}
 

@@ -269,9 +269,9 @@ def fallible(call: RecordedCall) -> bool:
     return any(name in str(call.func) for name in FALLIBLE)
 
 
-def reads_precision(call: RecordedCall) -> bool:
+def reads_precision(func: Any) -> bool:
     """Tell whether an operator reads the float32 matmul precision."""
-    return call.func is not None and call.func._schema.name.partition("::")[2] in PRODUCTS
+    return isinstance(func, torch._ops.OpOverload) and func._schema.name.partition("::")[2] in PRODUCTS
 
 
 def line_of(frame: FrameType | None) -> int:
