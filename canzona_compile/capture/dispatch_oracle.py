@@ -13,29 +13,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from canzona_compile.capture.dynamo import outside_modes
+from canzona_compile.capture.dynamo import eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
-from canzona_compile.capture.external_counters import Counts, counts_of
 from canzona_compile.capture.functional import functional
-from canzona_compile.capture.oracle import MOST_CONSTANTS, Answer, Oracle, Source, Untraceable, Variant, matches, unlike
+from canzona_compile.capture.oracle import MOST_CONSTANTS, Oracle, TwinMoment, matches, unlike
 from canzona_compile.capture.recording import (
     CallPath,
     CallRecorder,
-    Provoked,
     RecordedCall,
     Unrecordable,
-    fallible,
     is_constant,
     number_in,
     reads_precision,
 )
 from canzona_compile.capture.twin import hypers, step_plainly
+from canzona_compile.capture.variant import Answer, Source, Untraceable, Variant
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.product_at import ProductAt
 
@@ -44,14 +42,6 @@ PERTURBATION = 1 - 2.0**-7  # towards zero, because many hyperparameters must st
 
 NumberPlace = tuple[int, int]  # the index of a call in a path, and of a number among its numbers
 PathKey = tuple[int, tuple[tuple[int, str, int], ...]]
-
-
-class TwinMoment(NamedTuple):
-    """What a twin holds: the leaves of its state by parameter, its parameter group, its counters elsewhere."""
-
-    leaves: list[dict[str, Any]]
-    group: dict[str, Any]
-    counts: Counts
 
 
 @dataclass(eq=False, slots=True)
@@ -88,11 +78,10 @@ class DispatchOracle(Oracle):
     def prepare(self) -> None:
         """Begin with a tree without calls."""
         self._root, self._known = RecordedCall(), dict[PathKey, TracedPath]()
-        self._probed: set[RecordedCall] = set()
 
     def ask(self) -> Answer:
         """Take the step again, and find the path that it takes."""
-        before = self._moment()
+        before = self.moment()
         walk = self._walk()
         replaced = self.replaced(before.leaves)
         key: PathKey = (id(walk.calls[-1]) if walk.calls else 0), tuple((i, n, id(new)) for i, n, _, new in replaced)
@@ -100,28 +89,28 @@ class DispatchOracle(Oracle):
         if path is None:
             if len(self._known) == MOST_PATHS:
                 raise Untraceable(f"its step takes more than {MOST_PATHS} paths")
-            self._explore(walk, before)
+            self._vary(before)
         if path is None or path.stale:
             self.retired.update(() if path is None else path.variants)
             path = self._known[key] = self._path(walk, tuple(new for *_, new in replaced))
         numbers = [walk.numbers[i][place] for i, place in path.inputs]
-        now = self._moment()
-        self._restore(before)  # so that inputs can be found by identity
+        now = self.moment()
+        self.restore(before)  # so that inputs can be found by identity
         variant = self._variant(path, numbers)
-        self._restore(now)
+        self.restore(now)
         return Answer(variant, dict(zip(path.names, numbers, strict=True)), path.returned)
 
     # -- walks -------------------------------------------------------------------------------
 
-    def _walk(self, fail: RecordedCall | None = None) -> CallPath:
+    def _walk(self) -> CallPath:
         """Let the twin step, and record what it calls."""
         held = [(tensor, storage(tensor)) for tensor, _ in self.tensors()]
         grads = [(param, param.grad) for param in self._params]
-        recorder = CallRecorder(self._root, fail)
+        recorder = CallRecorder(self._root)
         try:
             with outside_modes(), eagerly(), self._mode, recorder:
                 step_plainly(self.twin)
-        except (CanzonaError, Provoked):
+        except CanzonaError:
             raise
         except Unrecordable as error:
             raise Untraceable(f"{error}{blamed(error)}") from error
@@ -136,40 +125,13 @@ class DispatchOracle(Oracle):
         recorder.walk.note_varying()
         return recorder.walk
 
-    def _explore(self, walk: CallPath, before: TwinMoment) -> None:
-        """Find out more about a new path: what its numbers depend on, and whether it catches errors.
-
-        Raises:
-            Untraceable: the step catches the error of an operator, and a graph has no such branch.
-        """
-        now = self._moment()
-        try:
-            self._restore(before._replace(group=pytree.tree_map(perturbed, before.group)))
-            with contextlib.suppress(Untraceable):  # the step may refuse such hyperparameters
-                self._walk()
-            for call in walk.calls:
-                if call not in self._probed and fallible(call):
-                    self._probed.add(call)
-                    self._restore(before)
-                    if not self._raises(call):
-                        raise Untraceable(f"its step catches the errors of {call.func}")
-        finally:
-            self._restore(now)
-
-    def _raises(self, call: RecordedCall) -> bool:
-        """Tell whether the step raises if a call does."""
-        try:
-            self._walk(fail=call)
-        except Provoked:
-            return True
-        return False
-
-    def _moment(self) -> TwinMoment:
-        return TwinMoment(self.snapshot(), hypers(self.twin.param_groups[0]), counts_of(self.twin))
-
-    def _restore(self, moment: TwinMoment) -> None:
-        self.set_numbers(moment.group, moment.counts)
-        self.put_leaves(moment.leaves)
+    def _vary(self, before: TwinMoment) -> None:
+        """Find out which numbers depend on hyperparameters, by the same step with others."""
+        now = self.moment()
+        self.restore(before._replace(group=pytree.tree_map(perturbed, before.group)))
+        with contextlib.suppress(Untraceable):  # the step may refuse such hyperparameters
+            self._walk()
+        self.restore(now)
 
     # -- graphs ------------------------------------------------------------------------------
 
@@ -321,15 +283,3 @@ def perturbed(value: Any) -> Any:
 def storage(tensor: Tensor) -> int:
     """Return what tells apart the memory of two tensors."""
     return int(tensor.untyped_storage()._cdata)
-
-
-@contextlib.contextmanager
-def eagerly() -> Iterator[None]:
-    """Inside this context, functions that the optimizer has compiled run as they are written.
-
-    Torch then also keeps no record of which tensors are views. It would not let an operator return a view again that it
-    has returned before.
-    """
-    views = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
-    with torch.compiler.set_stance("force_eager"), views:
-        yield

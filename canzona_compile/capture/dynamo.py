@@ -84,6 +84,18 @@ def outside_modes() -> Iterator[None]:
             TorchDispatchMode.__enter__(mode)
 
 
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """Inside this context, functions that the optimizer has compiled run as they are written.
+
+    Torch then also keeps no record of which tensors are views. It would not let an operator return a view again that it
+    has returned before.
+    """
+    views = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+    with torch.compiler.set_stance("force_eager"), views:
+        yield
+
+
 _pow = math.pow
 
 

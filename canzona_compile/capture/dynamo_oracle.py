@@ -19,17 +19,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from canzona_compile.capture.dynamo import as_oracle, compiled
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.functional import functional
-from canzona_compile.capture.oracle import (
-    MOST_CONSTANTS,
-    Answer,
-    Oracle,
-    Scalars,
-    Untraceable,
-    Variant,
-    matches,
-    unlike,
-)
+from canzona_compile.capture.oracle import MOST_CONSTANTS, Oracle, matches, unlike
 from canzona_compile.capture.twin import plain_step
+from canzona_compile.capture.variant import Answer, Scalars, Untraceable, Variant
 from canzona_compile.errors import CanzonaError
 
 
@@ -111,7 +103,7 @@ class DynamoOracle(Oracle):
 def settings_of(graph: fx.Graph) -> str:
     """Name a function in Dynamo's graph that changes a setting which operators read; empty if there is none."""
     names = [getattr(node.target, "__name__", "") for node in graph.nodes if node.op == "call_function"]
-    return next((name for name in names if name.startswith(("set_", "_set_")) and "grad" not in name), "")
+    return next((name for name in names if re.match(r"_?set_\w", name) and "grad" not in name), "")
 
 
 def number(value: Any) -> Any:

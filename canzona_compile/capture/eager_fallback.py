@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.capture.leaves import state_leaves
-from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.randomness import watched
 from canzona_compile.capture.twin import make_twin, step_plainly
+from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.ir.program_ops import EagerTask
 from canzona_compile.ir.step import Leaf, Role, Template
 

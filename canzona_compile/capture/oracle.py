@@ -7,22 +7,24 @@ out, see `dynamo_oracle` and `dispatch_oracle`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from canzona_compile.capture.dynamo import eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
-from canzona_compile.capture.external_counters import Counts, give_counts, step_alone
+from canzona_compile.capture.external_counters import Counts, counts_of, give_counts, step_alone
 from canzona_compile.capture.leaves import (
     leaf_problem,
     paths_of,
@@ -32,90 +34,20 @@ from canzona_compile.capture.leaves import (
     structure_of,
     write,
 )
-from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin
+from canzona_compile.capture.provoke import Provoked, Provoker
+from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin, step_plainly
+from canzona_compile.capture.variant import Answer, FormChange, ParameterSpec, Scalars, Source, Untraceable, Variant
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.ir.layout import Shape
 
 MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
 
-Scalars = dict[str, Any]
-Source = tuple[Any, ...]
 
+class TwinMoment(NamedTuple):
+    """What a twin holds: the leaves of its state by parameter, its parameter group, its counters elsewhere."""
 
-@dataclass(frozen=True, slots=True)
-class ParameterSpec:
-    """What the step can see of a parameter besides its values.
-
-    Attributes:
-        marks: the attributes that users gave to it, see `twin.marks_of`.
-        part: whether it stands for some entries of a stack. Their number differs between ranks, so their kinds are
-            apart from those that all ranks have: one could not tell from a name otherwise that it is the same code.
-    """
-
-    shape: Shape
-    dtype: torch.dtype
-    grad_dtype: torch.dtype
-    device: torch.device
-    marks: tuple[tuple[str, Any], ...] = ()
-    part: bool = False
-
-
-class StepInputs(NamedTuple):
-    """What the optimizer's code sees on a step of one parameter besides tensors.
-
-    Attributes:
-        group: the parameter group.
-        spec: the shape, the dtypes and the device of the parameter.
-        counters: the Python leaves of the parameter's state.
-        elsewhere: the numbers that the optimizer keeps outside of parameter groups and of the state of parameters.
-    """
-
-    group: Mapping[str, Any]
-    spec: ParameterSpec
-    counters: Mapping[str, Any]
-    elsewhere: Counts
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Variant:
-    """One captured graph of the step.
-
-    Attributes:
-        graph: the functional graph.
-        sources: what each placeholder stands for: ("param", i), ("grad", i), ("state", i, leaf) or ("scalar", name).
-        results: by source, the position of its new value in the output tuple. A source that the step does not write
-            keeps its value. A state tensor that the step replaces without reading it appears here only.
-        baked: by position of a scalar input, the value that the graph holds as a constant.
-        precision: the float32 matmul precision that the step sets for its products; empty if it sets none.
-    """
-
-    graph: fx.Graph
-    sources: tuple[Source, ...]
-    results: dict[Source, int]
-    baked: Mapping[int, float]
-    precision: str = ""
-
-
-class Answer(NamedTuple):
-    """What an oracle found out about one step.
-
-    Attributes:
-        variant: the variant that the step takes.
-        scalars: the values of its scalars, by name.
-        returned: what the graph computes beside new values of its inputs, in the order of its first outputs.
-    """
-
-    variant: Variant
-    scalars: Scalars
-    returned: tuple[Any, ...]
-
-
-class Untraceable(Exception):
-    """The step cannot be captured, and the message says why."""
-
-
-class FormChange(Untraceable):
-    """The step gives a tensor of its state other strides, so that later steps read a state of another form."""
+    leaves: list[dict[str, Any]]
+    group: dict[str, Any]
+    counts: Counts
 
 
 class _NoCollectives(TorchDispatchMode):
@@ -183,6 +115,7 @@ class Oracle(ABC):
         self.bake = set() if bake is None else bake
         self.variants: list[Variant] = []
         self.retired: set[Variant] = set()
+        self._known_to_raise: set[Variant] = set()
         self._mode = self._fake_mode()
         group = one_by_one(group)
         with self._mode, _NoCollectives():
@@ -237,12 +170,15 @@ class Oracle(ABC):
             Untraceable: the step takes a path that cannot be captured.
         """
         group = self.set_numbers(group, counts)
-        before = self.snapshot()
+        before = self.moment()
         try:
             variant, scalars, returned = self.ask()
-            self._put_back(before, variant, returned)
+            if variant not in self._known_to_raise:
+                self._check_errors(before)
+                self._known_to_raise.add(variant)
+            self._put_back(before.leaves, variant, returned)
         except FormChange:  # other parameters may still be at steps that do not change it
-            self.put_leaves(before)
+            self.put_leaves(before.leaves)
             raise
         real = {k: v for k, v in hypers(group).items() if isinstance(v, Tensor)}
         read = {source[1] for source in variant.sources if source[0] == "scalar"}
@@ -256,6 +192,28 @@ class Oracle(ABC):
             del own[counter]
         own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
         return group
+
+    def _check_errors(self, before: TwinMoment) -> None:
+        """Raise if the step catches the error of an operator, because a graph has no such branch.
+
+        Args:
+            before: what the twin held before the step that it has just taken.
+
+        Raises:
+            Untraceable: the step goes on when an operator fails.
+        """
+        now = self.moment()
+        try:
+            for place in itertools.count():
+                self.restore(before)
+                provoker = Provoker(place)
+                with contextlib.suppress(Provoked), outside_modes(), eagerly(), self._mode, provoker:
+                    step_plainly(self.twin)
+                    if provoker.failed:
+                        raise Untraceable(f"its step catches the errors of {provoker.failed}")
+                    break
+        finally:
+            self.restore(now)
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Give the twin the attributes that the optimizer has now."""
@@ -309,6 +267,15 @@ class Oracle(ABC):
         if isinstance(value, FakeTensor):
             raise Untraceable(f"its step reads a tensor that is neither parameter, gradient nor state: {name}")
         return "scalar", name
+
+    def moment(self) -> TwinMoment:
+        """Return what the twin holds now."""
+        return TwinMoment(self.snapshot(), hypers(self.twin.param_groups[0]), counts_of(self.twin))
+
+    def restore(self, moment: TwinMoment) -> None:
+        """Give the twin what it held at a moment."""
+        self.set_numbers(moment.group, moment.counts)
+        self.put_leaves(moment.leaves)
 
     # -- the twin's state --------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _LinAlgError as LinAlgError  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +25,6 @@ from canzona_compile.errors import UnsupportedOptimizer
 
 NumberList = list[Any]
 
-# Operators that fail for some values of their operands. Code may catch that.
-FALLIBLE = ("linalg_cholesky", "cholesky", "linalg_eig", "linalg_inv", "linalg_solve", "linalg_lu", "linalg_svd")
 # Operators that read the float32 matmul precision.
 PRODUCTS = {
     "mm",
@@ -53,10 +50,6 @@ SETTINGS = (
 
 class Unrecordable(Exception):
     """A call of the step cannot be part of a graph, and the message says why."""
-
-
-class Provoked(LinAlgError):  # type: ignore[misc]
-    """An error that a recording raises to see whether the step catches it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -132,16 +125,15 @@ class CallRecorder(TorchDispatchMode):
 
     Args:
         root: the root of the tree.
-        fail: a call that shall raise an error in place of its result; None for none.
 
     Attributes:
         walk: the calls so far.
     """
 
-    def __init__(self, root: RecordedCall, fail: RecordedCall | None = None) -> None:
+    def __init__(self, root: RecordedCall) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.walk = CallPath()
-        self._here, self._fail = root, fail
+        self._here = root
         self._ambient, self._precision = settings(), torch.get_float32_matmul_precision()
 
     def __torch_dispatch__(
@@ -162,8 +154,6 @@ class CallRecorder(TorchDispatchMode):
         self.walk.calls.append(call)
         self.walk.numbers.append([number_in(leaves[place]) for place in call.numbers])
         self._here = call
-        if call is self._fail:
-            raise Provoked("provoked, to see whether the step catches it")
         return call.result
 
     def _record(
@@ -262,11 +252,6 @@ def settings() -> tuple[Any, ...]:
     matmul = torch.backends.cuda.matmul
     own = tuple(getattr(matmul, name) for name in SETTINGS)
     return (*own, torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype())
-
-
-def fallible(call: RecordedCall) -> bool:
-    """Tell whether an operator fails for some values of its operands."""
-    return any(name in str(call.func) for name in FALLIBLE)
 
 
 def reads_precision(func: Any) -> bool:

@@ -9,8 +9,8 @@ import networkx as nx
 from torch import fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.oracle import ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.twin import plain_class
+from canzona_compile.capture.variant import ParameterSpec, Untraceable, Variant
 from canzona_compile.capture.ways import open_oracle
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.fx_utils import outputs, placeholders

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.leaves import state_leaves
-from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.twin import make_twin, marks_of, step_plainly
+from canzona_compile.capture.variant import ParameterSpec
 
 
 def shapes_after_a_step(

@@ -16,11 +16,12 @@ from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.capture.eager_parity import holistic, same_bits
 from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leaves
-from canzona_compile.capture.oracle import FormChange, Oracle, ParameterSpec, StepInputs, Untraceable, Variant
+from canzona_compile.capture.oracle import Oracle
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.rehearsal import Rehearsal, closure_problem, rehearse
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.twin import plain_class, signature
+from canzona_compile.capture.variant import FormChange, ParameterSpec, StepInputs, Untraceable, Variant
 from canzona_compile.capture.variant_period import VariantPeriod, variant_period_of
 from canzona_compile.capture.variant_template import state_leaf, template_of
 from canzona_compile.capture.ways import open_oracle
@@ -147,6 +148,7 @@ class Capture:
         state: Mapping[str, Any] | None = None,
     ) -> ParamKind:
         if key in self.kinds:
+            self._note_form_change(self.kinds[key], spec, state)
             return self.kinds[key]
         manner = (key[1], len(spec.shape))
         if manner not in self._separable:
@@ -330,11 +332,17 @@ class Capture:
 
     def _passing(self, spec: ParameterSpec, state: Mapping[str, Any] | None, reason: str) -> ParamKind:
         """Make a kind for the one step that changes the form of the state. What comes after it is another kind."""
-        changes = self._form_changes.setdefault(spec, set())
-        changes.add(str((python_leaves(state or {}), self.elsewhere())))
         kind = self.interpreted(spec, reason)
-        kind.passing = len(changes) <= MOST_FORM_CHANGES
+        kind.passing = True
+        self._note_form_change(kind, spec, state)
         return kind
+
+    def _note_form_change(self, kind: ParamKind, spec: ParameterSpec, state: Mapping[str, Any] | None) -> None:
+        """Give up on a state that changes its form again and again."""
+        if kind.passing:
+            changes = self._form_changes.setdefault(spec, set())
+            changes.add(str((python_leaves(state or {}), self.elsewhere())))
+            kind.passing = len(changes) <= MOST_FORM_CHANGES
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"

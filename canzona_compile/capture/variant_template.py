@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.capture.oracle import ParameterSpec, Variant
+from canzona_compile.capture.variant import ParameterSpec, Variant
 from canzona_compile.ir.fx_utils import outputs, placeholders, tensor_value
 from canzona_compile.ir.step import Leaf, Role, Template
 

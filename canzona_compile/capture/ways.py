@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.dispatch_oracle import DispatchOracle
 from canzona_compile.capture.dynamo_oracle import DynamoOracle
-from canzona_compile.capture.oracle import FormChange, Oracle, ParameterSpec, Untraceable
+from canzona_compile.capture.oracle import Oracle
+from canzona_compile.capture.variant import FormChange, ParameterSpec, Untraceable
 
 WAYS: tuple[type[Oracle], ...] = (DynamoOracle, DispatchOracle)
 

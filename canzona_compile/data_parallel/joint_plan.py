@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import plain_class
+from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import ALIGNMENT
 from canzona_compile.ir.pipeline import run

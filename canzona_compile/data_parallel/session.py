@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.twin import marks_of, plain_class
+from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.joint_plan import JointPlan

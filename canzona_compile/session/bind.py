@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.eager_parity import holistic
-from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.sharding_rules import missing_rule, shapes_after_a_step
 from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import marks_of
+from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import (
     Box,

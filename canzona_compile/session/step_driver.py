@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.external_counters import CounterShadow
-from canzona_compile.capture.oracle import Untraceable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
+from canzona_compile.capture.variant import Untraceable
 from canzona_compile.errors import CanzonaError, InvalidGradient, some
 from canzona_compile.ir.pipeline import Observer
 from canzona_compile.ir.program_ops import Watch

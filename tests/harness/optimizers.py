@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Muon, Optimizer
 
 from canzona_compile.capture import templates
-from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class, signature
+from canzona_compile.capture.variant import ParameterSpec
 
 Shape = tuple[int, ...]
 

@@ -12,9 +12,9 @@ from torch import fx
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from canzona_compile.capture.oracle import ParameterSpec
 from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import plain_class
+from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Layout, Shape

@@ -1,0 +1,52 @@
+"""Optimizers that Dynamo cannot trace, on ranks: captured by dispatch, with owners, and with the plain bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from tests.harness import odd_optimizers as odd
+from tests.harness.layouts import Case
+from tests.harness.marks import also, first
+from tests.harness.optimizers import Shape
+from tests.harness.training import Outcome, Training, check, on_ranks
+from tests.harness.training import train as train_recipe
+
+SHAPES: tuple[Shape, ...] = ((17, 32), (48, 20), (17, 32), (16, 16))
+KINDS: dict[str, type[Optimizer]] = {
+    kind.__name__: kind for kind in (odd.DecoratedMuon, odd.DecoratedBasis, odd.TwoPrecisions, odd.OnePrecision)
+}
+
+
+def decay(optimizer: Optimizer) -> Callable[[int], None]:
+    """A learning rate that changes on every step."""
+
+    def change(step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+
+    return change
+
+
+def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
+    recipe = Training(KINDS[name], SHAPES, steps=7, schedule=decay, sizes=(0.1, 1e-2))
+    return train_recipe(recipe, cases, dtype, **options)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [Case("fsdp", (3,)), *also([Case("tp_columns", (2,)), Case("ddp", (2,))])], ids=str)
+@pytest.mark.parametrize("name", first(KINDS, 2))
+def test_captured_by_dispatch(name: str, case: Case) -> None:
+    report = check(on_ranks(train, name, [case], torch.float32, strategy="owner"))
+    assert report["fallbacks"] == {}
+    assert {task["strategy"] for task in report["tasks"]} == {"owner"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", first(["DecoratedBasis", "DecoratedMuon"]))
+def test_captured_by_dispatch_with_a_loaded_state(name: str) -> None:
+    check(on_ranks(train, name, [Case("fsdp", (2,))], torch.float32, restored=True))
