@@ -73,7 +73,7 @@ class DispatchOracle(Oracle):
 
     way: ClassVar[str] = "dispatch"
     other_ways: ClassVar[bool] = False
-    numbers_keep_their_names: ClassVar[bool] = False  # paths that differ may number them differently
+    reads_counters: ClassVar[bool] = False
 
     def prepare(self) -> None:
         """Begin with a tree without calls."""
@@ -91,7 +91,8 @@ class DispatchOracle(Oracle):
                 raise Untraceable(f"its step takes more than {MOST_PATHS} paths")
             self._vary(before)
         if path is None or path.stale:
-            self.retired.update(() if path is None else path.variants)
+            old = () if path is None else path.variants
+            self.variants = [variant for variant in self.variants if variant not in old]
             path = self._known[key] = self._path(walk, tuple(new for *_, new in replaced))
         numbers = [walk.numbers[i][place] for i, place in path.inputs]
         now = self.moment()
@@ -140,13 +141,13 @@ class DispatchOracle(Oracle):
         return TracedPath(walk.calls, inputs, list(self._names(walk, inputs)), [], returned)
 
     def _names(self, walk: CallPath, inputs: list[NumberPlace]) -> Iterator[str]:
-        """Name the numbers: as the hyperparameter of equal value, or by the line that reads them."""
+        """Name the numbers by the line that reads them, and by the hyperparameter of equal value if there is one."""
         tensors, taken = self.names_of_tensors(), set[str]()
         own = {key: v for key, v in hypers(self.twin.param_groups[0]).items() if isinstance(v, float | int)}
         for i, place in inputs:
             value = walk.numbers[i][place]
             known = next((key for key, v in own.items() if v == value and key.isidentifier()), None)
-            name = base = unlike(known or f"number_at_{walk.calls[i].line}", tensors)
+            name = base = unlike(f"{known or 'number'}_at_{walk.calls[i].line}", tensors)
             same = 1
             while name in taken:
                 same += 1

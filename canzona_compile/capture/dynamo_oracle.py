@@ -30,7 +30,7 @@ class DynamoOracle(Oracle):
 
     way: ClassVar[str] = "Dynamo"
     other_ways: ClassVar[bool] = True
-    numbers_keep_their_names: ClassVar[bool] = True
+    reads_counters: ClassVar[bool] = True
 
     def _fake_mode(self) -> FakeTensorMode:
         return FakeTensorMode(shape_env=ShapeEnv())

@@ -74,10 +74,10 @@ class Oracle(ABC):
         way: how it captures, for reports.
         why: why it captures in this way and not in the one before; empty if there is none before.
         other_ways: whether there is a way to try after this one.
-        numbers_keep_their_names: whether a name stands for the same number in all graphs.
+        reads_counters: whether graphs compute with hyperparameters and counters, and not with numbers that the step has
+            computed of these.
         twin: the optimizer that steps in place of the real one, with parameters that have no values.
-        variants: the graphs that it captured.
-        retired: those of them that no step will take again, as another took their place.
+        variants: the graphs that it captured, without those in whose place another came.
         first_state: by parameter, the leaves of the state that the twin's first step left.
         structure: the containers of that state.
         paths: where in the state its leaves are.
@@ -86,7 +86,7 @@ class Oracle(ABC):
 
     way: ClassVar[str]
     other_ways: ClassVar[bool]
-    numbers_keep_their_names: ClassVar[bool]
+    reads_counters: ClassVar[bool]
 
     def __init__(
         self,
@@ -114,7 +114,6 @@ class Oracle(ABC):
         self.why = ""
         self.bake = set() if bake is None else bake
         self.variants: list[Variant] = []
-        self.retired: set[Variant] = set()
         self._known_to_raise: set[Variant] = set()
         self._mode = self._fake_mode()
         group = one_by_one(group)

@@ -270,8 +270,12 @@ class Capture:
                 path.append(template.name)
         except Untraceable as reason:
             return reason
-        kind.templates = {v: t for v, t in kind.templates.items() if v not in kind.oracle.retired}
-        if kind.oracle.numbers_keep_their_names:
+        kind.templates = {v: t for v, t in kind.templates.items() if v in kind.oracle.variants}
+        numbers = {
+            frozenset(leaf.name for leaf in t.inputs if leaf.role is Role.SCALAR) for t in kind.templates.values()
+        }
+        # A task that is ahead takes one graph with the numbers of another, which must be the same numbers then.
+        if kind.oracle.reads_counters or len(numbers) == 1:
             kind.variant_period = variant_period_of(path, counters)
         return None
 
