@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from canzona_compile.api.handle import Canzona
-from canzona_compile.capture.leaves import keys_of, read
-from canzona_compile.capture.twin import check_step_signature
+from canzona_compile.capture.leaves import keys_of, leaf_name, read
+from canzona_compile.capture.sharding_rules import state_after_a_step
+from canzona_compile.capture.twin import check_step_signature, marks_of
+from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.options import Options
 from canzona_compile.session.session import Session
@@ -66,7 +68,7 @@ def attach(optimizer: Opt, handle: Canzona) -> Opt:
 
 
 def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Give loaded state the dtypes that it was saved with.
+    """Give loaded state the dtypes that it was saved with, unless the optimizer's own state has that of its parameter.
 
     Torch casts loaded state to the dtype of the parameter, but preconditioners may be wider. Torch also turns strings
     in the state into generators.
@@ -76,17 +78,32 @@ def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict: the state dict that it loaded.
     """
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, param in zip(ids, params, strict=True):
+    params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    for i, (param, group) in zip(ids, params, strict=True):
         state: dict[str, Any] = optimizer.state.get(param) or {}
+        own: dict[str, torch.dtype] | None = None
 
-        def kept(path: Any, saved: Any, state: dict[str, Any] = state) -> Any:
+        def kept(path: Any, saved: Any, param: Tensor = param, group: Any = group, state: Any = state) -> Any:
+            nonlocal own
             if not isinstance(saved, Tensor):
                 return saved
             loaded = read(state, keys_of(path))
-            return loaded if loaded.dtype == saved.dtype else saved.detach().clone().to(loaded.device)
+            if loaded.dtype == saved.dtype:
+                return loaded
+            own = dtypes_of_state(optimizer, group, param) if own is None else own
+            if own.get(leaf_name(keys_of(path))) == loaded.dtype:  # saved with parameters of another dtype
+                return loaded
+            return saved.detach().clone().to(loaded.device)
 
         state.update(pytree.tree_map_with_path(kept, dict(state_dict["state"].get(i) or {})))
+
+
+def dtypes_of_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, torch.dtype]:
+    """Return the dtypes of the state that the optimizer makes for a parameter, by leaf, from a step of a small one."""
+    shape = tuple(min(size, 4) for size in param.shape)
+    marks = tuple(sorted(marks_of(param).items()))
+    spec = ParameterSpec(shape, param.dtype, param.dtype, torch.device("cpu"), marks)
+    return {name: value.dtype for name, value in state_after_a_step(optimizer, group, spec).items()}
 
 
 def keep_tuples(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:

@@ -244,6 +244,8 @@ class Oracle(ABC):
             raise
         except Exception as error:
             raise Untraceable(f"its step needs tensor values: {first_line(error)}{blamed(error)}") from error
+        if any(param.grad is None for param in self._params):
+            raise Untraceable("its step drops gradients")
 
     def tensors(self) -> list[tuple[Tensor, Source]]:
         """List the twin's own tensors, each with its source."""

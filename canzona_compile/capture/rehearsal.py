@@ -41,6 +41,7 @@ class Rehearsal:
     Attributes:
         counters: the numbers that a step counts outside of the state of parameters.
         writes_gradients: whether a step writes `param.grad`.
+        drops_gradients: whether it sets all of them to None.
         needs_gradients: whether a step does something, or fails, if a parameter has no gradient.
         asks_frozen: whether it does something else for a parameter that has a gradient and requires none.
         rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds otherwise than one by one.
@@ -50,6 +51,7 @@ class Rehearsal:
 
     counters: frozenset[Counter] = frozenset()
     writes_gradients: bool = False
+    drops_gradients: bool = False
     needs_gradients: bool = False
     asks_frozen: bool = False
     rounds_in_foreach: bool = False
@@ -95,6 +97,7 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
     return Rehearsal(
         frozenset().union(*(one.counters for one in found)),
         any(one.writes_gradients for one in found),
+        any(one.drops_gradients for one in found),
         any(one.needs_gradients for one in found),
         any(one.asks_frozen for one in found),
         any(one.rounds_in_foreach for one in found),
@@ -143,6 +146,7 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device,
             return Rehearsal(
                 frozenset(whole.counters),
                 writes_gradients=whole.writes_gradients,
+                drops_gradients=not whole.keeps_gradients,
                 needs_gradients=one.missing != scenario.missing,
                 asks_frozen=one.frozen != scenario.frozen,
                 rounds_in_foreach=one.loops,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -16,10 +17,8 @@ from canzona_compile.capture.twin import make_twin, marks_of, step_plainly
 from canzona_compile.capture.variant import ParameterSpec
 
 
-def shapes_after_a_step(
-    optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec
-) -> dict[str, tuple[int, ...]]:
-    """Take a step with a whole parameter of this kind, drop it, and return the shapes of its state's tensors by name.
+def state_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec) -> dict[str, Tensor]:
+    """Take a step with a whole parameter of this kind, drop it, and return the tensors of its state by name.
 
     Returns:
         Nothing if the step fails.
@@ -36,7 +35,7 @@ def shapes_after_a_step(
         except Exception:  # whatever it is: then the step of the real parameter will raise it
             return {}
     leaves = state_leaves(twin.state.get(like) or {})
-    return {name: tuple(value.shape) for name, value in leaves if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in leaves if isinstance(value, Tensor)}
 
 
 def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor) -> str:

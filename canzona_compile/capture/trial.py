@@ -52,6 +52,7 @@ class RehearsedSteps:
         after: by step, everything that the optimizer held after it.
         counters: what they counted outside of the state of parameters.
         writes_gradients: whether one of them wrote a gradient.
+        keeps_gradients: whether one of them left a gradient to its parameter.
         returned: by step, what it returned.
         drew: whether they drew random numbers from torch's own generators.
         error: what ended the run early; None if it took all steps.
@@ -60,6 +61,7 @@ class RehearsedSteps:
     after: list[Contents] = field(default_factory=list)
     counters: set[Counter] = field(default_factory=set)
     writes_gradients: bool = False
+    keeps_gradients: bool = False
     returned: list[Any] = field(default_factory=list)
     error: Exception | None = None
     drew: bool = False
@@ -136,6 +138,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             found.error = error
             return found
         found.writes_gradients |= any(p.grad is not own or written(own, old) for p, own, old in given)
+        found.keeps_gradients |= any(p.grad is not None for p, _, _ in given)
         found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
         for param in small.params:
             param.grad = None

@@ -172,17 +172,32 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
         tasks = tuple(
             PlannedTask(
                 str(t["name"]),
-                tuple(map(int, t["shape"])),
+                tuple(map(whole, t["shape"])),
                 str(t["layout"]),
                 str(t["strategy"]),
-                None if t["owner"] is None else (int(t["owner"][0]), int(t["owner"][1])),
+                None if t["owner"] is None else coordinate(t["owner"]),
                 str(t["reason"]),
             )
             for t in found["tasks"]
         )
         groups = tuple(tuple(map(str, group)) for group in found["groups"])
         known = dict(found["digests"])
-        depth = int(found["depth"])
+        depth = whole(found["depth"])
+        if len({task.name for task in tasks}) < len(tasks):
+            raise ValueError("two tasks have one name")
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CanzonaError(f"an entry is wrong: {type(error).__name__}: {error}", at=at, hint=MAKE_ANEW) from error
     return PlanFile(str(found["optimizer"]), depth, tasks, groups, tuple(known.items()), str(found["fingerprint"]))
+
+
+def whole(value: Any) -> int:
+    """Return an integer of a plan; a float or a truth value is none."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is no integer")
+    return value
+
+
+def coordinate(value: Any) -> tuple[int, int]:
+    """Return the coordinate (replica, shard) of an owner rank."""
+    replica, shard = value
+    return whole(replica), whole(shard)

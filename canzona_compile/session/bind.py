@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.eager_parity import holistic
-from canzona_compile.capture.sharding_rules import missing_rule, shapes_after_a_step
+from canzona_compile.capture.sharding_rules import missing_rule, state_after_a_step
 from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import marks_of
 from canzona_compile.capture.variant import ParameterSpec
@@ -45,6 +45,7 @@ from canzona_compile.session.entries import (
 )
 from canzona_compile.session.fused_params import Fused
 from canzona_compile.session.given_layout import check_layout_patterns
+from canzona_compile.session.param_memory import check_disjoint
 from canzona_compile.session.size_exchange import GridRows
 from canzona_compile.session.stand_in import StandIn
 from canzona_compile.session.stand_ins import StandIns, exchange_stand_ins
@@ -93,13 +94,18 @@ def named_params(optimizer: Optimizer, names: Sequence[Sequence[str]] = ()) -> l
     for g, group in enumerate(optimizer.param_groups):
         known = group.get("param_names") or (names[g] if g < len(names) else ())
         for i, param in enumerate(group["params"]):
-            found.append((str(known[i]) if i < len(known) else f"group{g}.param{i}", g, param))
+            found.append((printable(str(known[i])) if i < len(known) else f"group{g}.param{i}", g, param))
     counts: dict[str, int] = {}
     unique = []
     for name, g, p in found:
         counts[name] = counts.get(name, 0) + 1
         unique.append((name if counts[name] == 1 else f"{name}#{counts[name]}", g, p))
     return unique
+
+
+def printable(name: str) -> str:
+    """Escape what a terminal would obey."""
+    return name if name.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
@@ -156,6 +162,7 @@ class Binder:
         groups = range(len(self.optimizer.param_groups))
         self.capture.rehearse([[name for name, g, _ in self._named if g == group] for group in groups])
         names = [name for name, _, _ in self._named]
+        check_disjoint(self._named)
         self._stand_ins.check_others(names)
         check_patterns(self.options.split, names)
         check_layout_patterns(self.options.layout, names)
@@ -237,7 +244,8 @@ class Binder:
             shapes = {leaf.name: leaf.shape for leaf in kind.state}
             if kind.oracle is None:
                 group = self.optimizer.param_groups[g]
-                shapes = shapes_after_a_step(self.optimizer, group, self._spec(layout.shape, param))
+                made = state_after_a_step(self.optimizer, group, self._spec(layout.shape, param))
+                shapes = {leaf: tuple(value.shape) for leaf, value in made.items()}
             whole = {leaf for leaf in found if shapes.get(leaf, layout.shape) != layout.shape}
         stand_in.whole_leaves = frozenset(whole)
         return stand_in.taken(state)

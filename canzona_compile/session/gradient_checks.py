@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -61,4 +63,18 @@ def check_attributes(grad: Tensor, name: str) -> None:
             f"the gradient has attributes that a step may read: {some(own)}",
             at=name,
             hint="keep what belongs to a parameter in attributes of the parameter",
+        )
+
+
+def check_main_gradients(params: Mapping[str, Tensor]) -> None:
+    """Raise if gradients are where no optimizer looks for them. Call this if no parameter has one.
+
+    Raises:
+        InvalidGradient: a framework keeps gradients in `main_grad`.
+    """
+    if found := [name for name, param in params.items() if isinstance(getattr(param, "main_grad", None), Tensor)]:
+        raise InvalidGradient(
+            "no parameter has a gradient; main_grad, which has one, is not read",
+            at=some(found),
+            hint="set param.grad = param.main_grad (in the dtype of the parameter) before step()",
         )

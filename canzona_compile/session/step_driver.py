@@ -21,7 +21,7 @@ from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.session.audit import Audit
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.eager_context import PlanContext
-from canzona_compile.session.gradient_checks import check_attributes, check_gradient
+from canzona_compile.session.gradient_checks import check_attributes, check_gradient, check_main_gradients
 from canzona_compile.session.held import HeldParameters, HeldState
 from canzona_compile.session.local_step import LocalStep
 from canzona_compile.session.make_program import ProgramMaker
@@ -211,6 +211,8 @@ class StepDriver:
     def _check_presence(self) -> None:
         """Raise InvalidGradient if a gradient is missing, or a parameter frozen, and the optimizer would notice."""
         habits, bound = self._habits, self.plan.bound
+        if all(b.param.grad is None for b in bound.values()):
+            check_main_gradients({name: b.origin for name, b in bound.items()})
         if habits.needs_gradients and (bare := [n for n, b in bound.items() if b.param.grad is None]):
             raise InvalidGradient(
                 f"{plain_class(self.optimizer).__name__}.step changes, or fails at, parameters that have no gradient",
@@ -295,13 +297,20 @@ class StepDriver:
         if fresh or not self._stepped:
             self._held_state.hold({n: self.store.params[n] for n in self.store.initialised if self._compiled(n)})
         self._stepped = set(self.store.initialised)
-        if self._habits.writes_gradients:
+        if self._habits.drops_gradients:
+            self._drop_gradients()
+        elif self._habits.writes_gradients:
             self._held_params.use_gradients((*ready, *fresh))
         if not fresh and self.last is not None:
             return False
         with contextlib.suppress(Untraceable):  # the next step will make a new plan then
             self._foresee(ready, fresh)
         return True
+
+    def _drop_gradients(self) -> None:
+        """Do what the optimizer's step does after its updates."""
+        for bound in self.plan.bound.values():
+            bound.param.grad = bound.origin.grad = None
 
     def end_step(self) -> None:
         """Write pieces that are copies back to their fused parameters, and drop all gradients that were lent."""

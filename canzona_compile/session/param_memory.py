@@ -1,0 +1,37 @@
+"""Check that no two parameters lie in the same memory, where an update of one would write the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from canzona_compile.errors import UnsupportedOptimizer
+
+
+def check_disjoint(named: Iterable[tuple[str, int, Tensor]]) -> None:
+    """Raise if parameters overlap in memory.
+
+    Args:
+        named: the name, the parameter group and the tensor of each parameter.
+
+    Raises:
+        UnsupportedOptimizer: two parameters overlap. The plain optimizer updates one after the other, a plan both at
+            once.
+    """
+    found: list[tuple[int, int, str]] = []
+    for name, _, param in named:
+        own = param._local_tensor if isinstance(param, DTensor) else param
+        size = own.numel() * own.itemsize
+        if size and own.device.type != "meta" and own.is_contiguous() and own.untyped_storage().size():
+            found.append((own.data_ptr(), own.data_ptr() + size, name))
+    found.sort()
+    for (_, end, first), (start, _, second) in itertools.pairwise(found):
+        if start < end:
+            raise UnsupportedOptimizer(
+                f"it shares memory with {first}",
+                at=second,
+                hint="pass one of the two, or one parameter that holds both",
+            )

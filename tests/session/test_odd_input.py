@@ -1,0 +1,142 @@
+"""Input that is a mistake, or looks like one: refused with what is wrong and where, or followed as torch does."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Muon, Optimizer
+
+import canzona_compile
+from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
+from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of, same_bits
+from tests.harness.toy_optimizers import PerParameter, State, cube
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    memory = torch.randn(12, 4)
+    named = [("first", nn.Parameter(memory[:8])), ("second", nn.Parameter(memory[4:]))]
+    optimizer = canzona_compile.wrap(muon(named))
+    feed(optimizer, 0)
+    with pytest.raises(UnsupportedOptimizer, match="shares memory with first") as caught:
+        optimizer.step()
+    assert caught.value.at == "second"
+
+
+def test_parameters_side_by_side_in_one_memory_are_not() -> None:
+    memory = torch.randn(12, 4)
+    optimizer = canzona_compile.wrap(muon([nn.Parameter(memory[:8]), nn.Parameter(memory[8:])]))
+    feed(optimizer, 0)
+    optimizer.step()
+    apart = [nn.Parameter(p.detach().clone()) for p in (memory[:8], memory[8:])]
+    assert all(same_bits(a, b) for a, b in zip(apart, params_of(optimizer), strict=True))
+
+
+class WideFactors(PerParameter):
+    """Keeps a momentum in the dtype of the parameter and a preconditioner in float32."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state.update(momentum=torch.zeros_like(param), factor=torch.zeros(len(param), len(param)))
+        state["momentum"].lerp_(grad, 0.1)
+        state["factor"].lerp_(grad.float() @ grad.float().T, 0.1)
+        param.add_((state["factor"] @ state["momentum"].float()).to(param.dtype), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize("make", [muon, WideFactors])
+def test_checkpoints_of_parameters_in_another_dtype(make: Any, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    saved, here = dtypes
+    before = make(parameters(dtype=saved))
+    feed(before, 0)
+    before.step()
+    checkpoint = before.state_dict()
+    both = [make(parameters(dtype=here)), canzona_compile.wrap(make(parameters(dtype=here)))]
+    for optimizer in both:
+        optimizer.load_state_dict(copy.deepcopy(checkpoint))
+    for i, param in enumerate(params_of(both[0])):  # torch would round the float32 factor to the parameter's dtype
+        if "factor" in both[0].state[param]:
+            both[0].state[param]["factor"] = checkpoint["state"][i]["factor"].clone()
+    for step in range(1, 4):
+        for optimizer in both:
+            feed(optimizer, step)
+            optimizer.step()
+    assert different(*both) == []
+
+
+class Tidy(PerParameter):
+    """Drops gradients when it is done with them."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.zero_grad()
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(cube(grad), alpha=-group["lr"])
+
+
+def test_gradients_that_the_step_drops_are_gone() -> None:
+    """So that the next backward pass does not add to them."""
+    pair = Pair(Tidy)
+    for step in range(3):
+        for optimizer in pair.both:
+            for i, param in enumerate(params_of(optimizer)):
+                (param * torch.full_like(param, step + i + 0.5)).sum().backward()
+            optimizer.step()
+            assert all(param.grad is None for param in params_of(optimizer))
+        assert different(*pair.both) == []
+
+
+def test_names_cannot_steer_a_terminal() -> None:
+    param = nn.Parameter(torch.randn(4, 4))
+    optimizer: Any = canzona_compile.wrap(Muon([("weight\x1b[31m\n", param)]))
+    param.grad = torch.randn(4, 4)
+    optimizer.step()
+    shown = optimizer.canzona.report().to_text() + str(canzona_compile.explain(optimizer))
+    assert "\x1b" not in shown
+    assert "weight\\x1b[31m\\n" in shown
+    param.grad = torch.randn(4, 4).to_sparse()
+    with pytest.raises(CanzonaError) as caught:
+        optimizer.step()
+    assert "\x1b" not in str(caught.value)
+
+
+def plan_of(optimizer: Optimizer) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(optimizer.canzona.plan().to_json())  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda plan: plan["tasks"][0].update(owner=[0, 0.7]), "0.7 is no integer"),
+        (lambda plan: plan["tasks"][0].update(owner=[False, 0]), "False is no integer"),
+        (lambda plan: plan["tasks"][0].update(shape=["6", 4]), "'6' is no integer"),
+        (lambda plan: plan["tasks"][0].update(owner=[0]), "an entry is wrong"),
+        (lambda plan: plan["tasks"].append(plan["tasks"][0]), "two tasks have one name"),
+        (lambda plan: plan.update(depth=1.5), "1.5 is no integer"),
+    ],
+)
+def test_plans_with_odd_entries_are_refused(change: Any, problem: str) -> None:
+    optimizer = canzona_compile.wrap(muon(parameters()))
+    feed(optimizer, 0)
+    optimizer.step()
+    plan = plan_of(optimizer)
+    change(plan)
+    with pytest.raises(CanzonaError, match=problem):
+        canzona_compile.wrap(muon(parameters()), plan=plan)
+
+
+def test_gradients_where_no_optimizer_looks() -> None:
+    param: Any = nn.Parameter(torch.randn(4, 4))
+    optimizer = canzona_compile.wrap(Muon([("weight", param)]))
+    param.main_grad = torch.randn(4, 4)
+    with pytest.raises(InvalidGradient, match="main_grad, which has one, is not read") as caught:
+        optimizer.step()
+    assert caught.value.at == "weight"
+    param.grad = param.main_grad
+    optimizer.step()
