@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import logging
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,8 @@ from canzona_compile.ir.layout import local_part
 
 ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum)
 COUNTERS = (itertools.count, range)  # what they stand at is in their text
-OPAQUE = (types.ModuleType, types.BuiltinFunctionType, type, torch.Generator)
+# Not looked into. Loggers and handlers lead to all others of the process, and they remember which levels are on.
+OPAQUE = (types.ModuleType, types.BuiltinFunctionType, type, torch.Generator, logging.Filterer, logging.LoggerAdapter)
 
 Contents = dict[str, Any]
 Label = Callable[[Any], str | None]

@@ -7,10 +7,12 @@ import functools
 import inspect
 import logging
 import math
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from torch._dynamo.types import GuardFilterEntry
 
 StepFunction = Callable[[Any], Any]
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -82,6 +85,49 @@ def outside_modes() -> Iterator[None]:
     finally:
         for mode in modes:
             TorchDispatchMode.__enter__(mode)
+
+
+def as_written(run: Callable[[], Result]) -> Result:
+    """Run a trial of an optimizer's code. What users compiled in it runs as they wrote it.
+
+    Compiled code remembers its calls: once a number differed from call to call, it is no constant of that code any
+    more, and the next compile of it rounds otherwise. A rehearsal, which changes all numbers, must not do that to the
+    real step.
+
+    Args:
+        run: what to run.
+
+    Returns:
+        What it returns.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        return run()
+
+
+@dataclass(slots=True)
+class CompiledCalls:
+    """Whether functions were called that users compiled; set inside `compiled_calls`."""
+
+    happened: bool = False
+
+
+@contextlib.contextmanager
+def compiled_calls() -> Iterator[CompiledCalls]:
+    """Watch for calls of functions that `torch.compile` returned, also where they run as written.
+
+    Python's profiler sees them however code reaches them.
+    """
+    found, before = CompiledCalls(), sys.getprofile()
+
+    def watch(frame: types.FrameType, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_qualname.startswith("_TorchDynamoContext.__call__."):
+            found.happened = True
+
+    sys.setprofile(watch)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
 
 
 _pow = math.pow

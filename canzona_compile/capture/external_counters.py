@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.twin import hypers, make_twin, odd_state, plain_class, step_plainly
 from canzona_compile.errors import UnsupportedOptimizer
@@ -52,7 +54,7 @@ def step_alone(twin: Optimizer) -> Counts:
     """
     vars(twin).update({k: copy.copy(v) for k, v in vars(twin).items() if isinstance(v, list | dict | set)})
     before = surroundings(twin)
-    step_plainly(twin)
+    as_written(partial(step_plainly, twin))
     after = surroundings(twin)
     changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
     numbers = counts_of(twin)
@@ -147,7 +149,7 @@ class CounterShadow:
         twin.param_groups = [{**group, "params": [p]} for group, p in zip(groups, self._params, strict=True)]
         before = [dict(values) for _, values in around(twin)]
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            step_plainly(twin)
+            as_written(partial(step_plainly, twin))
         self._state = {key: value for key, value in twin.state.items() if isinstance(key, Tensor)}
         homes: list[dict[Any, Any]] = [vars(self.optimizer), self.optimizer.state, *groups]
         for home, old, (_, new) in zip(homes, before, around(twin), strict=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.leaves import state_leaves
@@ -32,7 +34,7 @@ def shapes_after_a_step(
         vars(like).update(spec.marks)
         twin = make_twin(optimizer, group, [like])
         try:
-            step_plainly(twin)
+            as_written(partial(step_plainly, twin))
         except Exception:  # whatever it is: then the step of the real parameter will raise it
             return {}
     leaves = state_leaves(twin.state.get(like) or {})

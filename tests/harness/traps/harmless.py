@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ COEFFICIENTS = (1.0, -0.1, 0.01)
 RULES = {"tall": 0.5, "wide": 2.0}
 SCALE = torch.tensor(0.5)
 LIMITS = np.array([0.5, 2.0])
+LOG = logging.Logger("of an optimizer")
 
 
 class Kind(enum.Enum):
@@ -340,6 +342,14 @@ class StateAtOnceMatrix(StateAtOnce):
         param.add_(cube(state["sum"]), alpha=-group["lr"])
 
 
+class Logging(PerParameter):
+    """Writes to a log, which remembers that the level is on."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        LOG.info("a step")
+        param.add_(cube(grad), alpha=-group["lr"])
+
+
 class SlowInState(PerParameter):
     """Lookahead with slow weights in the state."""
 
@@ -377,6 +387,7 @@ TRAPS = tuple(
         ("backwards", Backwards),
         ("state-at-once", StateAtOnce),
         ("state-at-once-matrix", StateAtOnceMatrix),
+        ("logging", Logging),
         ("slow-weights-in-state", SlowInState),
     )
 )
