@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=("fsdp", "ddp", "tp"), default="fsdp", help="(default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=12, help="of every optimizer (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=120, help="seconds for one optimizer (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one optimizer (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     given = parser.parse_args()
     if given.steps < 1 or given.ranks < 1:
@@ -51,7 +51,10 @@ def main() -> None:
             print(f"{package} is left out: {error}", file=sys.stderr)
             continue
         versions[package] = found.version
-        trials += [Trial(package, PLACES[package], n, given.steps, SEED, layout=given.layout) for n in found.names()]
+        trials += [
+            Trial(package, PLACES[package], n, given.steps, SEED, layout=given.layout, nature=not found.compiles)
+            for n in found.names()
+        ]
     if given.only:
         names = given.only.split(",")
         if unknown := [name for name in names if name not in {trial.name for trial in trials}]:

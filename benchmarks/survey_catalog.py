@@ -27,6 +27,7 @@ class Catalog:
         names: the optimizers.
         build: makes one of them, with its defaults or with what it needs at least.
         shapes: of the matrices that it gets.
+        compiles: whether its optimizers call Inductor, so that every run of one takes a minute and more.
         needs: modules without which the package cannot be surveyed.
     """
 
@@ -34,6 +35,7 @@ class Catalog:
     names: Callable[[], list[str]]
     build: Callable[[str, Params], Optimizer]
     shapes: Shapes = SMALL
+    compiles: bool = False
     needs: tuple[str, ...] = ()
 
     @property

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from survey_catalog import Catalog, Params
 
@@ -18,11 +18,10 @@ HEAVYBALL_NAMES = (
 )
 SCHEDULEFREE_NAMES = (
     *("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree"),
-    *("AdamWScheduleFreeReference", "SGDScheduleFreeReference", "AdamWScheduleFreePaper"),
-    *("AdamWScheduleFreeClosure", "ScheduleFreeWrapper"),
+    *("AdamWScheduleFreeReference", "SGDScheduleFreeReference", "AdamWScheduleFreePaper", "ScheduleFreeWrapper"),
 )
 TORCHAO_NAMES = ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8")
-BITSANDBYTES_NAMES = ("AdamW", "AdamW8bit", "Adam8bit", "Lion", "Lion8bit", "SGD8bit", "LAMB8bit", "AdEMAMix8bit")
+BITSANDBYTES_NAMES = ("AdamW", "AdamW8bit", "Adam8bit", "Lion", "Lion8bit", "LAMB8bit", "AdEMAMix8bit")
 
 
 def of(module: str) -> Callable[[str, Params], Optimizer]:
@@ -47,10 +46,10 @@ def heavyball(name: str, params: Params) -> Optimizer:
 
 
 def schedulefree(name: str, params: Params) -> Optimizer:
-    """An optimizer without schedule, or one around AdamW."""
+    """An optimizer without schedule, or one around SGD."""
     module: Any = importlib.import_module("schedulefree")
     if name == "ScheduleFreeWrapper":
-        made: Optimizer = module.ScheduleFreeWrapper(importlib.import_module("torch.optim").AdamW(params, lr=1e-2))
+        made: Optimizer = module.ScheduleFreeWrapper(SGD(params, lr=1e-2))
         return made
     return of("schedulefree")(name, params)
 
@@ -63,7 +62,7 @@ def listed(names: tuple[str, ...]) -> Callable[[], list[str]]:
 LARGE = ((64, 65), (130, 64), (64, 65))  # of 4096 elements and more: smaller ones keep 32 bits
 BLOCKS = ((64, 64), (130, 128), (64, 64))  # of whole blocks of 256: torchao keeps others in 32 bits
 
-HEAVYBALL = Catalog("heavyball", listed(HEAVYBALL_NAMES), heavyball)
+HEAVYBALL = Catalog("heavyball", listed(HEAVYBALL_NAMES), heavyball, compiles=True)
 SCHEDULEFREE = Catalog("schedulefree", listed(SCHEDULEFREE_NAMES), schedulefree)
-TORCHAO = Catalog("torchao", listed(TORCHAO_NAMES), of("torchao.optim"), BLOCKS)
+TORCHAO = Catalog("torchao", listed(TORCHAO_NAMES), of("torchao.optim"), BLOCKS, compiles=True)
 BITSANDBYTES = Catalog("bitsandbytes", listed(BITSANDBYTES_NAMES), of("bitsandbytes.optim"), LARGE)

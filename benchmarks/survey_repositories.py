@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from survey_catalog import Catalog, Params, Shapes
@@ -45,6 +46,10 @@ def emerging(name: str, params: Params) -> Optimizer:
     else:
         kind = importlib.import_module("emerging_optimizers.registry").get_optimizer_cls(name)
     needs = dict(EMERGING_NEEDS.get(name, {}))
+    if name == "muon_hyperball":  # it takes matrices of one norm only
+        for param in params:
+            whole: Any = param.full_tensor() if isinstance(param, DTensor) else param
+            param.data.mul_(needs["hyperball_radius"] / float(whole.detach().norm()))
     if name == "tp_rekls":
         needs["tp_group"] = importlib.import_module("torch.distributed").group.WORLD
     made: Optimizer = kind(list(params), lr=1e-2, **needs)
@@ -83,5 +88,5 @@ def shampoo(name: str, params: Params) -> Optimizer:
     return made
 
 
-EMERGING = Catalog("", emerging_names, emerging, UNEVEN, ("absl", "emerging_optimizers"))
-SHAMPOO = Catalog("", lambda: list(shampoo_hypers()), shampoo, UNEVEN, ("distributed_shampoo",))
+EMERGING = Catalog("", emerging_names, emerging, UNEVEN, True, ("absl", "emerging_optimizers"))
+SHAMPOO = Catalog("", lambda: list(shampoo_hypers()), shampoo, UNEVEN, needs=("distributed_shampoo",))

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from canzona_compile.capture.contents import ATOMS, Contents, Label, Walk, cells_of, nothing_labelled
 from canzona_compile.capture.twin import plain_class
 
-# Packages whose code is not read: torch's, ours, and those that keep no numbers of an optimizer. absl and loguru log, and
+# Packages whose code is not read: torch's, ours, and those that keep no numbers of an optimizer. The last two log, and
 # count what they log.
-NOT_READ = {"torch", "canzona_compile", "numpy", "triton", "sympy", "absl", "loguru", *sys.stdlib_module_names} - {"__main__"}
+PACKAGES = {"torch", "canzona_compile", "numpy", "triton", "sympy", "absl", "loguru"}
+NOT_READ = {*PACKAGES, *sys.stdlib_module_names} - {"__main__"}
 
 
 class Outside:
