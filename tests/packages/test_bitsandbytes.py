@@ -10,7 +10,13 @@ from tests.harness.ranks import run
 
 bitsandbytes = imported("bitsandbytes.optim")
 
-OPTIMIZERS = TODO
+LARGE = ((65, 64), (64, 130))  # smaller ones keep 32 bits
+
+OPTIMIZERS = (
+    Published("AdamW8bit", {"lr": 0.01}, shapes=LARGE),
+    Published("AdamW", {"lr": 0.01}),
+    Published("Lion8bit", {"lr": 0.01}, shapes=LARGE),
+)
 
 
 def on_rank(index: int) -> str:

@@ -10,7 +10,14 @@ from tests.harness.ranks import run
 
 heavyball = imported("heavyball")
 
-OPTIMIZERS = TODO
+KEPT = "knows parameters"  # it calls a method of the optimizer that it has kept, with all parameters
+
+OPTIMIZERS = (
+    Published("AdamW", {"lr": 0.01}, KEPT),
+    Published("Muon", {"lr": 0.01}, KEPT),
+    Published("SOAP", {"lr": 0.01}, KEPT),
+    Published("PSGDKron", {"lr": 0.01}, KEPT),
+)
 
 
 def on_rank(index: int) -> str:

@@ -10,7 +10,12 @@ from tests.harness.ranks import run
 
 torchao = imported("torchao.optim")
 
-OPTIMIZERS = TODO
+BLOCKS = ((64, 64), (66, 128))  # of whole blocks; others keep 32 bits
+
+OPTIMIZERS = (
+    Published("AdamW8bit", {"lr": 0.01}, shapes=BLOCKS),
+    Published("AdamW4bit", {"lr": 0.01}, shapes=BLOCKS),
+)
 
 
 def on_rank(index: int) -> str:
