@@ -1,92 +1,78 @@
-"""Which optimizers of `pytorch-optimizer` are surveyed, and how each is built from a list of matrices."""
+"""What a survey knows of a package: which optimizers it has, and how each is built from a list of matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import pytorch_optimizer.optimizer as package
-import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
 Params = Sequence[nn.Parameter]
-Build = Callable[[Any, Params], Optimizer]
+Shapes = tuple[tuple[int, int], ...]
+
+SMALL: Shapes = ((10, 6), (7, 12), (10, 6))
 
 
-def hidden(kind: Any, params: Params) -> Optimizer:
-    """The Muon family: a group says which of its two algorithms it wants."""
-    made: Optimizer = kind([{"params": list(params), "use_muon": True}])
-    return made
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """The optimizers of one package.
+
+    Attributes:
+        distribution: as the package index calls it; empty for a checkout.
+        names: the optimizers.
+        build: makes one of them, with its defaults or with what it needs at least.
+        shapes: of the matrices that it gets.
+        compiles: whether its optimizers call Inductor, so that every run of one takes a minute and more.
+        needs: modules without which the package cannot be surveyed.
+    """
+
+    distribution: str
+    names: Callable[[], list[str]]
+    build: Callable[[str, Params], Optimizer]
+    shapes: Shapes = SMALL
+    compiles: bool = False
+    needs: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str:
+        """That is installed, or empty."""
+        try:
+            return importlib.metadata.version(self.distribution) if self.distribution else ""
+        except importlib.metadata.PackageNotFoundError:
+            return ""
+
+    @property
+    def missing(self) -> str:
+        """What has to be installed first; empty if nothing is missing."""
+        absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        if self.distribution and not self.version:
+            absent.insert(0, self.distribution)
+        return ", ".join(absent)
 
 
-def around(kind: Any, params: Params) -> Optimizer:
-    """Optimizers around another one."""
-    made: Optimizer = kind(AdamW(params, lr=1e-3))
-    return made
-
-
-def on_base(kind: Any, params: Params) -> Optimizer:
-    """Sharpness-aware ones: they make their base optimizer themselves."""
-    made: Optimizer = kind(list(params), base_optimizer=SGD, lr=1e-2)
-    return made
-
-
-def on_model(kind: Any, params: Params) -> Optimizer:
-    """Those that ask for a module instead of parameters."""
-    made: Optimizer = kind(nn.ParameterList(params))
-    return made
-
-
-def weighted_sharpness(kind: Any, params: Params) -> Optimizer:
-    made: Optimizer = kind(nn.ParameterList(params), list(params), base_optimizer=SGD, lr=1e-2)
-    return made
-
-
-def gap_guided(kind: Any, params: Params) -> Optimizer:
-    rate = package.SGD(params, lr=1e-2)
-    schedule = torch.optim.lr_scheduler.ConstantLR(rate)
-    made: Optimizer = kind(list(params), rate, nn.ParameterList(params), schedule)
-    return made
-
-
-def counted(option: str) -> Build:
-    """Those that need to know how long the training is, or how much data there is."""
-
-    def build(kind: Any, params: Params) -> Optimizer:
-        made: Optimizer = kind(list(params), **{option: 100})
-        return made
-
-    return build
-
-
-BUILDS: Mapping[str, Build] = {
-    **dict.fromkeys(("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon"), hidden),
-    **dict.fromkeys(("Lookahead", "OrthoGrad", "PCGrad", "SafeFP16Optimizer", "ScheduleFreeWrapper", "TRAC"), around),
-    **dict.fromkeys(("FriendlySAM", "LookSAM", "SAM"), on_base),
-    **dict.fromkeys(("AdaLOMO", "AdamMini", "LOMO"), on_model),
-    "BSAM": counted("num_data"),
-    "GSAM": gap_guided,
-    "Ranger21": counted("num_iterations"),
-    "WSAM": weighted_sharpness,
+PLACES = {
+    "pytorch-optimizer": "survey_pytorch_optimizer:CATALOG",
+    "heavyball": "survey_packages:HEAVYBALL",
+    "schedulefree": "survey_packages:SCHEDULEFREE",
+    "torchao": "survey_packages:TORCHAO",
+    "bitsandbytes": "survey_packages:BITSANDBYTES",
 }
 
-ABSTRACT = ("BaseOptimizer", "Optimizer")  # bases, no optimizers
 
+def catalog(place: str, checkout: str = "") -> Catalog:
+    """Find a catalog by "module:attribute".
 
-def names() -> list[str]:
-    """All optimizer classes of the package, those of torch that it hands on among them."""
-    found = []
-    for name, value in vars(package).items():
-        if isinstance(value, type) and issubclass(value, Optimizer) and name not in ABSTRACT:
-            found.append(name)
-    return sorted(found)
-
-
-def build(name: str, params: Params) -> Optimizer:
-    """One of `names()` with its defaults, or with what it needs at least."""
-    kind: Any = getattr(package, name)
-    if name in BUILDS:
-        return BUILDS[name](kind, params)
-    made: Optimizer = kind(list(params))
-    return made
+    Args:
+        place: where it is.
+        checkout: a folder with the package, for what is not installed.
+    """
+    if checkout and checkout not in sys.path:
+        sys.path.insert(0, checkout)
+    module, _, attribute = place.partition(":")
+    found: Catalog = getattr(importlib.import_module(module), attribute)
+    return found

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-SCHEMA = 1
+SCHEMA = 2
 
-COMPILED, INTERPRETED, ELEMENTWISE = "compiled", "interpreted", "elementwise"
 REFUSED, PLAIN_FAILS, WRONG, ERROR = "refused", "plain fails", "WRONG", "error"
-OUTCOMES = (COMPILED, INTERPRETED, ELEMENTWISE, REFUSED, PLAIN_FAILS, WRONG, ERROR)
+FAILURES = (REFUSED, PLAIN_FAILS, WRONG, ERROR)
+
+
+def severity(outcome: str) -> int:
+    """How bad an outcome is; 0 for the ways in which matrices are updated, which `explain` names."""
+    return FAILURES.index(outcome) + 1 if outcome in FAILURES else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,8 @@ class Finding:
     """What one rank saw of one optimizer.
 
     Attributes:
-        outcome: one of `OUTCOMES`.
+        package, layout: where it is from, and how its matrices lie: "fsdp", "ddp" or "tp".
+        outcome: the same as `mode` if all bits are equal, else one of `FAILURES`.
         mode: how its matrices were updated, also where the result is wrong.
         captures: graphs that Dynamo was asked for.
         variants: of the code of all kinds of matrix.
@@ -71,6 +76,8 @@ class Finding:
     captures: int = 0
     variants: int = 0
     seconds: float = 0.0
+    package: str = ""
+    layout: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} {self.outcome}: {self.reason}"
@@ -82,7 +89,7 @@ class Survey:
 
     schema: int
     torch: str
-    package: str
+    packages: Mapping[str, str]
     ranks: int
     steps: int
     findings: Sequence[Finding] = ()

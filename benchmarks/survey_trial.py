@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
 import random
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -26,12 +28,9 @@ from torch.utils import _pytree as pytree
 import canzona_compile
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedLayout, UnsupportedOptimizer
 from canzona_compile.tools.verification.compare import EQUAL, Distance, distance
-from survey_catalog import build
+from survey_catalog import Catalog, catalog
 from survey_results import (
-    COMPILED,
-    ELEMENTWISE,
     ERROR,
-    INTERPRETED,
     PLAIN_FAILS,
     REFUSED,
     WRONG,
@@ -40,71 +39,121 @@ from survey_results import (
     Nature,
 )
 
-SHAPES = ((10, 6), (7, 12), (10, 6))
 ALIKE = 1e-6  # of the largest update, in float64: parts that differ by less were updated element by element
 REFUSALS = (UnsupportedOptimizer, UnsupportedLayout, InvalidGradient)
 Matrices = list[Tensor]
 
 
-def survey(name: str, steps: int, seed: int) -> Finding:
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One optimizer, and how it is tried.
+
+    Attributes:
+        package: its name in findings.
+        place: of its catalog, see `survey_catalog.catalog`.
+        name: of the optimizer.
+        checkout: the folder that holds the package, if it is not installed.
+        layout: how the matrices lie: "fsdp" (rows are sharded), "tp" (columns are) or "ddp" (equal copies).
+        nature: whether to find out what the optimizer is, which takes several runs of it.
+    """
+
+    package: str
+    place: str
+    name: str
+    steps: int
+    seed: int
+    checkout: str = ""
+    layout: str = "fsdp"
+    nature: bool = True
+
+    @property
+    def catalog(self) -> Catalog:
+        return catalog(self.place, self.checkout)
+
+
+def survey(trial: Trial) -> Finding:
     """Everything about one optimizer; every rank calls it with the same arguments."""
+    return replace(surveyed(trial), package=trial.package, layout=trial.layout)
+
+
+def surveyed(trial: Trial) -> Finding:
     warnings.simplefilter("ignore")
-    torch._dynamo.reset()  # what one optimizer left behind must not change how the next one is traced
+    steps = trial.steps
     try:
-        nature = nature_of(name, steps, seed)
-        plain = Run(name, matrices(seed), seed)
-        snapshots = [plain.step(number, steps) for number in range(steps)]
+        with untouched():
+            nature = nature_of(trial) if trial.nature else None
+        with untouched():
+            plain = Run(trial, matrices(trial))
+            snapshots = [plain.step(number) for number in range(steps)]
     except Exception as error:
-        return Finding(name, PLAIN_FAILS, told(error))
-    finding = Finding(name, ERROR, nature=nature)
+        return Finding(trial.name, PLAIN_FAILS, told(error))
+    finding = Finding(trial.name, ERROR, nature=nature)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     try:
-        wrapped = Run(name, [distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in matrices(seed)], seed)
-        canzona_compile.wrap(wrapped.optimizer)
-        begin = time.perf_counter()
-        params = Tally()
-        for number, expected in enumerate(snapshots):
-            found = wrapped.step(number, steps)
-            if number == 0:
-                finding = replace(finding, seconds=time.perf_counter() - begin)
-            params.add({f"step {number + 1}, matrix {i}": t for i, t in enumerate(found)}, expected)
-        state = Tally()
-        state.add(dict(wrapped.leaves()), dict(plain.leaves()))
+        with untouched():
+            wrapped = Run(trial, [laid_out(value, trial.layout, mesh) for value in matrices(trial)])
+            canzona_compile.wrap(wrapped.optimizer, replicate=mesh if trial.layout == "ddp" else None)
+            begin = time.perf_counter()
+            params = Tally()
+            for number, expected in enumerate(snapshots):
+                found = wrapped.step(number)
+                if number == 0:
+                    finding = replace(finding, seconds=time.perf_counter() - begin)
+                params.add({f"step {number + 1}, matrix {i}": t for i, t in enumerate(found)}, expected)
+            finding = replace(finding, **figures(wrapped.optimizer))
+            state = Tally()
+            state.add(dict(wrapped.leaves()), dict(plain.leaves()))
     except CanzonaError as error:
         return replace(finding, outcome=REFUSED if isinstance(error, REFUSALS) else ERROR, reason=told(error))
     except Exception as error:
         return replace(finding, reason=told(error))
-    finding = replace(finding, params=params.worst(), state=state.worst(), **figures(wrapped.optimizer))
+    finding = replace(finding, params=params.worst(), state=state.worst())
     if params.worst().equal and state.worst().equal:
         return replace(finding, outcome=finding.mode)
-    by_nature = "; draws random numbers, and owners draw in another order than one process" if nature.random else ""
+    random = nature is not None and nature.random
+    by_nature = "; draws random numbers, and owners draw in another order than one process" if random else ""
     place = params.worst().where or state.worst().where
     return replace(finding, outcome=WRONG, reason=f"first at {place}{by_nature} {finding.reason}".strip())
 
 
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """Run as in a process of its own: what Dynamo has compiled before decides how compiled functions round."""
+    torch._dynamo.reset()
+    yield
+
+
+def laid_out(value: Tensor, layout: str, mesh: DeviceMesh) -> Tensor:
+    """Lay a matrix out as torch's parallelisms do."""
+    if layout == "ddp":
+        return value
+    return distribute_tensor(value, mesh, [Shard(0 if layout == "fsdp" else 1)], src_data_rank=None)
+
+
 def figures(optimizer: Any) -> dict[str, Any]:
-    """What the report says: how matrices were updated, and why not by compiled code."""
-    report = optimizer.canzona.report()
-    mode = INTERPRETED if report.fallbacks else COMPILED if report.tasks else ELEMENTWISE
+    """How matrices were updated, as `explain` says, and why not by compiled code."""
+    report, rows = optimizer.canzona.report(), optimizer.canzona.explain().parameters
+    ways = Counter(row.how for row in rows)
     reason = "; ".join(dict.fromkeys(report.fallbacks.values()))
+    mode = "+".join(way for way, _ in ways.most_common())
     return {"mode": mode, "reason": reason, "captures": report.captures, "variants": report.variants}
 
 
 class Run:
     """An optimizer, plain or to be wrapped, with its own copy of some matrices."""
 
-    def __init__(self, name: str, values: Matrices, seed: int, only: Sequence[int] | None = None) -> None:
+    def __init__(self, trial: Trial, values: Matrices, only: Sequence[int] | None = None) -> None:
         """Build it.
 
         Args:
             only: which of the matrices these are, by their positions: they get the gradients of those.
         """
-        draw_from(seed)
-        self._seed = seed
+        draw_from(trial.seed)
+        self.trial = trial
         self._only = range(len(values)) if only is None else only
         self.params = [Parameter(v.clone()) for v in values]
         self._cut: tuple[slice, slice] | None = None
-        self.optimizer: Optimizer = build(name, self.params)
+        self.optimizer: Optimizer = trial.catalog.build(trial.name, self.params)
         self._rates = [group.get("lr") for group in self.groups]
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()  # schedule-free ones step in this mode only
@@ -119,9 +168,9 @@ class Run:
         self._cut = rows, columns
         return self
 
-    def step(self, number: int, steps: int) -> Matrices:
+    def step(self, number: int) -> Matrices:
         """Another lr and other gradients on each step, the same seed; whole matrices after it."""
-        gradients = matrices(self._seed + 1 + number)
+        gradients = matrices(self.trial, 1 + number)
         for param, index in zip(self.params, self._only, strict=True):
             whole = gradients[index] if self._cut is None else gradients[index][self._cut].contiguous()
             whole = whole.to(param.dtype)
@@ -132,8 +181,8 @@ class Run:
             )
         for group, rate in zip(self.groups, self._rates, strict=True):
             if isinstance(rate, float):
-                group["lr"] = rate * (1 - 0.5 * number / steps)
-        draw_from(self._seed + number)
+                group["lr"] = rate * (1 - 0.5 * number / self.trial.steps)
+        draw_from(self.trial.seed + number)
         self.optimizer.step()
         return [whole_of(p).clone() for p in self.params]
 
@@ -146,7 +195,10 @@ class Run:
 
 def opened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """A leaf, or what an object of the optimizer's own (a projector, a preconditioner) holds."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and hasattr(value, "__tensor_flatten__"):
+        for part in value.__tensor_flatten__()[0]:  # numbers in 8 bits and their scales
+            yield from opened(f"{name}.{part}", getattr(value, part))
+    elif isinstance(value, Tensor):
         yield name, whole_of(value)
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         for path, part in pytree.tree_flatten_with_path(vars(value))[0]:
@@ -177,53 +229,54 @@ class Tally:
         return Difference(largest.equal, largest.ulps, largest.relative, self._first)
 
 
-def nature_of(name: str, steps: int, seed: int) -> Nature:
+def nature_of(trial: Trial) -> Nature:
     """Run the plain optimizer on parts: what belongs together changes when it is apart."""
-    values = matrices(seed)
-    together = last(Run(name, values, seed), steps)
-    if draws(Run(name, values, seed), steps, seed):
+    values = matrices(trial)
+    together = last(Run(trial, values))
+    if draws(Run(trial, values)):
         return Nature(None, None, True)
-    alone = [last(Run(name, [m], seed, [i]), steps)[0] for i, m in enumerate(values)]
+    alone = [last(Run(trial, [m], [i]))[0] for i, m in enumerate(values)]
     coupled = any(not distance(a, b).equal for a, b in zip(alone, together, strict=True))
     try:
-        return Nature(mixes(name, values[0].double(), steps, seed), coupled, False)
+        return Nature(mixes(trial, values[0].double()), coupled, False)
     except Exception:  # some hold state in float32 only
         return Nature(None, coupled, False)
 
 
-def mixes(name: str, first: Tensor, steps: int, seed: int) -> bool:
+def mixes(trial: Trial, first: Tensor) -> bool:
     """Does half of a matrix, alone, get another update? In float64: what remains of rounding is far below ALIKE."""
-    update = last(Run(name, [first], seed, [0]), steps)[0] - first
-    rows, columns = SHAPES[0]
+    update = last(Run(trial, [first], [0]))[0] - first
+    rows, columns = first.shape
     for part in [(slice(0, rows // 2), slice(None)), (slice(None), slice(0, columns // 2))]:
         own = first[part].contiguous()
-        gap = (last(Run(name, [own], seed, [0]).cut(*part), steps)[0] - own) - update[part]
+        gap = (last(Run(trial, [own], [0]).cut(*part))[0] - own) - update[part]
         if not gap.abs().max() <= ALIKE * update.abs().max():  # so that NaN is a difference
             return True
     return False
 
 
-def draws(run: Run, steps: int, seed: int) -> bool:
+def draws(run: Run) -> bool:
     """Do its steps draw random numbers?"""
-    for number in range(steps):
-        draw_from(seed + number)  # as the step does first
+    trial = run.trial
+    for number in range(trial.steps):
+        draw_from(trial.seed + number)  # as the step does first
         before = generators()
-        run.step(number, steps)
+        run.step(number)
         if generators() != before:
             return True
     return False
 
 
-def last(run: Run, steps: int) -> Matrices:
-    for number in range(steps):
-        found = run.step(number, steps)
+def last(run: Run) -> Matrices:
+    for number in range(run.trial.steps):
+        found = run.step(number)
     return found
 
 
-def matrices(seed: int) -> Matrices:
+def matrices(trial: Trial, number: int = 0) -> Matrices:
     """Equal on all ranks."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+    generator = torch.Generator().manual_seed(trial.seed + number)
+    return [torch.randn(shape, generator=generator) for shape in trial.catalog.shapes]
 
 
 def whole_of(value: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import logging
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,8 @@ from canzona_compile.ir.layout import local_part
 
 ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum)
 COUNTERS = (itertools.count, range)  # what they stand at is in their text
-OPAQUE = (types.ModuleType, types.BuiltinFunctionType, type, torch.Generator)
+# Not looked into. Loggers and handlers lead to all others of the process, and they remember which levels are on.
+OPAQUE = (types.ModuleType, types.BuiltinFunctionType, type, torch.Generator, logging.Filterer, logging.LoggerAdapter)
 
 Contents = dict[str, Any]
 Label = Callable[[Any], str | None]
@@ -70,8 +72,8 @@ class Walk:
         self.found[place] = self._name_of(value)
         if isinstance(value, Tensor):
             self.found[place] = bits_of(value) if self.bits else (id(value), value._version)
-            if value.grad_fn is None and value.is_leaf and value.grad is not None:
-                self.add(f"{place}.grad", value.grad)
+            if (grad := gradient_of(value)) is not None:
+                self.add(f"{place}.grad", grad)
         elif isinstance(value, np.ndarray | np.generic):
             self.found[place] = value.dtype.str, value.shape, value.tobytes()
         elif isinstance(value, COUNTERS):
@@ -130,6 +132,14 @@ class Walk:
     def _name_of(self, value: Any) -> Any:
         name = getattr(value, "__qualname__", None) or type(value).__qualname__
         return name if self.bits else (name, id(value))
+
+
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """The gradient of a tensor, if it is one that may have a gradient."""
+    try:
+        return tensor.grad if tensor.grad_fn is None and tensor.is_leaf else None
+    except RuntimeError:  # a view from within no_grad whose base was written outside, which autograd does not follow
+        return None
 
 
 def slots_of(kind: type) -> Iterator[str]:

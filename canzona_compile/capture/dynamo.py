@@ -7,9 +7,11 @@ import functools
 import inspect
 import logging
 import math
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,14 +87,51 @@ def outside_modes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def eagerly() -> Iterator[None]:
-    """Inside this context, functions that the optimizer has compiled run as they are written.
+def as_written() -> Iterator[None]:
+    """Inside this context, for trials of an optimizer's code, what users compiled in it runs as they wrote it.
 
-    Torch then also keeps no record of which tensors are views. It would not let an operator return a view again that it
-    has returned before.
+    Compiled code remembers its calls: once a number differed from call to call, it is no constant of that code any
+    more, and the next compile of it rounds otherwise. A rehearsal, which changes all numbers, must not do that to the
+    real step.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@dataclass(slots=True)
+class CompiledCalls:
+    """Whether functions were called that users compiled; set inside `compiled_calls`."""
+
+    happened: bool = False
+
+
+@contextlib.contextmanager
+def compiled_calls() -> Iterator[CompiledCalls]:
+    """Watch for calls of functions that `torch.compile` returned, also where they run as written.
+
+    Python's profiler sees them however code reaches them.
+    """
+    found, before = CompiledCalls(), sys.getprofile()
+
+    def watch(frame: types.FrameType, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_qualname.startswith("_TorchDynamoContext.__call__."):
+            found.happened = True
+
+    sys.setprofile(watch)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """Do what `as_written` does, such that torch keeps no record of which tensors are views.
+
+    With that record it would not let an operator return a view again that it has returned before.
     """
     views = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
-    with torch.compiler.set_stance("force_eager"), views:
+    with as_written(), views:
         yield
 
 

@@ -2,7 +2,8 @@
 
 They may differ, because code can ask whether it is being compiled. torch's own optimizers do: under Dynamo their bias
 corrections become tensors and their additions become fused multiply-adds. Such a graph is correct but gives other
-bits, so the eager step runs instead.
+bits, so the eager step runs instead. So it does where the step calls functions that users compiled: those round in a
+way of their own, which depends on what they compiled before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
+from canzona_compile.capture.dynamo import as_written, compiled_calls
 from canzona_compile.capture.external_counters import give_counts
 from canzona_compile.capture.leaves import read, state_leaves, write
 from canzona_compile.capture.oracle import Oracle
@@ -74,7 +76,8 @@ def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, mom
     param.grad = random(spec.grad_dtype)
     vars(param).update(spec.marks)
     twin = make_twin(optimizer, group, [param])
-    step_plainly(twin)
+    with compiled_calls() as calls, as_written():
+        step_plainly(twin)
     state: dict[Tensor, dict[str, Any]] = {param: alike(twin.state[param], oracle, generator)}
     twin = make_twin(optimizer, group, [param], state)
     give_counts(twin, elsewhere)
@@ -95,8 +98,9 @@ def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, mom
             found = fx.Interpreter(graph_module(template.graph, "Captured")).run(*map(as_input, arguments))
         except RuntimeError:  # an operator of the graph fails; the step may catch that
             found = None
-    step_plainly(twin)
-    if found is None:
+    with compiled_calls() as later, as_written():
+        step_plainly(twin)
+    if found is None or calls.happened or later.happened:
         return False
     expected = {**dict(state_leaves(twin.state[param])), "param": param.detach()}
     return all(torch.equal(value, expected[name]) for name, value in zip(template.writes, found, strict=True))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.twin import hypers, make_twin, odd_state, plain_class, step_plainly
 from canzona_compile.errors import UnsupportedOptimizer
@@ -52,7 +53,8 @@ def step_alone(twin: Optimizer) -> Counts:
     """
     vars(twin).update({k: copy.copy(v) for k, v in vars(twin).items() if isinstance(v, list | dict | set)})
     before = surroundings(twin)
-    step_plainly(twin)
+    with as_written():
+        step_plainly(twin)
     after = surroundings(twin)
     changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
     numbers = counts_of(twin)
@@ -146,7 +148,7 @@ class CounterShadow:
         twin = make_twin(self.optimizer, {}, [], self._state)
         twin.param_groups = [{**group, "params": [p]} for group, p in zip(groups, self._params, strict=True)]
         before = [dict(values) for _, values in around(twin)]
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), as_written():
             step_plainly(twin)
         self._state = {key: value for key, value in twin.state.items() if isinstance(key, Tensor)}
         homes: list[dict[Any, Any]] = [vars(self.optimizer), self.optimizer.state, *groups]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.randomness import undisturbed
@@ -31,7 +32,8 @@ def state_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], spec: Par
         vars(like).update(spec.marks)
         twin = make_twin(optimizer, group, [like])
         try:
-            step_plainly(twin)
+            with as_written():
+                step_plainly(twin)
         except Exception:  # whatever it is: then the step of the real parameter will raise it
             return {}
     leaves = state_leaves(twin.state.get(like) or {})

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import Contents, Walk, bits_of, changed
+from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.external_counters import Counter, CounterShadow, counts_of
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
@@ -131,7 +132,8 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
         before = counts_of(small.optimizer)
         try:
-            found.returned.append(step())
+            with as_written():
+                found.returned.append(step())
         except CanzonaError:
             raise
         except Exception as error:  # whatever the optimizer's code raises: the other run has to raise it as well

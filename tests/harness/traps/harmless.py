@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ COEFFICIENTS = (1.0, -0.1, 0.01)
 RULES = {"tall": 0.5, "wide": 2.0}
 SCALE = torch.tensor(0.5)
 LIMITS = np.array([0.5, 2.0])
+LOG = logging.Logger("of an optimizer")
 
 
 class Kind(enum.Enum):
@@ -340,6 +343,14 @@ class StateAtOnceMatrix(StateAtOnce):
         param.add_(cube(state["sum"]), alpha=-group["lr"])
 
 
+class Logging(PerParameter):
+    """Writes to a log on levels of its own; the logger remembers of each whether it is on."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        LOG.log(-time.perf_counter_ns(), "a step")
+        param.add_(cube(grad), alpha=-group["lr"])
+
+
 class SlowInState(PerParameter):
     """Lookahead with slow weights in the state."""
 
@@ -377,6 +388,7 @@ TRAPS = tuple(
         ("backwards", Backwards),
         ("state-at-once", StateAtOnce),
         ("state-at-once-matrix", StateAtOnceMatrix),
+        ("logging", Logging),
         ("slow-weights-in-state", SlowInState),
     )
 )

@@ -1,0 +1,79 @@
+"""Optimizers of packages as they are: wrapped, they give the plain one's bits, or are refused by a stated message."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from canzona_compile.errors import UnsupportedOptimizer
+from tests.harness.layouts import Case
+from tests.harness.training import Training, train
+
+EQUAL = "equal"
+CASE = Case("fsdp", (2,))
+SHAPES = ((31, 17), (7, 12), (31, 17))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Published:
+    """An optimizer of a package.
+
+    Attributes:
+        name: of its class.
+        hypers: its arguments.
+        expected: `EQUAL`, or a part of the message that refuses it.
+        shapes: of its parameters.
+    """
+
+    name: str
+    hypers: Mapping[str, Any]
+    expected: str = EQUAL
+    shapes: tuple[tuple[int, ...], ...] = SHAPES
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def imported(name: str) -> Any:
+    """Import a package, whatever it warns of; without it, skip the file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, exc_type=ImportError)
+
+
+def as_it_is(_optimizer: Optimizer) -> Callable[[int], None]:
+    """Change no hyperparameters. Some packages count steps in them."""
+    return lambda _step: None
+
+
+def verdict(one: Published, module: Any, steps: int = 6) -> str:
+    """Train a published optimizer on this rank, plain and wrapped.
+
+    Returns:
+        `EQUAL`, what differs, or the message that refuses it.
+    """
+
+    def make(params: list[Any]) -> Optimizer:
+        optimizer: Any = getattr(module, one.name)(params, **one.hypers)
+        if hasattr(optimizer, "train"):
+            optimizer.train()  # those without a schedule step in this mode only
+        made: Optimizer = optimizer
+        return made
+
+    warnings.simplefilter("ignore")
+    try:
+        outcome = train(Training(make, one.shapes, steps, as_it_is), [CASE], torch.float32, strategy="owner")
+    except UnsupportedOptimizer as error:
+        return error.problem
+    return ", ".join(outcome.different) or EQUAL
+
+
+def check(found: list[str], one: Published) -> None:
+    """Every rank found what is expected."""
+    assert [said for said in found if one.expected not in said] == []
