@@ -172,11 +172,15 @@ class Oracle(ABC):
         before = self.moment()
         try:
             variant, scalars, returned = self.ask()
+            self.replaced(before.leaves)  # raises if the state is of another form
             if variant not in self._known_to_raise:
                 self._check_errors(before)
                 self._known_to_raise.add(variant)
             self._put_back(before.leaves, variant, returned)
-        except FormChange:  # other parameters may still be at steps that do not change it
+        except Untraceable:  # other parameters may still be at steps that can be captured
+            for param in self._params:
+                for key in self.twin.state[param].keys() - self.structure.keys():
+                    del self.twin.state[param][key]
             self.put_leaves(before.leaves)
             raise
         real = {k: v for k, v in hypers(group).items() if isinstance(v, Tensor)}

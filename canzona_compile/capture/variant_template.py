@@ -9,8 +9,19 @@ import torch
 from torch import fx
 
 from canzona_compile.capture.variant import ParameterSpec, Variant
-from canzona_compile.ir.fx_utils import outputs, placeholders, tensor_value
+from canzona_compile.ir.fx_utils import insert_call, outputs, placeholders, tensor_value
 from canzona_compile.ir.step import Leaf, Role, Template
+
+
+def own_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    """Copy a value that lies in the memory of an input, because that input may be written before it is read."""
+    origin = value
+    while origin.op == "call_function" and getattr(origin.target, "is_view", False):
+        assert isinstance(origin.args[0], fx.Node)
+        origin = origin.args[0]
+    if origin.op != "placeholder":
+        return value
+    return insert_call(graph, torch.ops.aten.clone.default, (value,))
 
 
 def state_leaf(name: str, value: torch.Tensor) -> Leaf:
@@ -44,7 +55,7 @@ def template_of(variant: Variant, name: str, spec: ParameterSpec) -> Template:
         value = returned[place]
         if source[0] in ("param", "state") and value is not sources.get(source):
             writes.append(source[2] if source[0] == "state" else source[0])
-            values.append(env[value])
+            values.append(own_value(graph, env[value]))
     graph.output(tuple(values))
     return Template(name, spec.shape, spec.dtype, tuple(inputs), tuple(writes), graph, precision=variant.precision)
 
