@@ -20,7 +20,9 @@ from canzona_compile.capture.eager_parity import holistic, same_bits
 from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leaves
 from canzona_compile.capture.randomness import draws
-from canzona_compile.capture.rehearsal import Rehearsal, closure_problem, rehearse
+from canzona_compile.capture.rehearsal import Rehearsal, closure_problem
+from canzona_compile.capture.resident import Recipe
+from canzona_compile.capture.resident_rehearsal import rehearse_any, rehearse_residents, with_habits
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.capture.variant_period import VariantPeriod, variant_period_of
@@ -50,6 +52,7 @@ class ParamKind:
     state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
     python_state: Mapping[str, Any]  # its other leaves then
     variant_period: VariantPeriod | None = None
+    recipe: Recipe | None = None  # how to make its optimizer objects, if it is resident
 
     @property
     def template(self) -> Template:
@@ -90,6 +93,7 @@ class Capture:
     _watch: AttributeWatch = field(init=False)
     _rehearsals: dict[Any, Rehearsal] = field(default_factory=dict)
     _separable: set[KindKey] = field(default_factory=set)
+    _drawing: dict[KindKey, Rehearsal] = field(default_factory=dict)  # residents, by what draws random numbers
     _faithful: set[tuple[str, ...]] = field(default_factory=set)
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
@@ -144,10 +148,14 @@ class Capture:
         if key in self.kinds:
             return self.kinds[key]
         manner = (key[1], len(spec.shape))
-        if manner not in self._separable:
+        resident = next((r for r in self._rehearsals.values() if r.resident), None) or self._drawing.get(manner)
+        if resident is None and manner not in self._separable:
             if not check_separable(self.optimizer, group, spec, name, state):
-                self._check_rehearsed(name)
+                resident = self._check_rehearsed(manner, name)
             self._separable.add(manner)
+        if resident is not None:
+            self.kinds[key] = self._resident(spec, resident)
+            return self.kinds[key]
         self.kinds[key] = kind = self._capture(group, spec, state)
         if kind.oracle is not None:
             with contextlib.suppress(Untraceable):  # what cannot be captured there is met when it comes
@@ -167,7 +175,7 @@ class Capture:
         groups = self.optimizer.param_groups
         cast = tuple((len(group["params"]), signature(group, self.group_counters())) for group in groups)
         if cast not in self._rehearsals:
-            self._rehearsals[cast] = rehearsal = rehearse(self.optimizer, names)
+            self._rehearsals[cast] = rehearsal = rehearse_any(self.optimizer, names)
             self.counts.update(rehearsal.counters)
         return self._rehearsals[cast]
 
@@ -202,16 +210,27 @@ class Capture:
                 hint="call the closure yourself and then step() without it, if that is what you mean",
             )
 
-    def _check_rehearsed(self, name: str) -> None:
-        """Raise unless a rehearsal has shown that parameters are independent, which no graph shows."""
+    def _check_rehearsed(self, manner: KindKey, name: str) -> Rehearsal | None:
+        """Raise unless a rehearsal has shown that parameters are independent, which no graph shows.
+
+        Returns:
+            The rehearsal of residents if that is what shows it; None otherwise.
+        """
         kind, rehearsal = plain_class(self.optimizer).__name__, self.rehearse()
+        if rehearsal.resident:
+            return rehearsal
         if rehearsal.draws:
-            raise UnsupportedOptimizer(
+            refused = UnsupportedOptimizer(
                 f"{kind} draws random numbers in what cannot be traced, so that nothing shows "
                 "whether its parameters depend on one another",
                 at=name,
                 hint="use a variant of it that draws none",
             )
+            self._drawing[manner] = found = rehearse_residents(self.optimizer, refused)
+            for cast, ordinary in self._rehearsals.items():
+                self._rehearsals[cast] = with_habits(ordinary, found)
+            return found
+        return None
 
     def group_counters(self) -> frozenset[str]:
         """Return the keys of parameter groups in which the step counts."""
@@ -294,6 +313,12 @@ class Capture:
         label = self._label(spec)
         log.info("%s is interpreted: %s", label, reason)
         return ParamKind(None, {None: interpreted_template(label, spec, reason)}, (), {})
+
+    def _resident(self, spec: ParameterSpec, rehearsal: Rehearsal) -> ParamKind:
+        """Make a kind whose every step is that of an optimizer object of its own, on an owner rank."""
+        template = interpreted_template(self._label(spec), spec, rehearsal.resident, resident=True)
+        log.info("%s is resident: %s", template.name, rehearsal.resident)
+        return ParamKind(None, {None: template}, (), {}, recipe=rehearsal.recipe)
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"

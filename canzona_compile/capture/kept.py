@@ -1,0 +1,269 @@
+"""What an optimizer object keeps for its one parameter: tensors, numbers and texts by path, to save and to put back.
+
+No code is saved, only values. They are put back into an object that was made by the same code, so that the containers
+and the helper objects which hold them are there already.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from canzona_compile.capture.contents import ATOMS, OPAQUE, slots_of
+from canzona_compile.capture.leaves import leaf_name
+from canzona_compile.errors import CanzonaError
+
+NUMBERS = (bool, int, float, np.generic)
+LEAVES = (Tensor, torch.Generator, np.ndarray, *NUMBERS)
+TEXTS = (str, type(None))
+NOTES = "notes"  # the leaf that holds texts, and the number of other leaves
+NOTES_BYTES = 4096  # it is padded to multiples of this, because checkpoints load tensors into ones of equal size
+Put = Callable[[Any], None]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Place:
+    """Where an object keeps a value.
+
+    Attributes:
+        value: what is there.
+        put: puts another value there.
+    """
+
+    value: Any
+    put: Put
+
+
+class NoPlace(Exception):
+    """A value cannot be put back; the message says which and why."""
+
+
+def places(
+    optimizer: Optimizer, param: Tensor, attributes: Container[str], hyperparameters: Container[str]
+) -> dict[str, Place]:
+    """Find every tensor, number and text that an optimizer with one parameter keeps.
+
+    Tensors that share memory with the parameter are left out, and what a second path leads to as well.
+
+    Args:
+        optimizer: the optimizer.
+        param: its parameter.
+        attributes: the attributes in which it keeps something.
+        hyperparameters: those of its group in which it does.
+
+    Returns:
+        The places by path. A path has slashes, as some keys of states with dots mean pieces of fused parameters.
+
+    Raises:
+        NoPlace: two paths are spelled alike.
+    """
+    finder = Finder(param)
+    for name, value in vars(optimizer).items():
+        if name in attributes:
+            finder.look(("self", name), value, partial(setattr, optimizer, name))
+    own = optimizer.param_groups[0]
+    for name, value in own.items():
+        if name in hyperparameters:
+            finder.look(("group", name), value, partial(own.__setitem__, name))
+    for key, value in optimizer.state.items():
+        path = ("state",) if key is param else ("state", spelled(key, param))
+        finder.look(path, value, partial(optimizer.state.__setitem__, key))
+    return finder.found
+
+
+class Finder:
+    """Follows containers and objects down to their leaves."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.param = param
+        self.found: dict[str, Place] = {}
+        self._names: set[str] = set()
+        self._seen: dict[int, Any] = {}
+        self._memory = param.untyped_storage().data_ptr()
+
+    def look(self, path: Sequence[str], value: Any, put: Put) -> None:
+        """Look at a value, and into it."""
+        if isinstance(value, (*NUMBERS, *TEXTS)) and not isinstance(value, enum.Enum):
+            self._add(path, value, put)
+            return
+        if isinstance(value, (*ATOMS, *OPAQUE)) and not isinstance(value, torch.Generator):
+            return
+        if id(value) in self._seen or self._is_param(value):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, LEAVES):
+            self._add(path, value, put)
+            if isinstance(value, Tensor) and value.is_leaf and value.grad is not None:
+                self.look((*path, "grad"), value.grad, partial(setattr, value, "grad"))
+            return
+        for key, entry, replace in entries(value):
+            self.look((*path, spelled(key, self.param)), entry, replace)
+
+    def _is_param(self, value: Any) -> bool:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return False
+        return bool(value.numel()) and value.untyped_storage().data_ptr() == self._memory
+
+    def _add(self, path: Sequence[str], value: Any, put: Put) -> None:
+        name = "/".join(path)
+        if leaf_name((name,)) in self._names:
+            raise NoPlace(f"two values are kept at {name}")
+        self._names.add(leaf_name((name,)))
+        self.found[name] = Place(value, put)
+
+
+def entries(value: Any) -> Iterator[tuple[Any, Any, Put]]:
+    """What a container or an object holds: key, value, and how to put another value there."""
+    if isinstance(value, Mapping):
+        for key, entry in list(value.items()):
+            yield key, entry, partial(put_item, value, key)
+    elif isinstance(value, list | tuple | deque):
+        for i, entry in enumerate(value):
+            yield i, entry, partial(put_item, value, i)
+    elif not callable(value) or isinstance(value, torch.nn.Module) or getattr(value, "__dict__", None):
+        for name, entry in list(getattr(value, "__dict__", {}).items()):
+            yield name, entry, partial(put_attribute, value, name)
+        for name in slots_of(type(value)):
+            if hasattr(value, name):
+                yield name, getattr(value, name), partial(put_attribute, value, name)
+
+
+def put_item(holder: Any, key: Any, value: Any) -> None:
+    """Put a value into a container; raises TypeError if it cannot change."""
+    holder[key] = value
+
+
+def put_attribute(holder: Any, name: str, value: Any) -> None:
+    """Put a value into an object, also if that is a frozen dataclass."""
+    object.__setattr__(holder, name, value)
+
+
+def spelled(key: Any, param: Tensor) -> str:
+    """Spell a key of a path. What tells the parameter apart is "parameter", as it is another number elsewhere."""
+    if key is param:
+        return "parameter"
+    if isinstance(key, int) and key in (id(param), param.data_ptr()):
+        return "address"
+    return str(key).replace(".", "_").replace("/", "_")
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def saved(found: Mapping[str, Place], texts_before: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy what an object keeps, as plain tensors and numbers by path.
+
+    Args:
+        found: its places.
+        texts_before: the texts that the code makes anew by itself; only others are saved.
+    """
+    leaves = {path: plain(p.value) for path, p in found.items() if not isinstance(p.value, TEXTS)}
+    texts = {path: text for path, text in texts_of(found).items() if texts_before.get(path, 0) != text}
+    return {**leaves, NOTES: noted({"leaves": len(leaves), "texts": texts})}
+
+
+def texts_of(found: Mapping[str, Place]) -> dict[str, Any]:
+    """The texts among places, and None."""
+    return {path: place.value for path, place in found.items() if isinstance(place.value, TEXTS)}
+
+
+def plain(value: Any) -> Any:
+    """Copy a leaf as a tensor or a number."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def noted(notes: Mapping[str, Any]) -> Tensor:
+    """Write plain values into a tensor of bytes."""
+    text = json.dumps(notes).encode()
+    text = text.ljust(-(-len(text) // NOTES_BYTES) * NOTES_BYTES)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def read_notes(tensor: Tensor) -> dict[str, Any]:
+    """Read what `noted` wrote."""
+    found: dict[str, Any] = json.loads(bytes(tensor.cpu().to(torch.uint8).tolist()))
+    return found
+
+
+def lacking(found: Mapping[str, Place], leaves: Mapping[str, Any]) -> list[str]:
+    """The paths of saved leaves for which an object has no place yet."""
+    wanted = {**leaves, **read_notes(leaves[NOTES])["texts"]}
+    return sorted(wanted.keys() - found.keys() - {NOTES})
+
+
+def put_back(found: Mapping[str, Place], leaves: Mapping[str, Any]) -> None:
+    """Give an object the values that another one kept.
+
+    Args:
+        found: its places.
+        leaves: what `saved` returned.
+
+    Raises:
+        NoPlace: a leaf has no place, or the object has one for a leaf that is not there.
+    """
+    notes = read_notes(leaves[NOTES])
+    texts: dict[str, Any] = notes["texts"]
+    if missing := lacking(found, leaves):
+        raise NoPlace(f"{missing[0]} has no place")
+    if len(leaves) - 1 != notes["leaves"]:
+        raise NoPlace(f"there are {len(leaves) - 1} leaves of {notes['leaves']}")
+    wanted = {**{k: v for k, v in leaves.items() if k != NOTES}, **texts}
+    known = {path for path, place in found.items() if not isinstance(place.value, TEXTS)}
+    if extra := sorted(known - wanted.keys()):
+        raise NoPlace(f"nothing was saved for {extra[0]}")
+    for path, value in wanted.items():
+        try:
+            put(found[path], value)
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise NoPlace(f"{path} cannot be changed: {error}") from error
+
+
+def put(place: Place, value: Any) -> None:
+    """Put a value back: in place where that is possible, so that whoever else knows the tensor sees it."""
+    there = place.value
+    if isinstance(there, torch.Generator):
+        there.set_state(value.cpu().to(torch.uint8))
+    elif isinstance(there, Tensor) and isinstance(value, Tensor):
+        with torch.no_grad():
+            if there.shape == value.shape and there.dtype == value.dtype:
+                there.copy_(value)
+            elif isinstance(there, torch.nn.Parameter):
+                place.put(torch.nn.Parameter(value.to(there.device).clone(), requires_grad=there.requires_grad))
+            else:
+                place.put(value.to(there.device).clone())
+    elif isinstance(there, np.ndarray):
+        np.copyto(there, value.cpu().numpy(), casting="no")
+    elif isinstance(there, np.generic):
+        place.put(type(there)(value))
+    elif type(there) is not type(value) or there != value:
+        place.put(value.clone() if isinstance(value, Tensor) else value)
+
+
+def no_place(error: NoPlace, name: str) -> CanzonaError:
+    """Make the error for state that does not fit an object.
+
+    Args:
+        error: what does not fit.
+        name: the name of the parameter.
+    """
+    return CanzonaError(
+        f"the saved state does not fit what the optimizer keeps: {error}",
+        at=name,
+        hint="load a checkpoint that this optimizer saved with equal hyperparameters",
+    )
