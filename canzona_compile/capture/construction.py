@@ -55,11 +55,12 @@ class Construction:
     atoms: Mapping[str, Any]
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> Construction:
+    def of(cls, optimizer: Optimizer, began: Sequence[Group] = ()) -> Construction:
         """Find out how an optimizer was constructed, and check it.
 
         Args:
             optimizer: the optimizer, which has taken no step by itself.
+            began: the hyperparameters of its groups when it was wrapped, as its constructor saw them.
 
         Raises:
             NotConstructible: an argument cannot be found, the constructor fails, or makes something else.
@@ -70,7 +71,7 @@ class Construction:
         for form in forms(optimizer):
             made = cls(kind, positional, named, form, atoms_of(optimizer))
             try:
-                check_likeness(optimizer, made)
+                check_likeness(optimizer, made, began)
             except NotConstructible as found:
                 problem = problem or found
                 continue
@@ -86,20 +87,28 @@ class Construction:
             return self
         return Construction(self.kind, own[0], own[1], self.form, self.atoms)
 
-    def make(self, groups: Sequence[Group]) -> Optimizer:
+    def renewed(self, optimizer: Optimizer) -> Construction:
+        """The same with the arguments and attributes that an optimizer has now."""
+        positional, named = arguments(optimizer)
+        return Construction(self.kind, positional, named, self.form, atoms_of(optimizer))
+
+    def make(self, groups: Sequence[Group], began: Sequence[Group] = ()) -> Optimizer:
         """Construct an optimizer.
 
         Args:
-            groups: its parameter groups, with their hyperparameters.
+            groups: its parameter groups, with the hyperparameters that they have now.
+            began: by group, the hyperparameters that the constructor sees. It may keep some of them elsewhere, and does
+                not see that they change later. Groups beyond these have the ones of now.
 
         Raises:
             NotConstructible: the constructor fails, or arranges parameters in other groups.
         """
         constructor: Any = self.kind
+        first = [{**group, **hypers(began[g] if g < len(began) else {})} for g, group in enumerate(groups)]
         try:
             with warnings.catch_warnings(), torch.enable_grad():
                 warnings.simplefilter("ignore")  # the user has seen them
-                made: Optimizer = constructor(self.form(groups), *self.positional, **self.named)
+                made: Optimizer = constructor(self.form(first), *self.positional, **self.named)
         except Exception as error:  # whatever its code raises
             name = self.kind.__name__
             raise NotConstructible(f"{name}'s constructor fails: {first_line(error)}{blamed(error)}") from error
@@ -186,6 +195,15 @@ def as_named_groups(groups: Sequence[Group]) -> list[Any]:
     return [{**hypers(group), "params": list(zip(names_in(group), group["params"], strict=True))} for group in groups]
 
 
+def beginnings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters that the groups of an optimizer had when it was constructed, as far as can be known."""
+    found = [dict(hypers(group)) for group in vars(optimizer).get("param_groups", [])]
+    for group in found:
+        if "initial_lr" in group:  # a scheduler was made already
+            group["lr"] = group.pop("initial_lr")
+    return found
+
+
 def names_in(group: Group) -> list[str]:
     """The names of the parameters of a group; made up where it has none."""
     return list(group.get("param_names") or [f"param{i}" for i in range(len(group["params"]))])
@@ -200,7 +218,7 @@ def atoms_of(optimizer: Optimizer) -> dict[str, Any]:
 # -- the comparison with the real optimizer --------------------------------------------------------
 
 
-def check_likeness(optimizer: Optimizer, construction: Construction) -> None:
+def check_likeness(optimizer: Optimizer, construction: Construction, began: Sequence[Group] = ()) -> None:
     """Raise unless the constructor makes what the real optimizer is.
 
     It runs on fake tensors of the real shapes. Values of tensors are not compared; all else is, at every place.
@@ -212,7 +230,7 @@ def check_likeness(optimizer: Optimizer, construction: Construction) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = {id(p): fake_of(p) for p in real}
         groups = [{**group, "params": [fakes[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-        made = construction.make(groups)
+        made = construction.make(groups, began)
         found, wanted = contents(made, list(fakes.values())), contents(optimizer, real)
     if places := changed(wanted, found):
         first = places[0]

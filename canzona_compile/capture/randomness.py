@@ -100,7 +100,7 @@ class MutedDraws(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.moment, self.drew, self.communicated = device, 0, False, ""
 
     def __torch_dispatch__(

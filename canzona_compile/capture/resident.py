@@ -53,6 +53,7 @@ class Resident:
         name: the name of the matrix. It seeds the generators that the object draws from.
         spec: the shape, dtypes, device and marks of the parameter.
         group: the parameter group of the real optimizer.
+        began: the hyperparameters that the group had when the real optimizer was constructed.
 
     Attributes:
         optimizer: the object, of the class that the user wrote.
@@ -62,7 +63,14 @@ class Resident:
         NotConstructible: the constructor fails.
     """
 
-    def __init__(self, recipe: Recipe, name: str, spec: ParameterSpec, group: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        name: str,
+        spec: ParameterSpec,
+        group: Mapping[str, Any],
+        began: Mapping[str, Any] | None = None,
+    ) -> None:
         self.recipe, self.name, self.spec = recipe, name, spec
         self.param = torch.nn.Parameter(torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device))
         if spec.grad_dtype != spec.dtype:
@@ -71,7 +79,7 @@ class Resident:
         self.generators = MatrixGenerators(name, spec.device)
         with self.generators.in_use():
             own = {**hypers(group), "params": [self.param], "param_names": [name]}
-            self.optimizer: Optimizer = recipe.construction.make([own])
+            self.optimizer: Optimizer = recipe.construction.make([own], [] if began is None else [began])
         self._given = dict(hypers(group)), dict(recipe.construction.atoms)
         self._texts: dict[str, Any] | None = None  # those after the first step
         self._still = self._rest()

@@ -6,7 +6,8 @@ are independent shows here. The runs draw equal numbers, so that those of optimi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.construction import Construction, NotConstructible, atoms_of, reads_values
+from canzona_compile.capture.construction import (
+    Construction,
+    Group,
+    NotConstructible,
+    atoms_of,
+    beginnings,
+    reads_values,
+)
 from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, where
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
@@ -25,18 +33,8 @@ from canzona_compile.capture.randomness import MutedDraws, seeded
 from canzona_compile.capture.rehearsal import Rehearsal, default_names, rehearse, scenarios, takes_foreach
 from canzona_compile.capture.resident import Recipe, Resident
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, contents_of, run
-from canzona_compile.capture.twin import marks_of, step_plainly
+from canzona_compile.capture.twin import marks_of, plain_class, step_plainly
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
-
-
-def with_habits(ordinary: Rehearsal, residents: Rehearsal) -> Rehearsal:
-    """Add the habits that residents show to those of an ordinary rehearsal, for an optimizer that has both."""
-    return replace(
-        ordinary,
-        writes_gradients=ordinary.writes_gradients or residents.writes_gradients,
-        needs_gradients=ordinary.needs_gradients or residents.needs_gradients,
-        asks_frozen=ordinary.asks_frozen or residents.asks_frozen,
-    )
 
 
 class Dependent(Exception):
@@ -58,29 +56,90 @@ class Found:
     drew: bool
 
 
-def rehearse_any(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
-    """Rehearse an optimizer; where it is refused, rehearse it as residents.
+class Residency:
+    """Decides which parameters of an optimizer are resident: where it would be refused, and residents are a way out.
 
     Args:
-        optimizer: the optimizer.
-        names: those of its parameters by group, for errors.
+        optimizer: the optimizer, not yet stepped.
 
-    Raises:
-        UnsupportedOptimizer: it is refused, and residents are no way out.
+    Attributes:
+        began: the hyperparameters of its groups, as its constructor saw them.
     """
-    try:
-        return rehearse(optimizer, names)
-    except UnsupportedOptimizer as refused:
-        return rehearse_residents(optimizer, refused, names)
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.began = optimizer, beginnings(optimizer)
+        self._drawing: dict[Any, Rehearsal] = {}
+
+    def rehearse(self, names: NamesByGroup = ()) -> Rehearsal:
+        """Rehearse the optimizer; where it is refused, rehearse it as residents.
+
+        Args:
+            names: those of its parameters by group, for errors.
+
+        Raises:
+            UnsupportedOptimizer: it is refused, and residents are no way out.
+        """
+        try:
+            return rehearse(self.optimizer, names)
+        except UnsupportedOptimizer as refused:
+            return rehearse_residents(self.optimizer, refused, names, self.began)
+
+    def of(self, manner: Any, known: Iterable[Rehearsal]) -> Rehearsal | None:
+        """Find the rehearsal by which parameters are resident; None if they are not, as far as is known.
+
+        Args:
+            manner: the key of what these parameters have in common.
+            known: the rehearsals of the whole optimizer.
+        """
+        return next((rehearsal for rehearsal in known if rehearsal.resident), None) or self._drawing.get(manner)
+
+    def check_rehearsed(self, manner: Any, name: str, rehearsal: Rehearsal) -> Rehearsal | None:
+        """Raise unless a rehearsal has shown that parameters are independent, which no graph shows.
+
+        Args:
+            manner: the key of what these parameters have in common.
+            name: the name of one of them, for the error.
+            rehearsal: that of the whole optimizer.
+
+        Returns:
+            The rehearsal of residents if that is what shows it; None otherwise.
+
+        Raises:
+            UnsupportedOptimizer: nothing shows it.
+        """
+        if rehearsal.resident or not rehearsal.draws:
+            return rehearsal if rehearsal.resident else None
+        refused = UnsupportedOptimizer(
+            f"{plain_class(self.optimizer).__name__} draws random numbers in what cannot be traced, so that nothing "
+            "shows whether its parameters depend on one another",
+            at=name,
+            hint="use a variant of it that draws none",
+        )
+        self._drawing[manner] = found = rehearse_residents(self.optimizer, refused, (), self.began)
+        return found
+
+    def with_habits(self, rehearsal: Rehearsal) -> Rehearsal:
+        """Add to the habits of a whole optimizer those that its resident parameters show."""
+        for own in self._drawing.values():
+            rehearsal = replace(
+                rehearsal,
+                writes_gradients=rehearsal.writes_gradients or own.writes_gradients,
+                needs_gradients=rehearsal.needs_gradients or own.needs_gradients,
+                asks_frozen=rehearsal.asks_frozen or own.asks_frozen,
+            )
+        return rehearsal
 
 
-def rehearse_residents(optimizer: Optimizer, refused: UnsupportedOptimizer, names: NamesByGroup = ()) -> Rehearsal:
+def rehearse_residents(
+    optimizer: Optimizer, refused: UnsupportedOptimizer, names: NamesByGroup = (), began: Sequence[Group] = ()
+) -> Rehearsal:
     """Rehearse an optimizer as residents. Every rank gets the same result, without communication.
 
     Args:
         optimizer: the optimizer.
         refused: why it cannot be captured or interpreted.
         names: those of its parameters by group, for errors.
+        began: the hyperparameters of its groups when it was wrapped.
 
     Raises:
         UnsupportedOptimizer: `refused`, with the reason why residents are no way out.
@@ -88,7 +147,7 @@ def rehearse_residents(optimizer: Optimizer, refused: UnsupportedOptimizer, name
     numbers = [len(group["params"]) for group in optimizer.param_groups]
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     try:
-        construction = Construction.of(optimizer)
+        construction = Construction.of(optimizer, began)
         found = [
             rehearse_one(optimizer, construction, scenario, device, names or default_names(optimizer))
             for scenario in scenarios(numbers)
@@ -98,6 +157,12 @@ def rehearse_residents(optimizer: Optimizer, refused: UnsupportedOptimizer, name
         raise UnsupportedOptimizer(
             refused.problem, at=refused.at, hint=f"{hint}it cannot run as one object per matrix either: {problem}"
         ) from refused
+    if any(one.draws for one in found):
+        warnings.warn(
+            f"{plain_class(optimizer).__name__} draws random numbers. Every matrix has generators of its own, which "
+            "its name seeds, so that the number of ranks does not matter; the bits are not those of one device.",
+            stacklevel=2,
+        )
     own = [one.recipe for one in found if one.recipe is not None]
     keeps = [frozenset().union(*sets) for sets in ((r.attributes for r in own), (r.hyperparameters for r in own))]
     return Rehearsal(
@@ -201,6 +266,7 @@ def apart(
     muted = MutedDraws(device)
     own = Recipe(recipe.construction.copied(), recipe.attributes, recipe.hyperparameters)
     objects: dict[int, Resident] = {}
+    held: Contents = {}
     atoms = atoms_of(optimizer)
 
     def made(i: int) -> Resident:
@@ -230,14 +296,16 @@ def apart(
                 objects[i] = made(i)
             objects[i].follow(group_of(i), atoms)
             small.params[i].data.copy_(objects[i].step(small.params[i].detach(), contiguous(grad)))
+        held.clear()  # noted after every step, because the next one may fail halfway
+        for i, resident in objects.items():
+            held.update(held_by(resident, i))
 
     try:
         found = run_caught(small, scenario, step)
     finally:
         outside.restore()
     if found.after:
-        for i, resident in objects.items():
-            found.after[-1] |= held_by(resident, i)
+        found.after[-1] |= held
     return found
 
 
@@ -276,7 +344,7 @@ class Shown:
 def difference(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
     """The places of parameters at which two runs differ first; the end of the run if one ends before the other."""
     for one, other in zip(whole.after, parts.after, strict=False):
-        if places := [p for p in changed(parameters_in(one), parameters_in(other))]:
+        if places := changed(parameters_in(one), parameters_in(other)):
             return places
     if len(whole.after) != len(parts.after) or type(whole.error) is not type(parts.error):
         return ["the end of the run"]

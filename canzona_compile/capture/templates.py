@@ -22,7 +22,7 @@ from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leave
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.rehearsal import Rehearsal, closure_problem
 from canzona_compile.capture.resident import Recipe
-from canzona_compile.capture.resident_rehearsal import rehearse_any, rehearse_residents, with_habits
+from canzona_compile.capture.resident_rehearsal import Residency
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.capture.variant_period import VariantPeriod, variant_period_of
@@ -91,14 +91,15 @@ class Capture:
     counts: set[Counter] = field(default_factory=set)  # what the step counts outside of states
     _closure: str | None = None  # why its step cannot take one; None before anybody asked
     _watch: AttributeWatch = field(init=False)
+    residency: Residency = field(init=False)
     _rehearsals: dict[Any, Rehearsal] = field(default_factory=dict)
     _separable: set[KindKey] = field(default_factory=set)
-    _drawing: dict[KindKey, Rehearsal] = field(default_factory=dict)  # residents, by what draws random numbers
     _faithful: set[tuple[str, ...]] = field(default_factory=set)
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
     def __post_init__(self) -> None:
         self._watch = AttributeWatch(self.optimizer)
+        self.residency = Residency(self.optimizer)
 
     @property
     def captures(self) -> int:
@@ -148,10 +149,10 @@ class Capture:
         if key in self.kinds:
             return self.kinds[key]
         manner = (key[1], len(spec.shape))
-        resident = next((r for r in self._rehearsals.values() if r.resident), None) or self._drawing.get(manner)
+        resident = self.residency.of(manner, self._rehearsals.values())
         if resident is None and manner not in self._separable:
             if not check_separable(self.optimizer, group, spec, name, state):
-                resident = self._check_rehearsed(manner, name)
+                resident = self.residency.check_rehearsed(manner, name, self.rehearse())
             self._separable.add(manner)
         if resident is not None:
             self.kinds[key] = self._resident(spec, resident)
@@ -175,9 +176,9 @@ class Capture:
         groups = self.optimizer.param_groups
         cast = tuple((len(group["params"]), signature(group, self.group_counters())) for group in groups)
         if cast not in self._rehearsals:
-            self._rehearsals[cast] = rehearsal = rehearse_any(self.optimizer, names)
+            self._rehearsals[cast] = rehearsal = self.residency.rehearse(names)
             self.counts.update(rehearsal.counters)
-        return self._rehearsals[cast]
+        return self.residency.with_habits(self._rehearsals[cast])
 
     def notice(self) -> None:
         """Follow attributes of the optimizer that users changed since the last step.
@@ -186,6 +187,7 @@ class Capture:
             UnsupportedOptimizer: with these attributes, its step reads or writes something that a plan does not give.
         """
         moved, rehearse_again = self._watch.changes(self._counting())
+        self._watch.check_followed(any(rehearsal.resident for rehearsal in self._rehearsals.values()))
         for oracle in {k.oracle for k in self.kinds.values() if k.oracle is not None} if moved else ():
             oracle.refresh(self.optimizer)
         if rehearse_again:
@@ -209,28 +211,6 @@ class Capture:
                 f"{plain_class(self.optimizer).__name__}.step cannot take a closure here: {self._closure}",
                 hint="call the closure yourself and then step() without it, if that is what you mean",
             )
-
-    def _check_rehearsed(self, manner: KindKey, name: str) -> Rehearsal | None:
-        """Raise unless a rehearsal has shown that parameters are independent, which no graph shows.
-
-        Returns:
-            The rehearsal of residents if that is what shows it; None otherwise.
-        """
-        kind, rehearsal = plain_class(self.optimizer).__name__, self.rehearse()
-        if rehearsal.resident:
-            return rehearsal
-        if rehearsal.draws:
-            refused = UnsupportedOptimizer(
-                f"{kind} draws random numbers in what cannot be traced, so that nothing shows "
-                "whether its parameters depend on one another",
-                at=name,
-                hint="use a variant of it that draws none",
-            )
-            self._drawing[manner] = found = rehearse_residents(self.optimizer, refused)
-            for cast, ordinary in self._rehearsals.items():
-                self._rehearsals[cast] = with_habits(ordinary, found)
-            return found
-        return None
 
     def group_counters(self) -> frozenset[str]:
         """Return the keys of parameter groups in which the step counts."""
@@ -316,8 +296,9 @@ class Capture:
 
     def _resident(self, spec: ParameterSpec, rehearsal: Rehearsal) -> ParamKind:
         """Make a kind whose every step is that of an optimizer object of its own, on an owner rank."""
-        template = interpreted_template(self._label(spec), spec, rehearsal.resident, resident=True)
-        log.info("%s is resident: %s", template.name, rehearsal.resident)
+        why = f"one whole optimizer object per matrix, because {rehearsal.resident}"
+        template = interpreted_template(self._label(spec), spec, why, resident=True)
+        log.info("%s is resident: %s", template.name, why)
         return ParamKind(None, {None: template}, (), {}, recipe=rehearsal.recipe)
 
     def _label(self, spec: ParameterSpec) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.construction import NotConstructible, atoms_of
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.resident import RESIDENT, Resident, is_portable
+from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Task
@@ -27,13 +28,13 @@ class Residents:
     The owner of a task holds its object in `optimizer.state`, where portable state takes its place when the plan ends.
 
     Args:
-        optimizer: the wrapped optimizer, which never steps. Users change its hyperparameters.
+        capture: the captured code of the wrapped optimizer, which never steps. Users change its hyperparameters.
         plan: the plan.
         store: the tensors of the plan's tasks.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, store: StateStore) -> None:
-        self.optimizer, self.plan, self.store = optimizer, plan, store
+    def __init__(self, capture: Capture, plan: Plan, store: StateStore) -> None:
+        self.optimizer, self.began, self.plan, self.store = capture.optimizer, capture.residency.began, plan, store
         self._objects: dict[str, Resident] = {}
 
     def begin(self, needs_gradients: bool) -> None:
@@ -82,11 +83,13 @@ class Residents:
 
     def _made(self, task: Task, bound: BoundParam) -> Resident:
         assert bound.kind.recipe is not None
-        param = bound.param
+        param, g = bound.param, bound.param_group
+        recipe = replace(bound.kind.recipe, construction=bound.kind.recipe.construction.renewed(self.optimizer))
+        began = self.began[g] if g < len(self.began) else None
         marks = tuple(sorted(marks_of(bound.origin).items()))
         spec = ParameterSpec(task.shape, param.dtype, bound.kind.grad_dtype, param.device, marks)
         try:
-            return Resident(bound.kind.recipe, task.name, spec, self.optimizer.param_groups[bound.param_group])
+            return Resident(recipe, task.name, spec, self.optimizer.param_groups[g], began)
         except NotConstructible as error:
             raise CanzonaError(f"its optimizer object cannot be made: {error}", at=task.name) from error
 

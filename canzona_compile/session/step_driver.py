@@ -83,7 +83,7 @@ class StepDriver:
         self.store = StateStore(optimizer, plan, groups, rank)
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
-        self._residents = Residents(optimizer, plan, self.store)
+        self._residents = Residents(capture, plan, self.store)
         context = PlanContext(optimizer, plan, self.store, self._residents)
         sources = Sources(device, groups, watch, self.store, self.cohorts, context)
         self._maker = ProgramMaker(plan, options, rank, observers, self.store, sources)
