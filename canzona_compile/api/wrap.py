@@ -220,7 +220,7 @@ def check_taken_back(optimizer: Optimizer) -> None:
 
 def detach(optimizer: Optimizer) -> None:
     """Give a wrapped optimizer with portable state its old class."""
-    optimizer.__class__ = plain_class(optimizer)  # type: ignore[assignment]
+    optimizer.__class__ = plain_class(optimizer)
     del optimizer.canzona  # type: ignore[attr-defined]
     rebind_scheduled_step(optimizer)
 

@@ -26,8 +26,8 @@ from canzona_compile.capture.miniature import public
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, plain_class
 from canzona_compile.errors import some
 
-Group = Mapping[str, Any]
-Form = Callable[[Sequence[Group]], list[Any]]
+ParamGroup = Mapping[str, Any]
+Manner = Callable[[Sequence[ParamGroup]], list[Any]]
 NOT_GIVEN = inspect.Parameter.empty
 COLLECTED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -51,11 +51,11 @@ class Construction:
     kind: type[Optimizer]
     positional: tuple[Any, ...]
     named: Mapping[str, Any]
-    form: Form
+    form: Manner
     atoms: Mapping[str, Any]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, began: Sequence[Group] = ()) -> Construction:
+    def of(cls, optimizer: Optimizer, began: Sequence[ParamGroup] = ()) -> Construction:
         """Find out how an optimizer was constructed, and check it.
 
         Args:
@@ -92,7 +92,7 @@ class Construction:
         positional, named = arguments(optimizer)
         return Construction(self.kind, positional, named, self.form, atoms_of(optimizer))
 
-    def make(self, groups: Sequence[Group], began: Sequence[Group] = ()) -> Optimizer:
+    def make(self, groups: Sequence[ParamGroup], began: Sequence[ParamGroup] = ()) -> Optimizer:
         """Construct an optimizer.
 
         Args:
@@ -163,34 +163,34 @@ def recovered(optimizer: Optimizer, name: str, default: Any) -> Any:
     return own.get(name, own.get(f"_{name}", default))
 
 
-def forms(optimizer: Optimizer) -> list[Form]:
+def forms(optimizer: Optimizer) -> list[Manner]:
     """List the forms in which the constructor may take parameters, the likeliest first."""
     groups = optimizer.param_groups
     named = any(group.get("param_names") for group in groups)
-    found: list[Form] = [as_named_groups, as_groups] if named else [as_groups]
+    found: list[Manner] = [as_named_groups, as_groups] if named else [as_groups]
     if len(groups) == 1:
-        plain: list[Form] = [as_named_list, as_list] if named else [as_list]
+        plain: list[Manner] = [as_named_list, as_list] if named else [as_list]
         extra = hypers(groups[0]).keys() - optimizer.defaults.keys() - {"initial_lr"}
         found = [*found, *plain] if extra else [*plain, *found]
     return found
 
 
-def as_list(groups: Sequence[Group]) -> list[Any]:
+def as_list(groups: Sequence[ParamGroup]) -> list[Any]:
     """The parameters of one group."""
     return list(groups[0]["params"])
 
 
-def as_groups(groups: Sequence[Group]) -> list[Any]:
+def as_groups(groups: Sequence[ParamGroup]) -> list[Any]:
     """Dicts of parameters and hyperparameters."""
     return [{**hypers(group), "params": list(group["params"])} for group in groups]
 
 
-def as_named_list(groups: Sequence[Group]) -> list[Any]:
+def as_named_list(groups: Sequence[ParamGroup]) -> list[Any]:
     """The parameters of one group with their names."""
     return list(zip(names_in(groups[0]), groups[0]["params"], strict=True))
 
 
-def as_named_groups(groups: Sequence[Group]) -> list[Any]:
+def as_named_groups(groups: Sequence[ParamGroup]) -> list[Any]:
     """Dicts of parameters with their names, and hyperparameters."""
     return [{**hypers(group), "params": list(zip(names_in(group), group["params"], strict=True))} for group in groups]
 
@@ -204,7 +204,7 @@ def beginnings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return found
 
 
-def names_in(group: Group) -> list[str]:
+def names_in(group: ParamGroup) -> list[str]:
     """The names of the parameters of a group; made up where it has none."""
     return list(group.get("param_names") or [f"param{i}" for i in range(len(group["params"]))])
 
@@ -218,7 +218,7 @@ def atoms_of(optimizer: Optimizer) -> dict[str, Any]:
 # -- the comparison with the real optimizer --------------------------------------------------------
 
 
-def check_likeness(optimizer: Optimizer, construction: Construction, began: Sequence[Group] = ()) -> None:
+def check_likeness(optimizer: Optimizer, construction: Construction, began: Sequence[ParamGroup] = ()) -> None:
     """Raise unless the constructor makes what the real optimizer is.
 
     It runs on fake tensors of the real shapes. Values of tensors are not compared; all else is, at every place.
@@ -278,7 +278,7 @@ def told(found: Any) -> str:
     return "nothing" if found is None else str(found)
 
 
-def reads_values(construction: Construction, groups: Sequence[Group]) -> list[str]:
+def reads_values(construction: Construction, groups: Sequence[ParamGroup]) -> list[str]:
     """Find the places where the constructor keeps what depends on values of parameters.
 
     Args:

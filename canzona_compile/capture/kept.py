@@ -26,13 +26,14 @@ from canzona_compile.errors import CanzonaError
 NUMBERS = (bool, int, float, np.generic)
 LEAVES = (Tensor, torch.Generator, np.ndarray, *NUMBERS)
 TEXTS = (str, type(None))
+SPELLED_KEYS = ("parameter", "address")  # in paths, keys that tell the parameter apart
 NOTES = "notes"  # the leaf that holds texts, and the number of other leaves
 NOTES_BYTES = 4096  # it is padded to multiples of this, because checkpoints load tensors into ones of equal size
 Put = Callable[[Any], None]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Place:
+class KeptPlace:
     """Where an object keeps a value.
 
     Attributes:
@@ -50,7 +51,7 @@ class NoPlace(Exception):
 
 def places(
     optimizer: Optimizer, param: Tensor, attributes: Container[str], hyperparameters: Container[str]
-) -> dict[str, Place]:
+) -> dict[str, KeptPlace]:
     """Find every tensor, number and text that an optimizer with one parameter keeps.
 
     Tensors that share memory with the parameter are left out, and what a second path leads to as well.
@@ -86,7 +87,7 @@ class Finder:
 
     def __init__(self, param: Tensor) -> None:
         self.param = param
-        self.found: dict[str, Place] = {}
+        self.found: dict[str, KeptPlace] = {}
         self._names: set[str] = set()
         self._seen: dict[int, Any] = {}
         self._memory = param.untyped_storage().data_ptr()
@@ -119,7 +120,7 @@ class Finder:
         if leaf_name((name,)) in self._names:
             raise NoPlace(f"two values are kept at {name}")
         self._names.add(leaf_name((name,)))
-        self.found[name] = Place(value, put)
+        self.found[name] = KeptPlace(value, put)
 
 
 def entries(value: Any) -> Iterator[tuple[Any, Any, Put]]:
@@ -151,16 +152,26 @@ def put_attribute(holder: Any, name: str, value: Any) -> None:
 def spelled(key: Any, param: Tensor) -> str:
     """Spell a key of a path. What tells the parameter apart is "parameter", as it is another number elsewhere."""
     if key is param:
-        return "parameter"
+        return SPELLED_KEYS[0]
     if isinstance(key, int) and key in (id(param), param.data_ptr()):
-        return "address"
+        return SPELLED_KEYS[1]
     return str(key).replace(".", "_").replace("/", "_")
+
+
+def pattern_of(path: str) -> str:
+    """A path without numbers, which is the same for parameters of other shapes and for the other entries of a list."""
+    return "/".join("*" if part.isdigit() or part in SPELLED_KEYS else part for part in path.split("/"))
+
+
+def numbers_in(found: Mapping[str, KeptPlace]) -> dict[str, Any]:
+    """The numbers among places."""
+    return {path: place.value for path, place in found.items() if isinstance(place.value, NUMBERS)}
 
 
 # -- values ----------------------------------------------------------------------------------------
 
 
-def saved(found: Mapping[str, Place], texts_before: Mapping[str, Any]) -> dict[str, Any]:
+def saved(found: Mapping[str, KeptPlace], texts_before: Mapping[str, Any]) -> dict[str, Any]:
     """Copy what an object keeps, as plain tensors and numbers by path.
 
     Args:
@@ -172,7 +183,7 @@ def saved(found: Mapping[str, Place], texts_before: Mapping[str, Any]) -> dict[s
     return {**leaves, NOTES: noted({"leaves": len(leaves), "texts": texts})}
 
 
-def texts_of(found: Mapping[str, Place]) -> dict[str, Any]:
+def texts_of(found: Mapping[str, KeptPlace]) -> dict[str, Any]:
     """The texts among places, and None."""
     return {path: place.value for path, place in found.items() if isinstance(place.value, TEXTS)}
 
@@ -201,13 +212,13 @@ def read_notes(tensor: Tensor) -> dict[str, Any]:
     return found
 
 
-def lacking(found: Mapping[str, Place], leaves: Mapping[str, Any]) -> list[str]:
+def lacking(found: Mapping[str, KeptPlace], leaves: Mapping[str, Any]) -> list[str]:
     """The paths of saved leaves for which an object has no place yet."""
     wanted = {**leaves, **read_notes(leaves[NOTES])["texts"]}
     return sorted(wanted.keys() - found.keys() - {NOTES})
 
 
-def put_back(found: Mapping[str, Place], leaves: Mapping[str, Any]) -> None:
+def put_back(found: Mapping[str, KeptPlace], leaves: Mapping[str, Any]) -> None:
     """Give an object the values that another one kept.
 
     Args:
@@ -234,7 +245,7 @@ def put_back(found: Mapping[str, Place], leaves: Mapping[str, Any]) -> None:
             raise NoPlace(f"{path} cannot be changed: {error}") from error
 
 
-def put(place: Place, value: Any) -> None:
+def put(place: KeptPlace, value: Any) -> None:
     """Put a value back: in place where that is possible, so that whoever else knows the tensor sees it."""
     there = place.value
     if isinstance(there, torch.Generator):

@@ -20,7 +20,18 @@ from canzona_compile.capture.construction import Construction
 from canzona_compile.capture.contents import Contents, Walk, changed
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.error_origin import blamed, first_line
-from canzona_compile.capture.kept import NOTES, NoPlace, Place, lacking, places, put_back, saved, texts_of
+from canzona_compile.capture.kept import (
+    NOTES,
+    KeptPlace,
+    NoPlace,
+    lacking,
+    numbers_in,
+    pattern_of,
+    places,
+    put_back,
+    saved,
+    texts_of,
+)
 from canzona_compile.capture.randomness import MatrixGenerators
 from canzona_compile.capture.twin import NOT_COPIED, hypers, step_plainly
 from canzona_compile.errors import CanzonaError, some
@@ -38,11 +49,14 @@ class Recipe:
         construction: how to construct the optimizer.
         attributes: the attributes in which its steps keep something.
         hyperparameters: the hyperparameters in which they do, such as a counter in the group.
+        numbers: the patterns of paths, see `kept`, at which numbers change. Others are options, and belong to the
+            constructor's arguments.
     """
 
     construction: Construction
     attributes: frozenset[str] = frozenset()
     hyperparameters: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
 
 
 class Resident:
@@ -83,6 +97,7 @@ class Resident:
         self._given = dict(hypers(group)), dict(recipe.construction.atoms)
         self._texts: dict[str, Any] | None = None  # those after the first step
         self._still = self._rest()
+        self._first_numbers = numbers_in(self._all_places())
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -141,7 +156,8 @@ class Resident:
         Raises:
             CanzonaError: it keeps something that cannot be saved.
         """
-        if places_changed := changed(self._still, self._rest()):
+        late = self.moving_numbers() - self.recipe.numbers
+        if places_changed := [*changed(self._still, self._rest()), *sorted(late)]:
             raise CanzonaError(
                 f"its optimizer changes {some(places_changed)} later than in the rehearsal, so it is not saved",
                 at=self.name,
@@ -196,7 +212,18 @@ class Resident:
             if not lacking(self._places(), leaves):
                 break
 
-    def _places(self) -> dict[str, Place]:
+    def moving_numbers(self) -> set[str]:
+        """The patterns of paths at which there are other numbers than at the beginning."""
+        now = numbers_in(self._all_places())
+        return {pattern_of(path) for path, value in now.items() if not same(self._first_numbers.get(path), value)}
+
+    def _places(self) -> dict[str, KeptPlace]:
+        """The places of what is saved."""
+        found = self._all_places()
+        options = {path for path in numbers_in(found) if pattern_of(path) not in self.recipe.numbers}
+        return {path: place for path, place in found.items() if path not in options}
+
+    def _all_places(self) -> dict[str, KeptPlace]:
         return places(self.optimizer, self.param, self.recipe.attributes, self.recipe.hyperparameters)
 
     def _rest(self) -> Contents:
@@ -206,6 +233,11 @@ class Resident:
             if name not in {*NOT_COPIED, *TORCH_S_OWN, *self.recipe.attributes, "defaults"}:
                 walk.add(f"self.{name}", value)
         return walk.found
+
+
+def same(one: Any, other: Any) -> bool:
+    """Compare two numbers; NaN is equal to itself."""
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
 
 
 def differs(one: Any, other: Any) -> bool:

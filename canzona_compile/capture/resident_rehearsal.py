@@ -7,53 +7,23 @@ are independent shows here. The runs draw equal numbers, so that those of optimi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.construction import (
-    Construction,
-    Group,
-    NotConstructible,
-    atoms_of,
-    beginnings,
-    reads_values,
-)
+from canzona_compile.capture.construction import Construction, NotConstructible, ParamGroup, beginnings
 from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, where
-from canzona_compile.capture.dynamo_oracle import ParameterSpec
 from canzona_compile.capture.error_origin import blamed, first_line
-from canzona_compile.capture.miniature import Miniature
-from canzona_compile.capture.outside import Outside
-from canzona_compile.capture.randomness import MutedDraws, seeded
 from canzona_compile.capture.rehearsal import Rehearsal, default_names, rehearse, scenarios, takes_foreach
-from canzona_compile.capture.resident import Recipe, Resident
-from canzona_compile.capture.trial import RehearsedSteps, Scenario, contents_of, run
-from canzona_compile.capture.twin import marks_of, plain_class, step_plainly
+from canzona_compile.capture.resident import Recipe
+from canzona_compile.capture.resident_trial import Dependent, apart, is_value, kept_in, together, values_in
+from canzona_compile.capture.trial import RehearsedSteps, Scenario
+from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
-
-
-class Dependent(Exception):
-    """Parameters cannot be stepped by objects of their own; the message says why."""
-
-
-@dataclass(slots=True)
-class Found:
-    """What a run of all parameters together showed.
-
-    Attributes:
-        steps: what it did.
-        first: what the optimizer held before the first step.
-        drew: whether it drew random numbers.
-    """
-
-    steps: RehearsedSteps
-    first: Contents
-    drew: bool
 
 
 class Residency:
@@ -131,7 +101,7 @@ class Residency:
 
 
 def rehearse_residents(
-    optimizer: Optimizer, refused: UnsupportedOptimizer, names: NamesByGroup = (), began: Sequence[Group] = ()
+    optimizer: Optimizer, refused: UnsupportedOptimizer, names: NamesByGroup = (), began: Sequence[ParamGroup] = ()
 ) -> Rehearsal:
     """Rehearse an optimizer as residents. Every rank gets the same result, without communication.
 
@@ -144,13 +114,13 @@ def rehearse_residents(
     Raises:
         UnsupportedOptimizer: `refused`, with the reason why residents are no way out.
     """
-    numbers = [len(group["params"]) for group in optimizer.param_groups]
+    counts = [len(group["params"]) for group in optimizer.param_groups]
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     try:
         construction = Construction.of(optimizer, began)
         found = [
             rehearse_one(optimizer, construction, scenario, device, names or default_names(optimizer))
-            for scenario in scenarios(numbers)
+            for scenario in scenarios(counts)
         ]
     except (NotConstructible, Dependent) as problem:
         hint = f"{refused.hint}; " if refused.hint else ""
@@ -164,16 +134,26 @@ def rehearse_residents(
             stacklevel=2,
         )
     own = [one.recipe for one in found if one.recipe is not None]
-    keeps = [frozenset().union(*sets) for sets in ((r.attributes for r in own), (r.hyperparameters for r in own))]
+    attributes, hyperparameters, numbers = (
+        frozenset().union(*sets)
+        for sets in zip(*((r.attributes, r.hyperparameters, r.numbers) for r in own), strict=True)
+    )
     return Rehearsal(
         writes_gradients=any(one.writes_gradients for one in found),
         needs_gradients=any(one.needs_gradients for one in found),
         asks_frozen=any(one.asks_frozen for one in found),
         rounds_in_foreach=any(one.rounds_in_foreach for one in found),
         draws=any(one.draws for one in found),
-        recipe=Recipe(construction, *keeps),
-        resident=refused.problem,
+        recipe=Recipe(construction, attributes, hyperparameters, numbers),
+        resident=reason(plain_class(optimizer).__name__, attributes, drawing=any(one.draws for one in found)),
     )
+
+
+def reason(kind: str, attributes: Iterable[str], drawing: bool) -> str:
+    """Say why an optimizer runs as residents. Ranks compare it, so it must not depend on addresses."""
+    keeps = [f"it keeps {some(f'self.{name}' for name in sorted(attributes))}"] if attributes else []
+    does = " and ".join([*keeps, *(["it draws random numbers"] if drawing else [])])
+    return f"{kind} steps otherwise on copies" if not does else f"{kind} steps otherwise on copies: {does}"
 
 
 def rehearse_one(
@@ -196,12 +176,14 @@ def rehearse_one(
             raise Dependent(f"its step fails on small parameters: {first_line(error)}{blamed(error)}")
         if any(value is not None for value in whole.steps.returned):
             raise Dependent("its step returns a value")
+        moving: set[str] = set()
         recipe = Recipe(construction, *kept_in(whole))
-        parts = apart(optimizer, recipe, one, device)
+        parts = apart(optimizer, recipe, one, device, moving)
         if difference(whole.steps, parts):
             continue
+        recipe = replace(recipe, numbers=frozenset(moving))
         check_shared(whole.steps, parts, recipe)
-        again = apart(optimizer, recipe, one, device, restored_at=one.steps // 2)
+        again = apart(optimizer, recipe, one, device, moving, restored_at=one.steps // 2)
         if places := difference(whole.steps, again):
             problem = again.error if isinstance(again.error, CanzonaError) else f"{some(places)} differs"
             raise Dependent(f"what it keeps cannot be saved and put back: {problem}")
@@ -219,128 +201,6 @@ def rehearse_one(
     raise Dependent(f"the update of {where(places, one, names)} depends on other parameters")
 
 
-def together(optimizer: Optimizer, construction: Construction, scenario: Scenario, device: torch.device) -> Found:
-    """Step one object of all parameters.
-
-    Raises:
-        Dependent: the constructor or the step changes something outside of the optimizer, or communicates.
-    """
-    small = Miniature(optimizer, scenario.chosen, loops=scenario.loops)
-    outside = Outside(optimizer, small.label)
-    muted = MutedDraws(device)
-    try:
-        with seeded(device), muted:
-            if places := reads_values(construction, small.optimizer.param_groups):
-                raise Dependent(f"its constructor keeps values of parameters in {some(places)}")
-            small.optimizer = construction.copied().make(small.optimizer.param_groups)
-        first = contents_of(small)
-
-        def step() -> None:
-            muted.moment += 1
-            with seeded(device), muted:
-                step_plainly(small.optimizer)
-
-        found = run(small, scenario, step)
-        if places := changed(outside.contents, Outside(optimizer, small.label).contents):
-            raise Dependent(f"it changes {some(places)}, outside of the optimizer")
-        if muted.communicated:
-            raise Dependent(f"it communicates by itself, by {muted.communicated}")
-    finally:
-        outside.restore()
-    return Found(found, first, muted.drew)
-
-
-def apart(
-    optimizer: Optimizer, recipe: Recipe, scenario: Scenario, device: torch.device, restored_at: int | None = None
-) -> RehearsedSteps:
-    """Step one object per parameter, as owners do.
-
-    Args:
-        restored_at: the step before which every object is replaced by one that is made anew and gets what it kept.
-
-    Returns:
-        What they did. All that they hold is found under the place of the parameter.
-    """
-    small = Miniature(optimizer, scenario.chosen, loops=scenario.loops)
-    outside = Outside(optimizer, small.label)
-    muted = MutedDraws(device)
-    own = Recipe(recipe.construction.copied(), recipe.attributes, recipe.hyperparameters)
-    objects: dict[int, Resident] = {}
-    held: Contents = {}
-    atoms = atoms_of(optimizer)
-
-    def made(i: int) -> Resident:
-        param = small.params[i]
-        grad_dtype = param.dtype if param.grad is None else param.grad.dtype
-        spec = ParameterSpec(tuple(param.shape), param.dtype, grad_dtype, param.device, tuple(marks_of(param).items()))
-        return Resident(own, f"parameter {i}", spec, group_of(i))
-
-    def group_of(i: int) -> Mapping[str, Any]:
-        return small.optimizer.param_groups[small.group_of[i]]
-
-    def step() -> None:
-        muted.moment += 1
-        with seeded(device), muted:
-            step_objects()
-
-    def step_objects() -> None:
-        if muted.moment - 1 == restored_at:
-            for i, old in objects.items():
-                objects[i] = made(i)
-                objects[i].load(old.state())
-        for i in reversed(range(len(small.params))):  # backwards, so that what one step leaves to the next shows
-            grad = small.params[i].grad
-            if grad is None:
-                continue
-            if i not in objects:
-                objects[i] = made(i)
-            objects[i].follow(group_of(i), atoms)
-            small.params[i].data.copy_(objects[i].step(small.params[i].detach(), contiguous(grad)))
-        held.clear()  # noted after every step, because the next one may fail halfway
-        for i, resident in objects.items():
-            held.update(held_by(resident, i))
-
-    try:
-        found = run_caught(small, scenario, step)
-    finally:
-        outside.restore()
-    if found.after:
-        found.after[-1] |= held
-    return found
-
-
-def run_caught(small: Miniature, scenario: Scenario, step: Any) -> RehearsedSteps:
-    """Run a scenario; an error of ours ends it as one of the optimizer does."""
-    found = RehearsedSteps()
-    try:
-        return run(small, scenario, step)
-    except (CanzonaError, NotConstructible) as error:
-        found.error = error
-        return found
-
-
-def contiguous(tensor: Tensor) -> Tensor:
-    """Copy a tensor to contiguous memory, as gathering it does."""
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def held_by(resident: Resident, index: int) -> Contents:
-    """What the attributes of a resident's object hold, by place; the places begin with the object's own."""
-    small = Shown(resident)
-    return {f"object {index}: {place}": value for place, value in contents_of(small).items()}  # type: ignore[arg-type]
-
-
-class Shown:
-    """A resident, as `contents_of` takes a miniature."""
-
-    def __init__(self, resident: Resident) -> None:
-        self.optimizer, self.params = resident.optimizer, [resident.param]
-
-    def label(self, value: Any) -> str | None:
-        """Name the parameter."""
-        return "parameter" if value is self.params[0] else None
-
-
 def difference(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
     """The places of parameters at which two runs differ first; the end of the run if one ends before the other."""
     for one, other in zip(whole.after, parts.after, strict=False):
@@ -356,17 +216,6 @@ def parameters_in(found: Contents) -> Contents:
     return {place: value for place, value in found.items() if place.startswith("parameter ")}
 
 
-def kept_in(whole: Found) -> tuple[frozenset[str], frozenset[str]]:
-    """The attributes and the hyperparameters that steps changed."""
-    attributes: set[str] = set()
-    before = whole.first
-    for after in whole.steps.after:
-        attributes |= {attribute_of(place) for place in changed(before, after)} - {""}
-        before = after
-    counters = {counter.key for counter in whole.steps.counters if counter.home == "group"}
-    return frozenset(attributes), frozenset(counters)
-
-
 def check_shared(whole: RehearsedSteps, parts: RehearsedSteps, recipe: Recipe) -> None:
     """Raise if the optimizer keeps something that none of the objects keeps, such as the mean over all parameters.
 
@@ -380,17 +229,3 @@ def check_shared(whole: RehearsedSteps, parts: RehearsedSteps, recipe: Recipe) -
     for place, value in last.items():
         if is_value(value) and value not in own:
             raise Dependent(f"it changes {place}, which belongs to no parameter")
-
-
-def values_in(found: Contents) -> Iterator[Any]:
-    """The numbers and the bits of tensors that objects hold."""
-    for place, value in found.items():
-        if place.startswith("object ") and is_value(value):
-            yield value
-
-
-def is_value(value: Any) -> bool:
-    """Tell whether `contents` found a number, or the bits of a tensor."""
-    if not isinstance(value, tuple):
-        return False
-    return (len(value) == 4 and isinstance(value[3], bytes)) or value[0] in ("int", "float")

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.session.plan import Plan
-from canzona_compile.session.residents import Residents
+from canzona_compile.session.residents import ResidentTasks
 from canzona_compile.session.state import StateStore
 
 
@@ -25,7 +25,7 @@ class PlanContext:
         residents: the optimizer objects of the plan's resident tasks.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, store: StateStore, residents: Residents) -> None:
+    def __init__(self, optimizer: Optimizer, plan: Plan, store: StateStore, residents: ResidentTasks) -> None:
         self.optimizer, self.plan, self.store, self.residents = optimizer, plan, store, residents
         self._warned = False
 

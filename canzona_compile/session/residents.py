@@ -22,7 +22,7 @@ from canzona_compile.session.plan import Plan
 from canzona_compile.session.state import StateStore
 
 
-class Residents:
+class ResidentTasks:
     """The resident tasks of a plan.
 
     The owner of a task holds its object in `optimizer.state`, where portable state takes its place when the plan ends.

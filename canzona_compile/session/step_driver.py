@@ -27,7 +27,7 @@ from canzona_compile.session.local_step import LocalStep
 from canzona_compile.session.make_program import ProgramMaker
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey
-from canzona_compile.session.residents import Residents
+from canzona_compile.session.residents import ResidentTasks
 from canzona_compile.session.shared_numbers import Ranks, SharedNumbers
 from canzona_compile.session.state import StateStore
 from canzona_compile.session.variant_selection import Lineup, Names, VariantSelection
@@ -83,7 +83,7 @@ class StepDriver:
         self.store = StateStore(optimizer, plan, groups, rank)
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
-        self._residents = Residents(capture, plan, self.store)
+        self._residents = ResidentTasks(capture, plan, self.store)
         context = PlanContext(optimizer, plan, self.store, self._residents)
         sources = Sources(device, groups, watch, self.store, self.cohorts, context)
         self._maker = ProgramMaker(plan, options, rank, observers, self.store, sources)

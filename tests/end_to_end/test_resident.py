@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from tests.harness.resident_optimizers import MAKERS, Oracle
 SHAPES = ((7, 5), (5, 8), (6, 6))
 SAVED, END = 4, 7
 ALONE = Case("plain", ())
+pytestmark = pytest.mark.filterwarnings("ignore:.* draws random numbers")
 
 
 def drawn(step: int) -> list[Tensor]:
@@ -42,18 +42,14 @@ class Part:
         self.laid = Laid(values if begun else [torch.full_like(v, 0.25) for v in values], case)
         self.model = Holder(self.laid.params)
         self.optimizer: Any = MAKERS[name](list(self.laid.params))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            canzona_compile.wrap(self.optimizer, replicate=replicate_of(case), **{"strategy": "owner", **options})
+        canzona_compile.wrap(self.optimizer, replicate=replicate_of(case), **{"strategy": "owner", **options})
 
     def steps(self, start: int, stop: int) -> None:
         for step in range(start, stop):
             self.optimizer.param_groups[0]["lr"] = rate(step)
             for i, (param, grad) in enumerate(zip(self.laid.params, drawn(step), strict=True)):
                 param.grad = self.laid.like_param(grad, i)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".* draws random numbers")
-                self.optimizer.step()
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
     def values(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Optimizers that keep on themselves what belongs to parameters, in the ways that published ones do, and one that draws.
+"""Optimizers that keep on themselves what belongs to parameters, as published ones do, and some that draw.
 
 None of them can be stepped on a twin. Those that are independent run as one object per matrix.
 """
