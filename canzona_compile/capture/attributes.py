@@ -53,6 +53,7 @@ class AttributeWatch:
         """
         now = self._look(counters)
         places = [] if self._last is None else changed(self._last, now)
+        places = [place for place in places if re.split(r"[.\[]", place)[0] not in counters]
         self._last = now
         own = vars(self.optimizer)  # `defaults` grow when a state dict is loaded
         self._deep += [p for p in places if not isinstance(own.get(p), ATOMS) and not p.startswith("defaults")]

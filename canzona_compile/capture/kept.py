@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import random
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from canzona_compile.capture.leaves import leaf_name
 from canzona_compile.errors import CanzonaError
 
 NUMBERS = (bool, int, float, np.generic)
-LEAVES = (Tensor, torch.Generator, np.ndarray, *NUMBERS)
+LEAVES = (Tensor, random.Random, np.ndarray, *NUMBERS)
 TEXTS = (str, type(None))
 SPELLED_KEYS = ("parameter", "address")  # in paths, keys that tell the parameter apart
 NOTES = "notes"  # the leaf that holds texts, and the number of other leaves
@@ -69,9 +70,7 @@ def places(
         NoPlace: two paths are spelled alike.
     """
     finder = Finder(param)
-    for name, value in vars(optimizer).items():
-        if name in attributes:
-            finder.look(("self", name), value, partial(setattr, optimizer, name))
+    finder.look_at_attributes(optimizer, attributes)
     own = optimizer.param_groups[0]
     for name, value in own.items():
         if name in hyperparameters:
@@ -92,12 +91,18 @@ class Finder:
         self._seen: dict[int, Any] = {}
         self._memory = param.untyped_storage().data_ptr()
 
+    def look_at_attributes(self, optimizer: Optimizer, names: Container[str]) -> None:
+        """Look at some attributes of an optimizer."""
+        for name, value in vars(optimizer).items():
+            if name in names:
+                self.look(("self", name), value, partial(setattr, optimizer, name))
+
     def look(self, path: Sequence[str], value: Any, put: Put) -> None:
         """Look at a value, and into it."""
         if isinstance(value, (*NUMBERS, *TEXTS)) and not isinstance(value, enum.Enum):
             self._add(path, value, put)
             return
-        if isinstance(value, (*ATOMS, *OPAQUE)) and not isinstance(value, torch.Generator):
+        if isinstance(value, (*ATOMS, *OPAQUE)):
             return
         if id(value) in self._seen or self._is_param(value):
             return
@@ -190,8 +195,9 @@ def texts_of(found: Mapping[str, KeptPlace]) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """Copy a leaf as a tensor or a number."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
+    if isinstance(value, random.Random):
+        version, words, _ = value.getstate()
+        return torch.tensor([version, *words], dtype=torch.int64)  # a second Gaussian that waits is drawn anew
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
@@ -248,8 +254,9 @@ def put_back(found: Mapping[str, KeptPlace], leaves: Mapping[str, Any]) -> None:
 def put(place: KeptPlace, value: Any) -> None:
     """Put a value back: in place where that is possible, so that whoever else knows the tensor sees it."""
     there = place.value
-    if isinstance(there, torch.Generator):
-        there.set_state(value.cpu().to(torch.uint8))
+    if isinstance(there, random.Random):
+        version, *words = value.tolist()
+        there.setstate((version, tuple(words), None))
     elif isinstance(there, Tensor) and isinstance(value, Tensor):
         with torch.no_grad():
             if there.shape == value.shape and there.dtype == value.dtype:

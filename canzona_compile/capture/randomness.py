@@ -96,12 +96,14 @@ class MutedDraws(TorchDispatchMode):
     Attributes:
         moment: the number of the moment; other moments have other numbers.
         drew: whether numbers were drawn.
+        from_its_own: whether some of them came from a generator that the code made.
         communicated: the name of a collective that was called; empty if there was none.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.moment, self.drew, self.communicated = device, 0, False, ""
+        self.device, self.moment, self.communicated = device, 0, ""
+        self.drew = self.from_its_own = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -113,7 +115,7 @@ class MutedDraws(TorchDispatchMode):
             return func(*args, **own)
         self.drew = True
         if own.get("generator") is not None:
-            own["generator"] = None
+            self.from_its_own, own["generator"] = True, None
         with torch.random.fork_rng(devices=devices_of(self.device)):
             torch.manual_seed(self.moment)
             return func(*args, **own)

@@ -51,12 +51,14 @@ class Recipe:
         hyperparameters: the hyperparameters in which they do, such as a counter in the group.
         numbers: the patterns of paths, see `kept`, at which numbers change. Others are options, and belong to the
             constructor's arguments.
+        shared: the paths in attributes at which something is kept once for all parameters, such as a counter.
     """
 
     construction: Construction
     attributes: frozenset[str] = frozenset()
     hyperparameters: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
 
 
 class Resident:

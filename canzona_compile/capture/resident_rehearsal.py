@@ -6,7 +6,9 @@ are independent shows here. The runs draw equal numbers, so that those of optimi
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,10 +22,10 @@ from canzona_compile.capture.coupling import NamesByGroup, attribute_of, where
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.rehearsal import Rehearsal, default_names, rehearse, scenarios, takes_foreach
 from canzona_compile.capture.resident import Recipe
-from canzona_compile.capture.resident_trial import Dependent, apart, is_value, kept_in, together, values_in
+from canzona_compile.capture.resident_trial import Dependent, StepsTogether, apart, is_value, kept_in, together
 from canzona_compile.capture.trial import RehearsedSteps, Scenario
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
+from canzona_compile.errors import UnsupportedOptimizer, some
 
 
 class Residency:
@@ -134,9 +136,9 @@ def rehearse_residents(
             stacklevel=2,
         )
     own = [one.recipe for one in found if one.recipe is not None]
-    attributes, hyperparameters, numbers = (
+    attributes, hyperparameters, numbers, shared = (
         frozenset().union(*sets)
-        for sets in zip(*((r.attributes, r.hyperparameters, r.numbers) for r in own), strict=True)
+        for sets in zip(*((r.attributes, r.hyperparameters, r.numbers, r.shared) for r in own), strict=True)
     )
     return Rehearsal(
         writes_gradients=any(one.writes_gradients for one in found),
@@ -144,7 +146,7 @@ def rehearse_residents(
         asks_frozen=any(one.asks_frozen for one in found),
         rounds_in_foreach=any(one.rounds_in_foreach for one in found),
         draws=any(one.draws for one in found),
-        recipe=Recipe(construction, attributes, hyperparameters, numbers),
+        recipe=Recipe(construction, attributes, hyperparameters, numbers, shared),
         resident=reason(plain_class(optimizer).__name__, attributes, drawing=any(one.draws for one in found)),
     )
 
@@ -182,10 +184,10 @@ def rehearse_one(
         if difference(whole.steps, parts):
             continue
         recipe = replace(recipe, numbers=frozenset(moving))
-        check_shared(whole.steps, parts, recipe)
+        shared = shared_in(whole, parts, recipe, sum(map(len, one.chosen)))
         again = apart(optimizer, recipe, one, device, moving, restored_at=one.steps // 2)
         if places := difference(whole.steps, again):
-            problem = again.error if isinstance(again.error, CanzonaError) else f"{some(places)} differs"
+            problem = f"{some(places)} differs" if again.error is None else first_line(again.error)
             raise Dependent(f"what it keeps cannot be saved and put back: {problem}")
         return Rehearsal(
             writes_gradients=whole.steps.writes_gradients,
@@ -193,7 +195,7 @@ def rehearse_one(
             asks_frozen=one.frozen != scenario.frozen,
             rounds_in_foreach=one.loops,
             draws=whole.drew,
-            recipe=recipe,
+            recipe=replace(recipe, shared=shared),
         )
     if parts.error is not None and whole.steps.error is None:
         raise Dependent(f"it fails for one parameter alone: {first_line(parts.error)}{blamed(parts.error)}")
@@ -216,16 +218,50 @@ def parameters_in(found: Contents) -> Contents:
     return {place: value for place, value in found.items() if place.startswith("parameter ")}
 
 
-def check_shared(whole: RehearsedSteps, parts: RehearsedSteps, recipe: Recipe) -> None:
-    """Raise if the optimizer keeps something that none of the objects keeps, such as the mean over all parameters.
+def shared_in(whole: StepsTogether, parts: RehearsedSteps, recipe: Recipe, params: int) -> frozenset[str]:
+    """Find what the optimizer keeps once for all parameters and changes, such as a counter of steps.
 
-    It changes no parameter, but users may read it, and nobody would compute it.
+    Args:
+        whole: all parameters together.
+        parts: each by itself.
+        recipe: what the optimizer keeps.
+        params: the number of parameters.
+
+    Returns:
+        The paths of such values, see `kept`. Every object has the same there.
 
     Raises:
-        Dependent: there is such a thing.
+        Dependent: objects do not have the same, as of the mean over all parameters. It changes no parameter, but users
+            may read it, and nobody would compute it. Or it is not there before the first step, such as a log.
     """
-    last = {place: v for place, v in whole.after[-1].items() if attribute_of(place) in recipe.attributes}
-    own = set(values_in(parts.after[-1]))
+    last = {place: v for place, v in whole.steps.after[-1].items() if attribute_of(place) in recipe.attributes}
+    held: dict[str, list[Any]] = {}
+    for place, value in parts.after[-1].items():
+        if place.startswith("object "):
+            held.setdefault(place.partition(": ")[2], []).append(value)
+    anywhere = {value for own in held.values() for value in own if is_value(value)}
+    objects = max(map(len, held.values()), default=0)
+    here, there = (Counter(map(without_digits, places)) for places in (last, held))
+    found = set()
     for place, value in last.items():
-        if is_value(value) and value not in own:
+        if not is_value(value) or value == whole.first.get(place):
+            continue
+        if value not in anywhere:
             raise Dependent(f"it changes {place}, which belongs to no parameter")
+        if params > 1 and here[without_digits(place)] == there[without_digits(place)]:
+            if place not in whole.first and held.get(place) == [value] * objects:
+                raise Dependent(f"it adds {place}, which belongs to no parameter")
+            if held.get(place) == [value] * objects:
+                found.add(path_of(place))
+    return frozenset(found)
+
+
+def without_digits(place: str) -> str:
+    """A place that is the same for all entries of a list."""
+    return re.sub(r"\d+", "*", place)
+
+
+def path_of(place: str) -> str:
+    """Turn a place that `contents` found in an attribute into a path of `kept`."""
+    parts = re.findall(r"\.(\w+)|\['([^']*)'\]|\[([^\]]*)\]", place.removeprefix("self"))
+    return "/".join(["self", *("".join(part).replace(".", "_").replace("/", "_") for part in parts)])

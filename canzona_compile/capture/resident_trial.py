@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,8 @@ def together(
         found = run(small, scenario, step)
         if places := changed(outside.contents, Outside(optimizer, small.label).contents):
             raise Dependent(f"it changes {some(places)}, outside of the optimizer")
+        if muted.from_its_own:
+            raise Dependent("it draws from a random generator of its own, for one parameter after the other")
         if muted.communicated:
             raise Dependent(f"it communicates by itself, by {muted.communicated}")
     finally:
@@ -184,15 +186,6 @@ def kept_in(whole: StepsTogether) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(attributes), frozenset(counters)
 
 
-def values_in(found: Contents) -> Iterator[Any]:
-    """The numbers and the bits of tensors that objects hold."""
-    for place, value in found.items():
-        if place.startswith("object ") and is_value(value):
-            yield value
-
-
 def is_value(value: Any) -> bool:
-    """Tell whether `contents` found a number, or the bits of a tensor."""
-    if not isinstance(value, tuple):
-        return False
-    return (len(value) == 4 and isinstance(value[3], bytes)) or value[0] in ("int", "float")
+    """Tell whether `contents` found a number, or the bits of a tensor or an array."""
+    return isinstance(value, tuple) and (isinstance(value[-1], bytes) or value[0] in ("int", "float"))

@@ -196,7 +196,8 @@ class Capture:
 
     def _counting(self) -> set[str]:
         """The attributes of the optimizer in which the step counts."""
-        return {counter.key for counter in self.counts if counter.home == "self"}
+        shown = {path.split("/")[1] for r in self._rehearsals.values() if r.recipe for path in r.recipe.shared}
+        return shown | {counter.key for counter in self.counts if counter.home == "self"}
 
     def check_closure(self) -> None:
         """Raise unless `step(closure)` may call the closure before all else.

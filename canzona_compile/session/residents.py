@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.construction import NotConstructible, atoms_of
 from canzona_compile.capture.dynamo_oracle import ParameterSpec
-from canzona_compile.capture.resident import RESIDENT, Resident, is_portable
+from canzona_compile.capture.resident import RESIDENT, Recipe, Resident, is_portable
+from canzona_compile.capture.resident_shadow import ResidentShadow
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.errors import CanzonaError
@@ -36,6 +37,7 @@ class ResidentTasks:
     def __init__(self, capture: Capture, plan: Plan, store: StateStore) -> None:
         self.optimizer, self.began, self.plan, self.store = capture.optimizer, capture.residency.began, plan, store
         self._objects: dict[str, Resident] = {}
+        self._shadow: ResidentShadow | None = None
 
     def begin(self, needs_gradients: bool) -> None:
         """Make the objects of the tasks that this rank computes, and load the state that is there.
@@ -59,6 +61,24 @@ class ResidentTasks:
         for task, bound in tasks:
             if self.store.owns(task):
                 self._objects[task.name] = self._begun(task, bound)
+        recipe = tasks[0][1].kind.recipe if tasks else None
+        if recipe is not None and (recipe.shared or recipe.hyperparameters):
+            self._shadow = self._shadow_of(recipe)
+
+    def _shadow_of(self, recipe: Recipe) -> ResidentShadow:
+        try:
+            return ResidentShadow(self.optimizer, self._renewed(recipe), self.began)
+        except NotConstructible as error:
+            raise CanzonaError(f"it cannot be constructed for tiny parameters: {error}") from error
+
+    def _renewed(self, recipe: Recipe) -> Recipe:
+        """A recipe with the arguments that the optimizer has now."""
+        return replace(recipe, construction=recipe.construction.renewed(self.optimizer))
+
+    def count(self) -> None:
+        """Show on the real optimizer what this step counted for all parameters together."""
+        if self._shadow is not None:
+            self._shadow.count()
 
     def _tasks(self) -> Iterator[tuple[Task, BoundParam]]:
         for task in self.plan.owned.tasks:
@@ -84,7 +104,7 @@ class ResidentTasks:
     def _made(self, task: Task, bound: BoundParam) -> Resident:
         assert bound.kind.recipe is not None
         param, g = bound.param, bound.param_group
-        recipe = replace(bound.kind.recipe, construction=bound.kind.recipe.construction.renewed(self.optimizer))
+        recipe = self._renewed(bound.kind.recipe)
         began = self.began[g] if g < len(self.began) else None
         marks = tuple(sorted(marks_of(bound.origin).items()))
         spec = ParameterSpec(task.shape, param.dtype, bound.kind.grad_dtype, param.device, marks)

@@ -294,6 +294,7 @@ class StepDriver:
         self._elementwise.step()
         if self.capture.counts:
             self._shadow.count()
+        self._residents.count()
         if fresh or not self._stepped:
             self._held_state.hold({n: self.store.params[n] for n in self.store.initialised if self._compiled(n)})
         self._stepped = set(self.store.initialised)
