@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +55,13 @@ class Construction:
     atoms: Mapping[str, Any]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, began: Sequence[ParamGroup] = ()) -> Construction:
+    def of(cls, optimizer: Optimizer, began: Sequence[ParamGroup] = (), counting: Container[str] = ()) -> Construction:
         """Find out how an optimizer was constructed, and check it.
 
         Args:
             optimizer: the optimizer, which has taken no step by itself.
             began: the hyperparameters of its groups when it was wrapped, as its constructor saw them.
+            counting: the attributes in which its steps have been counted since.
 
         Raises:
             NotConstructible: an argument cannot be found, the constructor fails, or makes something else.
@@ -71,7 +72,7 @@ class Construction:
         for form in forms(optimizer):
             made = cls(kind, positional, named, form, atoms_of(optimizer))
             try:
-                check_likeness(optimizer, made, began)
+                check_likeness(optimizer, made, began, counting)
             except NotConstructible as found:
                 problem = problem or found
                 continue
@@ -218,7 +219,9 @@ def atoms_of(optimizer: Optimizer) -> dict[str, Any]:
 # -- the comparison with the real optimizer --------------------------------------------------------
 
 
-def check_likeness(optimizer: Optimizer, construction: Construction, began: Sequence[ParamGroup] = ()) -> None:
+def check_likeness(
+    optimizer: Optimizer, construction: Construction, began: Sequence[ParamGroup], counting: Container[str]
+) -> None:
     """Raise unless the constructor makes what the real optimizer is.
 
     It runs on fake tensors of the real shapes. Values of tensors are not compared; all else is, at every place.
@@ -231,7 +234,7 @@ def check_likeness(optimizer: Optimizer, construction: Construction, began: Sequ
         fakes = {id(p): fake_of(p) for p in real}
         groups = [{**group, "params": [fakes[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
         made = construction.make(groups, began)
-        found, wanted = contents(made, list(fakes.values())), contents(optimizer, real)
+        found, wanted = contents(made, list(fakes.values()), counting), contents(optimizer, real, counting)
     if places := changed(wanted, found):
         first = places[0]
         raise NotConstructible(
@@ -249,8 +252,8 @@ def fake_of(param: Tensor) -> nn.Parameter:
     return own
 
 
-def contents(optimizer: Optimizer, params: Sequence[Tensor]) -> Contents:
-    """Everything that an optimizer holds beside groups, by place, with shapes in place of tensors."""
+def contents(optimizer: Optimizer, params: Sequence[Tensor], counting: Container[str]) -> Contents:
+    """Everything that an optimizer holds beside groups and counters, by place, with shapes in place of tensors."""
     place = {id(p): i for i, p in enumerate(params)}
 
     def label(value: Any) -> str | None:
@@ -263,7 +266,7 @@ def contents(optimizer: Optimizer, params: Sequence[Tensor]) -> Contents:
 
     walk = Walk(label)
     for name, value in vars(optimizer).items():
-        if name not in NOT_COPIED and name not in TORCH_S_OWN and name not in ("defaults", *HOOKS):
+        if name not in {*NOT_COPIED, *TORCH_S_OWN, "defaults"} and name not in counting:
             walk.add(f"self.{name}", value)
     for key, value in optimizer.state.items():
         if not isinstance(key, Tensor):

@@ -28,7 +28,7 @@ NUMBERS = (bool, int, float, np.generic)
 LEAVES = (Tensor, random.Random, np.ndarray, *NUMBERS)
 TEXTS = (str, type(None))
 SPELLED_KEYS = ("parameter", "address")  # in paths, keys that tell the parameter apart
-NOTES = "notes"  # the leaf that holds texts, and the number of other leaves
+NOTES = "notes"  # the leaf that holds texts, the number of other leaves, and their shapes
 NOTES_BYTES = 4096  # it is padded to multiples of this, because checkpoints load tensors into ones of equal size
 Put = Callable[[Any], None]
 
@@ -185,7 +185,18 @@ def saved(found: Mapping[str, KeptPlace], texts_before: Mapping[str, Any]) -> di
     """
     leaves = {path: plain(p.value) for path, p in found.items() if not isinstance(p.value, TEXTS)}
     texts = {path: text for path, text in texts_of(found).items() if texts_before.get(path, 0) != text}
-    return {**leaves, NOTES: noted({"leaves": len(leaves), "texts": texts})}
+    return {**leaves, NOTES: noted({"leaves": len(leaves), "shapes": shapes_in(leaves), "texts": texts})}
+
+
+def shapes_in(leaves: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The shapes of tensors by the names of their leaves, see `leaves`."""
+    return {leaf_name((path,)): list(v.shape) for path, v in leaves.items() if isinstance(v, Tensor) and path != NOTES}
+
+
+def saved_shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The whole shapes that the tensors of a state had when it was saved; a state may hold fragments of them."""
+    found: dict[str, list[int]] = read_notes(state[NOTES])["shapes"]
+    return {name: tuple(shape) for name, shape in found.items()}
 
 
 def texts_of(found: Mapping[str, KeptPlace]) -> dict[str, Any]:
@@ -240,6 +251,9 @@ def put_back(found: Mapping[str, KeptPlace], leaves: Mapping[str, Any]) -> None:
         raise NoPlace(f"{missing[0]} has no place")
     if len(leaves) - 1 != notes["leaves"]:
         raise NoPlace(f"there are {len(leaves) - 1} leaves of {notes['leaves']}")
+    for name, shape in shapes_in(leaves).items():
+        if notes["shapes"].get(name) != shape:
+            raise NoPlace(f"{name} has the shape {shape} and was saved with {notes['shapes'].get(name)}")
     wanted = {**{k: v for k, v in leaves.items() if k != NOTES}, **texts}
     known = {path for path, place in found.items() if not isinstance(place.value, TEXTS)}
     if extra := sorted(known - wanted.keys()):

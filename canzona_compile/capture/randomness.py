@@ -57,6 +57,14 @@ def devices_of(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the default generators of the CPU and of a device, and of no other device."""
+    torch.random.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
 class MatrixGenerators:
     """The state of the default generators for one matrix, so that its draws do not depend on its rank or on others.
 
@@ -72,7 +80,7 @@ class MatrixGenerators:
         self.device = device
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
         with torch.random.fork_rng(devices=devices_of(device)):
-            torch.manual_seed(seed)
+            seed_generators(seed, device)
             self.states = generators(device)
 
     @contextlib.contextmanager
@@ -117,7 +125,7 @@ class MutedDraws(TorchDispatchMode):
         if own.get("generator") is not None:
             self.from_its_own, own["generator"] = True, None
         with torch.random.fork_rng(devices=devices_of(self.device)):
-            torch.manual_seed(self.moment)
+            seed_generators(self.moment, self.device)
             return func(*args, **own)
 
 

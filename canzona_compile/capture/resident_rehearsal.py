@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ class Residency:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.began = optimizer, beginnings(optimizer)
         self._drawing: dict[Any, Rehearsal] = {}
+        self._counting: set[str] = set()  # the attributes of the optimizer that show what residents count
 
     def rehearse(self, names: NamesByGroup = ()) -> Rehearsal:
         """Rehearse the optimizer; where it is refused, rehearse it as residents.
@@ -54,7 +55,7 @@ class Residency:
         try:
             return rehearse(self.optimizer, names)
         except UnsupportedOptimizer as refused:
-            return rehearse_residents(self.optimizer, refused, names, self.began)
+            return self._rehearse_residents(refused, names)
 
     def of(self, manner: Any, known: Iterable[Rehearsal]) -> Rehearsal | None:
         """Find the rehearsal by which parameters are resident; None if they are not, as far as is known.
@@ -87,7 +88,13 @@ class Residency:
             at=name,
             hint="use a variant of it that draws none",
         )
-        self._drawing[manner] = found = rehearse_residents(self.optimizer, refused, (), self.began)
+        self._drawing[manner] = found = self._rehearse_residents(refused, ())
+        return found
+
+    def _rehearse_residents(self, refused: UnsupportedOptimizer, names: NamesByGroup) -> Rehearsal:
+        found = rehearse_residents(self.optimizer, refused, names, self.began, self._counting)
+        if found.recipe is not None:
+            self._counting |= {path.split("/")[1] for path in found.recipe.shared}
         return found
 
     def with_habits(self, rehearsal: Rehearsal) -> Rehearsal:
@@ -103,7 +110,11 @@ class Residency:
 
 
 def rehearse_residents(
-    optimizer: Optimizer, refused: UnsupportedOptimizer, names: NamesByGroup = (), began: Sequence[ParamGroup] = ()
+    optimizer: Optimizer,
+    refused: UnsupportedOptimizer,
+    names: NamesByGroup = (),
+    began: Sequence[ParamGroup] = (),
+    counting: Container[str] = (),
 ) -> Rehearsal:
     """Rehearse an optimizer as residents. Every rank gets the same result, without communication.
 
@@ -112,6 +123,7 @@ def rehearse_residents(
         refused: why it cannot be captured or interpreted.
         names: those of its parameters by group, for errors.
         began: the hyperparameters of its groups when it was wrapped.
+        counting: its attributes in which residents have counted since.
 
     Raises:
         UnsupportedOptimizer: `refused`, with the reason why residents are no way out.
@@ -119,7 +131,7 @@ def rehearse_residents(
     counts = [len(group["params"]) for group in optimizer.param_groups]
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     try:
-        construction = Construction.of(optimizer, began)
+        construction = Construction.of(optimizer, began, counting)
         found = [
             rehearse_one(optimizer, construction, scenario, device, names or default_names(optimizer))
             for scenario in scenarios(counts)

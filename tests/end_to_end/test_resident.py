@@ -204,12 +204,37 @@ def test_new_plans_on_ranks() -> None:
     assert run(2, grown, Case("fsdp", (2,))) == [[], []]
 
 
+def counting(case: Case) -> tuple[list[int], int]:
+    """Train with a counter for all parameters, in 7 steps."""
+    laid = Laid(drawn(-1), case)
+    plain = kinds.CountingTogether([torch.nn.Parameter(v.clone()) for v in drawn(-1)])
+    wrapped: Any = canzona_compile.wrap(kinds.CountingTogether(laid.params), strategy="owner")
+    for step in range(END):
+        for i, (param, grad) in enumerate(zip(plain.param_groups[0]["params"], drawn(step), strict=True)):
+            param.grad = grad.clone()
+            laid.params[i].grad = laid.like_param(grad, i)
+        plain.step()
+        wrapped.step()
+        wrapped.zero_grad()
+    found = different([full(p) for p in laid.params], [p.detach() for p in plain.param_groups[0]["params"]])
+    return found, wrapped.clock["steps"]
+
+
+@pytest.mark.ranks
+def test_a_counter_for_all_is_shown_on_every_rank() -> None:
+    """One of the four owns nothing."""
+    assert run(4, counting, Case("fsdp", (4,))) == [([], END)] * 4
+
+
 def test_a_counter_for_all_refuses_parameters_that_come_later() -> None:
-    pair = Pair(MAKERS["by index"], SHAPES)
-    pair.wrapped.param_groups[0]["params"].pop()
-    feed(pair.wrapped, 0)
-    with pytest.raises(UnsupportedOptimizer):  # its list was made for three
-        pair.wrapped.step()
+    wrapped = canzona_compile.wrap(kinds.CountingTogether(parameters(SHAPES[:2])))
+    feed(wrapped, 0)
+    wrapped.step()
+    wrapped.add_param_group({"params": parameters(SHAPES[2:])})
+    feed(wrapped, 1)
+    with pytest.raises(CanzonaError, match="came after others had stepped") as caught:
+        wrapped.step()
+    assert caught.value.at == "group1.param0"
 
 
 def test_attributes_that_users_change_are_followed_or_refused() -> None:

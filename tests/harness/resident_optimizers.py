@@ -56,6 +56,23 @@ class MomentsByIndex(Optimizer):
                 param.add_(cube(moment), alpha=-group["lr"] / self.count)
 
 
+class CountingTogether(MomentsByParameter):
+    """Counts for all parameters, and steps less the later it is."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.clock = {"steps": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        self.clock["steps"] += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.div_(self.clock["steps"])
+        super().step()
+
+
 @dataclass(frozen=True)
 class BlockConfig:
     """Options in an object of their own."""
