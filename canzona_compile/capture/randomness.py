@@ -59,7 +59,7 @@ def devices_of(device: torch.device) -> list[torch.device]:
 
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the default generators of the CPU and of a device, and of no other device."""
-    torch.random.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)

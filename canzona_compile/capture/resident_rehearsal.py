@@ -246,20 +246,23 @@ def shared_in(whole: StepsTogether, parts: RehearsedSteps, recipe: Recipe, param
         Dependent: objects do not have the same, as of the mean over all parameters. It changes no parameter, but users
             may read it, and nobody would compute it. Or it is not there before the first step, such as a log.
     """
+    for all_of_them, each in zip(whole.steps.after, parts.after, strict=True):
+        anywhere = {value for place, value in each.items() if place.startswith("object ") and is_value(value)}
+        for place, value in all_of_them.items():
+            kept = attribute_of(place) in recipe.attributes and value != whole.first.get(place)
+            if kept and is_value(value) and value not in anywhere:
+                raise Dependent(f"it changes {place}, which belongs to no parameter")
     last = {place: v for place, v in whole.steps.after[-1].items() if attribute_of(place) in recipe.attributes}
     held: dict[str, list[Any]] = {}
     for place, value in parts.after[-1].items():
         if place.startswith("object "):
             held.setdefault(place.partition(": ")[2], []).append(value)
-    anywhere = {value for own in held.values() for value in own if is_value(value)}
     objects = max(map(len, held.values()), default=0)
     here, there = (Counter(map(without_digits, places)) for places in (last, held))
     found = set()
     for place, value in last.items():
         if not is_value(value) or value == whole.first.get(place):
             continue
-        if value not in anywhere:
-            raise Dependent(f"it changes {place}, which belongs to no parameter")
         if params > 1 and here[without_digits(place)] == there[without_digits(place)]:
             if place not in whole.first and held.get(place) == [value] * objects:
                 raise Dependent(f"it adds {place}, which belongs to no parameter")

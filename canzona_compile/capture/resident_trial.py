@@ -99,7 +99,7 @@ def apart(
     muted = MutedDraws(device)
     own = replace(recipe, construction=recipe.construction.copied())
     objects: dict[int, Resident] = {}
-    held: Contents = {}
+    held: list[Contents] = []
     atoms = atoms_of(optimizer)
 
     def made(i: int) -> Resident:
@@ -129,17 +129,17 @@ def apart(
                 objects[i] = made(i)
             objects[i].follow(group_of(i), atoms)
             small.params[i].data.copy_(objects[i].step(small.params[i].detach(), contiguous(grad)))
-        held.clear()  # noted after every step, because the next one may fail halfway
+        held.append({})  # noted at once, because the next step may fail halfway
         for i, resident in objects.items():
-            held.update(held_by(resident, i))
+            held[-1].update(held_by(resident, i))
             moving.update(resident.moving_numbers())
 
     try:
         found = run_caught(small, scenario, step)
     finally:
         outside.restore()
-    if found.after:
-        found.after[-1] |= held
+    for after, noted in zip(found.after, held, strict=False):
+        after.update(noted)
     return found
 
 
