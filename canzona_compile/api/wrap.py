@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.api.handle import Canzona
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
+from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware, named_hardware
@@ -145,7 +146,8 @@ def wrap(
             )
         if not session.lost:
             return optimizer
-        unwrap(optimizer)
+        optimizer.canzona.release()  # type: ignore[attr-defined]
+        detach(optimizer)
     check_wrappable(optimizer)
     return attach(optimizer, Canzona(Session(optimizer, options)))
 
@@ -186,7 +188,7 @@ def unwrap(optimizer: Opt) -> Opt:
         The same object, of its old class, with its state in the form of the plain optimizer.
 
     Raises:
-        CanzonaError: the optimizer is a wrapper around the wrapped one.
+        CanzonaError: the optimizer is a wrapper around the wrapped one, or it has stepped by objects of its own.
     """
     if is_wrapped(optimizer):
         if "canzona" not in vars(optimizer):
@@ -196,10 +198,31 @@ def unwrap(optimizer: Opt) -> Opt:
                 hint="unwrap the optimizer inside",
             )
         optimizer.canzona.release()  # type: ignore[attr-defined]
-        optimizer.__class__ = plain_class(optimizer)  # type: ignore[assignment]
-        del optimizer.canzona  # type: ignore[attr-defined]
-        rebind_scheduled_step(optimizer)
+        check_taken_back(optimizer)
+        detach(optimizer)
     return optimizer
+
+
+def check_taken_back(optimizer: Optimizer) -> None:
+    """Raise if the optimizer cannot go on from its portable state by itself.
+
+    Raises:
+        CanzonaError: the state is that of one optimizer object per matrix.
+    """
+    if any(isinstance(state, dict) and is_portable(state) for state in optimizer.state.values()):
+        raise CanzonaError(
+            f"{plain_class(optimizer).__name__} stepped by one optimizer object per matrix; it keeps on itself what it "
+            "would need to go on, and that cannot be given back",
+            at="unwrap",
+            hint="go on with the wrapped optimizer, or begin again with the plain one",
+        )
+
+
+def detach(optimizer: Optimizer) -> None:
+    """Give a wrapped optimizer with portable state its old class."""
+    optimizer.__class__ = plain_class(optimizer)
+    del optimizer.canzona  # type: ignore[attr-defined]
+    rebind_scheduled_step(optimizer)
 
 
 def explain(optimizer: Optimizer) -> Explanation:

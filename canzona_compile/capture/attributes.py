@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from canzona_compile.capture.contents import Contents, Walk, changed
+from canzona_compile.capture.contents import ATOMS, Contents, Walk, changed
 from canzona_compile.capture.twin import NOT_COPIED
+from canzona_compile.errors import UnsupportedOptimizer, some
 
 MOST_REHEARSALS = (
     3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
@@ -32,6 +33,7 @@ class AttributeWatch:
         self.optimizer = optimizer
         self._last: Contents | None = None
         self._changes: collections.Counter[str] = collections.Counter()  # by attribute, those that were no numbers
+        self._deep: list[str] = []  # the places inside of attributes that changed
 
     def begin(self, counters: Container[str]) -> None:
         """Look for the first time.
@@ -51,10 +53,29 @@ class AttributeWatch:
         """
         now = self._look(counters)
         places = [] if self._last is None else changed(self._last, now)
+        places = [place for place in places if re.split(r"[.\[]", place)[0] not in counters]
         self._last = now
+        own = vars(self.optimizer)  # `defaults` grow when a state dict is loaded
+        self._deep += [p for p in places if not isinstance(own.get(p), ATOMS) and not p.startswith("defaults")]
         names = {re.split(r"[.\[]", place)[0] for place in places if not is_number(now.get(place))}
         self._changes.update(names)
         return bool(places), any(self._changes[name] <= MOST_REHEARSALS for name in names)
+
+    def check_followed(self, resident: bool) -> None:
+        """Raise if residents cannot follow what changed. They get attributes that are plain values, and no others.
+
+        Args:
+            resident: whether the optimizer runs as residents.
+
+        Raises:
+            UnsupportedOptimizer: something changed inside of an attribute.
+        """
+        if resident and self._deep:
+            places = some(f"self.{place}" for place in self._deep)
+            raise UnsupportedOptimizer(
+                f"{places} changed since the optimizer was made, and the objects of its matrices do not have that",
+                hint="change hyperparameters, or attributes that are numbers or texts",
+            )
 
     def _look(self, counters: Container[str]) -> Contents:
         walk = Walk(by_identity, bits=False, most=MOST_WATCHED)

@@ -1,7 +1,8 @@
 """Interpreted tasks: the optimizer's own eager step on gathered tensors, as a graph of one opaque node.
 
-Eager steps have two uses. A task that Dynamo cannot trace runs eagerly on every step. And every task that has state
-runs its first step eagerly, because then the optimizer's own code creates the state.
+Eager steps have three uses. A task that Dynamo cannot trace runs eagerly on every step. So does a resident, by an
+optimizer object of its own. And every task that has state runs its first step eagerly, because then the optimizer's own
+code creates the state.
 """
 
 from __future__ import annotations
@@ -64,13 +65,25 @@ class EagerStep:
         return (own.detach(), *(found[name] for name in self.leaves))
 
 
+class ResidentStep:
+    """Target of a graph node: (task, param, grad) -> (new param,), by the task's own optimizer object on the owner."""
+
+    __name__ = __qualname__ = "resident_step"
+
+    def __call__(self, task: EagerTask, param: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        """Take the step of one task; the arguments are those of `EagerStep`."""
+        return (task.context.step_resident(task.name, param, grad),)
+
+
 def _getitem(graph: fx.Graph, node: fx.Node, index: int, example: Tensor) -> fx.Node:
     item = graph.call_function(operator.getitem, (node, index))
     item.meta["val"] = example  # set by hand, because the eager step cannot run on fake tensors
     return item
 
 
-def interpreted_template(name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = ()) -> Template:
+def interpreted_template(
+    name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = (), resident: bool = False
+) -> Template:
     """Make a template whose whole step is one opaque node.
 
     Args:
@@ -79,6 +92,7 @@ def interpreted_template(name: str, spec: ParameterSpec, reason: str, state: tup
         reason: why the step is not compiled, for reports.
         state: tensor leaves that the step creates and the graph returns; the others stay in the
             owner's state.
+        resident: whether an optimizer object of the task's own takes the step.
 
     Returns:
         A template with the leaves `task`, `param` and `grad`, which writes `param` and `state`.
@@ -93,7 +107,8 @@ def interpreted_template(name: str, spec: ParameterSpec, reason: str, state: tup
     for node, leaf in zip(nodes, leaves, strict=True):
         if leaf.dtype is not None:
             node.meta["val"] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-    step = graph.call_function(EagerStep(tuple(leaf.name for leaf in state)), tuple(nodes))
+    target = ResidentStep() if resident else EagerStep(tuple(leaf.name for leaf in state))
+    step = graph.call_function(target, tuple(nodes))
     written = (leaves[1], *state)
     results = [
         _getitem(graph, step, i, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))

@@ -25,6 +25,7 @@ from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import Company
 from canzona_compile.capture.randomness import seeded
+from canzona_compile.capture.resident import Recipe
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, apart, contents_of, run, together
 from canzona_compile.capture.twin import plain_class, plain_step
 from canzona_compile.errors import UnsupportedOptimizer, some
@@ -47,6 +48,8 @@ class Rehearsal:
         rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds otherwise than one by one.
         draws: whether a step draws random numbers.
         skipped: why the optimizer cannot be rehearsed; empty if it was.
+        resident: why it runs as residents, one object per matrix; empty if it does not.
+        recipe: how to make a resident, if it runs as such.
     """
 
     counters: frozenset[Counter] = frozenset()
@@ -57,6 +60,8 @@ class Rehearsal:
     rounds_in_foreach: bool = False
     draws: bool = False
     skipped: str = ""
+    resident: str = ""
+    recipe: Recipe | None = None
 
 
 def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:

@@ -18,7 +18,9 @@ from canzona_compile.capture.external_counters import Counter, Counts, counts_el
 from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leaves
 from canzona_compile.capture.oracle import Oracle
 from canzona_compile.capture.randomness import draws
-from canzona_compile.capture.rehearsal import Rehearsal, closure_problem, rehearse
+from canzona_compile.capture.rehearsal import Rehearsal, closure_problem
+from canzona_compile.capture.resident import Recipe
+from canzona_compile.capture.resident_rehearsal import Residency
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.capture.variant import FormChange, ParameterSpec, StepInputs, Untraceable, Variant
@@ -52,6 +54,7 @@ class ParamKind:
     python_state: Mapping[str, Any]  # its other leaves then
     variant_period: VariantPeriod | None = None
     passing: bool = False  # whether the next step is interpreted because it changes the form of the state
+    recipe: Recipe | None = None  # how to make its optimizer objects, if it is resident
 
     @property
     def template(self) -> Template:
@@ -90,6 +93,7 @@ class Capture:
     counts: set[Counter] = field(default_factory=set)  # what the step counts outside of states
     _closure: str | None = None  # why its step cannot take one; None before anybody asked
     _watch: AttributeWatch = field(init=False)
+    residency: Residency = field(init=False)
     _rehearsals: dict[Any, Rehearsal] = field(default_factory=dict)
     _separable: set[KindKey] = field(default_factory=set)
     _faithful: set[tuple[str, ...]] = field(default_factory=set)
@@ -98,6 +102,7 @@ class Capture:
 
     def __post_init__(self) -> None:
         self._watch = AttributeWatch(self.optimizer)
+        self.residency = Residency(self.optimizer)
 
     @property
     def captures(self) -> int:
@@ -151,10 +156,14 @@ class Capture:
             self._note_form_change(self.kinds[key], spec, state)
             return self.kinds[key]
         manner = (key[1], len(spec.shape))
-        if manner not in self._separable:
+        resident = self.residency.of(manner, self._rehearsals.values())
+        if resident is None and manner not in self._separable:
             if not check_separable(self.optimizer, group, spec, name, state):
-                self._check_rehearsed(name)
+                resident = self.residency.check_rehearsed(manner, name, self.rehearse())
             self._separable.add(manner)
+        if resident is not None:
+            self.kinds[key] = self._resident(spec, resident)
+            return self.kinds[key]
         self.kinds[key] = kind = self._capture(group, spec, state)
         reason = self._look_ahead(kind, group, spec)
         if reason and not isinstance(reason, FormChange):
@@ -176,9 +185,9 @@ class Capture:
         groups = self.optimizer.param_groups
         cast = tuple((len(group["params"]), signature(group, self.group_counters())) for group in groups)
         if cast not in self._rehearsals:
-            self._rehearsals[cast] = rehearsal = rehearse(self.optimizer, names)
+            self._rehearsals[cast] = rehearsal = self.residency.rehearse(names)
             self.counts.update(rehearsal.counters)
-        return self._rehearsals[cast]
+        return self.residency.with_habits(self._rehearsals[cast])
 
     def notice(self) -> None:
         """Follow attributes of the optimizer that users changed since the last step.
@@ -187,6 +196,7 @@ class Capture:
             UnsupportedOptimizer: with these attributes, its step reads or writes something that a plan does not give.
         """
         moved, rehearse_again = self._watch.changes(self._counting())
+        self._watch.check_followed(any(rehearsal.resident for rehearsal in self._rehearsals.values()))
         for oracle in {k.oracle for k in self.kinds.values() if k.oracle is not None} if moved else ():
             oracle.refresh(self.optimizer)
         if rehearse_again:
@@ -195,7 +205,8 @@ class Capture:
 
     def _counting(self) -> set[str]:
         """The attributes of the optimizer in which the step counts."""
-        return {counter.key for counter in self.counts if counter.home == "self"}
+        shown = {path.split("/")[1] for r in self._rehearsals.values() if r.recipe for path in r.recipe.shared}
+        return shown | {counter.key for counter in self.counts if counter.home == "self"}
 
     def check_closure(self) -> None:
         """Raise unless `step(closure)` may call the closure before all else.
@@ -209,17 +220,6 @@ class Capture:
             raise UnsupportedOptimizer(
                 f"{plain_class(self.optimizer).__name__}.step cannot take a closure here: {self._closure}",
                 hint="call the closure yourself and then step() without it, if that is what you mean",
-            )
-
-    def _check_rehearsed(self, name: str) -> None:
-        """Raise unless a rehearsal has shown that parameters are independent, which no graph shows."""
-        kind, rehearsal = plain_class(self.optimizer).__name__, self.rehearse()
-        if rehearsal.draws:
-            raise UnsupportedOptimizer(
-                f"{kind} draws random numbers in what cannot be traced, so that nothing shows "
-                "whether its parameters depend on one another",
-                at=name,
-                hint="use a variant of it that draws none",
             )
 
     def group_counters(self) -> frozenset[str]:
@@ -347,6 +347,13 @@ class Capture:
             changes = self._form_changes.setdefault(spec, set())
             changes.add(str((python_leaves(state or {}), self.elsewhere())))
             kind.passing = len(changes) <= MOST_FORM_CHANGES
+
+    def _resident(self, spec: ParameterSpec, rehearsal: Rehearsal) -> ParamKind:
+        """Make a kind whose every step is that of an optimizer object of its own, on an owner rank."""
+        why = f"one whole optimizer object per matrix, because {rehearsal.resident}"
+        template = interpreted_template(self._label(spec), spec, why, resident=True)
+        log.info("%s is resident: %s", template.name, why)
+        return ParamKind(None, {None: template}, (), {}, recipe=rehearsal.recipe)
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"

@@ -32,6 +32,9 @@ class EagerContext(Protocol):
     def state_of(self, task: str) -> dict[str, Any]:
         """The state that the step reads and writes."""
 
+    def step_resident(self, task: str, param: Tensor, grad: Tensor) -> Tensor:
+        """Take the step of a task by its own optimizer object; return the new parameter."""
+
     def drew_random_numbers(self, task: str) -> None:
         """Learn that the step of a task drew random numbers.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from canzona_compile.session.bind import Binder, BoundParam, named_params
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
 
-STYLES = {"compiled": "green", "interpreted": "yellow", "local": "cyan", "refused": "red"}
+STYLES = {"compiled": "green", "interpreted": "yellow", "resident": "yellow", "local": "cyan", "refused": "red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class ExplainedParameter:
         name: its name; "name[part]" for a part of a parameter that is split.
         shape: of the whole parameter, or of the part.
         how: "compiled" (a graph computes its update), "interpreted" (the optimizer's own eager step computes it
-            on the gathered matrix), "local" (elementwise: each rank updates its fragment) or "refused".
+            on the gathered matrix), "resident" (an optimizer object of its own does, for the whole run),
+            "local" (elementwise: each rank updates its fragment) or "refused".
         why: the rank that computes it, or the reason, with the line of the optimizer's code that led to it.
     """
 
@@ -99,6 +101,8 @@ def _explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> 
     """Explain before the first step. A collective only with `layout=`, or `replicate=` and DTensors of another mesh."""
     binder = Binder(optimizer, options, capture)
     binder.exchange()
+    with contextlib.suppress(CanzonaError):  # what is wrong with a parameter is reported with it, below
+        capture.rehearse()
     bound: list[BoundParam] = []
     rows: list[ExplainedParameter | str] = []
     for name, group, param in named_params(optimizer, options.names):
@@ -120,6 +124,8 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
         reason, shape = bound.kind.template.interpreted, bound.task.shape
         if name not in owned:
             yield ExplainedParameter(name, shape, "local", "elementwise: each rank updates its fragment")
+        elif bound.kind.recipe is not None:
+            yield ExplainedParameter(name, shape, "resident", reason)
         elif reason:
             yield ExplainedParameter(name, shape, "interpreted", reason)
         else:

@@ -62,7 +62,8 @@ class Audit:
         self._steps += 1
         if self._steps % self.every:
             return []
-        rehearse_as_now(self.optimizer, self._states())
+        if not any(bound.kind.recipe for bound in self.plan.bound.values()):  # residents were rehearsed otherwise
+            rehearse_as_now(self.optimizer, self._states())
         turn = self._steps // self.every
         kinds: dict[int, list[str]] = {}
         for name in names:

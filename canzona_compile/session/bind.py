@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.eager_parity import holistic
+from canzona_compile.capture.kept import saved_shapes
+from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.sharding_rules import missing_rule, state_after_a_step
 from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import marks_of
@@ -242,7 +244,9 @@ class Binder:
         elif found:
             layout, kind = self._kind(g, param, name, None)
             shapes = {leaf.name: leaf.shape for leaf in kind.state}
-            if kind.oracle is None:
+            if kind.recipe is not None and is_portable(state):
+                shapes = saved_shapes(state)
+            elif kind.oracle is None:
                 group = self.optimizer.param_groups[g]
                 made = state_after_a_step(self.optimizer, group, self._spec(layout.shape, param))
                 shapes = {leaf: tuple(value.shape) for leaf, value in made.items()}

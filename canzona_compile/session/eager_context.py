@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.session.plan import Plan
+from canzona_compile.session.residents import ResidentTasks
 from canzona_compile.session.state import StateStore
 
 
@@ -20,10 +22,11 @@ class PlanContext:
         optimizer: the wrapped optimizer.
         plan: the plan.
         store: the tensors of the plan's tasks.
+        residents: the optimizer objects of the plan's resident tasks.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, store: StateStore) -> None:
-        self.optimizer, self.plan, self.store = optimizer, plan, store
+    def __init__(self, optimizer: Optimizer, plan: Plan, store: StateStore, residents: ResidentTasks) -> None:
+        self.optimizer, self.plan, self.store, self.residents = optimizer, plan, store, residents
         self._warned = False
 
     def eager_optimizer(self) -> Optimizer:
@@ -41,6 +44,10 @@ class PlanContext:
     def state_of(self, task: str) -> dict[str, Any]:
         """Return the state that the eager step of a task reads and writes, see `StateStore.eager_state`."""
         return self.store.eager_state(task)
+
+    def step_resident(self, task: str, param: Tensor, grad: Tensor) -> Tensor:
+        """Take the step of a task by its own optimizer object; return the new parameter."""
+        return self.residents.step(task, param, grad)
 
     def drew_random_numbers(self, task: str) -> None:
         """Warn, once per plan, that the step of a task drew random numbers.

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.leaves import empty_containers, paths_of, read, structure_of, write
+from canzona_compile.capture.resident import portable_of
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Role, Task
@@ -312,16 +313,15 @@ class StateStore:
 
     def _from_owner(self, task: Task, state: dict[str, Any]) -> dict[str, Any]:
         """Broadcast the state of an interpreted task from its owner. The state may hold any Python object."""
-        grid = task.layout.grid
+        grid, state = task.layout.grid, portable_of(state)
         if grid.size == 1 or task.owner is None:
             return state
         source = grid.ranks[task.owner[0]][task.owner[1]]
         box: list[Any] = [state if self.owns(task) else None]
         dist.broadcast_object_list(box, source, group=self.groups.of(grid.members()))
-        if self.owns(task):
-            return state
         found: dict[str, Any] = box[0]
-        state.update(structure_of(found))  # the load of a checkpoint looks here for its keys
+        if not self.owns(task):
+            state.update(structure_of(found))  # the load of a checkpoint looks here for its keys
         return found
 
     @contextlib.contextmanager

@@ -27,6 +27,7 @@ from canzona_compile.session.local_step import LocalStep
 from canzona_compile.session.make_program import ProgramMaker
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey
+from canzona_compile.session.residents import ResidentTasks
 from canzona_compile.session.shared_numbers import Ranks, SharedNumbers
 from canzona_compile.session.state import StateStore
 from canzona_compile.session.variant_selection import Lineup, Names, VariantSelection
@@ -82,7 +83,8 @@ class StepDriver:
         self.store = StateStore(optimizer, plan, groups, rank)
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
-        context = PlanContext(optimizer, plan, self.store)
+        self._residents = ResidentTasks(capture, plan, self.store)
+        context = PlanContext(optimizer, plan, self.store, self._residents)
         sources = Sources(device, groups, watch, self.store, self.cohorts, context)
         self._maker = ProgramMaker(plan, options, rank, observers, self.store, sources)
         self.programs = ProgramCache(self._maker.of_variants)
@@ -127,13 +129,15 @@ class StepDriver:
         return {task.name: has.get(task.name, "no gradient") for task in self.plan.owned.tasks}
 
     def check(self) -> None:
-        """Check the gradients of the first step of the plan, after `begin`.
+        """Check the gradients of the first step of the plan, after `begin`, and make the objects of resident tasks.
 
         Raises:
             InvalidGradient: one has attributes, or is missing although the optimizer needs it.
+            CanzonaError: state does not fit a resident task.
         """
         self._check_gradients()
         self._check_presence()
+        self._residents.begin(self._habits.needs_gradients)
 
     def choose_variants(self) -> None:
         """Ask which variants the tasks take on the first step of the plan.
@@ -294,6 +298,7 @@ class StepDriver:
         self._elementwise.step()
         if self.capture.counts:
             self._shadow.count()
+        self._residents.count()
         if fresh or not self._stepped:
             self._held_state.hold({n: self.store.params[n] for n in self.store.initialised if self._compiled(n)})
         self._stepped = set(self.store.initialised)

@@ -41,6 +41,17 @@ class RandomOnHost(HostReading):
         super().update(param, grad + torch.rand(()), group, state)
 
 
+class RandomByItself(HostReading):
+    """By a generator that it made."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        super().update(param, grad + torch.rand((), generator=self.generator), group, state)
+
+
 def wrapped(kind: type[Optimizer], **options: Any) -> tuple[Any, nn.Parameter]:
     param = nn.Parameter(torch.ones(6, 4))
     param.grad = torch.ones(6, 4)
@@ -64,11 +75,27 @@ def test_it_works_and_says_so_once(kind: type[Optimizer]) -> None:
     assert all("draws random numbers" in reason for reason in reasons.values())
 
 
-def test_nothing_shows_that_its_parameters_are_independent() -> None:
+def test_what_draws_and_cannot_be_traced_is_resident() -> None:
     optimizer, param = wrapped(RandomOnHost)
-    with pytest.raises(UnsupportedOptimizer, match="RandomOnHost draws random numbers in what cannot be traced"):
+    with pytest.warns(UserWarning, match="RandomOnHost draws random numbers. Every matrix has generators of its own"):
         optimizer.step()
-    assert torch.equal(param, torch.ones(6, 4))
+    assert not torch.equal(param, torch.ones(6, 4))
+    assert [row.how for row in optimizer.canzona.explain().parameters] == ["resident"]
+    other, same = wrapped(RandomOnHost)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other.step()
+    assert torch.equal(param, same)  # its name decides, and not what was drawn before
+
+
+def test_generators_of_an_optimizer_are_refused() -> None:
+    params = [nn.Parameter(torch.ones(6, 4)) for _ in range(2)]  # one after the other draws from it
+    optimizer = canzona_compile.wrap(RandomByItself(params))
+    for param in params:
+        param.grad = torch.ones(6, 4)
+    with pytest.raises(UnsupportedOptimizer, match="draws from a random generator of its own"):
+        optimizer.step()
+    assert all(torch.equal(param, torch.ones(6, 4)) for param in params)
 
 
 @pytest.mark.parametrize("kind", [Muon, HostReading])

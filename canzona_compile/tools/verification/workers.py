@@ -177,7 +177,7 @@ def roles(made: Built, given: set[str]) -> dict[str, Any]:
     rows = {own: row for own, row in zip(made.names, explain(optimizer).parameters, strict=True) if own in given}
     return {
         "compiled": tuple(name for name, row in rows.items() if row.how == "compiled"),
-        "interpreted": {name: row.why for name, row in rows.items() if row.how == "interpreted"},
+        "interpreted": {name: row.why for name, row in rows.items() if row.how in ("interpreted", "resident")},
         "local": {name: row.why for name, row in rows.items() if row.how == "local"},
         "idle": tuple(name for name in made.names if name not in given),
     }

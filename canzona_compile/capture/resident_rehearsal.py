@@ -1,0 +1,282 @@
+"""Rehearse residents: one object of all parameters beside one object per parameter, and those saved and put back.
+
+What an optimizer keeps on itself, and what it draws, makes the ordinary rehearsal refuse it. Whether its parameters
+are independent shows here. The runs draw equal numbers, so that those of optimizers that draw can be compared.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from canzona_compile.capture.construction import Construction, NotConstructible, ParamGroup, beginnings
+from canzona_compile.capture.contents import Contents, changed
+from canzona_compile.capture.coupling import NamesByGroup, attribute_of, where
+from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.capture.rehearsal import Rehearsal, default_names, rehearse, scenarios, takes_foreach
+from canzona_compile.capture.resident import Recipe
+from canzona_compile.capture.resident_trial import Dependent, StepsTogether, apart, is_value, kept_in, together
+from canzona_compile.capture.trial import RehearsedSteps, Scenario
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.errors import UnsupportedOptimizer, some
+
+
+class Residency:
+    """Decides which parameters of an optimizer are resident: where it would be refused, and residents are a way out.
+
+    Args:
+        optimizer: the optimizer, not yet stepped.
+
+    Attributes:
+        began: the hyperparameters of its groups, as its constructor saw them.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.began = optimizer, beginnings(optimizer)
+        self._drawing: dict[Any, Rehearsal] = {}
+        self._counting: set[str] = set()  # the attributes of the optimizer that show what residents count
+
+    def rehearse(self, names: NamesByGroup = ()) -> Rehearsal:
+        """Rehearse the optimizer; where it is refused, rehearse it as residents.
+
+        Args:
+            names: those of its parameters by group, for errors.
+
+        Raises:
+            UnsupportedOptimizer: it is refused, and residents are no way out.
+        """
+        try:
+            return rehearse(self.optimizer, names)
+        except UnsupportedOptimizer as refused:
+            return self._rehearse_residents(refused, names)
+
+    def of(self, manner: Any, known: Iterable[Rehearsal]) -> Rehearsal | None:
+        """Find the rehearsal by which parameters are resident; None if they are not, as far as is known.
+
+        Args:
+            manner: the key of what these parameters have in common.
+            known: the rehearsals of the whole optimizer.
+        """
+        return next((rehearsal for rehearsal in known if rehearsal.resident), None) or self._drawing.get(manner)
+
+    def check_rehearsed(self, manner: Any, name: str, rehearsal: Rehearsal) -> Rehearsal | None:
+        """Raise unless a rehearsal has shown that parameters are independent, which no graph shows.
+
+        Args:
+            manner: the key of what these parameters have in common.
+            name: the name of one of them, for the error.
+            rehearsal: that of the whole optimizer.
+
+        Returns:
+            The rehearsal of residents if that is what shows it; None otherwise.
+
+        Raises:
+            UnsupportedOptimizer: nothing shows it.
+        """
+        if rehearsal.resident or not rehearsal.draws:
+            return rehearsal if rehearsal.resident else None
+        refused = UnsupportedOptimizer(
+            f"{plain_class(self.optimizer).__name__} draws random numbers in what cannot be traced, so that nothing "
+            "shows whether its parameters depend on one another",
+            at=name,
+            hint="use a variant of it that draws none",
+        )
+        self._drawing[manner] = found = self._rehearse_residents(refused, ())
+        return found
+
+    def _rehearse_residents(self, refused: UnsupportedOptimizer, names: NamesByGroup) -> Rehearsal:
+        found = rehearse_residents(self.optimizer, refused, names, self.began, self._counting)
+        if found.recipe is not None:
+            self._counting |= {path.split("/")[1] for path in found.recipe.shared}
+        return found
+
+    def with_habits(self, rehearsal: Rehearsal) -> Rehearsal:
+        """Add to the habits of a whole optimizer those that its resident parameters show."""
+        for own in self._drawing.values():
+            rehearsal = replace(
+                rehearsal,
+                writes_gradients=rehearsal.writes_gradients or own.writes_gradients,
+                needs_gradients=rehearsal.needs_gradients or own.needs_gradients,
+                asks_frozen=rehearsal.asks_frozen or own.asks_frozen,
+            )
+        return rehearsal
+
+
+def rehearse_residents(
+    optimizer: Optimizer,
+    refused: UnsupportedOptimizer,
+    names: NamesByGroup = (),
+    began: Sequence[ParamGroup] = (),
+    counting: Container[str] = (),
+) -> Rehearsal:
+    """Rehearse an optimizer as residents. Every rank gets the same result, without communication.
+
+    Args:
+        optimizer: the optimizer.
+        refused: why it cannot be captured or interpreted.
+        names: those of its parameters by group, for errors.
+        began: the hyperparameters of its groups when it was wrapped.
+        counting: its attributes in which residents have counted since.
+
+    Raises:
+        UnsupportedOptimizer: `refused`, with the reason why residents are no way out.
+    """
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    try:
+        construction = Construction.of(optimizer, began, counting)
+        found = [
+            rehearse_one(optimizer, construction, scenario, device, names or default_names(optimizer))
+            for scenario in scenarios(counts)
+        ]
+    except (NotConstructible, Dependent) as problem:
+        hint = f"{refused.hint}; " if refused.hint else ""
+        raise UnsupportedOptimizer(
+            refused.problem, at=refused.at, hint=f"{hint}it cannot run as one object per matrix either: {problem}"
+        ) from refused
+    if any(one.draws for one in found):
+        warnings.warn(
+            f"{plain_class(optimizer).__name__} draws random numbers. Every matrix has generators of its own, which "
+            "its name seeds, so that the number of ranks does not matter; the bits are not those of one device.",
+            stacklevel=2,
+        )
+    own = [one.recipe for one in found if one.recipe is not None]
+    attributes, hyperparameters, numbers, shared = (
+        frozenset().union(*sets)
+        for sets in zip(*((r.attributes, r.hyperparameters, r.numbers, r.shared) for r in own), strict=True)
+    )
+    return Rehearsal(
+        writes_gradients=any(one.writes_gradients for one in found),
+        needs_gradients=any(one.needs_gradients for one in found),
+        asks_frozen=any(one.asks_frozen for one in found),
+        rounds_in_foreach=any(one.rounds_in_foreach for one in found),
+        draws=any(one.draws for one in found),
+        recipe=Recipe(construction, attributes, hyperparameters, numbers, shared),
+        resident=reason(plain_class(optimizer).__name__, attributes, drawing=any(one.draws for one in found)),
+    )
+
+
+def reason(kind: str, attributes: Iterable[str], drawing: bool) -> str:
+    """Say why an optimizer runs as residents. Ranks compare it, so it must not depend on addresses."""
+    keeps = [f"it keeps {some(f'self.{name}' for name in sorted(attributes))}"] if attributes else []
+    does = " and ".join([*keeps, *(["it draws random numbers"] if drawing else [])])
+    return f"{kind} steps otherwise on copies" if not does else f"{kind} steps otherwise on copies: {does}"
+
+
+def rehearse_one(
+    optimizer: Optimizer, construction: Construction, scenario: Scenario, device: torch.device, names: NamesByGroup
+) -> Rehearsal:
+    """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`.
+
+    Raises:
+        Dependent: the runs differ.
+        NotConstructible: the constructor fails on small parameters, or keeps values of parameters.
+    """
+    thawed = replace(scenario, frozen=None)
+    variants = [scenario, thawed, replace(scenario, missing={}), replace(thawed, missing={})]
+    if takes_foreach(optimizer):
+        variants += [replace(variant, loops=True) for variant in variants]
+    for one in variants:
+        whole = together(optimizer, construction, one, device)
+        if whole.steps.error is not None and not whole.steps.after:
+            error = whole.steps.error
+            raise Dependent(f"its step fails on small parameters: {first_line(error)}{blamed(error)}")
+        if any(value is not None for value in whole.steps.returned):
+            raise Dependent("its step returns a value")
+        moving: set[str] = set()
+        recipe = Recipe(construction, *kept_in(whole))
+        parts = apart(optimizer, recipe, one, device, moving)
+        if difference(whole.steps, parts):
+            continue
+        recipe = replace(recipe, numbers=frozenset(moving))
+        shared = shared_in(whole, parts, recipe, sum(map(len, one.chosen)))
+        again = apart(optimizer, recipe, one, device, moving, restored_at=one.steps // 2)
+        if places := difference(whole.steps, again):
+            problem = f"{some(places)} differs" if again.error is None else first_line(again.error)
+            raise Dependent(f"what it keeps cannot be saved and put back: {problem}")
+        return Rehearsal(
+            writes_gradients=whole.steps.writes_gradients,
+            needs_gradients=one.missing != scenario.missing,
+            asks_frozen=one.frozen != scenario.frozen,
+            rounds_in_foreach=one.loops,
+            draws=whole.drew,
+            recipe=replace(recipe, shared=shared),
+        )
+    if parts.error is not None and whole.steps.error is None:
+        raise Dependent(f"it fails for one parameter alone: {first_line(parts.error)}{blamed(parts.error)}")
+    places = difference(whole.steps, parts)
+    raise Dependent(f"the update of {where(places, one, names)} depends on other parameters")
+
+
+def difference(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
+    """The places of parameters at which two runs differ first; the end of the run if one ends before the other."""
+    for one, other in zip(whole.after, parts.after, strict=False):
+        if places := changed(parameters_in(one), parameters_in(other)):
+            return places
+    if len(whole.after) != len(parts.after) or type(whole.error) is not type(parts.error):
+        return ["the end of the run"]
+    return []
+
+
+def parameters_in(found: Contents) -> Contents:
+    """The values of parameters among what was found."""
+    return {place: value for place, value in found.items() if place.startswith("parameter ")}
+
+
+def shared_in(whole: StepsTogether, parts: RehearsedSteps, recipe: Recipe, params: int) -> frozenset[str]:
+    """Find what the optimizer keeps once for all parameters and changes, such as a counter of steps.
+
+    Args:
+        whole: all parameters together.
+        parts: each by itself.
+        recipe: what the optimizer keeps.
+        params: the number of parameters.
+
+    Returns:
+        The paths of such values, see `kept`. Every object has the same there.
+
+    Raises:
+        Dependent: objects do not have the same, as of the mean over all parameters. It changes no parameter, but users
+            may read it, and nobody would compute it. Or it is not there before the first step, such as a log.
+    """
+    for all_of_them, each in zip(whole.steps.after, parts.after, strict=True):
+        anywhere = {value for place, value in each.items() if place.startswith("object ") and is_value(value)}
+        for place, value in all_of_them.items():
+            kept = attribute_of(place) in recipe.attributes and value != whole.first.get(place)
+            if kept and is_value(value) and value not in anywhere:
+                raise Dependent(f"it changes {place}, which belongs to no parameter")
+    last = {place: v for place, v in whole.steps.after[-1].items() if attribute_of(place) in recipe.attributes}
+    held: dict[str, list[Any]] = {}
+    for place, value in parts.after[-1].items():
+        if place.startswith("object "):
+            held.setdefault(place.partition(": ")[2], []).append(value)
+    objects = max(map(len, held.values()), default=0)
+    here, there = (Counter(map(without_digits, places)) for places in (last, held))
+    found = set()
+    for place, value in last.items():
+        if not is_value(value) or value == whole.first.get(place):
+            continue
+        if params > 1 and here[without_digits(place)] == there[without_digits(place)]:
+            if place not in whole.first and held.get(place) == [value] * objects:
+                raise Dependent(f"it adds {place}, which belongs to no parameter")
+            if held.get(place) == [value] * objects:
+                found.add(path_of(place))
+    return frozenset(found)
+
+
+def without_digits(place: str) -> str:
+    """A place that is the same for all entries of a list."""
+    return re.sub(r"\d+", "*", place)
+
+
+def path_of(place: str) -> str:
+    """Turn a place that `contents` found in an attribute into a path of `kept`."""
+    parts = re.findall(r"\.(\w+)|\['([^']*)'\]|\[([^\]]*)\]", place.removeprefix("self"))
+    return "/".join(["self", *("".join(part).replace(".", "_").replace("/", "_") for part in parts)])
