@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from canzona_compile.api.handle import Canzona
+from canzona_compile.capture.attributes import TORCH_S_OWN
+from canzona_compile.capture.construction import atoms_of
 from canzona_compile.capture.leaves import keys_of, leaf_name, read
 from canzona_compile.capture.sharding_rules import state_after_a_step
-from canzona_compile.capture.twin import check_step_signature, marks_of
+from canzona_compile.capture.twin import NOT_COPIED, check_step_signature, marks_of
 from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.options import Options
@@ -99,7 +101,14 @@ def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def dtypes_of_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, torch.dtype]:
-    """Return the dtypes of the state that the optimizer makes for a parameter, by leaf, from a step of a small one."""
+    """Return the dtypes of the state that the optimizer makes for a parameter, by leaf, from a step of a small one.
+
+    Returns:
+        Nothing if such a step might write what the optimizer keeps on itself.
+    """
+    own = vars(optimizer).keys() - {*NOT_COPIED, *TORCH_S_OWN, "defaults"}
+    if own - atoms_of(optimizer).keys():
+        return {}
     shape = tuple(min(size, 4) for size in param.shape)
     marks = tuple(sorted(marks_of(param).items()))
     spec = ParameterSpec(shape, param.dtype, param.dtype, torch.device("cpu"), marks)

@@ -20,7 +20,6 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.capture.dynamo import eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
@@ -34,10 +33,11 @@ from canzona_compile.capture.leaves import (
     structure_of,
     write,
 )
+from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.provoke import Provoked, Provoker
 from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin, step_plainly
 from canzona_compile.capture.variant import Answer, FormChange, ParameterSpec, Scalars, Source, Untraceable, Variant
-from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.errors import CanzonaError
 
 MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
 
@@ -48,23 +48,6 @@ class TwinMoment(NamedTuple):
     leaves: list[dict[str, Any]]
     group: dict[str, Any]
     counts: Counts
-
-
-class _NoCollectives(TorchDispatchMode):
-    """Refuses an optimizer that communicates by itself, before it does."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            raise UnsupportedOptimizer(
-                f"the optimizer communicates by itself ({func})",
-                hint="wrap the single-device version of the optimizer; canzona_compile adds the communication",
-            )
-        return func(*args, **(kwargs or {}))
 
 
 class Oracle(ABC):
@@ -117,7 +100,7 @@ class Oracle(ABC):
         self._known_to_raise: set[Variant] = set()
         self._mode = self._fake_mode()
         group = one_by_one(group)
-        with self._mode, _NoCollectives():
+        with self._mode, NoCollectives():
             self._params = [self._parameter(spec) for _ in range(count)]
             group = {k: self._mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in group.items()}
             self.twin = make_twin(optimizer, group, self._params)

@@ -21,7 +21,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.capture.error_origin import is_optimizer
-from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.capture.no_collectives import check_local
 
 NumberList = list[Any]
 
@@ -159,11 +159,7 @@ class CallRecorder(TorchDispatchMode):
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], precision: str
     ) -> RecordedCall:
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            raise UnsupportedOptimizer(
-                f"the optimizer communicates by itself ({func})",
-                hint="wrap the single-device version of the optimizer; canzona_compile adds the communication",
-            )
+        check_local(func)
         if settings() != self._ambient:
             raise Unrecordable(f"its step changes torch's settings for {func}")
         if torch.is_grad_enabled():

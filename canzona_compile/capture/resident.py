@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.attributes import TORCH_S_OWN
 from canzona_compile.capture.construction import Construction
 from canzona_compile.capture.contents import Contents, Walk, changed
+from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.kept import (
     NOTES,
@@ -206,7 +207,8 @@ class Resident:
             values, grad = (torch.randn(self.spec.shape, generator=random) for _ in range(2))
             before = self.generators.states
             try:
-                self.step(values.to(self.param), grad.to(self.spec.device, self.spec.grad_dtype))
+                with as_written():
+                    self.step(values.to(self.param), grad.to(self.spec.device, self.spec.grad_dtype))
             except Exception as error:  # whatever its code raises
                 raise NoPlace(f"its step fails on random numbers: {first_line(error)}{blamed(error)}") from error
             finally:

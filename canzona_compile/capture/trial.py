@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from canzona_compile.capture.contents import Contents, Walk, bits_of, changed
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.external_counters import Counter, CounterShadow, counts_of
 from canzona_compile.capture.miniature import Miniature
+from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import Company, step_one
 from canzona_compile.capture.twin import NOT_COPIED, hypers, plain_class, plain_step
@@ -132,7 +134,9 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
         before = counts_of(small.optimizer)
         try:
-            with as_written():
+            # A mode costs as much as a small operator, so only the first step is watched for collectives.
+            watched = number == 0
+            with as_written(), NoCollectives() if watched else contextlib.nullcontext():
                 found.returned.append(step())
         except CanzonaError:
             raise
