@@ -7,7 +7,9 @@ import functools
 import inspect
 import logging
 import math
+import signal
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +29,28 @@ StepFunction = Callable[[Any], Any]
 @contextlib.contextmanager
 def as_oracle() -> Iterator[None]:
     """Set up what Dynamo needs. Every call of a compiled step must run inside this context."""
-    with torch.no_grad(), quiet(), undecomposed(), outside_modes(), traceable_pow():
+    with interrupts_later(), torch.no_grad(), quiet(), undecomposed(), outside_modes(), traceable_pow():
         yield
+
+
+@contextlib.contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Inside this context Ctrl-C waits until its end.
+
+    Dynamo's guards are C++ code that calls Python; an exception that comes up there ends the process.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[tuple[int, types.FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if caught:
+            handler(*caught[-1])
 
 
 def compiled(step: StepFunction, backend: Callable[..., Any]) -> StepFunction:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -69,3 +71,27 @@ def test_other_threads_have_the_real_power_while_dynamo_traces() -> None:
     with pytest.raises(ValueError, match=r"math domain error|expected"):
         dynamo.power(-1.0, 0.5)
     assert dynamo.power(2, 3) == 8.0
+
+
+def test_interrupts_wait_for_the_end_of_guards() -> None:
+    """An exception inside of Dynamo's guards would end the process."""
+    went_on = False
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), as_oracle():
+        signal.raise_signal(signal.SIGINT)
+        went_on = True
+    assert went_on
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_interrupts_are_nothing_to_other_threads() -> None:
+    found: list[Any] = []
+
+    def other() -> None:
+        with as_oracle():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]
