@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_compile.capture.dynamo import as_oracle, compiled
+from canzona_compile.capture.dynamo import as_oracle, compiled, compiled_calls
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.external_counters import Counts, give_counts, step_alone
 from canzona_compile.capture.functional import functional
@@ -164,7 +164,8 @@ class Oracle:
         if problem := leaf_problem(self.twin_state(), self.paths):
             raise Untraceable(problem)
         self._counters = list(python_leaves(self.twin_state()))
-        self._step = compiled(plain_step(type(self.twin)), self._backend)
+        # What users compiled would, after a break, run machine code on fake tensors, which have no memory.
+        self._step = compiled(plain_step(type(self.twin)), self._backend, unbroken=self._calls_compiled)
         for tensor, _ in self._tensors():
             torch._dynamo.mark_static(tensor)
         self.consult(hypers(self.twin.param_groups[0]), self.counts)
@@ -193,11 +194,13 @@ class Oracle:
     def _first_step(self) -> None:
         """Create the twin's state by an eager step on fake tensors."""
         try:
-            self.counts = step_alone(self.twin)
+            with compiled_calls() as calls:
+                self.counts = step_alone(self.twin)
         except CanzonaError:
             raise
         except Exception as error:
             raise Untraceable(f"its step needs tensor values: {first_line(error)}{blamed(error)}") from error
+        self._calls_compiled = calls.happened
 
     def consult(self, group: Mapping[str, Any], counts: Counts | None = None) -> tuple[Variant, Scalars]:
         """Evaluate Dynamo's guards for the present hyperparameters. Counters in the state advance on the twin.
