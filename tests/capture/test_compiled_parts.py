@@ -72,12 +72,19 @@ def fresh() -> Iterator[None]:
 
 
 class BrokenAverage(CompiledAverage):
-    """The same, with something before it that Dynamo cannot trace."""
+    """The same, called by something that Dynamo does not trace."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        torch._dynamo.graph_break()
-        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(untraced(param.grad, group["beta"]), alpha=-group["lr"])
+
+
+@torch.compiler.disable
+def untraced(grad: Tensor, beta: float) -> Tensor:
+    return averaged(grad @ grad.T @ grad, grad, beta)
 
 
 def trained(optimizer: Any) -> Any:
