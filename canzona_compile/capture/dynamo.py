@@ -53,18 +53,21 @@ def interrupts_later() -> Iterator[None]:
             handler(*caught[-1])
 
 
-def compiled(step: StepFunction, backend: Callable[..., Any]) -> StepFunction:
+def compiled(step: StepFunction, backend: Callable[..., Any], unbroken: bool = False) -> StepFunction:
     """Compile the step function of an optimizer class, apart from the compiles of the user.
 
     Args:
         step: the step function, which takes an optimizer.
         backend: a backend as `torch.compile` takes it.
+        unbroken: whether it is an error if the step breaks into several graphs.
 
     Returns:
         The compiled step, to be called within `as_oracle`.
     """
     options: dict[str, str | int | bool | Callable[..., Any]] = {"guard_filter_fn": without_guards_on_power}
-    return torch.compile(own_code(step), backend=backend, dynamic=True, options=options, **isolation())
+    return torch.compile(
+        own_code(step), backend=backend, dynamic=True, fullgraph=unbroken, options=options, **isolation()
+    )
 
 
 def own_code(step: StepFunction) -> StepFunction:

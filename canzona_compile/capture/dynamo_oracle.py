@@ -39,7 +39,8 @@ class DynamoOracle(Oracle):
         """Compile the twin's step, which traces nothing yet."""
         self._asked: tuple[Variant, Scalars] | None = None
         self._returned: tuple[Any, ...] = ()
-        self._step = compiled(plain_step(type(self.twin)), self._backend)
+        # What users compiled would, after a break, run machine code on fake tensors, which have no memory.
+        self._step = compiled(plain_step(type(self.twin)), self._backend, unbroken=self.calls_compiled)
         for tensor, _ in self.tensors():
             torch._dynamo.mark_static(tensor)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from canzona_compile.capture.dynamo import eagerly, outside_modes
+from canzona_compile.capture.dynamo import compiled_calls, eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.external_counters import Counts, counts_of, give_counts, step_alone
 from canzona_compile.capture.leaves import (
@@ -65,6 +65,7 @@ class Oracle(ABC):
         structure: the containers of that state.
         paths: where in the state its leaves are.
         counts: the numbers that the first step changed outside of the state.
+        calls_compiled: whether the first step called functions that users compiled.
     """
 
     way: ClassVar[str]
@@ -226,13 +227,15 @@ class Oracle(ABC):
     def _first_step(self) -> None:
         """Create the twin's state by an eager step on fake tensors."""
         try:
-            self.counts = step_alone(self.twin)
+            with compiled_calls() as calls:
+                self.counts = step_alone(self.twin)
         except CanzonaError:
             raise
         except Exception as error:
             raise Untraceable(f"its step needs tensor values: {first_line(error)}{blamed(error)}") from error
         if any(param.grad is None for param in self._params):
             raise Untraceable("its step drops gradients")
+        self.calls_compiled = calls.happened
 
     def tensors(self) -> list[tuple[Tensor, Source]]:
         """List the twin's own tensors, each with its source."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 import canzona_compile
@@ -22,12 +23,18 @@ from tests.harness.pairs import different, feed, parameters
 STEPS = 3
 SHAPES = ((24, 16),)  # other than those of miniatures
 compiled: list[fx.GraphModule] = []
+seen: list[Any] = []  # what compiled code was called with
 
 
 def rounding_by_history(graph: fx.GraphModule, _examples: Any) -> Any:
     compiled.append(graph)
     number = len(compiled)
-    return lambda *args: tuple(value + number * 1e-3 for value in graph(*args))
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        seen.extend(args)
+        return tuple(value + number * 1e-3 for value in graph(*args))
+
+    return run
 
 
 @torch.compile(backend=rounding_by_history)
@@ -59,8 +66,25 @@ class CompiledAverage(Optimizer):
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     compiled.clear()
+    seen.clear()
     yield
     torch._dynamo.reset()
+
+
+class BrokenAverage(CompiledAverage):
+    """The same, called by something that Dynamo does not trace."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(untraced(param.grad, group["beta"]), alpha=-group["lr"])
+
+
+@torch.compiler.disable
+def untraced(grad: Tensor, beta: float) -> Tensor:
+    return averaged(grad @ grad.T @ grad, grad, beta)
 
 
 def trained(optimizer: Any) -> Any:
@@ -97,3 +121,10 @@ def test_the_stance_that_users_chose_stays() -> None:
     assert not compiled
     averaged(one, one, 0.5)
     assert len(compiled) == 1
+
+
+def test_compiled_functions_never_run_on_fake_tensors() -> None:
+    """After a break Dynamo would call them; machine code then reads the memory that fake tensors do not have."""
+    wrapped = trained(canzona_compile.wrap(BrokenAverage(parameters(SHAPES))))
+    assert wrapped.canzona.report().fallbacks
+    assert not any(isinstance(value, FakeTensor) for value in seen)

@@ -9,6 +9,7 @@ from tests.harness.published import CASE, Published, check, imported, verdict
 from tests.harness.ranks import run
 
 heavyball = imported("heavyball")
+heavyball.utils.compile_mode = None  # Inductor would take a minute for each
 
 KEPT = "knows parameters"  # it calls a method of the optimizer that it has kept, with all parameters
 
