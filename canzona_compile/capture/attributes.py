@@ -78,7 +78,8 @@ class AttributeWatch:
             )
 
     def _look(self, counters: Container[str]) -> Contents:
-        walk = Walk(by_identity, bits=False, most=MOST_WATCHED)
+        own = self.optimizer
+        walk = Walk(lambda v: "the optimizer" if v is own else by_identity(v), bits=False, most=MOST_WATCHED)
         for name, value in vars(self.optimizer).items():
             if name not in NOT_COPIED and name not in TORCH_S_OWN and name not in counters:
                 walk.add(name, value)

@@ -23,6 +23,7 @@ from canzona_compile.capture.attributes import TORCH_S_OWN
 from canzona_compile.capture.contents import ATOMS, Contents, Walk, changed
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.miniature import public
+from canzona_compile.capture.sentinels import sentinels
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, plain_class
 from canzona_compile.errors import some
 
@@ -83,7 +84,8 @@ class Construction:
     def copied(self) -> Construction:
         """Copy the arguments, so that what a constructed optimizer writes into them does not reach the real one."""
         try:
-            own = copy.deepcopy((self.positional, dict(self.named)))
+            given = self.positional, dict(self.named)
+            own = copy.deepcopy(given, sentinels(given))
         except Exception:  # whatever a class raises that cannot be copied
             return self
         return Construction(self.kind, own[0], own[1], self.form, self.atoms)
@@ -257,6 +259,8 @@ def contents(optimizer: Optimizer, params: Sequence[Tensor], counting: Container
     place = {id(p): i for i, p in enumerate(params)}
 
     def label(value: Any) -> str | None:
+        if value is optimizer:
+            return "the optimizer"
         if isinstance(value, Tensor):
             here = place.get(id(value))
             return f"parameter {here}" if here is not None else f"{list(value.shape)} of {value.dtype}"
@@ -291,8 +295,9 @@ def reads_values(construction: Construction, groups: Sequence[ParamGroup]) -> li
     params = [p for group in groups for p in group["params"]]
 
     def made() -> Contents:
-        walk = Walk(lambda value: next((f"parameter {i}" for i, p in enumerate(params) if value is p), None))
         optimizer = construction.copied().make(groups)
+        named = [(optimizer, "the optimizer"), *((p, f"parameter {i}") for i, p in enumerate(params))]
+        walk = Walk(lambda value: next((name for known, name in named if value is known), None))
         for name, value in {**vars(optimizer), "state": dict(optimizer.state)}.items():
             if name not in ("param_groups", *HOOKS):
                 walk.add(f"self.{name}", value)

@@ -6,6 +6,7 @@ import enum
 import functools
 import itertools
 import logging
+import re
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -131,6 +132,7 @@ class Walk:
 
     def _name_of(self, value: Any) -> Any:
         name = getattr(value, "__qualname__", None) or type(value).__qualname__
+        name = re.sub(r" at 0x[0-9a-f]+", "", str(name))  # names that users made of the text of objects
         return name if self.bits else (name, id(value))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import random
+import re
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,12 +161,22 @@ def spelled(key: Any, param: Tensor) -> str:
         return SPELLED_KEYS[0]
     if isinstance(key, int) and key in (id(param), param.data_ptr()):
         return SPELLED_KEYS[1]
+    if isinstance(key, int) and 0 < key - param.data_ptr() < param.numel() * param.itemsize:
+        return f"{SPELLED_KEYS[1]}+{key - param.data_ptr()}"  # of a view of the parameter
+    if isinstance(key, tuple):
+        return f"({', '.join(spelled(one, param) for one in key)})"
     return str(key).replace(".", "_").replace("/", "_")
 
 
 def pattern_of(path: str) -> str:
     """A path without numbers, which is the same for parameters of other shapes and for the other entries of a list."""
-    return "/".join("*" if part.isdigit() or part in SPELLED_KEYS else part for part in path.split("/"))
+
+    def pattern(part: str) -> str:
+        if part.isdigit() or part in SPELLED_KEYS:
+            return "*"
+        return re.sub(r"\d+", "*", part) if part.startswith("(") else part
+
+    return "/".join(map(pattern, path.split("/")))
 
 
 def numbers_in(found: Mapping[str, KeptPlace]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from canzona_compile.capture.sentinels import sentinels
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, odd_state, plain_class
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.layout import Shape, local_part
@@ -51,7 +52,8 @@ class Miniature:
     def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False, loops: bool = False) -> None:
         real = [p for group in optimizer.param_groups for p in group["params"]]
         sizes = small_sizes(p.shape for p in real)
-        memo: dict[int, Any] = {}
+        self.optimizer: Optimizer = object.__new__(plain_class(optimizer))
+        memo: dict[int, Any] = {id(optimizer): self.optimizer}  # methods kept as attributes step the copy
         for param in real:
             memo[id(param)] = small(param, sizes)
         for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
@@ -61,7 +63,6 @@ class Miniature:
         known: dict[int, Any] = {id(p): id(memo[id(p)]) for p in real}
         for param in real:
             known |= {where: memo[id(param)].data_ptr() for where in addresses(param)}
-        self.optimizer: Optimizer = object.__new__(plain_class(optimizer))
         own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
         small_of = {id(p): memo[id(p)] for p in real}
         vars(self.optimizer).update(translated(copied(own, memo), known, small_of))
@@ -88,7 +89,9 @@ class Miniature:
                 state[memo[id(param)]] = small_state(own_state, sizes)
 
     def label(self, value: Any) -> str | None:
-        """Name a parameter, for `contents`."""
+        """Name a parameter, or the optimizer, for `contents`."""
+        if value is self.optimizer:
+            return "the optimizer"
         for i, param in enumerate(self.params):
             if value is param:
                 return f"parameter {i}"
@@ -165,7 +168,7 @@ def public(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def copied(values: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
     """Copy values deeply. What cannot be copied, such as a process group, is the same object in the copy."""
-    own = dict(memo)
+    own = {**memo, **sentinels(values)}
     try:
         found = copy.deepcopy(dict(values), own)
         memo.update(own)
@@ -180,7 +183,7 @@ def copied_one(value: Any, memo: dict[int, Any]) -> Any:
     Raises:
         UnsupportedOptimizer: it holds a generator, which a rehearsal would use up.
     """
-    own = dict(memo)
+    own = {**memo, **sentinels(value)}
     try:
         found = copy.deepcopy(value, own)
     except Exception:  # see above

@@ -35,7 +35,7 @@ from canzona_compile.capture.leaves import (
 )
 from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.provoke import Provoked, Provoker
-from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin, step_plainly
+from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin, rebound, step_plainly
 from canzona_compile.capture.variant import Answer, FormChange, ParameterSpec, Scalars, Source, Untraceable, Variant
 from canzona_compile.errors import CanzonaError
 
@@ -207,6 +207,7 @@ class Oracle(ABC):
         own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
         for name in vars(self.twin).keys() - own.keys() - NOT_COPIED:
             del vars(self.twin)[name]
+        own = rebound(own, optimizer, self.twin)
         vars(self.twin).update({k: copy.copy(v) if isinstance(v, list | dict | set) else v for k, v in own.items()})
 
     # -- the twin ----------------------------------------------------------------------------

@@ -232,7 +232,8 @@ class Resident:
 
     def _rest(self) -> Contents:
         """What lies in the attributes that do not change, with tensors by version."""
-        walk = Walk(lambda value: "parameter" if value is self.param else None, bits=False)
+        names = {id(self.param): "parameter", id(self.optimizer): "the optimizer"}
+        walk = Walk(lambda value: names.get(id(value)), bits=False)
         for name, value in vars(self.optimizer).items():
             if name not in {*NOT_COPIED, *TORCH_S_OWN, *self.recipe.attributes, "defaults"}:
                 walk.add(f"self.{name}", value)

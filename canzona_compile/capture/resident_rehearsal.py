@@ -261,14 +261,34 @@ def shared_in(whole: StepsTogether, parts: RehearsedSteps, recipe: Recipe, param
     here, there = (Counter(map(without_digits, places)) for places in (last, held))
     found = set()
     for place, value in last.items():
-        if not is_value(value) or value == whole.first.get(place):
+        if not is_value(value) or value == whole.first.get(place) or in_a_map_of_parameters(place, last, held):
             continue
         if params > 1 and here[without_digits(place)] == there[without_digits(place)]:
-            if place not in whole.first and held.get(place) == [value] * objects:
+            if place not in whole.first and held.get(place) == [value] * objects and in_a_list(place):
                 raise Dependent(f"it adds {place}, which belongs to no parameter")
             if held.get(place) == [value] * objects:
                 found.add(path_of(place))
     return frozenset(found)
+
+
+def in_a_map_of_parameters(place: str, last: Contents, held: dict[str, list[Any]]) -> bool:
+    """Tell whether a place lies in a container that has an entry per parameter, whose keys may look alike.
+
+    Args:
+        place: the place.
+        last: what the optimizer of all parameters holds in the end, with the lengths of containers.
+        held: the same of each object.
+    """
+    while found := re.match(r"(.*)(\[[^\[\]]*\]|\.\w+)$", place):
+        place = found[1]
+        if place in last and place in held and last[place] not in held[place]:
+            return True
+    return False
+
+
+def in_a_list(place: str) -> bool:
+    """Tell whether a place is an entry of a list, such as a log."""
+    return re.search(r"\[\d+\]$", place) is not None
 
 
 def without_digits(place: str) -> str:

@@ -171,8 +171,8 @@ class Shown:
         self.optimizer, self.params = resident.optimizer, [resident.param]
 
     def label(self, value: Any) -> str | None:
-        """Name the parameter."""
-        return "parameter" if value is self.params[0] else None
+        """Name the parameter, and the optimizer."""
+        return "parameter" if value is self.params[0] else "the optimizer" if value is self.optimizer else None
 
 
 def kept_in(whole: StepsTogether) -> tuple[frozenset[str], frozenset[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
@@ -75,11 +76,19 @@ def make_twin(
     kind = plain_class(optimizer)
     twin = object.__new__(kind)
     own = {k: v for k, v in optimizer.__dict__.items() if k not in ("step", "canzona")}
-    twin.__dict__.update(own)
+    twin.__dict__.update(rebound(own, optimizer, twin))
     twin.param_groups = [{**group, "params": list(params)}]
     twin.state = defaultdict(dict, {} if state is None else state)
     twin.state.update(odd_state(optimizer))
     return twin
+
+
+def rebound(attributes: Mapping[str, Any], optimizer: Optimizer, twin: Optimizer) -> dict[str, Any]:
+    """Return attributes of an optimizer for a twin, whose methods step the twin where they stepped the optimizer."""
+    return {
+        k: types.MethodType(v.__func__, twin) if isinstance(v, types.MethodType) and v.__self__ is optimizer else v
+        for k, v in attributes.items()
+    }
 
 
 def marks_of(param: Tensor) -> dict[str, Any]:
