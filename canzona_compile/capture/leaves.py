@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 CONTAINERS = (dict, list, tuple)
@@ -96,6 +98,8 @@ def leaf_problem(state: dict[str, Any], paths: LeafPaths) -> str:
     for name, value in leaves:
         if isinstance(value, Tensor) and any(value is other for other_name, other in leaves if other_name != name):
             return f"its state holds one tensor under two names: {name!r}"
+        if isinstance(value, Tensor) and type(value) not in (Tensor, Parameter, FakeTensor):
+            return f"its state holds a {type(value).__name__}: {name!r}"
         if not isinstance(value, Tensor | float | int | str | None):
             return f"its state holds a Python object: {name!r}"
         try:

@@ -117,7 +117,8 @@ class StepDriver:
         """Take over portable state and the gradients of the first step. A collective if owners are to hold state.
 
         Returns:
-            By task, what it has: "a gradient", "a first gradient" or "no gradient". Ranks compare this.
+            By task, what it has: "a gradient", "a first gradient" or "no gradient"; with the dtype, if that is not the
+            dtype of the parameter. Ranks compare this.
 
         Raises:
             CanzonaError: the state or a gradient does not fit its parameter.
@@ -126,7 +127,15 @@ class StepDriver:
         self._take_params()
         self._next = self._agreed = self._participants()
         has = dict.fromkeys(self._next.ready, "a gradient") | dict.fromkeys(self._next.fresh, "a first gradient")
-        return {task.name: has.get(task.name, "no gradient") for task in self.plan.owned.tasks}
+        return {
+            task.name: has.get(task.name, "no gradient") + self._odd_dtype(task.name) for task in self.plan.owned.tasks
+        }
+
+    def _odd_dtype(self, name: str) -> str:
+        """Say in which dtype the gradient of a task is, if that is not the dtype of its parameter."""
+        bound = self.plan.bound[name]
+        dtype = bound.kind.grad_dtype
+        return "" if dtype == bound.param.dtype else f" in {dtype}".replace("torch.", "")
 
     def check(self) -> None:
         """Check the gradients of the first step of the plan, after `begin`, and make the objects of resident tasks.

@@ -33,20 +33,20 @@ def decay(optimizer: Optimizer) -> Callable[[int], None]:
 
 
 def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
-    recipe = Training(KINDS[name], SHAPES, steps=7, schedule=decay, sizes=(0.1, 1e-2))
-    return train_recipe(recipe, cases, dtype, **options)
+    training = Training(KINDS[name], SHAPES, steps=7, schedule=decay, sizes=(0.1, 1e-2))
+    return train_recipe(training, cases, dtype, **options)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [Case("fsdp", (3,)), *also([Case("tp_columns", (2,)), Case("ddp", (2,))])], ids=str)
-@pytest.mark.parametrize("name", first(KINDS, 2))
-def test_captured_by_dispatch(name: str, case: Case) -> None:
-    report = check(on_ranks(train, name, [case], torch.float32, strategy="owner"))
+@pytest.mark.parametrize("recipe", first(KINDS, 2))
+def test_captured_by_dispatch(recipe: str, case: Case) -> None:
+    report = check(on_ranks(train, recipe, [case], torch.float32, strategy="owner"))
     assert report["fallbacks"] == {}
     assert {task["strategy"] for task in report["tasks"]} == {"owner"}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", first(["DecoratedBasis", "DecoratedMuon"]))
-def test_captured_by_dispatch_with_a_loaded_state(name: str) -> None:
-    check(on_ranks(train, name, [Case("fsdp", (2,))], torch.float32, restored=True))
+@pytest.mark.parametrize("recipe", first(["DecoratedBasis", "DecoratedMuon"]))
+def test_captured_by_dispatch_with_a_loaded_state(recipe: str) -> None:
+    check(on_ranks(train, recipe, [Case("fsdp", (2,))], torch.float32, restored=True))

@@ -15,9 +15,10 @@ import canzona_compile
 from canzona_compile.errors import UnsupportedOptimizer
 from tests.harness.layouts import Case, Laid
 from tests.harness.pairs import params_of
-from tests.harness.training import Training, equal, plain_run
+from tests.harness.training import Plain, Training, equal, plain_run
 
 EQUAL = "equal"
+DRAWN = "the numbers that each matrix draws are those of any number of ranks"
 CASE = Case("fsdp", (2,))
 SHAPES = ((31, 17), (7, 12), (31, 17))
 
@@ -29,7 +30,7 @@ class Published:
     Attributes:
         name: of its class.
         hypers: its arguments.
-        expected: `EQUAL`, or a part of the message that refuses it.
+        expected: `EQUAL`, `DRAWN`, or a part of the message that refuses it.
         shapes: of its parameters.
     """
 
@@ -55,7 +56,7 @@ def as_it_is(_optimizer: Optimizer) -> Callable[[int], None]:
 
 
 def verdict(one: Published, module: Any, steps: int = 6) -> str:
-    """Train a published optimizer on this rank, plain and wrapped.
+    """Train a published optimizer on this rank, plain and wrapped; if it draws, wrapped without other ranks and with.
 
     Parameters are compared after the last step. State is not: packages show it in forms of their own.
 
@@ -81,9 +82,20 @@ def verdict(one: Published, module: Any, steps: int = 6) -> str:
             optimizer.step()
     except UnsupportedOptimizer as error:
         return error.problem
-    pairs = zip(params_of(optimizer), params_of(plain.optimizer), strict=True)
+    other = alone(make, plain) if one.expected == DRAWN else plain.optimizer
+    pairs = zip(params_of(optimizer), params_of(other), strict=True)
     wrong = [i for i, (mine, whole) in enumerate(pairs) if not equal(mine.detach(), whole.detach(), laid, i)]
-    return f"parameters {wrong} differ" if wrong else EQUAL
+    return f"parameters {wrong} differ" if wrong else DRAWN if one.expected == DRAWN else EQUAL
+
+
+def alone(make: Callable[[list[Any]], Optimizer], plain: Plain) -> Optimizer:
+    """Train a wrapped optimizer of whole parameters, which no other rank shares."""
+    optimizer = canzona_compile.wrap(make([torch.nn.Parameter(value.clone()) for value in plain.first]))
+    for values in plain.grads:
+        for param, value in zip(params_of(optimizer), values, strict=True):
+            param.grad = value.clone()
+        optimizer.step()
+    return optimizer
 
 
 def check(found: list[str], one: Published) -> None:
