@@ -7,10 +7,11 @@ silently.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,6 +286,17 @@ def told(found: Any) -> str:
     return "nothing" if found is None else str(found)
 
 
+@contextlib.contextmanager
+def uninitialised_memory_filled() -> Iterator[None]:
+    """Inside this context `torch.empty` gives the same values every time."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 def reads_values(construction: Construction, groups: Sequence[ParamGroup]) -> list[str]:
     """Find the places where the constructor keeps what depends on values of parameters.
 
@@ -293,11 +305,19 @@ def reads_values(construction: Construction, groups: Sequence[ParamGroup]) -> li
         groups: parameter groups with small parameters.
     """
     params = [p for group in groups for p in group["params"]]
+    memory = {p.untyped_storage().data_ptr(): i for i, p in enumerate(params) if p.numel()}
 
     def made() -> Contents:
-        optimizer = construction.copied().make(groups)
+        with uninitialised_memory_filled():
+            optimizer = construction.copied().make(groups)
         named = [(optimizer, "the optimizer"), *((p, f"parameter {i}") for i, p in enumerate(params))]
-        walk = Walk(lambda value: next((name for known, name in named if value is known), None))
+
+        def label(value: Any) -> str | None:
+            if isinstance(value, Tensor) and (i := memory.get(value.untyped_storage().data_ptr())) is not None:
+                return f"parameter {i}, or a view of it"
+            return next((name for known, name in named if value is known), None)
+
+        walk = Walk(label)
         for name, value in {**vars(optimizer), "state": dict(optimizer.state)}.items():
             if name not in ("param_groups", *HOOKS):
                 walk.add(f"self.{name}", value)

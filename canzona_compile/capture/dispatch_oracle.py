@@ -54,6 +54,7 @@ class TracedPath:
         names: their names.
         variants: its graphs, which differ in constants.
         returned: the tensors that the step puts in the place of others.
+        tensors: how many tensors of the twin its calls read. In graphs they come before the numbers.
     """
 
     calls: list[RecordedCall]
@@ -61,6 +62,16 @@ class TracedPath:
     names: list[str]
     variants: list[Variant]
     returned: tuple[Tensor, ...]
+    tensors: int = 0
+
+    def at_positions(self, numbers: list[Any]) -> dict[int, Any]:
+        """Return numbers by the position of the input that they are."""
+        return {self.tensors + i: value for i, value in enumerate(numbers)}
+
+    def variant_for(self, numbers: list[Any]) -> Variant | None:
+        """Return the graph whose constants are these numbers; None if there is none yet."""
+        values = self.at_positions(numbers)
+        return next((variant for variant in self.variants if matches(variant, values)), None)
 
     @property
     def stale(self) -> bool:
@@ -95,10 +106,12 @@ class DispatchOracle(Oracle):
             self.variants = [variant for variant in self.variants if variant not in old]
             path = self._known[key] = self._path(walk, tuple(new for *_, new in replaced))
         numbers = [walk.numbers[i][place] for i, place in path.inputs]
-        now = self.moment()
-        self.restore(before)  # so that inputs can be found by identity
-        variant = self._variant(path, numbers)
-        self.restore(now)
+        variant = path.variant_for(numbers)
+        if variant is None:
+            now = self.moment()
+            self.restore(before)  # so that inputs can be found by identity
+            variant = self._trace(path, numbers)
+            self.restore(now)
         return Answer(variant, dict(zip(path.names, numbers, strict=True)), path.returned)
 
     # -- walks -------------------------------------------------------------------------------
@@ -155,32 +168,18 @@ class DispatchOracle(Oracle):
             taken.add(name)
             yield name
 
-    def _variant(self, path: TracedPath, numbers: list[Any]) -> Variant:
-        offset = len(self._inputs(path))
-        at = {offset + i: value for i, value in enumerate(numbers)}
-        for variant in path.variants:
-            if matches(variant, at):
-                return variant
+    def _trace(self, path: TracedPath, numbers: list[Any]) -> Variant:
+        """Make the functional graph of a path. Its inputs are the tensors that it reads, then its numbers."""
         if len(path.variants) == MOST_CONSTANTS:
             constants = ", ".join(sorted(self.bake))
             raise Untraceable(f"an operator asks for the value of {constants} at capture, and that changes")
-        variant = self._trace(path, at)
-        path.variants.append(variant)
-        self.variants.append(variant)
-        return variant
-
-    def _inputs(self, path: TracedPath) -> list[Tensor]:
-        """Find the tensors of the twin that the calls of a path read, in order."""
-        own = {id(tensor): tensor for tensor, _ in self.tensors()}
         read = {id(leaf) for call in path.calls for leaf in call.leaves}
-        return [tensor for key, tensor in own.items() if key in read]
-
-    def _trace(self, path: TracedPath, values: Mapping[int, Any]) -> Variant:
-        """Make the functional graph of a path. Its inputs are the tensors that it reads, then its numbers."""
-        tensors = self._inputs(path)
+        tensors = list({id(tensor): tensor for tensor, _ in self.tensors() if id(tensor) in read}.values())
+        path.tensors = len(tensors)
+        values = path.at_positions(numbers)
         names = [f"t{i}" for i in range(len(tensors))] + path.names
         examples = [*tensors, *(torch.empty((), dtype=torch.float64) for _ in path.names)]
-        module = recorded_module(path, tensors, self.tensors())
+        module = recorded_module(path, tensors)
         known = [i for i, name in enumerate(names) if name in self.bake]
         graph, baked = functional(module, {}, examples, values, known)
         if any(n.op == "get_attr" for n in graph.nodes):
@@ -190,10 +189,13 @@ class DispatchOracle(Oracle):
         sources += [("scalar", name) for name in path.names]
         offset = len(path.returned)
         results = {source: offset + i for i, source in enumerate(sources)}
-        return Variant(graph, tuple(sources), results, baked, give_precisions(graph, path.calls))
+        variant = Variant(graph, tuple(sources), results, baked, give_precisions(graph, path.calls))
+        path.variants.append(variant)
+        self.variants.append(variant)
+        return variant
 
 
-def recorded_module(path: TracedPath, tensors: list[Tensor], sources: list[tuple[Tensor, Source]]) -> fx.GraphModule:
+def recorded_module(path: TracedPath, tensors: list[Tensor]) -> fx.GraphModule:
     """Write the calls of a path as a graph, in order and with their writes."""
     graph = fx.Graph()
     nodes: dict[int, Any] = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.construction import NotConstructible, atoms_of
+from canzona_compile.capture.contents import ATOMS, Contents, Walk
 from canzona_compile.capture.resident import RESIDENT, Recipe, Resident, is_portable
 from canzona_compile.capture.resident_shadow import ResidentShadow
 from canzona_compile.capture.templates import Capture
@@ -138,4 +139,19 @@ def same_value(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    return bool(type(one) is type(other) and one == other)
+    if isinstance(one, int | float | str | bool):
+        return type(one) is type(other) and one == other
+    return type(one) is type(other) and inside(one) == inside(other)
+
+
+def inside(value: Any) -> Contents:
+    """What an object in a state holds, without values: tensors may be views, and others tell places in the group."""
+
+    def label(held: Any) -> str | None:
+        if isinstance(held, Tensor):
+            return f"{list(held.shape)} of {held.dtype}"
+        return type(held).__name__ if isinstance(held, ATOMS) else None
+
+    walk = Walk(label)
+    walk.add("value", value)
+    return walk.found
