@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import canzona_compile
 from tests.harness import odd_optimizers as odd
+from tests.harness.marks import crossed
 from tests.harness.pairs import Pair, feed
 
 
@@ -73,8 +74,7 @@ def test_products_keep_the_precision_that_the_step_sets(kind: type[Any], ambient
     assert torch.get_float32_matmul_precision() == ambient
 
 
-@pytest.mark.parametrize("kind", [odd.TurningBasis, odd.DecoratedBasis])
-@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize(("kind", "every"), crossed([odd.TurningBasis, odd.DecoratedBasis], [1, 2, 3]))
 def test_one_step_that_changes_the_strides_of_state_is_interpreted(kind: type[Any], every: int) -> None:
     pair = Pair(lambda params: kind(params, every=every), captures_anew=True)
     for _ in range(8):

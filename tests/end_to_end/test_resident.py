@@ -17,7 +17,7 @@ from tests.harness import resident_optimizers as kinds
 from tests.harness.checkpoint_routes import LOAD, SAVE
 from tests.harness.checkpointing import Holder
 from tests.harness.layouts import Case, Laid, full, replicate_of
-from tests.harness.marks import only
+from tests.harness.marks import first, only
 from tests.harness.pairs import Pair, feed, parameters, same_bits
 from tests.harness.ranks import run
 from tests.harness.resident_optimizers import MAKERS, Oracle
@@ -79,7 +79,7 @@ def train(name: str, case: Case, **options: Any) -> tuple[list[int], list[str]]:
     return different(part.values(), expected(name)), hows
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", first(MAKERS, 2))
 def test_in_one_process(name: str) -> None:
     assert train(name, ALONE) == ([], ["resident"] * 3)
 
@@ -125,7 +125,7 @@ def load(name: str, case: Case, folder: Path, way: str) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "case"),
     only(
-        [("blocked", Case("fsdp", (2,))), ("probing by parameter", Case("fsdp", (2,)))],
+        [("probing by parameter", Case("fsdp", (2,)))],
         list(MAKERS),
         [Case("fsdp", (2,)), Case("ddp", (2,)), ALONE],
     ),
@@ -195,10 +195,12 @@ def grown(case: Case) -> list[int]:
     return different([full(p) for p in laid.params], [p.detach() for p in own])
 
 
+@pytest.mark.full
 def test_new_plans() -> None:
     assert grown(ALONE) == []
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_new_plans_on_ranks() -> None:
     assert run(2, grown, Case("fsdp", (2,))) == [[], []]
@@ -226,6 +228,7 @@ def test_a_counter_for_all_is_shown_on_every_rank() -> None:
     assert run(4, counting, Case("fsdp", (4,))) == [([], END)] * 4
 
 
+@pytest.mark.full
 def test_a_counter_for_all_refuses_parameters_that_come_later() -> None:
     wrapped = canzona_compile.wrap(kinds.CountingTogether(parameters(SHAPES[:2])))
     feed(wrapped, 0)
@@ -260,6 +263,7 @@ def step_both(pair: Pair) -> None:
     assert different(mine, yours) == []
 
 
+@pytest.mark.full
 def test_cleared_state_begins_anew() -> None:
     first, second = Part("blocked", ALONE), Part("blocked", ALONE)
     first.steps(0, 2)

@@ -12,9 +12,9 @@ heavyball = imported("heavyball")
 heavyball.utils.compile_mode = None  # Inductor would take a minute for each
 
 OPTIMIZERS = (
-    Published("SOAP", {"lr": 0.01}),
-    Published("Muon", {"lr": 0.01}, DRAWN),
     Published("AdamW", {"lr": 0.01}),
+    Published("Muon", {"lr": 0.01}, DRAWN),
+    Published("SOAP", {"lr": 0.01}),
     Published("PSGDKron", {"lr": 0.01}, DRAWN, shapes=((16, 24), (24, 8))),
 )
 
