@@ -102,7 +102,8 @@ def surveyed(trial: Trial) -> Finding:
                 params.add({f"step {number + 1}, matrix {i}": t for i, t in enumerate(found)}, expected)
             finding = replace(finding, **figures(wrapped.optimizer))
             state = Tally()
-            state.add(dict(wrapped.leaves()), dict(plain.leaves()))
+            if "resident" not in finding.mode:  # whose state has a form of its own
+                state.add(dict(wrapped.leaves()), dict(plain.leaves()))
     except CanzonaError as error:
         return replace(finding, outcome=REFUSED if isinstance(error, REFUSALS) else ERROR, reason=told(error))
     except Exception as error:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.contents import ATOMS, OPAQUE, slots_of
 from canzona_compile.capture.leaves import leaf_name
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.layout import local_part
 
 NUMBERS = (bool, int, float, np.generic)
 LEAVES = (Tensor, random.Random, np.ndarray, *NUMBERS)
@@ -90,7 +91,7 @@ class Finder:
         self.found: dict[str, KeptPlace] = {}
         self._names: set[str] = set()
         self._seen: dict[int, Any] = {}
-        self._memory = param.untyped_storage().data_ptr()
+        self._memory = memory_of(param)
 
     def look_at_attributes(self, optimizer: Optimizer, names: Container[str]) -> None:
         """Look at some attributes of an optimizer."""
@@ -119,7 +120,7 @@ class Finder:
     def _is_param(self, value: Any) -> bool:
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return False
-        return bool(value.numel()) and value.untyped_storage().data_ptr() == self._memory
+        return memory_of(value) == self._memory != 0
 
     def _add(self, path: Sequence[str], value: Any, put: Put) -> None:
         name = "/".join(path)
@@ -127,6 +128,14 @@ class Finder:
             raise NoPlace(f"two values are kept at {name}")
         self._names.add(leaf_name((name,)))
         self.found[name] = KeptPlace(value, put)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return where the memory begins that a tensor is a view of; 0 if it has none."""
+    try:
+        return local_part(tensor).untyped_storage().data_ptr()
+    except RuntimeError:  # a tensor without data, or of a class with several
+        return 0
 
 
 def entries(value: Any) -> Iterator[tuple[Any, Any, Put]]:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.attributes import TORCH_S_OWN
-from canzona_compile.capture.construction import Construction
+from canzona_compile.capture.construction import Construction, NotConstructible
 from canzona_compile.capture.contents import Contents, Walk, changed
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.error_origin import blamed, first_line
@@ -100,6 +101,8 @@ class Resident:
         self._given = dict(hypers(group)), dict(recipe.construction.atoms)
         self._texts: dict[str, Any] | None = None  # those after the first step
         self._still = self._rest()
+        if sharded := [path for path, place in self._all_places().items() if isinstance(place.value, DTensor)]:
+            raise NotConstructible(f"it holds DTensors in {some(sharded)}, which belong to the model")
         self._first_numbers = numbers_in(self._all_places())
 
     # -- steps -----------------------------------------------------------------------------------------
