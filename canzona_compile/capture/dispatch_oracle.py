@@ -83,7 +83,6 @@ class DispatchOracle(Oracle):
     """Captures by dispatch. The attributes are those of `Oracle`."""
 
     way: ClassVar[str] = "dispatch"
-    other_ways: ClassVar[bool] = False
     reads_counters: ClassVar[bool] = False
 
     def prepare(self) -> None:

@@ -29,7 +29,6 @@ class DynamoOracle(Oracle):
     """Captures with Dynamo. The attributes are those of `Oracle`."""
 
     way: ClassVar[str] = "Dynamo"
-    other_ways: ClassVar[bool] = True
     reads_counters: ClassVar[bool] = True
 
     def _fake_mode(self) -> FakeTensorMode:

@@ -7,9 +7,7 @@ out, see `dynamo_oracle` and `dispatch_oracle`.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -34,7 +32,7 @@ from canzona_compile.capture.leaves import (
     write,
 )
 from canzona_compile.capture.no_collectives import NoCollectives
-from canzona_compile.capture.provoke import Provoked, Provoker
+from canzona_compile.capture.provoke import Provoked, Provoker, fallible
 from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin, rebound, step_plainly
 from canzona_compile.capture.variant import Answer, FormChange, ParameterSpec, Scalars, Source, Untraceable, Variant
 from canzona_compile.errors import CanzonaError
@@ -42,11 +40,14 @@ from canzona_compile.errors import CanzonaError
 MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
 
 
+Replaced = tuple[int, str, Tensor, Tensor]  # the parameter, the leaf of its state, the tensor before, the tensor now
+
+
 class TwinMoment(NamedTuple):
     """What a twin holds: the leaves of its state by parameter, its parameter group, its counters elsewhere."""
 
     leaves: list[dict[str, Any]]
-    group: dict[str, Any]
+    group: Mapping[str, Any]
     counts: Counts
 
 
@@ -56,7 +57,6 @@ class Oracle(ABC):
     Attributes:
         way: how it captures, for reports.
         why: why it captures in this way and not in the one before; empty if there is none before.
-        other_ways: whether there is a way to try after this one.
         reads_counters: whether graphs compute with hyperparameters and counters, and not with numbers that the step has
             computed of these.
         twin: the optimizer that steps in place of the real one, with parameters that have no values.
@@ -69,7 +69,6 @@ class Oracle(ABC):
     """
 
     way: ClassVar[str]
-    other_ways: ClassVar[bool]
     reads_counters: ClassVar[bool]
 
     def __init__(
@@ -153,19 +152,19 @@ class Oracle(ABC):
             Untraceable: the step takes a path that cannot be captured.
         """
         group = self.set_numbers(group, counts)
-        before = self.moment()
+        before = self.snapshot()
         try:
             variant, scalars, returned = self.ask()
-            self.replaced(before.leaves)  # raises if the state is of another form
+            replaced = self.replaced(before)
             if variant not in self._known_to_raise:
-                self._check_errors(before)
+                self._check_errors(variant, TwinMoment(before, group, counts or {}))
                 self._known_to_raise.add(variant)
-            self._put_back(before.leaves, variant, returned)
+            self._put_back(replaced, variant, returned)
         except Untraceable:  # other parameters may still be at steps that can be captured
             for param in self._params:
                 for key in self.twin.state[param].keys() - self.structure.keys():
                     del self.twin.state[param][key]
-            self.put_leaves(before.leaves)
+            self.put_leaves(before)
             raise
         real = {k: v for k, v in hypers(group).items() if isinstance(v, Tensor)}
         read = {source[1] for source in variant.sources if source[0] == "scalar"}
@@ -180,27 +179,29 @@ class Oracle(ABC):
         own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
         return group
 
-    def _check_errors(self, before: TwinMoment) -> None:
+    def _check_errors(self, variant: Variant, before: TwinMoment) -> None:
         """Raise if the step catches the error of an operator, because a graph has no such branch.
 
         Args:
-            before: what the twin held before the step that it has just taken.
+            variant: the graph of the step that the twin has just taken.
+            before: what the twin held before it.
 
         Raises:
             Untraceable: the step goes on when an operator fails.
         """
         now = self.moment()
-        try:
-            for place in itertools.count():
-                self.restore(before)
-                provoker = Provoker(place)
-                with contextlib.suppress(Provoked), outside_modes(), eagerly(), self._mode, provoker:
+        for place in range(sum(map(fallible, variant.graph.nodes))):
+            self.restore(before)
+            provoker = Provoker(place)
+            try:
+                with outside_modes(), eagerly(), self._mode, provoker:
                     step_plainly(self.twin)
-                    if provoker.failed:
-                        raise Untraceable(f"its step catches the errors of {provoker.failed}")
-                    break
-        finally:
-            self.restore(now)
+            except Provoked:
+                continue
+            except Exception as error:  # whatever its code makes of it
+                raise Untraceable(f"its step catches the errors of {provoker.failed}: {first_line(error)}") from error
+            raise Untraceable(f"its step catches the errors of {provoker.failed}")
+        self.restore(now)
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Give the twin the attributes that the optimizer has now."""
@@ -302,12 +303,12 @@ class Oracle(ABC):
         """Return the Python leaves of the twin's state, by name."""
         return {name: read(self.twin_state(), self.paths[name]) for name in self._counters}
 
-    def _put_back(self, before: list[dict[str, Any]], variant: Variant, returned: Sequence[Any]) -> None:
+    def _put_back(self, replaced: Sequence[Replaced], variant: Variant, returned: Sequence[Any]) -> None:
         """Put back the state tensors that the step replaced on the twin, so that inputs stay identifiable.
 
         The graph returns each tensor that the step put in place of another one. The variant records its position.
         """
-        for i, name, value, new in self.replaced(before):
+        for i, name, value, new in replaced:
             place = next((k for k, result in enumerate(returned) if result is new), None)
             source = ("state", i, name)
             if place is None:
@@ -315,7 +316,7 @@ class Oracle(ABC):
             variant.results[source] = place
             self.write_leaf(i, name, value)
 
-    def replaced(self, before: list[dict[str, Any]]) -> list[tuple[int, str, Tensor, Tensor]]:
+    def replaced(self, before: list[dict[str, Any]]) -> list[Replaced]:
         """Find the state tensors that the twin's step put in place of others.
 
         Args:

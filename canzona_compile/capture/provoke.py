@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import fx
 from torch._C import _LinAlgError as LinAlgError  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +19,16 @@ FALLIBLE = {
     "linalg_lstsq",
     "cholesky",
 }
+
+
+def fallible(node: fx.Node) -> bool:
+    """Tell whether the operator that a node calls fails for some values of its operands."""
+    return isinstance(node.target, torch._ops.OpOverload) and name_of(node.target) in FALLIBLE
+
+
+def name_of(operator: Any) -> str:
+    """Return the name of an operator without namespace and overload."""
+    return str(operator._schema.name.partition("::")[2])
 
 
 class Provoked(LinAlgError):  # type: ignore[misc]
@@ -41,7 +53,7 @@ class Provoker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not self.failed and func._schema.name.partition("::")[2] in FALLIBLE:
+        if not self.failed and name_of(func) in FALLIBLE:
             if not self._left:
                 self.failed = str(func)
                 raise Provoked("provoked, to see whether the step catches it")

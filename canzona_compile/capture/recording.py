@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.capture.error_origin import is_optimizer
 from canzona_compile.capture.no_collectives import check_local
+from canzona_compile.capture.provoke import name_of
 
 NumberList = list[Any]
 
@@ -252,7 +253,7 @@ def settings() -> tuple[Any, ...]:
 
 def reads_precision(func: Any) -> bool:
     """Tell whether an operator reads the float32 matmul precision."""
-    return isinstance(func, torch._ops.OpOverload) and func._schema.name.partition("::")[2] in PRODUCTS
+    return isinstance(func, torch._ops.OpOverload) and name_of(func) in PRODUCTS
 
 
 def line_of(frame: FrameType | None) -> int:

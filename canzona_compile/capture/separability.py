@@ -39,7 +39,7 @@ def check_separable(
         UnsupportedOptimizer: the parameters depend on one another.
     """
     try:
-        oracle = open_oracle(optimizer, group, spec, count=2, state=state)
+        oracle = open_oracle(lambda way: way(optimizer, group, spec, count=2, state=state))
     except Untraceable:
         return False
     if any(mixes(variant) for variant in oracle.variants):

@@ -106,7 +106,7 @@ class Capture:
 
     @property
     def captures(self) -> int:
-        """The number of graphs that Dynamo captured."""
+        """The number of graphs that were captured, in either way."""
         return sum(len(kind.oracle.variants) for kind in self.kinds.values() if kind.oracle is not None)
 
     def kind_of(
@@ -235,7 +235,7 @@ class Capture:
     ) -> ParamKind:
         """Capture a kind; `failed` says why Dynamo cannot."""
         try:
-            oracle = open_oracle(self.optimizer, group, spec, bake=self._bake, state=state, failed=failed)
+            oracle = open_oracle(lambda way: way(self.optimizer, group, spec, bake=self._bake, state=state), failed)
         except FormChange as reason:
             return self._passing(spec, state, str(reason))
         except Untraceable as reason:
@@ -249,7 +249,7 @@ class Capture:
         self, kind: ParamKind, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None, why: str
     ) -> ParamKind:
         """Make the kind that a kind becomes whose oracle met what it cannot capture."""
-        if kind.oracle is not None and kind.oracle.other_ways:
+        if kind.oracle is not None and not kind.oracle.why:  # it was captured in the first way
             return self._capture(group, spec, state, failed=why)
         return self.interpreted(spec, why)
 

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from torch.optim import Optimizer
+from collections.abc import Callable
 
 from canzona_compile.capture.dispatch_oracle import DispatchOracle
 from canzona_compile.capture.dynamo_oracle import DynamoOracle
 from canzona_compile.capture.oracle import Oracle
-from canzona_compile.capture.variant import FormChange, ParameterSpec, Untraceable
+from canzona_compile.capture.variant import FormChange, Untraceable
 
 WAYS: tuple[type[Oracle], ...] = (DynamoOracle, DispatchOracle)
 
 
-def open_oracle(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    spec: ParameterSpec,
-    count: int = 1,
-    bake: set[str] | None = None,
-    state: Mapping[str, Any] | None = None,
-    failed: str = "",
-) -> Oracle:
+def open_oracle(capture: Callable[[type[Oracle]], Oracle], failed: str = "") -> Oracle:
     """Capture a step in the first way that can.
 
     Args:
-        optimizer, group, spec, count, bake, state: as for `Oracle`.
+        capture: makes an oracle of a class, as `Oracle.__init__` does.
         failed: why Dynamo cannot; empty if that is not known yet.
 
     Returns:
@@ -38,18 +27,15 @@ def open_oracle(
         FormChange: the first step that it would capture changes the form of the state.
         UnsupportedOptimizer: as for `Oracle`.
     """
-    if not failed:
+    reasons = [failed] if failed else []
+    for way in WAYS[len(reasons) :]:
         try:
-            return DynamoOracle(optimizer, group, spec, count, bake, state)
+            oracle = capture(way)
         except FormChange:
             raise
         except Untraceable as reason:
-            failed = str(reason)
-    try:
-        oracle = DispatchOracle(optimizer, group, spec, count, bake, state)
-    except FormChange:
-        raise
-    except Untraceable as reason:
-        raise Untraceable(failed if str(reason) == failed else f"{failed}; by dispatch: {reason}") from reason
-    oracle.why = failed
-    return oracle
+            reasons.append(str(reason))
+            continue
+        oracle.why = "; ".join(reasons)
+        return oracle
+    raise Untraceable("; by dispatch: ".join(dict.fromkeys(reasons)))

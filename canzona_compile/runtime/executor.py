@@ -131,9 +131,10 @@ class Executor:
                     self.program.module(*arguments)
                 else:
                     self.replay.run(arguments)
+        except BaseException:
+            torch.set_float32_matmul_precision(precision)  # the program may have been about to put it back
+            raise
         finally:
-            if torch.get_float32_matmul_precision() != precision:  # the program was interrupted
-                torch.set_float32_matmul_precision(precision)
             for i, _ in self._lookups:  # gradients must not stay alive between steps
                 arguments[i] = None
 

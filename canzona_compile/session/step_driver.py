@@ -104,6 +104,7 @@ class StepDriver:
         self._lineup: Lineup = ()  # the variants of the next step
         self._shared_lineup: Lineup = ()  # the part of it whose tasks are shared with other ranks
         self._stepped: set[str] = set()  # tasks that have taken a step
+        self._passing = {name for name, bound in plan.bound.items() if bound.kind.passing}
         self._met: set[Lineup] = set()  # shared lineups that all ranks have agreed on
 
     @property
@@ -172,7 +173,7 @@ class StepDriver:
             return StepChange.replan("the parameters changed")
         if self._held_params.replaced():
             return StepChange.replan("the memory or the attributes of parameters were replaced")
-        if any(bound.kind.passing and name in self._stepped for name, bound in self.plan.bound.items()):
+        if self._passing & self._stepped:
             return StepChange.replan("the state of parameters has another form now")
         self.capture.notice()
         self._held_params.check_gradients()
