@@ -8,10 +8,8 @@ way of their own, which depends on what they compiled before.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.capture.variant import StepInputs
 from canzona_compile.ir.fx_utils import from_numbers, graph_module, pointwise, tensor_value
+from canzona_compile.ir.product_at import matmul_precision
 from canzona_compile.ir.step import Role, Template
 
 SAMPLES = 3
@@ -104,17 +103,6 @@ def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, mom
         return False
     expected = {**dict(state_leaves(twin.state[param])), "param": param.detach()}
     return all(torch.equal(value, expected[name]) for name, value in zip(template.writes, found, strict=True))
-
-
-@contextlib.contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Inside this context, torch's float32 matmul precision is this one; empty changes nothing."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision or before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def alike(state: dict[str, Any], oracle: Oracle, generator: torch.Generator) -> dict[str, Any]:

@@ -8,7 +8,7 @@ step too, and its counts are copied. Everything else is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -141,7 +141,7 @@ class CounterShadow:
     def count(self) -> None:
         """Take one step and copy the counts that it changed. Parameter groups without gradients do not step."""
         groups = self.optimizer.param_groups
-        self._params += [self._like(group["params"]) for group in groups[len(self._params) :]]
+        self._params += [tiny(group["params"]) for group in groups[len(self._params) :]]
         for param, group in zip(self._params, groups, strict=True):
             some = any(p.grad is not None for p in group["params"])
             param.grad = torch.randn(param.shape, generator=self._random).to(param) if some else None
@@ -156,8 +156,9 @@ class CounterShadow:
             changed = {k: v for k, v in new.items() if isinstance(v, int | float) and (k not in old or old[k] != v)}
             home.update(changed)
 
-    def _like(self, params: list[Tensor]) -> Tensor:
-        """Make a tiny parameter with as many dimensions as the first of some parameters."""
-        first = params[0] if params else torch.zeros(2, 3)
-        shape = tuple(min(n, 2 + i) for i, n in enumerate(first.shape))
-        return torch.nn.Parameter(torch.ones(shape, dtype=first.dtype))  # on the CPU, so that no device is waited for
+
+def tiny(params: Sequence[Tensor]) -> Tensor:
+    """Make a tiny parameter with as many dims as the first of some; on the CPU, so that no device is waited for."""
+    first = params[0] if params else torch.zeros(2, 3)
+    shape = tuple(min(n, 2 + i) for i, n in enumerate(first.shape))
+    return torch.nn.Parameter(torch.ones(shape, dtype=first.dtype))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from canzona_compile.capture.no_collectives import check_local
+
 
 def draws(graph: fx.Graph) -> bool:
     """Tell whether an operator of a graph draws from a random generator."""
@@ -99,26 +101,24 @@ class MatrixGenerators:
 class MutedDraws(TorchDispatchMode):
     """Gives all draws of one moment equal numbers if their shapes are equal, whoever draws, in whatever order.
 
-    So runs that draw can be compared. Generators are as they were after each draw.
+    So runs that draw can be compared. Generators are as they were after each draw. Nothing may communicate here.
 
     Attributes:
         moment: the number of the moment; other moments have other numbers.
         drew: whether numbers were drawn.
         from_its_own: whether some of them came from a generator that the code made.
-        communicated: the name of a collective that was called; empty if there was none.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.moment, self.communicated = device, 0, ""
+        self.device, self.moment = device, 0
         self.drew = self.from_its_own = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         own = dict(kwargs or {})
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.communicated = func.name()
+        check_local(func)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **own)
         self.drew = True

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from canzona_compile.capture.construction import atoms_of
+from canzona_compile.capture.dynamo import as_written
+from canzona_compile.capture.external_counters import tiny
 from canzona_compile.capture.kept import Finder, plain, put
 from canzona_compile.capture.randomness import MatrixGenerators
 from canzona_compile.capture.resident import Recipe
@@ -52,7 +53,7 @@ class ResidentShadow:
             own.update({k: v for k, v in hypers(group).items() if k not in recipe.hyperparameters})
             some = any(p.grad is not None for p in group["params"])
             param.grad = torch.randn(param.shape, generator=self._random).to(param) if some else None
-        with self._generators.in_use():
+        with self._generators.in_use(), as_written():
             step_plainly(self._object)
         for own, group in zip(self._object.param_groups, real.param_groups, strict=True):
             group.update({k: own[k] for k in recipe.hyperparameters if k in own})
@@ -64,9 +65,3 @@ class ResidentShadow:
         finder = Finder(self._params[0])
         finder.look_at_attributes(optimizer, {path.split("/")[1] for path in self.recipe.shared})
         return finder.found
-
-
-def tiny(params: Sequence[Tensor]) -> nn.Parameter:
-    """Make a tiny parameter with as many dimensions as the first of some parameters, on the CPU."""
-    first = params[0] if params else torch.zeros(2, 3)
-    return nn.Parameter(torch.ones([min(n, 2 + i) for i, n in enumerate(first.shape)], dtype=first.dtype))

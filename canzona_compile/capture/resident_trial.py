@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.construction import Construction, NotConstructible, atoms_of, reads_values
@@ -15,6 +14,7 @@ from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import attribute_of
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
+from canzona_compile.capture.parts import contiguous
 from canzona_compile.capture.randomness import MutedDraws, seeded
 from canzona_compile.capture.resident import Recipe, Resident
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, contents_of, run
@@ -70,8 +70,6 @@ def together(
             raise Dependent(f"it changes {some(places)}, outside of the optimizer")
         if muted.from_its_own:
             raise Dependent("it draws from a random generator of its own, for one parameter after the other")
-        if muted.communicated:
-            raise Dependent(f"it communicates by itself, by {muted.communicated}")
     finally:
         outside.restore()
     return StepsTogether(found, first, muted.drew)
@@ -151,11 +149,6 @@ def run_caught(small: Miniature, scenario: Scenario, step: Callable[[], Any]) ->
     except (CanzonaError, NotConstructible) as error:
         found.error = error
         return found
-
-
-def contiguous(tensor: Tensor) -> Tensor:
-    """Copy a tensor to contiguous memory, as gathering it does."""
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def held_by(resident: Resident, index: int) -> Contents:

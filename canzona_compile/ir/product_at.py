@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,16 @@ import torch
 from torch import fx
 
 from canzona_compile.ir.program_ops import set_matmul_precision
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Inside this context, torch's float32 matmul precision is this one; empty changes nothing."""
+    before = set_matmul_precision(precision or torch.get_float32_matmul_precision())
+    try:
+        yield
+    finally:
+        set_matmul_precision(before)
 
 
 @dataclass(frozen=True)
@@ -32,11 +44,8 @@ class ProductAt:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator, and put torch's precision back."""
-        before = set_matmul_precision(self.precision)
-        try:
+        with matmul_precision(self.precision):
             return self.operator(*args, **kwargs)
-        finally:
-            set_matmul_precision(before)
 
 
 def operator_of(node: fx.Node) -> Any:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from canzona_compile.errors import UnsupportedOptimizer
 
@@ -25,7 +25,12 @@ def check_disjoint(named: Iterable[tuple[str, int, Tensor]]) -> None:
     for name, _, param in named:
         own = param._local_tensor if isinstance(param, DTensor) else param
         size = own.numel() * own.itemsize
-        if size and own.device.type != "meta" and own.is_contiguous() and own.untyped_storage().size():
+        if (
+            size
+            and own.device.type != "meta"
+            and is_non_overlapping_and_dense_or_false(own)
+            and own.untyped_storage().size()
+        ):
             found.append((own.data_ptr(), own.data_ptr() + size, name))
     found.sort()
     for (_, end, first), (start, _, second) in itertools.pairwise(found):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from tests.harness.pairs import Pair, different, feed, muon, parameters, params_
 from tests.harness.toy_optimizers import PerParameter, State, cube
 
 
-def test_parameters_that_share_memory_are_refused() -> None:
+@pytest.mark.parametrize("other", [lambda memory: memory[4:], lambda memory: memory[:8].T], ids=["rows", "transposed"])
+def test_parameters_that_share_memory_are_refused(other: Callable[[Tensor], Tensor]) -> None:
     memory = torch.randn(12, 4)
-    named = [("first", nn.Parameter(memory[:8])), ("second", nn.Parameter(memory[4:]))]
+    named = [("first", nn.Parameter(memory[:8])), ("second", nn.Parameter(other(memory)))]
     optimizer = canzona_compile.wrap(muon(named))
     feed(optimizer, 0)
     with pytest.raises(UnsupportedOptimizer, match="shares memory with first") as caught:
