@@ -3,7 +3,7 @@
 #   make demo PYTHON=python3.12               another interpreter
 #   make demo DEMO_ARGS="--parallel tp"       options of examples/train_lm.py
 #   make test PYTEST_ARGS="-k muon -x"        options of pytest
-#   make test-all                             every test and combination, for about an hour
+#   make test-all                             every test and combination, for much longer
 #   GOLDEN=accept make test                   rewrite tests/golden/
 #   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
 #   make test-gpu VENV= PYTHON=python3        the same with a Python that has torch already: nothing is installed

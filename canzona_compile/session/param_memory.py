@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.ir.layout import local_part
 
 
 def check_disjoint(named: Iterable[tuple[str, int, Tensor]]) -> None:
@@ -23,14 +24,10 @@ def check_disjoint(named: Iterable[tuple[str, int, Tensor]]) -> None:
     """
     found: list[tuple[int, int, str]] = []
     for name, _, param in named:
-        own = param._local_tensor if isinstance(param, DTensor) else param
+        own = local_part(param)
         size = own.numel() * own.itemsize
-        if (
-            size
-            and own.device.type != "meta"
-            and is_non_overlapping_and_dense_or_false(own)
-            and own.untyped_storage().size()
-        ):
+        held = size and own.device.type != "meta" and own.untyped_storage().size()
+        if held and is_non_overlapping_and_dense_or_false(own):
             found.append((own.data_ptr(), own.data_ptr() + size, name))
     found.sort()
     for (_, end, first), (start, _, second) in itertools.pairwise(found):
