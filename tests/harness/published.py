@@ -44,7 +44,7 @@ class Published:
 
 
 def imported(name: str) -> Any:
-    """Import a package, whatever it warns of; without it, skip the file."""
+    """Import a package, whatever it warns of; without it, skip the test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name, exc_type=ImportError)

@@ -1,0 +1,59 @@
+"""Optimizers of published packages on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness.marks import first
+from tests.harness.published import CASE, DRAWN, Published, check, imported, verdict
+from tests.harness.ranks import run
+
+BLOCKS = ((66, 128),)  # whole blocks, others keep 32 bits; one shape, because Inductor compiles each
+LARGE = ((65, 64), (64, 130))  # smaller ones keep 32 bits
+
+OPTIMIZERS = {
+    "bitsandbytes.optim": (
+        Published("AdamW8bit", {"lr": 0.01}, shapes=LARGE),
+        Published("AdamW", {"lr": 0.01}),
+        Published("Lion8bit", {"lr": 0.01}, shapes=LARGE),
+    ),
+    "heavyball": (
+        Published("AdamW", {"lr": 0.01}),
+        Published("Muon", {"lr": 0.01}, DRAWN),
+        Published("SOAP", {"lr": 0.01}),
+        Published("PSGDKron", {"lr": 0.01}, DRAWN, shapes=((16, 24), (24, 8))),
+    ),
+    "schedulefree": (
+        Published("AdamWScheduleFree", {"lr": 0.01, "foreach": False}),
+        Published("SGDScheduleFree", {"lr": 0.01, "foreach": False}),
+        Published("RAdamScheduleFree", {"lr": 0.01, "foreach": False}),
+    ),
+    "torchao.optim": (
+        Published("AdamW8bit", {"lr": 0.01}, shapes=BLOCKS),
+        Published("AdamW4bit", {"lr": 0.01}, shapes=BLOCKS),
+    ),
+}
+NAMED = {f"{package}-{one}": (package, one) for package, several in OPTIMIZERS.items() for one in several}
+
+
+def loaded(package: str) -> Any:
+    """Import a package; without it, skip the test."""
+    module = imported(package)
+    if package == "heavyball":
+        module.utils.compile_mode = None  # Inductor would take a minute for each optimizer
+    return module
+
+
+def on_rank(name: str) -> str:
+    package, one = NAMED[name]
+    return verdict(one, loaded(package))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", [each for p in OPTIMIZERS for each in first(n for n in NAMED if NAMED[n][0] == p)])
+def test_optimizer(name: str) -> None:
+    package, one = NAMED[name]
+    loaded(package)
+    check(run(CASE.world, on_rank, name), one)
