@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.attributes import TORCH_S_OWN
@@ -234,8 +233,6 @@ def check_likeness(
     Raises:
         NotConstructible: it fails there, or something differs.
     """
-    if sharded := sharded_in(optimizer):
-        raise NotConstructible(f"its constructor made DTensors of its own, in {some(sharded)}")
     real = [p for group in optimizer.param_groups for p in group["params"]]
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = {id(p): fake_of(p) for p in real}
@@ -249,24 +246,6 @@ def check_likeness(
             f" (such as {told(found.get(first))} instead of {told(wanted.get(first))}): an argument is kept under "
             "another name, or the optimizer was changed since"
         )
-
-
-def sharded_in(optimizer: Optimizer) -> list[str]:
-    """Find the DTensors that an optimizer keeps beside its parameters, such as views of them."""
-    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-    def label(value: Any) -> str | None:
-        if value is optimizer:
-            return "the optimizer"
-        if isinstance(value, Tensor):
-            return "a DTensor" if isinstance(value, DTensor) and id(value) not in params else "a tensor"
-        return None
-
-    walk = Walk(label)
-    for name, value in vars(optimizer).items():
-        if name not in NOT_COPIED:
-            walk.add(f"self.{name}", value)
-    return [place for place, held in walk.found.items() if held == "a DTensor"]
 
 
 def fake_of(param: Tensor) -> nn.Parameter:

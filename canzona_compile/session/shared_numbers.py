@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from canzona_compile.session.plan import Plan
 from canzona_compile.session.variant_selection import Cohort
 
 Ranks = tuple[int, ...]
+ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 
 class SharedNumbers:
@@ -49,9 +51,13 @@ class SharedNumbers:
 
 
 def described(values: Any) -> str:
-    """Numbers and texts by name. Reading a tensor on a device would make the host wait, so those are left out."""
-    return ", ".join(
+    """Numbers and texts by name. Reading a tensor on a device would make the host wait, so those are left out.
+
+    Functions and objects among them are told without their addresses, which differ from process to process.
+    """
+    text = ", ".join(
         f"{name}={value.tolist() if isinstance(value, Tensor) else value!r}"
         for name, value in sorted(hypers(values).items())
         if not isinstance(value, Tensor) or value.device.type == "cpu"
     )
+    return ADDRESS.sub("", text)

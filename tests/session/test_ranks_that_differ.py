@@ -85,6 +85,27 @@ def test_one_rank_differs(case: Case, difference: tuple[Edit, set[str], tuple[st
     check(run(case.world, differs, case, edit, after=ready()), errors, *words)
 
 
+class Callback:
+    """An object whose `repr` tells its address."""
+
+
+def holds_an_object(case: Case) -> str:
+    trainer = Trainer(case)
+    trainer.steps(2)
+    # Objects that stay alive, so that the same line makes one at another address on every rank.
+    others = [Callback() for _ in range(100 * dist.get_rank())]
+    set_hyper(trainer, "callback", Callback())
+    assert len(others) == 100 * dist.get_rank()
+    return trainer.last_step().error
+
+
+@pytest.mark.ranks
+def test_addresses_of_objects_do_not_differ() -> None:
+    """Ranks are processes of their own: what a group holds beside numbers lies elsewhere in each."""
+    case = Case("fsdp", (2,))
+    assert run(case.world, holds_an_object, case, after=ready()) == ["", ""]
+
+
 def goes_on(case: Case, edit: Edit) -> tuple[list[bool], list[str]]:
     """One rank has a wrong gradient once; all catch the error and go on: beside a run without that step."""
     trainer, other = Trainer(case), Trainer(case)
