@@ -21,6 +21,8 @@ from canzona_compile.capture.parts import Company, step_one
 from canzona_compile.capture.twin import NOT_COPIED, hypers, plain_class, plain_step
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
 
+TINY = 2.0**-20  # a factor of hyperparameters; by a smaller one parameters shrink too
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -31,7 +33,8 @@ class Scenario:
         steps: the number of steps.
         missing: by step, the parameter that has no gradient.
         scales: by step, the factor of the first parameter's gradient.
-        rates: by step, the factor of all hyperparameters that are floats, from that step on.
+        rates: by step, the factor of all hyperparameters that are floats, from that step on; below `TINY` that of
+            parameters as well.
         frozen: the step before which the last parameter stops to require a gradient, although it has one.
         loops: whether steps do without `foreach`.
         stateful: whether parameters begin with small copies of the state that they have now.
@@ -123,6 +126,8 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
         factor = scenario.rates.get(number, 1.0)
         for group in small.optimizer.param_groups if factor != 1.0 else ():
             group.update({k: v * factor for k, v in hypers(group).items() if isinstance(v, float)})
+        for param in small.params if factor < TINY else ():
+            param.data.mul_(factor)  # beside a large parameter, updates with such a rate would vanish in rounding
         if number == scenario.frozen:
             small.params[-1].requires_grad_(False)
         given = []

@@ -53,6 +53,13 @@ class FromStepThirteen(LateCoupling):
         return self.count >= 13
 
 
+class AtStepThirtyOne(LateCoupling):
+    """At the thirty-first step alone, at which a rehearsal tries low hyperparameters."""
+
+    def couples(self, params: Params) -> bool:
+        return self.count == 31
+
+
 class EverySeven(LateCoupling):
     """At every seventh step."""
 
@@ -245,6 +252,7 @@ ZERO = at(3, 0, torch.zeros_like)
 TRAPS = (
     Trap("coupled-from-step-5", FAMILY, FromStepFive, "refused", steps=7),
     Trap("coupled-from-step-13", FAMILY, FromStepThirteen, "refused", steps=15),
+    Trap("coupled-at-step-31", FAMILY, AtStepThirtyOne, "refused", steps=33),
     Trap("coupled-every-7", FAMILY, EverySeven, "refused", steps=9),
     Trap("coupled-below-rate", FAMILY, BelowRate, "refused", steps=5, edit=set_group("lr", 0.01, at=3)),
     Trap("coupled-when-asked", FAMILY, WhenAsked, "refused", steps=5, edit=set_group("coupled", True, at=3)),
