@@ -60,6 +60,24 @@ class AtStepThirtyOne(LateCoupling):
         return self.count == 31
 
 
+class SlightlyAtStepTwentyTwo(Optimizer):
+    """At the twenty-second step alone, by factors that leave next to nothing of the update."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(halves(params), {"lr": 0.1})
+        self.param_groups[1]["lr"] = 0.07
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        scale = max(group["lr"] for group in self.param_groups) ** 3 if self.count == 22 else 1.0
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(cube(param.grad) * (group["lr"] * scale))
+
+
 class EverySeven(LateCoupling):
     """At every seventh step."""
 
@@ -253,6 +271,7 @@ TRAPS = (
     Trap("coupled-from-step-5", FAMILY, FromStepFive, "refused", steps=7),
     Trap("coupled-from-step-13", FAMILY, FromStepThirteen, "refused", steps=15),
     Trap("coupled-at-step-31", FAMILY, AtStepThirtyOne, "refused", steps=33),
+    Trap("slightly-coupled-at-step-22", FAMILY, SlightlyAtStepTwentyTwo, "either", steps=24),
     Trap("coupled-every-7", FAMILY, EverySeven, "refused", steps=9),
     Trap("coupled-below-rate", FAMILY, BelowRate, "refused", steps=5, edit=set_group("lr", 0.01, at=3)),
     Trap("coupled-when-asked", FAMILY, WhenAsked, "refused", steps=5, edit=set_group("coupled", True, at=3)),
