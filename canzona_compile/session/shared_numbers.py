@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from canzona_compile.session.plan import Plan
 from canzona_compile.session.variant_selection import Cohort
 
 Ranks = tuple[int, ...]
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class SharedNumbers:
@@ -51,7 +53,15 @@ class SharedNumbers:
 def described(values: Any) -> str:
     """Numbers and texts by name. Reading a tensor on a device would make the host wait, so those are left out."""
     return ", ".join(
-        f"{name}={value.tolist() if isinstance(value, Tensor) else value!r}"
+        f"{name}={told(value)}"
         for name, value in sorted(hypers(values).items())
         if not isinstance(value, Tensor) or value.device.type == "cpu"
     )
+
+
+def told(value: Any) -> str:
+    """One value, without what differs between processes that hold equal ones: addresses, and the order of sets."""
+    if isinstance(value, Tensor):
+        return str(value.tolist())
+    text = repr(sorted(value, key=repr)) if isinstance(value, set | frozenset) else repr(value)
+    return ADDRESS.sub("", text)
