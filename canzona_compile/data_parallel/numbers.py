@@ -26,7 +26,7 @@ DIGEST = 8  # bytes
 LARGEST = 255  # of a byte
 
 
-class Answer(NamedTuple):
+class ToldNumbers(NamedTuple):
     """A digest that all ranks have put into an exchange.
 
     Attributes:
@@ -52,7 +52,7 @@ class StepNumbers:
         self._group, self._optimizers = group, optimizers
         self._used: dict[Optimizer, str] = {}  # what the last step of each optimizer read
         self._text = ""  # what this rank told last
-        self._late: Answer | None = None
+        self._late: ToldNumbers | None = None
 
     def note(self, optimizer: Optimizer) -> None:
         """Remember what a step reads that begins now."""
@@ -80,12 +80,12 @@ class StepNumbers:
         Raises:
             RankMismatch: ranks step, or have stepped, with different numbers. Every rank raises.
         """
-        answer: Answer | None = Answer(values, None, self._text)
+        answer: ToldNumbers | None = ToldNumbers(values, None, self._text)
         if values.device.type != "cpu":
             arrived = torch.cuda.Event()
             host = values.to("cpu", non_blocking=True)
             arrived.record()
-            answer, self._late = self._late, Answer(host, arrived, self._text)
+            answer, self._late = self._late, ToldNumbers(host, arrived, self._text)
         if answer is None:
             return
         if answer.arrived is not None:
