@@ -2,9 +2,11 @@
 
     python benchmarks/simulator_validation.py
     python benchmarks/simulator_validation.py --ranks 2,4 --cases even,many-small --rounds 10 --json out.json
+    python benchmarks/simulator_validation.py --ranks 2,4 --cases zero1-even,zero1-uneven --json out.json
 
 It calibrates, starts gloo ranks of one thread, measures the steps of benchmarks/step_latency.py, and simulates the
-same emitted steps. Exit code 1 if the median error is above the limit. benchmarks/README.md says what counts.
+same emitted steps. Of cases that begin with "zero1-" it measures and simulates the phases of an iteration. Exit code 1
+if the median error is above the limit. benchmarks/README.md says what counts.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from torch.multiprocessing.spawn import spawn
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.tools.calibration.calibrate import calibrate, processors
 from latency_cases import CASES
-from latency_variants import OURS
+from latency_variants import REPLICATED
 from validation_rounds import QUIET, Comparison, compare_case
+from zero1_validation import ZERO1_CASES, compare_zero1
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results" / "simulator_validation.json"
@@ -48,6 +51,7 @@ class Settings:
     cases: tuple[str, ...]
     rounds: int
     limit: float
+    patience: float
     json: str
 
 
@@ -57,7 +61,8 @@ class Results:
 
     Attributes:
         hardware: the calibration before the runs of so many ranks, by that number.
-        median_error: of the absolute errors of `ours`, over cases and numbers of ranks where a round was quiet.
+        median_error: of the absolute errors of `ours`, and of each phase under ZeRO-1, over cases and numbers of ranks
+            where a round was quiet.
     """
 
     schema: int
@@ -75,15 +80,19 @@ def parse() -> Settings:
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=12, help="quiet rounds that are timed (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=0.2, help="of the median error (default: %(default)s)")
+    parser.add_argument(
+        "--patience", type=float, default=200.0, help="seconds of waiting for calm, in a case (default: %(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", default=str(RESULTS), help="write the results there (%(default)s)")
     given = parser.parse_args()
     cases = tuple(given.cases.split(","))
-    if unknown := [name for name in cases if name not in CASES]:
-        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    known = [*CASES, *ZERO1_CASES]
+    if unknown := [name for name in cases if name not in known]:
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(known)}")
     ranks = tuple(int(text) if text.isdigit() else 0 for text in given.ranks.split(","))
     if given.rounds < 1 or min(ranks) < 2:
         parser.error("--rounds must be at least 1, and all of --ranks at least 2")
-    return Settings(ranks, cases, given.rounds, given.limit, given.json)
+    return Settings(ranks, cases, given.rounds, given.limit, given.patience, given.json)
 
 
 def main() -> int:
@@ -97,14 +106,14 @@ def main() -> int:
         hardware, _ = calibrate(device="cpu", ranks=min(ranks, processors()))
         rates[ranks] = hardware.to_dict()
         found += compare(settings, ranks, hardware)
-    counted = [one for one in found if one.variant == OURS and one.quiet]
+    counted = [one for one in found if one.variant != REPLICATED and one.quiet]
     error = statistics.median(abs(one.error) for one in counted) if counted else math.inf
     results = Results(SCHEMA, torch.__version__, processors(), error, settings.limit, found, rates)
     Path(settings.json).parent.mkdir(parents=True, exist_ok=True)
     Path(settings.json).write_text(json.dumps(asdict(results), indent=1) + "\n")
     Console(width=None if sys.stdout.isatty() else 120).print(table(results))
-    total = len(settings.cases) * len(settings.ranks)
-    print(f"median error of {OURS}: {error:.1%} over {len(counted)} of {total}, limit {settings.limit:.0%}")
+    total = sum(one.variant != REPLICATED for one in found)
+    print(f"median error: {error:.1%} over {len(counted)} of {total}, limit {settings.limit:.0%}")
     return int(error > settings.limit)
 
 
@@ -122,11 +131,12 @@ def run_rank(rank: int, settings: Settings, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     meeting = Path(folder, "ranks").as_uri()
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
     hardware = named_hardware(str(Path(folder, "hardware.json")))
     found: list[Comparison] = []
     for name in settings.cases:
-        own = compare_case(CASES[name], mesh, hardware, settings.rounds)
+        measure, case = (compare_zero1, ZERO1_CASES[name]) if name in ZERO1_CASES else (compare_case, CASES[name])
+        own = measure(case, mesh, hardware, settings.rounds, settings.patience)
         found += own
         for one in own if rank == 0 else []:
             print(
@@ -144,13 +154,21 @@ def table(results: Results) -> Table:
     made = Table(title=f"torch {results.torch}, gloo ranks of one thread on {results.processors} cores")
     for column in ("case", "variant"):
         made.add_column(column)
-    for column in ("ranks", "measured ms (p10-p90)", "predicted ms", "error", f"rounds with < {QUIET:.0%} foreign"):
+    for column in (
+        "ranks",
+        "measured ms (p10-p90)",
+        "predicted ms",
+        "error",
+        "of CPU",
+        f"rounds with < {QUIET:.0%} foreign",
+    ):
         made.add_column(column, justify="right")
     for one in results.comparisons:
         measured = f"{one.step_ms.median:.1f} ({one.step_ms.p10:.1f}-{one.step_ms.p90:.1f})"
         counts = f"{one.quiet} of {len(one.rounds)}"
         predicted = f"{one.predicted_ms:.1f}"
-        made.add_row(one.case, one.variant, str(one.ranks), measured, predicted, f"{one.error:+.0%}", counts)
+        of_cpu = "" if one.cpu_error is None else f"{one.cpu_error:+.0%}"
+        made.add_row(one.case, one.variant, str(one.ranks), measured, predicted, f"{one.error:+.0%}", of_cpu, counts)
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,11 @@ SHORTEST = 0.3  # seconds of a round, in which STAT says something
 QUIET = 0.05  # of the processors' time that others may take in a round that counts
 TRIES = 3  # times as many rounds as asked for, at most, to have enough quiet ones
 LOOK = 0.5  # seconds of looking whether others are at work, before a round
-PATIENCE = 200.0  # seconds of such looking, in a case
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Some steps of one variant.
+    """Some steps of one variant, or one phase of some iterations.
 
     Attributes:
         seconds: of each step, the slowest rank's wall time.
@@ -57,6 +56,7 @@ class Comparison:
         predicted_ms: until the last rank is done.
         compute_ms, exposed_ms, bubble_ms: of the mean rank, as predicted.
         error: predicted by measured, less 1.
+        cpu_error: the same of CPU seconds, which other jobs disturb less; None where none are predicted.
     """
 
     case: str
@@ -70,9 +70,10 @@ class Comparison:
     exposed_ms: float
     bubble_ms: float
     error: float
+    cpu_error: float | None = None
 
 
-def compare_case(case: Case, mesh: DeviceMesh, hardware: Hardware, rounds: int) -> list[Comparison]:
+def compare_case(case: Case, mesh: DeviceMesh, hardware: Hardware, rounds: int, patience: float) -> list[Comparison]:
     """Measure the variants of a case in turns, then predict each from the step that it ran; a collective."""
     full = random_matrices(case.shapes, seed=0)
     variants = [v for v in make_variants(full, mesh, "auto", "muon") if v.name in VARIANTS]
@@ -87,7 +88,6 @@ def compare_case(case: Case, mesh: DeviceMesh, hardware: Hardware, rounds: int) 
             lasts[variant.name] = agreed(time.perf_counter() - start)
     steps = {name: max(1, round(SHORTEST / seconds)) for name, seconds in lasts.items()}
     taken: dict[str, list[Round]] = {v.name: [] for v in variants}
-    patience = PATIENCE
     for number in range(TRIES * rounds):
         waiting = [v for v in variants if quiet(taken[v.name]) < rounds]
         turn = number % max(1, len(waiting))  # another one goes first each time
@@ -123,19 +123,38 @@ def agreed(seconds: float) -> float:
 def take(variant: Variant, gradients: Gradients, steps: int) -> Round:
     """Time some steps, and see whether anybody else was at work; a collective."""
     samples = Samples()
+
+    def work() -> None:
+        for number in range(steps):
+            gradients.give(variant, number)
+            samples.take(variant, number)
+
+    cpu, foreign = watched(work)
+    walls = tuple(sample.wall for sample in samples.shared(variant.name).values())
+    return Round(walls, cpu / steps, foreign)
+
+
+def watched(work: Callable[[], None]) -> tuple[float, float]:
+    """Do some work on all ranks; a collective.
+
+    Returns:
+        CPU seconds of all ranks' processes, and the share of all processors' time that other jobs took meanwhile.
+    """
     dist.barrier()
     cpu, wall, busy = time.process_time(), time.perf_counter(), busy_seconds()
-    for number in range(steps):
-        gradients.give(variant, number)
-        samples.take(variant, number)
+    work()
     dist.barrier()
     wall, busy = time.perf_counter() - wall, busy_seconds() - busy
     own = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
     dist.all_reduce(own)
     foreign = torch.tensor([(busy - float(own)) / (wall * processors())], dtype=torch.float64)
     dist.broadcast(foreign, 0)
-    walls = tuple(sample.wall for sample in samples.shared(variant.name).values())
-    return Round(walls, float(own) / steps, max(0.0, float(foreign)))
+    return float(own), max(0.0, float(foreign))
+
+
+def chosen_rounds(rounds: Sequence[Round]) -> Sequence[Round]:
+    """The quiet ones; the quietest half if none was quiet."""
+    return sorted(rounds, key=lambda one: one.foreign)[: quiet(rounds) or (len(rounds) + 1) // 2]
 
 
 def busy_seconds() -> float:
@@ -147,9 +166,7 @@ def busy_seconds() -> float:
 
 
 def comparison(case: Case, variant: Variant, rounds: Sequence[Round], hardware: Hardware) -> Comparison:
-    count = quiet(rounds)
-    chosen = sorted(rounds, key=lambda one: one.foreign)[: count or (len(rounds) + 1) // 2]
-    measured = spread([seconds * 1e3 for one in chosen for seconds in one.seconds])
+    measured = spread([seconds * 1e3 for one in chosen_rounds(rounds) for seconds in one.seconds])
     optimizer: Any = variant.optimizer
     found = simulate(optimizer.canzona.step, hardware)
     return Comparison(
@@ -157,7 +174,7 @@ def comparison(case: Case, variant: Variant, rounds: Sequence[Round], hardware: 
         ranks=dist.get_world_size(),
         variant=variant.name,
         step_ms=measured,
-        quiet=count,
+        quiet=quiet(rounds),
         rounds=rounds,
         predicted_ms=found.seconds * 1e3,
         compute_ms=statistics.fmean(rank.compute for rank in found.ranks) * 1e3,

@@ -18,6 +18,7 @@ from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.data_parallel.norms import clip_by_norm, cut_by_mesh
+from canzona_compile.data_parallel.numbers import StepNumbers
 from canzona_compile.data_parallel.reduction import MARK, Reduction
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
@@ -62,9 +63,10 @@ class Zero1:
     ) -> None:
         self.fragments, self.buckets, self.group, self.gather = fragments, tuple(buckets), group, gather
         self._agreement = agreement
-        self.reduction = Reduction(fragments, buckets, group, wire, agreement, self, zeros)
-        self.gathering = Gathering(fragments, buckets, group, self.reduction.waiter)
         self._names = {session: frozenset(names) for session, names in sessions.items()}
+        self._numbers = StepNumbers(group, lambda: [session.optimizer for session in self._names])
+        self.reduction = Reduction(fragments, buckets, group, wire, agreement, self, zeros, self._numbers)
+        self.gathering = Gathering(fragments, buckets, group, self.reduction.waiter)
         self._held = [frozenset(bucket.names) for bucket in self.buckets]
         self._trained = {id(fragment.param) for fragment in fragments.values()}
         self._stepped: set[str] = set()  # parameters that were updated and are not being gathered yet
@@ -102,6 +104,7 @@ class Zero1:
     def _around(self, session: OwnerSession) -> Iterator[None]:
         with self.reduction.told():
             self._before()
+            self._numbers.note(session.optimizer)
             yield
             self._after(session)
 

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, all_reduce, largest, reduce
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
+from canzona_compile.data_parallel.numbers import StepNumbers
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.runtime.store_agreement import StoreAgreement, Waiter
@@ -37,6 +38,7 @@ class Reduction:
         agreement: tells the other ranks of an error; None if this rank is alone.
         ledger: where operations on reduced gradients are noted.
         zeros: whether a gradient that is missing on all ranks counts as zeros.
+        numbers: what ranks step with, which they compare in the same exchange as the presence of gradients.
 
     Attributes:
         number: how often gradients were reduced, this time included.
@@ -58,9 +60,10 @@ class Reduction:
         agreement: StoreAgreement | None,
         ledger: Ledger,
         zeros: bool,
+        numbers: StepNumbers,
     ) -> None:
         self.fragments, self.buckets, self.group, self.wire = fragments, tuple(buckets), group, wire
-        self.agreement, self.ledger, self.zeros = agreement, ledger, zeros
+        self.agreement, self.ledger, self.zeros, self.numbers = agreement, ledger, zeros, numbers
         device = next(iter(fragments.values())).param.device
         self.waiter = Waiter([] if agreement is None else [agreement], device, PEER_DIED)
         self.number = 0
@@ -226,34 +229,39 @@ class Reduction:
         Every rank must call this. Autograd does at the end of backward.
 
         Raises:
-            CanzonaError: another rank failed, or died.
+            CanzonaError: another rank failed, died, or would step with other numbers.
         """
         with self.told():
             if not self.under_way:
                 self._begin()
             while self._next < len(self.buckets):
                 self._start(self.buckets[self._next])
-            present = self._agree_on_presence()
+            present, told = self._exchange()
             while self._pending:
                 self._take(self._pending.popleft())
+            self.numbers.hear(told)
         self.under_way, self.reduced, self.present = False, True, present
         self._hand_out()
         self.at_finish()
 
-    def _agree_on_presence(self) -> frozenset[str]:
+    def _exchange(self) -> tuple[frozenset[str], Tensor]:
         """Find the parameters that have a gradient on some rank. This is a collective.
 
         The host reads the answer only if a gradient is missing here, because reading waits for the device.
+
+        Returns:
+            Their names, and what ranks told of the numbers that they step with.
         """
         names = tuple(self.fragments)
         missing = [i for i, name in enumerate(names) if name not in self._seen]
         param = self.fragments[names[0]].param
         flags = torch.ones(len(names), dtype=torch.uint8, device=param.device)
         flags[missing] = 0
-        found = largest(self.group, flags, self.waiter)
+        found = largest(self.group, torch.cat([flags, self.numbers.told(param.device)]), self.waiter)
+        there, told = found[: len(names)], found[len(names) :]
         if not missing or self.zeros:
-            return frozenset(names)
-        return frozenset(name for name, there in zip(names, found.tolist(), strict=True) if there)
+            return frozenset(names), told
+        return frozenset(name for name, held in zip(names, there.tolist(), strict=True) if held), told
 
     def _hand_out(self) -> None:
         """Give owners the gradients of what they own, and every rank the sign that there are gradients."""

@@ -14,7 +14,7 @@ from canzona_compile.session.plan import Plan
 from canzona_compile.session.variant_selection import Cohort
 
 Ranks = tuple[int, ...]
-ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class SharedNumbers:
@@ -51,13 +51,17 @@ class SharedNumbers:
 
 
 def described(values: Any) -> str:
-    """Numbers and texts by name. Reading a tensor on a device would make the host wait, so those are left out.
-
-    Functions and objects among them are told without their addresses, which differ from process to process.
-    """
-    text = ", ".join(
-        f"{name}={value.tolist() if isinstance(value, Tensor) else value!r}"
+    """Numbers and texts by name. Reading a tensor on a device would make the host wait, so those are left out."""
+    return ", ".join(
+        f"{name}={told(value)}"
         for name, value in sorted(hypers(values).items())
         if not isinstance(value, Tensor) or value.device.type == "cpu"
     )
+
+
+def told(value: Any) -> str:
+    """One value, without what differs between processes that hold equal ones: addresses, and the order of sets."""
+    if isinstance(value, Tensor):
+        return str(value.tolist())
+    text = repr(sorted(value, key=repr)) if isinstance(value, set | frozenset) else repr(value)
     return ADDRESS.sub("", text)

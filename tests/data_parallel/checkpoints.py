@@ -1,4 +1,4 @@
-"""Checkpoints between zero1, FSDP2 and one plain process: functions that run on ranks."""
+"""Checkpoints between zero1, `wrap` and one plain process: functions that run on ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 import canzona_compile
 from tests.data_parallel.models import MAKERS, Model, different_state
+from tests.data_parallel.runs import tensor_parallel
 from tests.harness.checkpoint_routes import quietly
 from tests.harness.layouts import full, mesh_of
+from tests.harness.optimizers import shared_captures
 
 STEPS = 3
 
@@ -42,34 +46,66 @@ def plain_run(make: str, steps: int) -> tuple[list[Tensor], list[Any]]:
     return [p.detach() for p in model.parameters()], [o.state_dict()["state"] for o in optimizers]
 
 
+def alone(make: str) -> None:
+    """Capture in one process what ranks need."""
+    Trained("wrap", make).steps(0, 2)
+
+
 class Trained:
-    """A model and its optimizers on this rank, in a layout."""
+    """A model and its optimizers on this rank, in a layout.
+
+    Args:
+        layout: "plain" and "wrap" are one process. "zero1", "zero1 replicas" and "zero1 tp" are data parallelism over
+            all ranks, over half of them in two replicas, and over half of them beside tensor parallelism. "fsdp" and
+            "tp" are sharded parameters under `wrap`; "replicate" is `wrap(replicate=)`, and "replicate tp" that on the
+            tensor-parallel parameters of two replicas.
+        make: the optimizers, a key of `MAKERS`.
+    """
 
     def __init__(self, layout: str, make: str) -> None:
-        self.layout = layout
-        model: Any = Model(seed=0 if layout != "zero1" else dist.get_rank())
-        self.model, self.handle = model, None
-        if layout == "fsdp":
-            for block in model.blocks:
-                fully_shard(block)
-            fully_shard(model)
-        self.optimizers: Any = MAKERS[make](model)
-        if layout == "zero1":
-            mesh = mesh_of((dist.get_world_size(),), ("dp",))
-            canzona_compile.zero1(model, self.optimizers, mesh=mesh, bucket_bytes=40_000)
-            self.handle = self.optimizers[0].canzona
-        elif layout == "fsdp":
-            for optimizer in self.optimizers:
-                canzona_compile.wrap(optimizer)
+        self.layout, self.zero1 = layout, layout.startswith("zero1")
+        # The first data-parallel rank's values count. Tensor-parallel ranks hold plain parameters alike.
+        seed = dist.get_rank() // (2 if layout == "zero1 tp" else 1) if self.zero1 else 0
+        self.model: Any = Model(seed)
+        data = self._lay_out()
+        self.optimizers: Any = MAKERS[make](self.model)
+        with shared_captures():
+            if self.zero1:
+                canzona_compile.zero1(self.model, self.optimizers, mesh=data, bucket_bytes=40_000)  # type: ignore[arg-type]
+            for optimizer in self.optimizers if not self.zero1 and layout != "plain" else ():
+                canzona_compile.wrap(optimizer, replicate=data)
+
+    def _lay_out(self) -> DeviceMesh | None:
+        """Shard the parameters; the mesh over which they are equal, if there is one."""
+        if self.layout in ("plain", "wrap"):
+            return None
+        world = dist.get_world_size()
+        match self.layout:
+            case "fsdp":
+                for block in self.model.blocks:
+                    fully_shard(block)
+                fully_shard(self.model)
+                return None
+            case "tp":
+                tensor_parallel(self.model, mesh_of((world,), ("tp",)))
+                return None
+            case "zero1 tp" | "replicate tp":
+                mesh = mesh_of((world // 2, 2), ("dp", "tp"))
+                tensor_parallel(self.model, mesh["tp"])
+                return mesh["dp"]
+            case "zero1 replicas":
+                return mesh_of((2, world // 2), ("replicas", "dp"))
+        return mesh_of((world,), ("dp",))
 
     def steps(self, start: int, stop: int) -> None:
         for step in range(start, stop):
-            grads = [gradient(p.shape, step, i) for i, p in enumerate(self.model.parameters())]
-            if self.layout == "zero1":  # a loss whose gradients are these
-                sum((p * g).sum() for p, g in zip(self.model.parameters(), grads, strict=True)).backward()
+            params = list(self.model.parameters())
+            grads = [like(param, gradient(param.shape, step, i)) for i, param in enumerate(params)]
+            if self.zero1:  # a loss whose gradients are these
+                sum((part(p) * part(g)).sum() for p, g in zip(params, grads, strict=True)).backward()
             else:
-                for param, grad in zip(self.model.parameters(), grads, strict=True):
-                    param.grad = like(param, grad)
+                for param, grad in zip(params, grads, strict=True):
+                    param.grad = grad
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -88,12 +124,14 @@ class Trained:
 
 def like(param: nn.Parameter, whole: Tensor) -> Tensor:
     """This rank's part of a gradient, laid out like its parameter."""
-    if not hasattr(param, "device_mesh"):
+    if not isinstance(param, DTensor):
         return whole
-    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(whole, param.device_mesh, param.placements)
 
-    found: Tensor = distribute_tensor(whole, param.device_mesh, param.placements)
-    return found
+
+def part(tensor: Any) -> Any:
+    """What this rank holds of a tensor; gradients flow back through it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def save(layout: str, make: str, folder: Path) -> list[str]:

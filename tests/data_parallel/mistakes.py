@@ -167,6 +167,44 @@ def scaled_differently() -> None:
         optimizer.step()
 
 
+def another_rate() -> None:
+    """A learning rate that is another one on one rank, before backward."""
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    if dist.get_rank() == 1:
+        optimizers[1].param_groups[0]["lr"] = 0.25
+    train(model, optimizers)
+
+
+def another_rate_between_backward_and_step() -> None:
+    """The next backward pass finds it."""
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    model(batch(1, dist.get_rank())).backward()
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = 0.25 if dist.get_rank() == 1 else 0.1
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.1
+    train(model, optimizers)
+
+
+def rate_set_right() -> list[str]:
+    """What ranks raise until the rate is the same again; then they train on."""
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    right = optimizers[0].param_groups[0]["lr"]
+    found = []
+    for rate in (right * (1 + dist.get_rank()), right):
+        optimizers[0].param_groups[0]["lr"] = rate
+        try:
+            train(model, optimizers)
+            found.append("")
+        except canzona_compile.CanzonaError as error:
+            found.append(type(error).__name__)
+    return found
+
+
 def refused_on_one_rank() -> None:
     """One rank adds to its gradients; the other one goes on."""
     model, optimizers, _ = set_up()
@@ -242,6 +280,8 @@ MISTAKES: dict[str, Callable[..., None]] = {
         clipped_by_value,
         scaled_on_one_rank,
         scaled_differently,
+        another_rate,
+        another_rate_between_backward_and_step,
         refused_on_one_rank,
         hook_changes_dtype,
         optimizer_fails_on_one_rank,

@@ -58,6 +58,13 @@ def others(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in known]
 
 
+def matrices_alone(model: nn.Module) -> list[nn.Parameter]:
+    """All matrices of a model of which nothing else is trained."""
+    for param in model.parameters():
+        param.requires_grad_(param.ndim == 2)
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def batch(step: int, rank: int, micro: int = 0) -> Tensor:
     """The tokens that a rank trains on."""
     random = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
@@ -69,6 +76,7 @@ MAKERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "adamw": lambda m: [AdamW(m.parameters(), lr=1e-3)],
     "soap": lambda m: [SOAP(hidden(m), lr=1e-3, every=3), AdamW(others(m), lr=1e-3)],
     "shampoo": lambda m: [Shampoo(hidden(m), lr=1e-3, every=3), AdamW(others(m), lr=1e-3)],
+    "muon": lambda m: [Muon(matrices_alone(m), lr=0.02, weight_decay=0.1)],
 }
 
 # Captured in a tenth of the time, for tests in which the optimizer does not matter.

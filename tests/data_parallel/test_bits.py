@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from tests.data_parallel.models import MAKERS
-from tests.data_parallel.runs import compare_with_ddp, compare_with_plain
+from tests.data_parallel.runs import alone, compare_with_ddp, compare_with_plain
 from tests.harness.marks import crossed
 from tests.harness.ranks import run
 
+STEPS = 20
 BUCKETS = 40_000  # bytes: several buckets, uniform and uneven ones
 DTYPES = [torch.float32, torch.bfloat16]
+LIKE_USERS: dict[str, Any] = {"clip": 0.5, "accumulate": 2, "bucket_bytes": BUCKETS}  # beside a schedule
 
 
 @pytest.mark.parametrize(("make", "dtype", "gather"), crossed(list(MAKERS), DTYPES, ["step", "forward"], most=2))
 def test_two_ranks_train_as_under_ddp(make: str, dtype: torch.dtype, gather: str) -> None:
     """A sum of two gradients has no order, so the whole run is that of DDP with the plain optimizer, bit for bit."""
-    for found in run(2, compare_with_ddp, make, 6, dtype, accumulate=2, bucket_bytes=BUCKETS, gather=gather):
+    after = partial(alone, make, dtype)
+    for found in run(2, compare_with_ddp, make, STEPS, dtype, gather=gather, after=after, **LIKE_USERS):
         assert found == []
 
 
-@pytest.mark.parametrize(("world", "make"), crossed([3, 4], list(MAKERS), most=0))
-def test_reduced_gradients_give_the_plain_step(world: int, make: str) -> None:
-    for found in run(world, compare_with_plain, make, 5, clip=0.5, accumulate=2, bucket_bytes=BUCKETS):
+@pytest.mark.parametrize(("world", "make", "dtype"), crossed([3, 4], list(MAKERS), DTYPES, most=0))
+def test_reduced_gradients_give_the_plain_step(world: int, make: str, dtype: torch.dtype) -> None:
+    after = partial(alone, make, dtype)
+    for found in run(world, compare_with_plain, make, STEPS, dtype, after=after, **LIKE_USERS):
         assert found == []
 
 
 @pytest.mark.parametrize(
-    ("make", "mesh"),
-    crossed(list(MAKERS), [{"tp": 2}, {"replicas": 2}, {"tp": 2, "gather": "forward"}], most=1),
+    ("make", "mesh", "dtype"),
+    crossed(list(MAKERS), [{"tp": 2}, {"replicas": 2}, {"tp": 2, "gather": "forward"}], DTYPES, most=1),
 )
-def test_beside_tensor_parallelism_and_in_replicas(make: str, mesh: dict[str, Any]) -> None:
-    for found in run(4, compare_with_plain, make, 4, clip=0.5, bucket_bytes=BUCKETS, **mesh):
+def test_beside_tensor_parallelism_and_in_replicas(make: str, mesh: dict[str, Any], dtype: torch.dtype) -> None:
+    after = partial(alone, make, dtype)
+    for found in run(4, compare_with_plain, make, STEPS, dtype, after=after, **LIKE_USERS, **mesh):
         assert found == []
 
 
@@ -44,8 +50,6 @@ def test_one_rank_alone() -> None:
 
 
 @pytest.mark.full
-def test_twenty_steps_with_a_schedule_clipping_and_accumulation() -> None:
-    """No parameter of this model is cut, so that torch's norm has the bits of ours."""
-    options = {"clip": 0.5, "accumulate": 2, "vocabulary": 200, "bucket_bytes": BUCKETS}
-    for found in run(2, compare_with_ddp, "muon and adamw", 20, **options):
+def test_the_norm_has_the_bits_of_torch_s_where_no_parameter_is_cut() -> None:
+    for found in run(2, compare_with_ddp, "muon and adamw", STEPS, vocabulary=200, **LIKE_USERS):
         assert found == []

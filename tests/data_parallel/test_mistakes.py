@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.data_parallel.mistakes import said
+from tests.data_parallel.mistakes import rate_set_right, said
 from tests.harness.marks import also, first, full
 from tests.harness.ranks import Died, run
 
@@ -27,6 +27,8 @@ ON_BOTH = {
     "clipped_by_torch": "(?s)a norm of it would differ.*clip_grad_norm_",
     "clipped_by_value": "clamp_ would not give",
     "scaled_differently": "rank 0: foreach_mul by 0.5 of embed.weight and 11 more; rank 1: foreach_mul by 1.5",
+    "another_rate": r"(?s)rank 0: now, group 0 of SGD has .*lr=0.1.*rank 1: now, group 0 of SGD has .*lr=0.25",
+    "another_rate_between_backward_and_step": r"(?s)rank 1: in the last step, group 0 of SGD has .*lr=0.25",
     "refused_on_one_rank": "backward ran again",
     "optimizer_fails_on_one_rank": "ns_steps >= 100",
     "read_too_early": "(?s)before it was gathered.*gather=",
@@ -46,6 +48,7 @@ REPEATED = {
     "unfrozen_later",
     "clipped_by_value",
     "scaled_differently",
+    "another_rate_between_backward_and_step",
     "optimizer_fails_on_one_rank",
     "read_too_early",
 }
@@ -62,6 +65,10 @@ def test_gradients_scaled_on_one_rank_only(gather: str) -> None:
     for text in run(2, said, "scaled_on_one_rank", gather, fresh=True):
         assert "scaled differently on some ranks" in text
         assert "rank 0: mul by 0.5 of embed.weight" in text
+
+
+def test_ranks_train_on_once_their_numbers_are_equal_again() -> None:
+    assert run(2, rate_set_right) == [["RankMismatch", ""]] * 2
 
 
 def test_a_hook_that_changes_the_dtype() -> None:

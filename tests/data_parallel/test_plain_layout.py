@@ -2,36 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 import canzona_compile
 from canzona_compile import CanzonaError
+from examples.optimizers.shampoo import Shampoo
+from tests.harness import plain_shards
 from tests.harness.layouts import mesh_of
-from tests.harness.marks import crossed
+from tests.harness.optimizers import shared_captures
 from tests.harness.plain_shards import (
     EVEN,
-    MAKERS,
     UNEVEN,
     WIDTH,
+    Named,
     ShardedModel,
     different_from_whole,
     gathered,
     layout_by,
+    matrices,
+    vectors,
 )
 from tests.harness.ranks import run
-from tests.session.test_plain_layout import train as train_wrapped
 
-STEPS = 4
+STEPS, MICRO_STEPS = 20, 2
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-def train(make: str, how: str, cuts: Sequence[int], norm: float = 2.0, **options: Any) -> list[str]:
+def muon_alone(named: Named) -> list[Optimizer]:
+    """Muon of a model of which nothing but matrices is trained."""
+    for _, param in named:
+        param.requires_grad_(param.ndim == 2)
+    return [Muon(matrices(named), lr=0.02, weight_decay=0.1)]
+
+
+MAKERS: dict[str, Callable[[Named], list[Optimizer]]] = {
+    "muon and adamw": plain_shards.MAKERS["muon"],
+    "soap": plain_shards.MAKERS["soap"],
+    "shampoo": lambda m: [Shampoo(matrices(m), lr=1e-2, every=3), AdamW(vectors(m), lr=1e-2)],
+    "muon": muon_alone,
+    "adamw": plain_shards.MAKERS["adamw"],
+}
+
+
+def alone(make: str, dtype: torch.dtype) -> None:
+    """Capture in one process what ranks need: their optimizers update the same matrices."""
+    model = ShardedModel(None, EVEN).to(dtype)
+    optimizers = MAKERS[make](list(model.named_parameters()))
+    with shared_captures():
+        for optimizer in optimizers:
+            canzona_compile.wrap(optimizer)
+    for _ in range(2):
+        model(torch.randn(4, WIDTH, dtype=dtype)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def train(
+    make: str,
+    how: str,
+    cuts: Sequence[int],
+    norm: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+    steps: int = STEPS,
+    **options: Any,
+) -> list[str]:
     """Train on 2 x 2 ranks under zero1; whole matrices take the reduced gradients. Return what differs, by step.
 
     With `how` "copies" one data-parallel rank is a mesh of two dims, of which the first one replicates.
@@ -39,31 +84,38 @@ def train(make: str, how: str, cuts: Sequence[int], norm: float = 2.0, **options
     mesh = mesh_of((1, 2, 2), ("dp", "copies", "tp")) if how == "copies" else mesh_of((2, 2), ("dp", "tp"))
     dp, tp = mesh["dp"], mesh["tp"]
     rank, group = tp.get_local_rank(), tp.get_group()
-    model, plain = ShardedModel(tp, cuts), ShardedModel(None, cuts)
+    model, plain = ShardedModel(tp, cuts).to(dtype), ShardedModel(None, cuts).to(dtype)
     named, whole = list(model.named_parameters()), list(plain.named_parameters())
     layout = layout_by("patterns" if how == "copies" else how, tp, model)
     if how == "copies":
         both = mesh["copies", "tp"]
         layout = {key: told and (both, [Replicate(), *told[1]]) for key, told in layout.items()}
-    found = canzona_compile.zero1(model, MAKERS[make](named), mesh=dp, layout=layout, **options)
+    with shared_captures():
+        found = canzona_compile.zero1(model, MAKERS[make](named), mesh=dp, layout=layout, **options)
     handle: Any = found[0].canzona  # type: ignore[attr-defined]
     expected = MAKERS[make](whole)
+    schedules = [LambdaLR(optimizer, lambda k: 1.0 / (1 + k)) for optimizer in (*found, *expected)]
     differences: list[str] = []
-    for step in range(STEPS):
-        random = torch.Generator().manual_seed(100 * step + dp.get_local_rank())
-        model(torch.randn(4, WIDTH, generator=random)).backward()
+    for step in range(steps):
+        for micro in range(MICRO_STEPS):
+            random = torch.Generator().manual_seed(100 * step + 10 * micro + dp.get_local_rank())
+            inputs = torch.randn(4, WIDTH, generator=random).to(dtype)
+            with handle.no_sync() if micro < MICRO_STEPS - 1 else contextlib.nullcontext():
+                model(inputs).backward()
         for (_, param), value in zip(whole, gathered(reduced(named), group).values(), strict=True):
             param.grad = value
         one = handle.clip_grad_norm_(1e-2, norm)
         two = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-2, norm)
-        if not torch.allclose(one, two, rtol=1e-5):
+        if not torch.allclose(one, two, rtol=max(1e-5, torch.finfo(dtype).eps)):
             differences.append(f"step {step}: norm {one} for {two}")
         for (_, param), value in zip(whole, gathered(reduced(named), group).values(), strict=True):
             param.grad = value
         for optimizer in (*found, *expected):
             optimizer.step()
             optimizer.zero_grad()
-        if step == STEPS // 2:
+        for schedule in schedules:
+            schedule.step()
+        if step == steps // 2:
             for optimizer in found:
                 optimizer.load_state_dict(optimizer.state_dict())
         handle.synchronize()
@@ -76,17 +128,22 @@ def train(make: str, how: str, cuts: Sequence[int], norm: float = 2.0, **options
 
 def reduced(named: Sequence[tuple[str, Any]]) -> dict[str, torch.Tensor | None]:
     """This rank's fragments of the reduced gradients. This is a collective."""
-    return {name: param.grad.full_tensor() for name, param in named}
+    return {name: None if param.grad is None else param.grad.full_tensor() for name, param in named}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("make", "how", "cuts", "norm"),
-    crossed(["muon", "soap"], ["patterns", "attributes", "function"], [UNEVEN, EVEN], [2.0, math.inf], most=0),
+    ("make", "dtype", "how"),
+    [
+        *itertools.product(MAKERS, DTYPES, ["patterns"]),
+        *itertools.product(["muon and adamw", "soap"], DTYPES[:1], ["attributes", "function"]),
+    ],
 )
-def test_two_by_two(make: str, how: str, cuts: tuple[int, int], norm: float) -> None:
-    after = partial(train_wrapped, make, how, (), cuts)
-    for found in run(4, train, make, how, cuts, norm, bucket_bytes=2000, after=after):
+def test_two_by_two(make: str, dtype: torch.dtype, how: str) -> None:
+    cuts, norm = (UNEVEN, 2.0) if how != "attributes" else (EVEN, math.inf)
+    after = partial(alone, make, dtype)
+    for found in run(4, train, make, how, cuts, norm, dtype, bucket_bytes=2000, after=after):
         assert found == []
 
 
@@ -94,7 +151,7 @@ def test_two_by_two(make: str, how: str, cuts: tuple[int, int], norm: float) -> 
 @pytest.mark.ranks
 @pytest.mark.parametrize("norm", [2.0, math.inf])
 def test_a_mesh_dim_that_replicates_counts_once(norm: float) -> None:
-    for found in run(4, train, "muon", "copies", UNEVEN, norm, bucket_bytes=2000):
+    for found in run(4, train, "muon and adamw", "copies", UNEVEN, norm, steps=4, bucket_bytes=2000):
         assert found == []
 
 
@@ -107,7 +164,9 @@ def refused(told: str) -> str:
         "sizes": {"*.up.weight": (mesh["tp"], [Shard(1)] if mesh.get_rank() < 2 else [Shard(0)])},
     }[told]
     with pytest.raises(CanzonaError) as error:
-        canzona_compile.zero1(model, MAKERS["muon"](list(model.named_parameters())), mesh=mesh["dp"], layout=layout)
+        canzona_compile.zero1(
+            model, MAKERS["muon and adamw"](list(model.named_parameters())), mesh=mesh["dp"], layout=layout
+        )
     return str(error.value)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.capture.variant import ParameterSpec
+from canzona_compile.session import session
 
 Shape = tuple[int, ...]
 
@@ -159,6 +162,19 @@ def share_captures(optimizer: Any, among: Shared = SHARED) -> None:
         among: those that may share, for tests to whom the numbers of templates matter.
     """
     adopt(optimizer.canzona.session.capture, among)
+
+
+@contextmanager
+def shared_captures(among: Shared = SHARED) -> Iterator[None]:
+    """Inside this context, optimizers share captures from the moment that they are wrapped: `zero1` captures then."""
+
+    def shared(optimizer: Optimizer) -> Capture:
+        capture = Capture(optimizer)
+        adopt(capture, among)
+        return capture
+
+    with mock.patch.object(session, "Capture", shared):
+        yield
 
 
 def offline_capture(optimizer: Optimizer) -> Capture:

@@ -183,7 +183,9 @@ def different_from_whole(
         for optimizer in whole
         for name, param in zip(optimizer.param_groups[0]["param_names"], params_of(optimizer), strict=True)
     }
-    found = [n for n, p in named if not same_bits(p.detach(), own_part(n, values[n].detach(), cuts, rank))]
+    found = [
+        n for n, p in named if n in values and not same_bits(p.detach(), own_part(n, values[n].detach(), cuts, rank))
+    ]
     for one, two in zip(optimizers, whole, strict=True):
         mine, theirs = one.state_dict()["state"], two.state_dict()["state"]
         for i, name in enumerate(two.param_groups[0]["param_names"]):

@@ -12,9 +12,11 @@ from torch import nn
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.bucket import Bucket, BucketSlice
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.tools.planning.plan import matrices_of
 from canzona_compile.tools.planning.weights import from_module, from_shapes, preset
+from canzona_compile.tools.simulation.bucket_traffic import Transfer, gathering, reduction
 from canzona_compile.tools.simulation.model_passes import BucketLoad, backward_pass, forward_pass
 
 H100 = named_hardware("h100")
@@ -144,7 +146,7 @@ def test_elementwise_shapes() -> None:
 
 
 def load(compute: float, moved: float) -> BucketLoad:
-    return BucketLoad(compute, 2 * compute, 0.0, moved, 0.0, 1)
+    return BucketLoad(compute, 2 * compute, 0.0, *[Transfer(moved, 0.0, 1)] * 2)
 
 
 def test_short_transfers_hide_under_backward_but_for_the_last() -> None:
@@ -174,3 +176,21 @@ def test_on_processors_that_move_bytes_nothing_hides() -> None:
     cpu = named_hardware("cpu")
     found = backward_pass([load(1.0, 0.5)] * 3, (0, 1), cpu)
     assert found.seconds >= 6 + 0.5
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+def test_what_the_collectives_of_a_bucket_send(uniform: bool) -> None:
+    """A ring sends all but one shard; gloo's reduction is an all-reduce, which goes around twice."""
+    slices = tuple(BucketSlice(f"w{i}", 0, 640, i, 0) for i in range(4))
+    bucket = Bucket(0, torch.float32, slices, (640,) * 4, uniform, (0, 1, 2, 3))
+    once = 4 * 640 * 3
+    assert [own(bucket, H100).sent for own in (reduction, gathering)] == [once, once]
+    cpu = named_hardware("cpu")
+    assert [own(bucket, cpu).sent for own in (reduction, gathering)] == [2 * once, once]
+    assert reduction(bucket, cpu).latency > gathering(bucket, cpu).latency > 0
+    assert reduction(bucket, cpu).moved > 2 * once / cpu.node.bandwidth
+
+
+def test_a_rank_alone_sends_nothing() -> None:
+    bucket = Bucket(0, torch.float32, (BucketSlice("w", 0, 64, 0, 0),), (64,), True, (0,))
+    assert reduction(bucket, named_hardware("cpu")) == gathering(bucket, named_hardware("cpu")) == Transfer(0.0, 0.0, 0)

@@ -12,7 +12,13 @@ from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.tools.planning.mesh import Mesh
 from canzona_compile.tools.planning.weights import Model, ModelWeight
-from canzona_compile.tools.simulation.model_passes import BucketLoad, SimulatedPass, backward_pass, forward_pass
+from canzona_compile.tools.simulation.model_passes import (
+    BucketLoad,
+    SimulatedPass,
+    backward_pass,
+    bucket_load,
+    forward_pass,
+)
 
 TOKENS = 8192  # of a data-parallel rank in a step: 4 sequences of 2048
 
@@ -47,18 +53,7 @@ class Passes:
         found = []
         for bucket in buckets:
             forward = self.seconds(sum(part.length * used[part.name] for part in bucket.slices))
-            itemsize, link = bucket.dtype.itemsize, self.hardware.link(bucket.ranks)
-            sent = (bucket.starts[-1] - min(bucket.shard_lengths)) * itemsize
-            found.append(
-                BucketLoad(
-                    forward,
-                    2 * forward,
-                    2 * bucket.elements * itemsize / self.hardware.bandwidth,
-                    sent / link.bandwidth,
-                    link.latency * bucket.collectives if len(bucket.ranks) > 1 else 0.0,
-                    sent,
-                )
-            )
+            found.append(bucket_load(bucket, forward, 2 * forward, self.hardware))
         return found
 
     def seconds(self, elements: float) -> float:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.hardware import Hardware
+from canzona_compile.tools.simulation.bucket_traffic import Transfer, gathering, reduction
 from canzona_compile.tools.simulation.engine import (
     Collective,
     CollectiveShare,
@@ -22,6 +24,7 @@ from canzona_compile.tools.simulation.engine import (
 from canzona_compile.tools.simulation.figures import Span
 
 IN_FLIGHT = 2  # buckets whose collectives are under way at once, as in the runtime
+CALLS = 8  # operators that copy a slice, the views and the hook of its parameter among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +34,28 @@ class BucketLoad:
     Attributes:
         forward, backward: seconds of computing the passes of the modules whose parameters it holds.
         copied: seconds of copying its values between its own memory and that of parameters or gradients.
-        moved: seconds for which its reduction, or its gather, keeps the links of the busiest rank busy.
-        latency: seconds until the first data arrives.
-        sent: bytes that the busiest rank sends.
+        reduced, gathered: its collectives.
     """
 
     forward: float
     backward: float
     copied: float
-    moved: float
-    latency: float
-    sent: int
+    reduced: Transfer
+    gathered: Transfer
+
+
+def bucket_load(bucket: Bucket, forward: float, backward: float, hardware: Hardware) -> BucketLoad:
+    """The load of a bucket.
+
+    Args:
+        bucket: the bucket.
+        forward, backward: seconds of computing the passes of the modules whose parameters it holds.
+        hardware: the rates.
+    """
+    copied = 2 * bucket.elements * bucket.dtype.itemsize / hardware.bandwidth
+    if hardware.device == "cpu":  # elsewhere the host is ahead
+        copied += CALLS * len(bucket.slices) * hardware.launch
+    return BucketLoad(forward, backward, copied, reduction(bucket, hardware), gathering(bucket, hardware))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +79,17 @@ class SimulatedPass:
 
 
 class PassWriter:
-    """Writes the operations of a rank, and the collectives that it takes part in."""
+    """Writes the operations of a rank, and the collectives that it takes part in, one for each bucket."""
 
-    def __init__(self, act: str, loads: Sequence[BucketLoad], ranks: tuple[int, ...], hardware: Hardware) -> None:
-        self.loads, self.act = loads, act
+    def __init__(
+        self,
+        act: str,
+        loads: Sequence[BucketLoad],
+        transfers: Sequence[Transfer],
+        ranks: tuple[int, ...],
+        hardware: Hardware,
+    ) -> None:
+        self.loads = loads
         near = hardware.link(ranks) == hardware.node
         self.hardware, self.ranks = hardware, ranks if not hardware.overlap else ranks[:1]
         self.operations: list[SimulatedOp] = []
@@ -80,7 +101,7 @@ class PassWriter:
                 (CollectiveShare(own.moved * near, own.moved * (not near), own.sent),) * len(self.ranks),
                 own.latency,
             )
-            for i, own in enumerate(loads)
+            for i, own in enumerate(transfers)
         ]
         self.compute = 0.0
 
@@ -118,7 +139,7 @@ def backward_pass(
         hardware: the rates.
         head: seconds of computing what comes first and completes no gradient, as a head that is tied does.
     """
-    writer = PassWriter("reduce", loads, ranks, hardware)
+    writer = PassWriter("reduce", loads, [own.reduced for own in loads], ranks, hardware)
     writer.work("backward", 0, head)
     for i, own in enumerate(loads):
         writer.work("backward", i, own.backward)
@@ -143,7 +164,7 @@ def forward_pass(
         head: seconds of computing what comes last and needs no further bucket.
     """
     loads = tuple(reversed(loads))
-    writer = PassWriter("gather", loads, ranks, hardware)
+    writer = PassWriter("gather", loads, [own.gathered for own in loads], ranks, hardware)
     writer.operations += [Start(i) for i in range(min(IN_FLIGHT, len(loads)))]
     for i, own in enumerate(loads):
         writer.operations.append(Wait(i))
