@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.recorded_graph import RecordedGraph
-from canzona_compile.capture.recording import Entry, Exit, RecordedCall
+from canzona_compile.capture.recording import CompiledEntry, CompiledExit, RecordedCall
 from canzona_compile.capture.variant import Untraceable
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.fx_utils import outputs, placeholders
@@ -73,11 +73,11 @@ def own_calls(calls: Sequence[RecordedCall]) -> Iterator[int]:
     """Yield the indices of the calls that the step itself makes; those of compiled functions are left to these."""
     inside = False
     for index, call in enumerate(calls):
-        if isinstance(call.func, Exit):
+        if isinstance(call.func, CompiledExit):
             inside = False
         elif not inside:
             yield index
-            inside = isinstance(call.func, Entry)
+            inside = isinstance(call.func, CompiledEntry)
 
 
 def part_at(calls: Sequence[RecordedCall], begin: int) -> CompiledPart:
@@ -91,7 +91,7 @@ def part_at(calls: Sequence[RecordedCall], begin: int) -> CompiledPart:
         Untraceable: it takes no tensors, uses others than these, or returns a view.
     """
     entry = calls[begin]
-    end = next(i for i in range(begin, len(calls)) if isinstance(calls[i].func, Exit))
+    end = next(i for i in range(begin, len(calls)) if isinstance(calls[i].func, CompiledExit))
     inner, returned, name = calls[begin + 1 : end], calls[end].leaves, entry.func.called.name
     tensors = list({id(leaf): leaf for leaf in entry.leaves if isinstance(leaf, Tensor)}.values())
     which = {id(tensor): i for i, tensor in enumerate(tensors)}

@@ -27,7 +27,14 @@ from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.functional import functional
 from canzona_compile.capture.oracle import MOST_CONSTANTS, Oracle, TwinMoment, matches, unlike
 from canzona_compile.capture.recorded_graph import RecordedGraph
-from canzona_compile.capture.recording import CallPath, CallRecorder, Entry, RecordedCall, Unrecordable, reads_precision
+from canzona_compile.capture.recording import (
+    CallPath,
+    CallRecorder,
+    CompiledEntry,
+    RecordedCall,
+    Unrecordable,
+    reads_precision,
+)
 from canzona_compile.capture.twin import hypers, step_plainly
 from canzona_compile.capture.variant import Answer, Source, Untraceable, Variant
 from canzona_compile.errors import CanzonaError
@@ -199,7 +206,7 @@ class DispatchOracle(Oracle):
         path.tensors = len(tensors)
         values = path.at_positions(numbers)
         names = [f"t{i}" for i in range(len(tensors))] + path.names
-        parts = {i: part_at(path.calls, i) for i, call in own.items() if isinstance(call.func, Entry)}
+        parts = {i: part_at(path.calls, i) for i, call in own.items() if isinstance(call.func, CompiledEntry)}
         examples = [*tensors, *(torch.empty((), dtype=torch.float64) for _ in path.names)]
         examples += [tensor for part in parts.values() for tensor in part.examples]
         module = recorded_module(path, tensors, parts)

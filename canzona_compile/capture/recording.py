@@ -58,7 +58,7 @@ class Unrecordable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CompiledEntry:
     """Stands in a path where a compiled function is entered. Its arguments are the leaves of the function's arguments.
 
     Attributes:
@@ -71,7 +71,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class CompiledExit:
     """Stands in a path where that function returns. Its arguments and its results are the tensors that are returned."""
 
 
@@ -80,8 +80,8 @@ class RecordedCall:
     """A call of an operator, and the calls that were seen after it.
 
     Attributes:
-        func: the operator; None for the root of the tree. An `Entry` or an `Exit` is where a compiled function begins
-            or ends.
+        func: the operator; None for the root of the tree. A `CompiledEntry` or `CompiledExit` is where a compiled
+            function begins or ends.
         args, kwargs: its arguments.
         leaves: the same without lists around them.
         numbers: the positions among the leaves of numbers, which may differ from step to step.
@@ -207,7 +207,7 @@ class CallRecorder(TorchDispatchMode):
             return self._refuse(f"its step gives a compiled function a {type(odd[0]).__name__}")
         if settings() != self._ambient or surroundings() != self._around or torch.is_grad_enabled():
             return self._refuse("its step changes torch's settings for a compiled function")
-        func, precision = Entry(called, form), self._own_precision()
+        func, precision = CompiledEntry(called, form), self._own_precision()
         for call in self._here.next:
             if call.func == func and call.fits(leaves, precision):
                 break
@@ -225,10 +225,10 @@ class CallRecorder(TorchDispatchMode):
             self._refuse("its step catches the error of a compiled function")
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         for call in self._here.next:
-            if call.func == Exit() and call.fits(tensors, ""):
+            if call.func == CompiledExit() and call.fits(tensors, ""):
                 break
         else:
-            call = RecordedCall(Exit(), tuple(tensors), {}, tensors, result=tuple(tensors))
+            call = RecordedCall(CompiledExit(), tuple(tensors), {}, tensors, result=tuple(tensors))
             self._here.next.append(call)
         self._go(call, tensors)
 

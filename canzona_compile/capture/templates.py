@@ -98,7 +98,6 @@ class Capture:
     _separable: set[KindKey] = field(default_factory=set)
     _faithful: set[tuple[str, ...]] = field(default_factory=set)
     _form_changes: dict[ParameterSpec, set[str]] = field(default_factory=dict)  # the counters at each
-    _dropped: set[str] = field(default_factory=set)  # names of templates that plans may know, but no kind has any more
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
     def __post_init__(self) -> None:
@@ -271,7 +270,6 @@ class Capture:
                 path.append(template.name)
         except Untraceable as reason:
             return reason
-        self._dropped |= {t.name for v, t in kind.templates.items() if v not in kind.oracle.variants}
         kind.templates = {v: t for v, t in kind.templates.items() if v in kind.oracle.variants}
         numbers = {
             frozenset(leaf.name for leaf in t.inputs if leaf.role is Role.SCALAR) for t in kind.templates.values()
@@ -304,7 +302,7 @@ class Capture:
         if variant in kind.templates:
             return kind.templates[variant], after
         label = self._label(spec)
-        family = kind.template.name if kind.templates else label
+        family = kind.template.family if kind.templates else label  # the first one may have been dropped since
         template = replace(template_of(variant, label, spec), family=family, state=kind.state)
         named = {leaf.name for leaf in template.inputs if leaf.role is Role.STATE} | {*template.writes} - {"param"}
         if late := named - oracle.paths.keys():
@@ -360,7 +358,8 @@ class Capture:
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"
         label = f"{plain_class(self.optimizer).__name__.lower()}_{dims}_{dtype_name(spec.dtype)}{'_part' * spec.part}"
-        taken = {template.name for kind in self.kinds.values() for template in kind.templates.values()} | self._dropped
+        known = [template for kind in self.kinds.values() for template in kind.templates.values()]
+        taken = {template.name for template in known} | {template.family for template in known}
         names = [label, *(f"{label}_{i}" for i in range(2, len(taken) + 3))]
         return next(name for name in names if name not in taken)
 

@@ -7,6 +7,8 @@ Inductor's does; here a backend stands in for it that adds a little more with ev
 
 from __future__ import annotations
 
+import cProfile
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 import canzona_compile
+from canzona_compile.capture.compiled_calls import compiled_calls
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.rehearsal import rehearse
 from canzona_compile.ir.compiled_call import CompiledCall, num_compiled_calls
@@ -125,6 +128,14 @@ def test_the_stance_that_users_chose_stays() -> None:
     assert not compiled
     averaged(one, one, 0.5)
     assert len(compiled) == 1
+
+
+def test_profilers_go_on_after_calls_were_counted() -> None:
+    profiler = cProfile.Profile()
+    with profiler, as_written(), compiled_calls() as calls:
+        averaged(torch.ones(2), torch.ones(2), 0.5)
+    assert calls.count == 1
+    assert sys.getprofile() is None
 
 
 def test_compiled_functions_never_run_on_fake_tensors() -> None:
