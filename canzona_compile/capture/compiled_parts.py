@@ -205,6 +205,8 @@ def with_compiled_calls(graph: fx.Graph, parts: Sequence[CompiledPart], returned
     for node in graph.nodes:
         if node in copies:  # values of a functional graph never change
             env[node] = env[node.args[0]]
+        elif node.target is torch.ops.aten.copy.default and node.args[1] in absent and alike(*node.args):
+            env[node] = env[node.args[1]]
         elif node.op != "output" and node not in absent:
             env[node] = new.node_copy(node, env.__getitem__)
         if node in last:
@@ -219,6 +221,12 @@ def with_compiled_calls(graph: fx.Graph, parts: Sequence[CompiledPart], returned
     new.output(tuple(map(value, (*found[:returned], *finals[:inputs]))))
     new.lint()
     return new
+
+
+def alike(one: fx.Node, other: fx.Node) -> bool:
+    """Tell whether two tensors have equal shapes, dtypes and strides."""
+    a, b = one.meta["val"], other.meta["val"]
+    return bool((a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()))
 
 
 def is_copy(node: Any) -> bool:

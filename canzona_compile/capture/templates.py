@@ -39,6 +39,7 @@ Held = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
 LOOKAHEAD = 128  # steps; periodic work with a longer period is captured when it comes, which costs a new plan
 MOST_FORM_CHANGES = 8  # if a state changes its form more often, its steps are interpreted for good
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
+COMPILED_BY_USERS = "its step calls functions that the user compiled, which round in a way of their own"
 
 
 @dataclass(eq=False)
@@ -310,7 +311,7 @@ class Capture:
         if draws(template.graph):
             raise Untraceable("its step draws random numbers, which one rank has to do")
         if self._doubtful(group, template, oracle) and not self._same_bits(template, oracle, moment):
-            raise Untraceable(NOT_FAITHFUL)
+            raise Untraceable(COMPILED_BY_USERS if oracle.calls_compiled else NOT_FAITHFUL)
         kind.templates[variant] = template
         return template, after
 

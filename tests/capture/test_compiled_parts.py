@@ -24,7 +24,7 @@ from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.rehearsal import rehearse
 from canzona_compile.ir.compiled_call import CompiledCall, num_compiled_calls
 from tests.harness import compiled_optimizers as toys
-from tests.harness.odd_optimizers import matmul_precision
+from tests.harness.odd_optimizers import TwoPrecisions, matmul_precision
 from tests.harness.pairs import Pair, different, feed, parameters
 
 STEPS = 3
@@ -187,6 +187,24 @@ def test_the_work_of_compiled_functions_counts() -> None:
     (task,) = pair.report.tasks
     products = 2 * 6 * 4 * 6 + 2 * 6 * 6 * 6 + 2 * 6 * 6 * 4
     assert products < task.flops < 1.5 * products
+
+
+@pytest.mark.parametrize("kind", [toys.CompiledAdam, TwoPrecisions])
+def test_stacks_loop_over_what_is_no_operator(kind: type[Any]) -> None:
+    """Products of these sizes and this dtype are stacked; what stands between them is not."""
+    shapes = ((32, 16), (32, 16))
+    plain = trained(kind(parameters(shapes, torch.bfloat16)))
+    wrapped = trained(canzona_compile.wrap(kind(parameters(shapes, torch.bfloat16))))
+    assert not different(plain, wrapped)
+    assert not wrapped.canzona.report().fallbacks
+    names = [str(getattr(node.target, "__name__", "")) for node in nodes_of(wrapped)]
+    assert any(name.startswith("each_") for name in names)
+
+
+def nodes_of(wrapped: Any) -> list[fx.Node]:
+    """All nodes of the program that ran last."""
+    module = wrapped.canzona.session.driver.last.executor.program.module
+    return [node for own in module.modules() if isinstance(own, fx.GraphModule) for node in own.graph.nodes]
 
 
 @pytest.mark.parametrize("ambient", ["highest", "medium"])
