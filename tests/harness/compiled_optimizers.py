@@ -6,6 +6,7 @@ code's operators would show.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -217,3 +218,21 @@ class Catching(PerParameter):
         except torch.linalg.LinAlgError:
             factor = torch.eye(len(grad))
         param.add_(factor @ grad, alpha=-group["lr"])
+
+
+@torch.compile(backend=shifted)
+def refusing(value: Tensor, step: int) -> Tensor:
+    if step % 2:
+        raise ValueError("odd")
+    return value * 2
+
+
+class Avoiding(PerParameter):
+    """Its compiled function raises on every other step, by itself and no operator in it."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        state["step"] = state.get("step", 0) + 1
+        update = cube(grad)
+        with contextlib.suppress(ValueError):
+            update = refusing(update, state["step"])
+        param.add_(update, alpha=-group["lr"])
