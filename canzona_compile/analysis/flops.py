@@ -15,7 +15,8 @@ import sympy
 import torch
 from torch import fx
 
-from canzona_compile.ir.fx_utils import tensor_value
+from canzona_compile.ir.compiled_call import CompiledCall, opened
+from canzona_compile.ir.fx_utils import placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.product_at import operator_of
 from canzona_compile.ir.step import Template, Wire
@@ -45,7 +46,7 @@ def symbolic_flops(graph: fx.Graph, template: Template) -> sympy.Expr:
         A formula in the dims of the matrix (`dim_symbols`).
     """
     dims = symbolic_dims(graph, template)
-    counted = (n for n in graph.nodes if n.op == "call_function" and (n in dims or decomposition(n)))
+    counted = (n for n in opened(graph) if n.op == "call_function" and (n in dims or decomposition(n)))
     return sympy.expand(sum((node_flops(n, dims) for n in counted), sympy.Integer(0)))
 
 
@@ -70,12 +71,16 @@ def symbolic_dims(graph: fx.Graph, template: Template) -> dict[fx.Node, Dims]:
 
     They are followed through the graph, so that in a transposed Newton-Schulz m and n change places.
     A size that no operand explains is looked up among the parameter's dims and else left a number.
+    Operators that compiled functions call are among them.
     """
     symbols = dim_symbols(len(template.shape))
     dims: dict[fx.Node, Dims] = {}
-    for node in graph.nodes:
+    for node in opened(graph):
         value = tensor_value(node)
-        if value is not None:
+        if isinstance(node.target, CompiledCall):
+            inside = zip(placeholders(node.target.body), node.target.operands(node), strict=True)
+            dims.update((inner, dims[outer]) for inner, outer in inside)
+        elif value is not None:
             sizes = tuple(int(n) for n in value.shape)
             dims[node] = follow(node, sizes, dims, template.shape, symbols)
     return dims

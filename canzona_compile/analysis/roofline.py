@@ -34,6 +34,7 @@ from canzona_compile.analysis.flops import (
     symbolic_dims,
     turned,
 )
+from canzona_compile.ir.compiled_call import opened
 from canzona_compile.ir.fx_utils import outputs, tensor_value
 from canzona_compile.ir.hardware import Hardware, Link, Machine, named_hardware
 from canzona_compile.ir.step import Placed, Template
@@ -141,8 +142,8 @@ def product_seconds(graph: fx.Graph, template: Template, hardware: Hardware) -> 
 
 
 def works(graph: fx.Graph, hardware: Hardware) -> Iterator[NodeWork]:
-    """What the nodes of a graph do, in order."""
-    for node in graph.nodes:
+    """What the nodes of a graph do, in order, and the operators that compiled functions call."""
+    for node in opened(graph):
         value = tensor_value(node)
         if node.op == "call_function" and decomposition(node):
             yield decomposition_work(node, hardware)

@@ -11,30 +11,34 @@ Branches on the values of tensors cannot be captured; neither can steps that cat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from canzona_compile.capture.compiled_calls import compiled_calls
+from canzona_compile.capture.compiled_parts import CompiledPart, memory_of, own_calls, part_at, with_compiled_calls
 from canzona_compile.capture.dynamo import eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.functional import functional
 from canzona_compile.capture.oracle import MOST_CONSTANTS, Oracle, TwinMoment, matches, unlike
+from canzona_compile.capture.recorded_graph import RecordedGraph
 from canzona_compile.capture.recording import (
     CallPath,
     CallRecorder,
+    CompiledEntry,
     RecordedCall,
     Unrecordable,
-    is_constant,
-    number_in,
     reads_precision,
 )
 from canzona_compile.capture.twin import hypers, step_plainly
 from canzona_compile.capture.variant import Answer, Source, Untraceable, Variant
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.product_at import ProductAt
 
 MOST_PATHS = 64  # the most paths of one kind; code that never repeats itself is not worth a plan per step
@@ -55,6 +59,7 @@ class TracedPath:
         variants: its graphs, which differ in constants.
         returned: the tensors that the step puts in the place of others.
         tensors: how many tensors of the twin its calls read. In graphs they come before the numbers.
+        own: the indices of the calls that the step itself makes, see `own_calls`.
     """
 
     calls: list[RecordedCall]
@@ -63,6 +68,10 @@ class TracedPath:
     variants: list[Variant]
     returned: tuple[Tensor, ...]
     tensors: int = 0
+    own: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.own = list(own_calls(self.calls))
 
     def at_positions(self, numbers: list[Any]) -> dict[int, Any]:
         """Return numbers by the position of the input that they are."""
@@ -76,7 +85,7 @@ class TracedPath:
     @property
     def stale(self) -> bool:
         """Whether numbers have differed that are constants of the graphs."""
-        return len(self.inputs) != sum(len(call.varying) for call in self.calls)
+        return len(self.inputs) != sum(len(self.calls[i].varying) for i in self.own)
 
 
 class DispatchOracle(Oracle):
@@ -99,6 +108,8 @@ class DispatchOracle(Oracle):
         if path is None:
             if len(self._known) == MOST_PATHS:
                 raise Untraceable(f"its step takes more than {MOST_PATHS} paths")
+            if not self.calls_compiled and self._begins_to_compile(before):
+                return self.ask()
             self._vary(before)
         if path is None or path.stale:
             old = () if path is None else path.variants
@@ -117,12 +128,16 @@ class DispatchOracle(Oracle):
 
     def _walk(self) -> CallPath:
         """Let the twin step, and record what it calls."""
-        held = [(tensor, storage(tensor)) for tensor, _ in self.tensors()]
+        held = [(tensor, memory_of(tensor)) for tensor, _ in self.tensors()]
         grads = [(param, param.grad) for param in self._params]
         recorder = CallRecorder(self._root)
+        # Python's profiler, which sees calls of compiled functions, slows down code that makes none.
+        watched = recorder.with_compiled_calls() if self.calls_compiled else contextlib.nullcontext()
         try:
-            with outside_modes(), eagerly(), self._mode, recorder:
+            with outside_modes(), eagerly(), self._mode, recorder, watched:
                 step_plainly(self.twin)
+            if recorder.problem is not None:
+                raise recorder.problem
         except CanzonaError:
             raise
         except Unrecordable as error:
@@ -133,10 +148,23 @@ class DispatchOracle(Oracle):
             replaced = any(param.grad is not grad for param, grad in grads)
             for param, grad in grads:
                 param.grad = grad
-        if replaced or any(storage(tensor) != place for tensor, place in held):
+        if replaced or any(memory_of(tensor) != place for tensor, place in held):
             raise Untraceable("its step replaces the gradient, or the memory of a tensor")
         recorder.walk.note_varying()
         return recorder.walk
+
+    def _begins_to_compile(self, before: TwinMoment) -> bool:
+        """Take the step once more, and see whether it calls compiled functions, although the first step did not.
+
+        If it does, they will be seen from now on, and the twin is as it was before.
+        """
+        self.restore(before)
+        with compiled_calls() as calls:
+            self._walk()
+        self.calls_compiled = calls.happened
+        if calls.happened:
+            self.restore(before)
+        return calls.happened
 
     def _vary(self, before: TwinMoment) -> None:
         """Find out which numbers depend on hyperparameters, by the same step with others."""
@@ -149,7 +177,7 @@ class DispatchOracle(Oracle):
     # -- graphs ------------------------------------------------------------------------------
 
     def _path(self, walk: CallPath, returned: tuple[Tensor, ...]) -> TracedPath:
-        inputs = [(i, place) for i, call in enumerate(walk.calls) for place in sorted(call.varying)]
+        inputs = [(i, place) for i in own_calls(walk.calls) for place in sorted(walk.calls[i].varying)]
         return TracedPath(walk.calls, inputs, list(self._names(walk, inputs)), [], returned)
 
     def _names(self, walk: CallPath, inputs: list[NumberPlace]) -> Iterator[str]:
@@ -172,116 +200,95 @@ class DispatchOracle(Oracle):
         if len(path.variants) == MOST_CONSTANTS:
             constants = ", ".join(sorted(self.bake))
             raise Untraceable(f"an operator asks for the value of {constants} at capture, and that changes")
-        read = {id(leaf) for call in path.calls for leaf in call.leaves}
+        own = {i: path.calls[i] for i in path.own}
+        read = {id(leaf) for call in own.values() for leaf in call.leaves}
         tensors = list({id(tensor): tensor for tensor, _ in self.tensors() if id(tensor) in read}.values())
         path.tensors = len(tensors)
         values = path.at_positions(numbers)
         names = [f"t{i}" for i in range(len(tensors))] + path.names
+        parts = {i: part_at(path.calls, i) for i, call in own.items() if isinstance(call.func, CompiledEntry)}
         examples = [*tensors, *(torch.empty((), dtype=torch.float64) for _ in path.names)]
-        module = recorded_module(path, tensors)
+        examples += [tensor for part in parts.values() for tensor in part.examples]
+        module = recorded_module(path, tensors, parts)
         known = [i for i, name in enumerate(names) if name in self.bake]
         graph, baked = functional(module, {}, examples, values, known)
         if any(n.op == "get_attr" for n in graph.nodes):
             raise Untraceable("its step makes tensors of several Python numbers")
+        graph = with_compiled_calls(graph, list(parts.values()), len(path.returned), len(names))
+        products = [call for i, call in own.items() if in_precision(parts[i].target if i in parts else call.func)]
         self.bake.update(names[i] for i in baked)
         sources: list[Source] = [self.source(t, "") for t in tensors]
         sources += [("scalar", name) for name in path.names]
         offset = len(path.returned)
         results = {source: offset + i for i, source in enumerate(sources)}
-        variant = Variant(graph, tuple(sources), results, baked, give_precisions(graph, path.calls))
+        variant = Variant(graph, tuple(sources), results, baked, give_precisions(graph, products))
         path.variants.append(variant)
         self.variants.append(variant)
         return variant
 
 
-def recorded_module(path: TracedPath, tensors: list[Tensor]) -> fx.GraphModule:
-    """Write the calls of a path as a graph, in order and with their writes."""
-    graph = fx.Graph()
-    nodes: dict[int, Any] = {}
+def recorded_module(path: TracedPath, tensors: list[Tensor], parts: Mapping[int, CompiledPart]) -> fx.GraphModule:
+    """Write the calls of a path as a graph, in order and with their writes.
+
+    Args:
+        path: the path.
+        tensors: the tensors of the twin that its calls read.
+        parts: its calls of compiled functions, by index. What they give are the last inputs of the graph, and what they
+            are given are its last outputs, see `with_compiled_calls`.
+    """
+    written = RecordedGraph("its step reads a tensor that is neither parameter, gradient nor state")
     for i, tensor in enumerate(tensors):
-        nodes[id(tensor)] = graph.placeholder(f"t{i}")
-        nodes[id(tensor)].meta["example_value"] = tensor
-    numbers = {place: graph.placeholder(name) for place, name in zip(path.inputs, path.names, strict=True)}
-    numbers = {place: graph.call_method("item", (node,)) for place, node in numbers.items()}
-
-    def as_argument(index: int, leaf: Any, at: int) -> Any:
+        written.stands_for(written.input(f"t{i}"), tensor)
+    inputs = list(map(written.input, path.names))
+    for index, part in parts.items():
+        part.begin(written, index)
+    numbers: dict[int, dict[int, fx.Node]] = defaultdict(dict)
+    for (index, place), node in zip(path.inputs, inputs, strict=True):
+        numbers[index][place] = written.graph.call_method("item", (node,))
+    for index in own_calls(path.calls):
         call = path.calls[index]
-        if at in call.numbers and (place := (index, call.numbers.index(at))) in numbers:
-            return numbers[place]
-        if isinstance(leaf, Tensor):
-            if id(leaf) not in nodes:
-                raise Untraceable("its step reads a tensor that is neither parameter, gradient nor state")
-            return nodes[id(leaf)]
-        return leaf
-
-    for index, call in enumerate(path.calls):
-        if call.func is torch.ops.aten.lift_fresh.default and is_constant(call.leaves[0]):
-            constant = call.leaves[0]
-            number = numbers.get((index, 0), number_in(constant))
-            options = {"dtype": constant.dtype, "device": call.result.device}
-            node = graph.call_function(torch.ops.aten.full.default, ([], number), options)
+        if index in parts:
+            parts[index].write(written, call, numbers[index])
         else:
-            at = -1
-
-            def argument(value: Any, index: int = index) -> Any:
-                nonlocal at
-                at += 1
-                if not isinstance(value, list | tuple):
-                    return as_argument(index, value, at)
-                entries = []
-                for entry in value:
-                    at += 1
-                    entries.append(as_argument(index, entry, at))
-                return entries
-
-            args = tuple(argument(value) for value in call.args)
-            kwargs = {name: argument(value) for name, value in call.kwargs.items()}
-            node = graph.call_function(call.func, args, kwargs)
-        name_results(graph, node, call.result, nodes)
-    graph.output(tuple(returned_node(tensor, nodes) for tensor in path.returned))
-    return fx.GraphModule({}, graph)
-
-
-def name_results(graph: fx.Graph, node: fx.Node, result: Any, nodes: dict[int, Any]) -> None:
-    """Remember which node gives which tensor. What writes to its operand gives that operand, which has a node."""
-    if isinstance(result, Tensor):
-        node.meta["example_value"] = result
-        nodes.setdefault(id(result), node)
-    elif isinstance(result, list | tuple):
-        for i, entry in enumerate(result):
-            item = graph.call_function(lambda values, i: values[i], (node, i))
-            name_results(graph, item, entry, nodes)
-
-
-def returned_node(tensor: Tensor, nodes: Mapping[int, Any]) -> Any:
-    if id(tensor) not in nodes:
+            written.call(call, numbers[index])
+    if not all(map(written.knows, path.returned)):
         raise Untraceable("its step puts something in its state that no operator computes")
-    return nodes[id(tensor)]
+    given = [node for part in parts.values() for node in part.given.values()]
+    written.graph.output((*map(written.node_of, path.returned), *given))
+    return fx.GraphModule({}, written.graph)
 
 
-def give_precisions(graph: fx.Graph, calls: list[RecordedCall]) -> str:
+def give_precisions(graph: fx.Graph, calls: Iterable[RecordedCall]) -> str:
     """Make the products of a graph compute in the float32 matmul precisions that the step sets for them.
+
+    Args:
+        graph: the graph.
+        calls: the calls that it was made of.
 
     Returns:
         The precision, if it is one for all; the graph then stays as it is. Empty if the step sets none or several.
     """
-    wanted = [call.precision for call in calls if reads_precision(call.func)]
+    wanted = [call.precision for call in calls]
     if len(set(wanted)) < 2:
         return next(iter(wanted), "")
-    products = [node for node in graph.nodes if node.op == "call_function" and reads_precision(node.target)]
+    products = [node for node in graph.nodes if node.op == "call_function" and in_precision(node.target)]
     if len(products) != len(wanted):
         raise Untraceable("its step computes products in several float32 matmul precisions")
     for node, precision in zip(products, wanted, strict=True):
-        if precision:
+        if precision and isinstance(node.target, CompiledCall):
+            node.target = replace(node.target, precision=precision)
+        elif precision:
             node.target = ProductAt(node.target, precision)
     return ""
+
+
+def in_precision(target: Any) -> bool:
+    """Tell whether what a node calls reads the float32 matmul precision."""
+    if isinstance(target, CompiledCall):
+        return any(reads_precision(node.target) for node in target.body.nodes)
+    return reads_precision(target)
 
 
 def perturbed(value: Any) -> Any:
     """Return another number in the place of a float."""
     return value * PERTURBATION if isinstance(value, float) else value
-
-
-def storage(tensor: Tensor) -> int:
-    """Return what tells apart the memory of two tensors."""
-    return int(tensor.untyped_storage()._cdata)

@@ -8,12 +8,10 @@ import inspect
 import logging
 import math
 import signal
-import sys
 import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,32 +119,6 @@ def as_written() -> Iterator[None]:
     """
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@dataclass(slots=True)
-class CompiledCalls:
-    """Whether functions were called that users compiled; set inside `compiled_calls`."""
-
-    happened: bool = False
-
-
-@contextlib.contextmanager
-def compiled_calls() -> Iterator[CompiledCalls]:
-    """Watch for calls of functions that `torch.compile` returned, also where they run as written.
-
-    Python's profiler sees them however code reaches them.
-    """
-    found, before = CompiledCalls(), sys.getprofile()
-
-    def watch(frame: types.FrameType, event: str, _argument: Any) -> None:
-        if event == "call" and frame.f_code.co_qualname.startswith("_TorchDynamoContext.__call__."):
-            found.happened = True
-
-    sys.setprofile(watch)
-    try:
-        yield found
-    finally:
-        sys.setprofile(before)
 
 
 @contextlib.contextmanager

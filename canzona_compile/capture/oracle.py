@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from canzona_compile.capture.dynamo import compiled_calls, eagerly, outside_modes
+from canzona_compile.capture.compiled_calls import compiled_calls
+from canzona_compile.capture.dynamo import eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.external_counters import Counts, counts_of, give_counts, step_alone
 from canzona_compile.capture.leaves import (
@@ -36,6 +37,7 @@ from canzona_compile.capture.provoke import Provoked, Provoker, fallible
 from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin, rebound, step_plainly
 from canzona_compile.capture.variant import Answer, FormChange, ParameterSpec, Scalars, Source, Untraceable, Variant
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.compiled_call import opened
 
 MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
 
@@ -190,7 +192,7 @@ class Oracle(ABC):
             Untraceable: the step goes on when an operator fails.
         """
         now = self.moment()
-        for place in range(sum(map(fallible, variant.graph.nodes))):
+        for place in range(sum(map(fallible, opened(variant.graph)))):
             self.restore(before)
             provoker = Provoker(place)
             try:

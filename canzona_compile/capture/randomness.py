@@ -16,11 +16,12 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.capture.no_collectives import check_local
+from canzona_compile.ir.compiled_call import opened
 
 
 def draws(graph: fx.Graph) -> bool:
     """Tell whether an operator of a graph draws from a random generator."""
-    return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes)
+    return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in opened(graph))
 
 
 @dataclass(slots=True)

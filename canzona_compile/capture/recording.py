@@ -7,6 +7,7 @@ The first call that differs begins a new branch.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from canzona_compile.capture.compiled_calls import CompiledFunction, arguments_of, compiled_function, watched_calls
 from canzona_compile.capture.error_origin import is_optimizer
 from canzona_compile.capture.no_collectives import check_local
 from canzona_compile.capture.provoke import name_of
@@ -47,10 +49,30 @@ SETTINGS = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_accumulation",
 )
+# What a compiled function may be given beside tensors: what does not change, and prints the same on all ranks.
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Unrecordable(Exception):
     """A call of the step cannot be part of a graph, and the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledEntry:
+    """Stands in a path where a compiled function is entered. Its arguments are the leaves of the function's arguments.
+
+    Attributes:
+        called: the function.
+        form: the containers of its positional and keyword arguments.
+    """
+
+    called: CompiledFunction
+    form: pytree.TreeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledExit:
+    """Stands in a path where that function returns. Its arguments and its results are the tensors that are returned."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +80,8 @@ class RecordedCall:
     """A call of an operator, and the calls that were seen after it.
 
     Attributes:
-        func: the operator; None for the root of the tree.
+        func: the operator; None for the root of the tree. A `CompiledEntry` or `CompiledExit` is where a compiled
+            function begins or ends.
         args, kwargs: its arguments.
         leaves: the same without lists around them.
         numbers: the positions among the leaves of numbers, which may differ from step to step.
@@ -129,13 +152,16 @@ class CallRecorder(TorchDispatchMode):
 
     Attributes:
         walk: the calls so far.
+        problem: why the call of a compiled function cannot be part of a graph; None if all can.
     """
 
     def __init__(self, root: RecordedCall) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.walk = CallPath()
+        self.problem: Unrecordable | None = None
         self._here = root
         self._ambient, self._precision = settings(), torch.get_float32_matmul_precision()
+        self._around = surroundings()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -144,18 +170,71 @@ class CallRecorder(TorchDispatchMode):
         if func.namespace == "prim":  # asks for the device of a tensor and the like
             return func(*args, **kwargs)
         leaves = flat(args, kwargs)
-        precision = torch.get_float32_matmul_precision()
-        precision = "" if precision == self._precision else precision
+        precision = self._own_precision()
         for call in self._here.next:
             if call.func is func and call.fits(leaves, precision):
                 break
         else:
             call = self._record(func, args, kwargs, leaves, precision)
             self._here.next.append(call)
+        self._go(call, leaves)
+        return call.result
+
+    def _go(self, call: RecordedCall, leaves: list[Any]) -> None:
+        """Take a call as the next one of the path."""
         self.walk.calls.append(call)
         self.walk.numbers.append([number_in(leaves[place]) for place in call.numbers])
         self._here = call
-        return call.result
+
+    def _own_precision(self) -> str:
+        """Return the float32 matmul precision that the step has set; empty if it has set none."""
+        precision = torch.get_float32_matmul_precision()
+        return "" if precision == self._precision else precision
+
+    @contextlib.contextmanager
+    def with_compiled_calls(self) -> Iterator[None]:
+        """Inside this context, calls of compiled functions get a beginning and an end in the path."""
+        with watched_calls(self._enter, self._leave):
+            yield
+
+    def _enter(self, frame: FrameType) -> None:
+        """Record that a compiled function is entered; the operators that follow are those that it calls as written."""
+        called = compiled_function(frame)
+        if called is None:
+            return self._refuse("its step calls a compiled function that its module does not name")
+        leaves, form = pytree.tree_flatten(arguments_of(frame))
+        if odd := [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]:
+            return self._refuse(f"its step gives a compiled function a {type(odd[0]).__name__}")
+        if settings() != self._ambient or surroundings() != self._around or torch.is_grad_enabled():
+            return self._refuse("its step changes torch's settings for a compiled function")
+        func, precision = CompiledEntry(called, form), self._own_precision()
+        for call in self._here.next:
+            if call.func == func and call.fits(leaves, precision):
+                break
+        else:
+            numbers = tuple(place for place, leaf in enumerate(leaves) if type(leaf) in (int, float))
+            first = [leaves[place] for place in numbers]
+            line = line_of(frame.f_back)
+            call = RecordedCall(func, tuple(leaves), {}, leaves, numbers, first, set(), None, line, precision)
+            self._here.next.append(call)
+        self._go(call, leaves)
+
+    def _leave(self, result: Any, returned: bool) -> None:
+        """Record that the compiled function returns."""
+        if not returned:
+            self._refuse("its step catches the error of a compiled function")
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for call in self._here.next:
+            if call.func == CompiledExit() and call.fits(tensors, ""):
+                break
+        else:
+            call = RecordedCall(CompiledExit(), tuple(tensors), {}, tensors, result=tuple(tensors))
+            self._here.next.append(call)
+        self._go(call, tensors)
+
+    def _refuse(self, why: str) -> None:
+        """Note why a compiled function cannot be part of a graph. The step might catch an error."""
+        self.problem = self.problem or Unrecordable(why)
 
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], precision: str
@@ -249,6 +328,13 @@ def settings() -> tuple[Any, ...]:
     matmul = torch.backends.cuda.matmul
     own = tuple(getattr(matmul, name) for name in SETTINGS)
     return (*own, torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype())
+
+
+def surroundings() -> tuple[Any, ...]:
+    """Return the settings of torch that decide what a compiled function does, but no operator by itself."""
+    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    modes = torch._C._len_torch_function_stack()
+    return (*casts, modes, torch.is_inference_mode_enabled())
 
 
 def reads_precision(func: Any) -> bool:

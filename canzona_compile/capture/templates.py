@@ -39,6 +39,7 @@ Held = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
 LOOKAHEAD = 128  # steps; periodic work with a longer period is captured when it comes, which costs a new plan
 MOST_FORM_CHANGES = 8  # if a state changes its form more often, its steps are interpreted for good
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
+COMPILED_BY_USERS = "its step calls functions that the user compiled, which round in a way of their own"
 
 
 @dataclass(eq=False)
@@ -302,7 +303,7 @@ class Capture:
         if variant in kind.templates:
             return kind.templates[variant], after
         label = self._label(spec)
-        family = kind.template.name if kind.templates else label
+        family = kind.template.family if kind.templates else label  # the first one may have been dropped since
         template = replace(template_of(variant, label, spec), family=family, state=kind.state)
         named = {leaf.name for leaf in template.inputs if leaf.role is Role.STATE} | {*template.writes} - {"param"}
         if late := named - oracle.paths.keys():
@@ -310,7 +311,7 @@ class Capture:
         if draws(template.graph):
             raise Untraceable("its step draws random numbers, which one rank has to do")
         if self._doubtful(group, template, oracle) and not self._same_bits(template, oracle, moment):
-            raise Untraceable(NOT_FAITHFUL)
+            raise Untraceable(COMPILED_BY_USERS if oracle.calls_compiled else NOT_FAITHFUL)
         kind.templates[variant] = template
         return template, after
 
@@ -358,7 +359,8 @@ class Capture:
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"
         label = f"{plain_class(self.optimizer).__name__.lower()}_{dims}_{dtype_name(spec.dtype)}{'_part' * spec.part}"
-        taken = {template.name for kind in self.kinds.values() for template in kind.templates.values()}
+        known = [template for kind in self.kinds.values() for template in kind.templates.values()]
+        taken = {template.name for template in known} | {template.family for template in known}
         names = [label, *(f"{label}_{i}" for i in range(2, len(taken) + 3))]
         return next(name for name in names if name not in taken)
 

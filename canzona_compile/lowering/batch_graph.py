@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,6 +113,8 @@ class Lifter:
             return self.graph.call_function(getattr(torch, f"_foreach_{name}"), args, kwargs)
         if target is operator.getitem:
             return self.graph.call_function(target, args, kwargs)
+        if not isinstance(target, torch._ops.OpOverload):
+            return self.graph.call_function(LoopOver(target), args, kwargs)
         return self.graph.call_function(program_ops.each, (target, *args), kwargs)
 
     def _uniform(self, node: fx.Node) -> bool:
@@ -138,6 +141,26 @@ class Lifter:
         if source is aten.permute.default:
             args = (args[0], [0, *(d % ndim + 1 for d in args[1])])
         return self.graph.call_function(STACKED_PRODUCTS.get(source, source), args, kwargs)
+
+
+@dataclass(frozen=True)
+class LoopOver:
+    """Target of a node in a lifted graph: `program_ops.each` of something that is no operator.
+
+    FX writes operators among the arguments of a call by their names, and other objects not at all.
+
+    Args:
+        target: what is called for each task.
+    """
+
+    target: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__name__", f"each_{self.target.__name__}")  # FX writes and prints it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the target once per task."""
+        return program_ops.each(self.target, *args, **kwargs)
 
 
 STACKED_PRODUCTS: Mapping[Any, Any] = {

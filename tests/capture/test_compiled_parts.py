@@ -1,4 +1,5 @@
-"""Optimizers that call functions compiled by `torch.compile`: trials leave no trace in what those remember.
+"""Optimizers that call functions compiled by `torch.compile`: trials leave no trace in what those remember, and graphs
+call them as the step does.
 
 Compiled code is compiled anew when a size or a number differs from call to call, and then it rounds otherwise.
 Inductor's does; here a backend stands in for it that adds a little more with every compile.
@@ -6,6 +7,8 @@ Inductor's does; here a backend stands in for it that adds a little more with ev
 
 from __future__ import annotations
 
+import cProfile
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 import canzona_compile
+from canzona_compile.capture.compiled_calls import compiled_calls
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.rehearsal import rehearse
-from tests.harness.pairs import different, feed, parameters
+from canzona_compile.ir.compiled_call import CompiledCall, num_compiled_calls
+from tests.harness import compiled_optimizers as toys
+from tests.harness.odd_optimizers import TwoPrecisions, matmul_precision
+from tests.harness.pairs import Pair, different, feed, parameters
 
 STEPS = 3
 SHAPES = ((24, 16),)  # other than those of miniatures
@@ -111,7 +118,7 @@ def test_bits_are_those_of_a_process_without_trials() -> None:
     compiled.clear()
     wrapped = trained(canzona_compile.wrap(CompiledAverage(parameters(SHAPES))))
     assert not different(plain, wrapped)
-    assert wrapped.canzona.report().fallbacks  # its graph has other bits
+    assert not wrapped.canzona.report().fallbacks
 
 
 def test_the_stance_that_users_chose_stays() -> None:
@@ -123,8 +130,122 @@ def test_the_stance_that_users_chose_stays() -> None:
     assert len(compiled) == 1
 
 
+def test_profilers_go_on_after_calls_were_counted() -> None:
+    profiler = cProfile.Profile()
+    with profiler, as_written(), compiled_calls() as calls:
+        averaged(torch.ones(2), torch.ones(2), 0.5)
+    assert calls.count == 1
+    assert sys.getprofile() is None
+
+
 def test_compiled_functions_never_run_on_fake_tensors() -> None:
     """After a break Dynamo would call them; machine code then reads the memory that fake tensors do not have."""
-    wrapped = trained(canzona_compile.wrap(BrokenAverage(parameters(SHAPES))))
-    assert wrapped.canzona.report().fallbacks
+    trained(canzona_compile.wrap(BrokenAverage(parameters(SHAPES))))
     assert not any(isinstance(value, FakeTensor) for value in seen)
+
+
+def templates(pair: Pair) -> list[Any]:
+    kinds = pair.wrapped.canzona.session.capture.kinds.values()
+    return [template for kind in kinds for template in kind.templates.values()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [
+        (toys.CompiledAdam, {2}),
+        (toys.CompiledParts, {2, 3}),
+        (toys.CompiledProducts, {1}),
+        (toys.CompilingLate, {0, 1}),
+    ],
+)
+def test_compiled_functions_are_called_by_graphs(kind: type[Any], calls: set[int]) -> None:
+    pair = Pair(kind, ((6, 4), (5, 7), (6, 4)), captures_anew=True)
+    for step in range(4):
+        pair.set("lr", 0.1 / (step + 1))
+        pair.step()
+    assert not pair.report.fallbacks
+    captures = pair.report.captures
+    pair.steps(4)
+    assert pair.report.captures == captures
+    assert {num_compiled_calls(template.graph) for template in templates(pair)} == calls
+
+
+def test_a_graph_shows_what_it_calls() -> None:
+    pair = Pair(toys.CompiledAdam, ((6, 4),))
+    pair.steps(2)
+    (template,) = templates(pair)
+    nothing, node = (node for node in template.graph.nodes if isinstance(node.target, CompiledCall))
+    assert not nothing.users
+    assert str(node.target) == "tests.harness.compiled_optimizers.adam"
+    assert {1e-08, "x"} <= set(node.args)  # what never changes; the rest are inputs
+    assert len(node.target.written) == 2
+
+
+def test_the_work_of_compiled_functions_counts() -> None:
+    pair = Pair(toys.CompiledProducts, ((6, 4),))
+    pair.steps(2)
+    (task,) = pair.report.tasks
+    products = 2 * 6 * 4 * 6 + 2 * 6 * 6 * 6 + 2 * 6 * 6 * 4
+    assert products < task.flops < 1.5 * products
+
+
+@pytest.mark.parametrize("kind", [toys.CompiledAdam, TwoPrecisions])
+def test_stacks_loop_over_what_is_no_operator(kind: type[Any]) -> None:
+    """Products of these sizes and this dtype are stacked; what stands between them is not."""
+    shapes = ((32, 16), (32, 16))
+    plain = trained(kind(parameters(shapes, torch.bfloat16)))
+    wrapped = trained(canzona_compile.wrap(kind(parameters(shapes, torch.bfloat16))))
+    assert not different(plain, wrapped)
+    assert not wrapped.canzona.report().fallbacks
+    names = [str(getattr(node.target, "__name__", "")) for node in nodes_of(wrapped)]
+    assert any(name.startswith("each_") for name in names)
+
+
+def nodes_of(wrapped: Any) -> list[fx.Node]:
+    """All nodes of the program that ran last."""
+    module = wrapped.canzona.session.driver.last.executor.program.module
+    return [node for own in module.modules() if isinstance(own, fx.GraphModule) for node in own.graph.nodes]
+
+
+@pytest.mark.parametrize("ambient", ["highest", "medium"])
+def test_compiled_products_keep_the_precision_that_the_step_sets(ambient: str) -> None:
+    with matmul_precision(ambient):
+        pair = Pair(toys.CompiledProducts, ((6, 4),), captures_anew=True)
+        pair.steps(3)
+    (template,) = templates(pair)
+    (call,) = (node.target for node in template.graph.nodes if isinstance(node.target, CompiledCall))
+    assert call.precision == "high"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (toys.Pulling, "uses a tensor that it is not given"),
+        (toys.Turning, "returns a view"),
+        (toys.Method, "gives a compiled function a Method"),
+        (toys.Hidden, "that its module does not name"),
+        (toys.Catching, "its step catches the errors of aten._linalg_check_errors"),
+    ],
+)
+def test_what_one_node_cannot_be_is_interpreted(kind: type[Any], reason: str) -> None:
+    pair = Pair(kind)
+    pair.steps(2)
+    rows = canzona_compile.explain(pair.wrapped).parameters
+    assert {row.how for row in rows} == {"interpreted"}
+    assert all(reason in row.why for row in rows), rows[0].why
+
+
+def test_errors_of_compiled_functions_that_steps_catch_are_met_when_they_come() -> None:
+    pair = Pair(toys.Avoiding)
+    pair.steps(4)
+    rows = canzona_compile.explain(pair.wrapped).parameters
+    assert {row.how for row in rows} == {"interpreted"}
+    assert "catches the error of a compiled function" in rows[0].why
+
+
+def test_random_numbers_in_compiled_functions_are_seen() -> None:
+    with pytest.warns(UserWarning, match="draws random numbers"):
+        wrapped = trained(canzona_compile.wrap(toys.Noisy(parameters())))
+    rows = canzona_compile.explain(wrapped).parameters
+    assert {row.how for row in rows} == {"interpreted"}
+    assert "draws random numbers" in rows[0].why

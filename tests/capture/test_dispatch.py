@@ -116,3 +116,11 @@ def test_the_step_is_taken_again_as_a_guard(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(odd.SCALE, "of", scale)
         pair.steps(2)
     assert ways(pair) == {("compiled", "dispatch")}
+
+
+def test_graphs_stay_a_family_when_the_first_one_is_dropped() -> None:
+    pair = Pair(odd.Subtracting, ((6, 4),), captures_anew=True)
+    for step in range(3):
+        pair.set("lr", 0.1 / (step + 1))
+        pair.step()
+    assert ways(pair) == {("compiled", "dispatch")}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
+from tests.harness import compiled_optimizers as compiled
 from tests.harness import odd_optimizers as odd
 from tests.harness.layouts import Case
 from tests.harness.marks import also, first
@@ -17,9 +18,10 @@ from tests.harness.training import Outcome, Training, check, on_ranks
 from tests.harness.training import train as train_recipe
 
 SHAPES: tuple[Shape, ...] = ((17, 32), (48, 20), (17, 32), (16, 16))
-KINDS: dict[str, type[Optimizer]] = {
-    kind.__name__: kind for kind in (odd.DecoratedMuon, odd.DecoratedBasis, odd.TwoPrecisions, odd.OnePrecision)
-}
+DECORATED = (odd.DecoratedMuon, odd.DecoratedBasis, odd.TwoPrecisions, odd.OnePrecision)
+COMPILED = (compiled.CompiledAdam, compiled.CompiledParts, compiled.CompiledProducts)
+HIDDEN = (compiled.Pulling, compiled.Hidden)
+KINDS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (*DECORATED, *COMPILED, *HIDDEN)}
 
 
 def decay(optimizer: Optimizer) -> Callable[[int], None]:
@@ -39,7 +41,7 @@ def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", [Case("fsdp", (3,)), *also([Case("tp_columns", (2,)), Case("ddp", (2,))])], ids=str)
-@pytest.mark.parametrize("recipe", first(KINDS, 2))
+@pytest.mark.parametrize("recipe", first((kind.__name__ for kind in DECORATED), 2))
 def test_captured_by_dispatch(recipe: str, case: Case) -> None:
     report = check(on_ranks(train, recipe, [case], torch.float32, strategy="owner"))
     assert report["fallbacks"] == {}
@@ -50,3 +52,18 @@ def test_captured_by_dispatch(recipe: str, case: Case) -> None:
 @pytest.mark.parametrize("recipe", first(["DecoratedBasis", "DecoratedMuon"]))
 def test_captured_by_dispatch_with_a_loaded_state(recipe: str) -> None:
     check(on_ranks(train, recipe, [Case("fsdp", (2,))], torch.float32, restored=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [Case("fsdp", (3,)), *also([Case("fsdp", (2,)), Case("ddp", (2,))])], ids=str)
+@pytest.mark.parametrize("recipe", first((kind.__name__ for kind in COMPILED), 2))
+def test_compiled_functions_in_graphs(recipe: str, case: Case) -> None:
+    report = check(on_ranks(train, recipe, [case], torch.float32, strategy="owner"))
+    assert report["fallbacks"] == {}
+    assert {task["strategy"] for task in report["tasks"]} == {"owner"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("recipe", first(kind.__name__ for kind in HIDDEN))
+def test_compiled_functions_that_graphs_cannot_call(recipe: str) -> None:
+    check(on_ranks(train, recipe, [Case("fsdp", (3,))], torch.float32, strategy="owner"), fallbacks=True)

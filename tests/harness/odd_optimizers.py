@@ -89,6 +89,16 @@ class PlainPrecision(PerParameter):
         param.add_(update, alpha=-group["lr"])
 
 
+class Subtracting(PerParameter):
+    """A counter that becomes an input only when it has changed, and a factor that stays a constant of graphs."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        state["step"] = state.get("step", 0) + 1
+        print(end="")
+        moved = param.sub(grad @ grad.T @ grad, alpha=group["lr"])
+        param.copy_(moved * (1 - 0.1 / state["step"]))
+
+
 class TurningBasis(PerParameter):
     """A basis that is laid out by rows at first, and by columns from its first refresh on."""
 

@@ -17,7 +17,7 @@ from canzona_compile.ir import program_ops
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import MicroGroup, Phase, Step, Task, Wire
-from canzona_compile.lowering.batch_graph import product
+from canzona_compile.lowering.batch_graph import LoopOver, product
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -181,7 +181,7 @@ class Launches:
             for node in self.graphs[placed].nodes:
                 if node.op != "call_function" or product(node):
                     continue
-                each = node.target is program_ops.each
+                each = node.target is program_ops.each or isinstance(node.target, LoopOver)
                 target = node.args[0] if each else node.target
                 view = isinstance(target, torch._ops.OpOverload) and target.is_view
                 counted = int(self.loops or not view)
