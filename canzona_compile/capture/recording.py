@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +26,7 @@ from canzona_compile.capture.compiled_calls import CompiledFunction, arguments_o
 from canzona_compile.capture.error_origin import is_optimizer
 from canzona_compile.capture.no_collectives import check_local
 from canzona_compile.capture.provoke import name_of
+from canzona_compile.errors import UnsupportedOptimizer
 
 NumberList = list[Any]
 
@@ -158,7 +160,7 @@ class CallRecorder(TorchDispatchMode):
     def __init__(self, root: RecordedCall) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.walk = CallPath()
-        self.problem: Unrecordable | None = None
+        self.problem: Unrecordable | UnsupportedOptimizer | None = None
         self._here = root
         self._ambient, self._precision = settings(), torch.get_float32_matmul_precision()
         self._around = surroundings()
@@ -204,6 +206,13 @@ class CallRecorder(TorchDispatchMode):
             return self._refuse("its step calls a compiled function that its module does not name")
         leaves, form = pytree.tree_flatten(arguments_of(frame))
         if odd := [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]:
+            if isinstance(odd[0], Optimizer):
+                name = f"{type(odd[0]).__name__}.{getattr(called.function, '__name__', called.name)}"
+                self.problem = UnsupportedOptimizer(
+                    f"{name} is compiled and takes the optimizer: torch may compile it anew for copies of that, and "
+                    "what is compiled anew may round otherwise",
+                    hint="compile a function of tensors and numbers instead, or do not compile it",
+                )
             return self._refuse(f"its step gives a compiled function a {type(odd[0]).__name__}")
         if settings() != self._ambient or surroundings() != self._around or torch.is_grad_enabled():
             return self._refuse("its step changes torch's settings for a compiled function")

@@ -216,6 +216,7 @@ def closure_problem(optimizer: Optimizer) -> str:
     one_step = Scenario(first.chosen, 1, {}, {}, {})
     loss = torch.tensor(2.5, device=device)
     calls: list[Contents] = []
+    begun: list[Contents] = []
 
     def taken(with_closure: bool) -> RehearsedSteps:
         small = Miniature(optimizer, first.chosen)
@@ -226,6 +227,7 @@ def closure_problem(optimizer: Optimizer) -> str:
             return loss
 
         def once() -> Any:
+            begun.append(contents_of(small))
             with torch.no_grad():
                 return step(small.optimizer, closure=closure) if with_closure else step(small.optimizer)
 
@@ -240,7 +242,7 @@ def closure_problem(optimizer: Optimizer) -> str:
         return f"it raises {first_line(found.error)}"
     if len(calls) != 1:
         return f"it evaluates the closure {len(calls)} times"
-    places = changed(calls[0], contents_of(Miniature(optimizer, first.chosen)))
+    places = changed(calls[0], begun[-1])
     if any(place.startswith("parameter") and not place.endswith(".grad") for place in places):
         return "it evaluates the closure after it changed parameters"
     if differing := difference(alone, found):

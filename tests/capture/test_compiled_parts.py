@@ -22,6 +22,7 @@ import canzona_compile
 from canzona_compile.capture.compiled_calls import compiled_calls
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.rehearsal import rehearse
+from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall, num_compiled_calls
 from tests.harness import compiled_optimizers as toys
 from tests.harness.odd_optimizers import TwoPrecisions, matmul_precision
@@ -222,7 +223,6 @@ def test_compiled_products_keep_the_precision_that_the_step_sets(ambient: str) -
     [
         (toys.Pulling, "uses a tensor that it is not given"),
         (toys.Turning, "returns a view"),
-        (toys.Method, "gives a compiled function a Method"),
         (toys.Hidden, "that its module does not name"),
         (toys.Catching, "its step catches the errors of aten._linalg_check_errors"),
     ],
@@ -233,6 +233,13 @@ def test_what_one_node_cannot_be_is_interpreted(kind: type[Any], reason: str) ->
     rows = canzona_compile.explain(pair.wrapped).parameters
     assert {row.how for row in rows} == {"interpreted"}
     assert all(reason in row.why for row in rows), rows[0].why
+
+
+def test_compiled_methods_are_refused() -> None:
+    """Interpreted on copies, this one differs silently after some steps."""
+    pair = Pair(toys.Method)
+    with pytest.raises(UnsupportedOptimizer, match=r"Method.scaled is compiled and takes the optimizer"):
+        pair.steps(1)
 
 
 def test_errors_of_compiled_functions_that_steps_catch_are_met_when_they_come() -> None:

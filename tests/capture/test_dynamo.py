@@ -76,6 +76,7 @@ def test_other_threads_have_the_real_power_while_dynamo_traces() -> None:
 def test_interrupts_wait_for_the_end_of_guards() -> None:
     """An exception inside of Dynamo's guards would end the process."""
     went_on = []
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     before = signal.getsignal(signal.SIGINT)
 
     def interrupted() -> None:
@@ -83,10 +84,13 @@ def test_interrupts_wait_for_the_end_of_guards() -> None:
             signal.raise_signal(signal.SIGINT)
             went_on.append(True)
 
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert went_on
-    assert signal.getsignal(signal.SIGINT) is before
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert went_on
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, found)
 
 
 def test_interrupts_are_nothing_to_other_threads() -> None:

@@ -101,6 +101,7 @@ def wrapped_inside(trainer: Any) -> Any:
     return optimizer
 
 
+@pytest.mark.full
 def test_by_class(tmp_path: Path) -> None:
     plain = trainer_of(tmp_path / "plain", **by_class(Mixed))
     wrapped = trainer_of(tmp_path / "wrapped", **by_class(canzona_compile.wrap_cls(Mixed)))

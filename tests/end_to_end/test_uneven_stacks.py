@@ -122,20 +122,20 @@ def test_products_of_stacks(recipe: str, case: Case) -> None:
     "recipe",
     first(
         [
-            "elementwise and matrices",
             "mixing at times",
+            "elementwise and matrices",
             "elementwise",
             "flat",
             "flat and matrices",
             "mixing whole stacks",
         ],
-        2,
     ),
 )
 def test_first_dims_of_any_length(recipe: str, case: Case) -> None:
     check(on_ranks(train, recipe, [case], torch.float32))
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_stacks_stay_local_with_a_loaded_state() -> None:
     """Their portable state has the shape of the whole stack."""
