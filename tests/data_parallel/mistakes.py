@@ -227,8 +227,8 @@ def hook_changes_dtype() -> None:
 def optimizer_fails_on_one_rank() -> None:
     model, optimizers, _ = set_up(make="muon and adamw")
     train(model, optimizers)
-    if dist.get_rank() == 0:
-        optimizers[0].param_groups[0]["ns_steps"] = "many"
+    if dist.get_rank() == 0:  # after backward, in which ranks compare their numbers
+        optimizers[0].register_step_pre_hook(lambda own, *_: own.param_groups[0].update(ns_steps="many"))
     train(model, optimizers)
 
 
