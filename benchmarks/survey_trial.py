@@ -98,11 +98,12 @@ def surveyed(trial: Trial) -> Finding:
             finding = replace(finding, seconds=time.perf_counter() - begin)
             found += [wrapped.step(number) for number in range(1, steps)]
             finding = replace(finding, **figures(wrapped.optimizer))
-            if "draws random" in finding.reason:  # from generators of its own, on any number of ranks the same
+            resident = "resident" in finding.mode
+            if resident and draws(Run(trial, matrices(trial))):  # from generators of its own, the same on any ranks
                 snapshots = unshared(trial)
             params = compared(found, snapshots)
             state = Tally()
-            if "resident" not in finding.mode:  # whose state has a form of its own
+            if not resident:  # whose state has a form of its own
                 state.add(dict(wrapped.leaves()), dict(plain.leaves()))
     except CanzonaError as error:
         return replace(finding, outcome=REFUSED if isinstance(error, REFUSALS) else ERROR, reason=told(error))

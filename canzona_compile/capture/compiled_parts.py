@@ -115,10 +115,10 @@ def part_at(calls: Sequence[RecordedCall], begin: int) -> CompiledPart:
 
 def written_by(calls: Sequence[RecordedCall], tensors: Sequence[Tensor], name: str) -> tuple[int, ...]:
     """Find which tensors some calls write; the others that they write they have made themselves, see `body_of`."""
-    memory = {memory_of(tensor) for call in calls for tensor in operands_written(call)}
-    written = tuple(i for i, tensor in enumerate(tensors) if memory_of(tensor) in memory)
+    memory = {storage_of(tensor) for call in calls for tensor in operands_written(call)}
+    written = tuple(i for i, tensor in enumerate(tensors) if storage_of(tensor) in memory)
     for i in written:
-        if sum(memory_of(tensor) == memory_of(tensors[i]) for tensor in tensors) > 1:
+        if sum(storage_of(tensor) == storage_of(tensors[i]) for tensor in tensors) > 1:
             raise Untraceable(f"its step gives the compiled function {name} several views of a tensor that it writes")
     return written
 
@@ -146,7 +146,7 @@ def fresh_results(returned: Sequence[Tensor], tensors: Sequence[Tensor], name: s
     for i, tensor in enumerate(returned):
         if id(tensor) in distinct:
             continue
-        if any(memory_of(tensor) == memory_of(other) for other in distinct.values()):
+        if any(storage_of(tensor) == storage_of(other) for other in distinct.values()):
             raise Untraceable(f"its step calls the compiled function {name}, which returns a view")
         distinct[id(tensor)] = tensor
         found.append(i)
@@ -168,7 +168,7 @@ def body_of(calls: Sequence[RecordedCall], tensors: Sequence[Tensor], new: Seque
     return body.graph
 
 
-def memory_of(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """Return what tells apart the memory of two tensors."""
     return int(tensor.untyped_storage()._cdata)
 

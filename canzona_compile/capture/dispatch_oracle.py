@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.compiled_calls import compiled_calls
-from canzona_compile.capture.compiled_parts import CompiledPart, memory_of, own_calls, part_at, with_compiled_calls
+from canzona_compile.capture.compiled_parts import CompiledPart, own_calls, part_at, storage_of, with_compiled_calls
 from canzona_compile.capture.dynamo import eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.functional import functional
@@ -128,7 +128,7 @@ class DispatchOracle(Oracle):
 
     def _walk(self) -> CallPath:
         """Let the twin step, and record what it calls."""
-        held = [(tensor, memory_of(tensor)) for tensor, _ in self.tensors()]
+        held = [(tensor, storage_of(tensor)) for tensor, _ in self.tensors()]
         grads = [(param, param.grad) for param in self._params]
         recorder = CallRecorder(self._root)
         # Python's profiler, which sees calls of compiled functions, slows down code that makes none.
@@ -148,7 +148,7 @@ class DispatchOracle(Oracle):
             replaced = any(param.grad is not grad for param, grad in grads)
             for param, grad in grads:
                 param.grad = grad
-        if replaced or any(memory_of(tensor) != place for tensor, place in held):
+        if replaced or any(storage_of(tensor) != place for tensor, place in held):
             raise Untraceable("its step replaces the gradient, or the memory of a tensor")
         recorder.walk.note_varying()
         return recorder.walk

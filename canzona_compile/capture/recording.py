@@ -201,18 +201,18 @@ class CallRecorder(TorchDispatchMode):
 
     def _enter(self, frame: FrameType) -> None:
         """Record that a compiled function is entered; the operators that follow are those that it calls as written."""
+        leaves, form = pytree.tree_flatten(arguments_of(frame))
+        if owner := next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None):
+            self.problem = UnsupportedOptimizer(  # whatever was noted before, interpretation is no way out
+                f"{type(owner).__name__} compiles a function that takes the optimizer: torch may compile it anew for "
+                "copies of that, and what is compiled anew may round otherwise",
+                hint="compile a function of tensors and numbers instead, or do not compile it",
+            )
+            return None
         called = compiled_function(frame)
         if called is None:
             return self._refuse("its step calls a compiled function that its module does not name")
-        leaves, form = pytree.tree_flatten(arguments_of(frame))
         if odd := [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]:
-            if isinstance(odd[0], Optimizer):
-                name = f"{type(odd[0]).__name__}.{getattr(called.function, '__name__', called.name)}"
-                self.problem = UnsupportedOptimizer(
-                    f"{name} is compiled and takes the optimizer: torch may compile it anew for copies of that, and "
-                    "what is compiled anew may round otherwise",
-                    hint="compile a function of tensors and numbers instead, or do not compile it",
-                )
             return self._refuse(f"its step gives a compiled function a {type(odd[0]).__name__}")
         if settings() != self._ambient or surroundings() != self._around or torch.is_grad_enabled():
             return self._refuse("its step changes torch's settings for a compiled function")

@@ -135,7 +135,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             param.grad = None if scenario.missing.get(number) == i else grad
             given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
         for param in small.params:  # beside elements as large as theirs, small differences of updates would vanish
-            param.data[(..., slice(None, None, 2)) if param.ndim else ...].mul_(TINY)
+            torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)
         try:
             # A mode costs as much as a small operator, so only the first step is watched for collectives.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from tests.harness import compiled_optimizers as compiled
 from tests.harness import odd_optimizers as odd
 from tests.harness.layouts import Case
-from tests.harness.marks import also, first
+from tests.harness.marks import first
 from tests.harness.optimizers import Shape
 from tests.harness.training import Outcome, Training, check, on_ranks
 from tests.harness.training import train as train_recipe
@@ -40,8 +40,12 @@ def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [Case("fsdp", (3,)), *also([Case("tp_columns", (2,)), Case("ddp", (2,))])], ids=str)
-@pytest.mark.parametrize("recipe", first(kind.__name__ for kind in DECORATED))
+@pytest.mark.parametrize(
+    "case", first([Case("fsdp", (3,)), Case("fsdp", (2,)), Case("tp_columns", (2,)), Case("ddp", (2,))]), ids=str
+)
+@pytest.mark.parametrize(
+    "recipe", [name for kinds in (DECORATED, COMPILED) for name in first(k.__name__ for k in kinds)]
+)
 def test_captured_by_dispatch(recipe: str, case: Case) -> None:
     report = check(on_ranks(train, recipe, [case], torch.float32, strategy="owner"))
     assert report["fallbacks"] == {}
@@ -52,15 +56,6 @@ def test_captured_by_dispatch(recipe: str, case: Case) -> None:
 @pytest.mark.parametrize("recipe", first(["DecoratedBasis", "DecoratedMuon"]))
 def test_captured_by_dispatch_with_a_loaded_state(recipe: str) -> None:
     check(on_ranks(train, recipe, [Case("fsdp", (2,))], torch.float32, restored=True))
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", [Case("fsdp", (3,)), *also([Case("fsdp", (2,)), Case("ddp", (2,))])], ids=str)
-@pytest.mark.parametrize("recipe", first(kind.__name__ for kind in COMPILED))
-def test_compiled_functions_in_graphs(recipe: str, case: Case) -> None:
-    report = check(on_ranks(train, recipe, [case], torch.float32, strategy="owner"))
-    assert report["fallbacks"] == {}
-    assert {task["strategy"] for task in report["tasks"]} == {"owner"}
 
 
 @pytest.mark.ranks
