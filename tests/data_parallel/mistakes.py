@@ -27,6 +27,15 @@ def set_up(model: nn.Module | None = None, make: str = "sgd", **options: Any) ->
     return made, optimizers, optimizers[0].canzona
 
 
+def step_alone(make: str = "sgd") -> None:
+    """Wrap and step the optimizers of a model without zero1, in one process. Ranks need not check them again."""
+    model = Model()
+    model(batch(0, 0)).backward()
+    for optimizer in {**MAKERS, **CHEAP}[make](model):
+        canzona_compile.wrap(optimizer)
+        optimizer.step()
+
+
 def train(model: Any, optimizers: Any, steps: int = 1, zero: bool = True) -> None:
     for step in range(steps):
         model(batch(step, dist.get_rank())).backward()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 
-from tests.data_parallel.mistakes import rate_set_right, said
+from tests.data_parallel.mistakes import rate_set_right, said, step_alone
 from tests.harness.marks import also, first, full
 from tests.harness.ranks import Died, run
+
+AFTER = partial(step_alone)
 
 ON_BOTH = {
     "another_order": "rank 0: blocks.0.norm.weight",
@@ -56,30 +59,30 @@ REPEATED = {
 
 @pytest.mark.parametrize("mistake", [full(name) if name in REPEATED else name for name in ON_BOTH])
 def test_both_ranks_raise(mistake: str) -> None:
-    for text in run(2, said, mistake, fresh=mistake in BREAKING):
+    for text in run(2, said, mistake, fresh=mistake in BREAKING, after=AFTER):
         assert re.search(ON_BOTH[mistake], text), text
 
 
 @pytest.mark.parametrize("gather", first(["step", "forward"]))
 def test_gradients_scaled_on_one_rank_only(gather: str) -> None:
-    for text in run(2, said, "scaled_on_one_rank", gather, fresh=True):
+    for text in run(2, said, "scaled_on_one_rank", gather, fresh=True, after=AFTER):
         assert "scaled differently on some ranks" in text
         assert "rank 0: mul by 0.5 of embed.weight" in text
 
 
 def test_ranks_train_on_once_their_numbers_are_equal_again() -> None:
-    assert run(2, rate_set_right) == [["RankMismatch", ""]] * 2
+    assert run(2, rate_set_right, after=AFTER) == [["RankMismatch", ""]] * 2
 
 
 def test_a_hook_that_changes_the_dtype() -> None:
     """Autograd refuses it on one rank; the other one hears nothing and waits for the process group's timeout."""
-    one, two = run(2, said, "hook_changes_dtype", fresh=True, patience=6.0)
+    one, two = run(2, said, "hook_changes_dtype", fresh=True, patience=6.0, after=AFTER)
     assert "changed the type of value" in one
     assert "a collective of this step failed" in two
 
 
 @pytest.mark.parametrize("where", [*also(["backward"]), "step", *also(["gather"])])
 def test_a_rank_that_dies(where: str) -> None:
-    one, two = run(2, said, "dies", where, fresh=True, dying=[1])
+    one, two = run(2, said, "dies", where, fresh=True, dying=[1], after=AFTER)
     assert isinstance(two, Died)
     assert "a peer died or left" in one

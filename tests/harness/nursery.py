@@ -32,6 +32,7 @@ PRELOAD = (
     "pytest",
     "torch",
     "torch._dynamo",
+    "torch._inductor.cudagraph_trees",  # the first capture in a process imports it, which takes seconds
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "canzona_compile",
