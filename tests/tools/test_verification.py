@@ -31,6 +31,7 @@ from tests.harness.marks import full
 from tests.tools import user_builds
 from tests.tools.user_builds import (
     dies,
+    kept_by_parameter,
     leaves,
     locks,
     muon,
@@ -116,6 +117,20 @@ def test_a_plan_that_is_followed(tmp_path: Path) -> None:
     with pytest.raises(CanzonaError, match="the plan does not know this parameter") as caught:
         canzona_compile.verify(named_muon, steps=3, options={"plan": str(file)})
     assert caught.value.at == "1.weight"
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_what_objects_of_their_own_keep_is_not_compared() -> None:
+    """Their state is portable among ranks, but a plain optimizer keeps it elsewhere."""
+    found = canzona_compile.verify(kept_by_parameter, steps=3)
+    assert found.ok, found
+    names = ("0.weight", "1.weight")
+    assert set(found.resident) == set(names)
+    assert "self.moments" in found.resident["0.weight"]
+    assert not found.interpreted
+    assert [(leaf.parameter, leaf.leaf) for leaf in found.leaves] == [(name, "parameter") for name in names]
 
 
 # -- a planted bug ---------------------------------------------------------------------------------

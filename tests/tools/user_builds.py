@@ -20,6 +20,7 @@ import canzona_compile
 from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.step import Step, Template
 from canzona_compile.passes import Canonicalize
+from tests.harness.resident_optimizers import MomentsByParameter
 from tests.harness.toy_optimizers import GlobalNorm
 
 Plain = tuple[nn.Module, Optimizer]
@@ -53,6 +54,12 @@ def muon_with_loss() -> tuple[nn.Module, Optimizer, Any]:
         return model.get_submodule("0")(inputs).square().sum()
 
     return model, Muon(model.named_parameters(), lr=2e-2), loss
+
+
+def kept_by_parameter() -> Plain:
+    """An optimizer that keeps its state in an attribute."""
+    model = net(12, 7, 3)
+    return model, MomentsByParameter(model.parameters())
 
 
 # -- a bug -----------------------------------------------------------------------------------------

@@ -107,6 +107,7 @@ def verify(
         seconds=round(time.monotonic() - begin, 2),
         compiled=first.compiled,
         interpreted=first.interpreted,
+        resident=first.resident,
         local=first.local,
         idle=first.idle,
         leaves=merged([outcome.leaves for outcome in outcomes]),

@@ -72,6 +72,8 @@ class Findings:
         seconds: how long all of it took.
         compiled: parameters whose update ran as captured graphs, from the second step on.
         interpreted: parameters whose owner ran the optimizer's own eager step, and why.
+        resident: parameters that an optimizer object of their own stepped, and why. Their state, which no plain
+            optimizer has, is not compared.
         local: parameters whose ranks updated their fragments by themselves, and why.
         idle: parameters that never had a gradient.
         leaves: in the order of the optimizer's parameters.
@@ -88,6 +90,7 @@ class Findings:
     seconds: float
     compiled: tuple[str, ...] = ()
     interpreted: Mapping[str, str] = field(default_factory=dict)
+    resident: Mapping[str, str] = field(default_factory=dict)
     local: Mapping[str, str] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     leaves: tuple[LeafDifference, ...] = ()

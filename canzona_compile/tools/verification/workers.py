@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -56,6 +56,7 @@ class RankOutcome:
     leaves: tuple[LeafDifference, ...]
     compiled: tuple[str, ...]
     interpreted: dict[str, str]
+    resident: dict[str, str]
     local: dict[str, str]
     idle: tuple[str, ...]
 
@@ -137,7 +138,8 @@ def run_wrapped(rank: int, order: Order) -> RankOutcome:
             param.grad = None if grad is None else like(grad, param)
         with blamed(f"step {step} of the wrapped optimizer"), by_names_of_the_model(made):
             made.optimizer.step()
-        tally.add(step, made.leaves(), page.leaves)
+        resident = roles(made, given)["resident"]
+        tally.add(step, comparable(made.leaves(), resident), comparable(page.leaves, resident))
         if rank == 0:
             differing = [f"{row.parameter} {row.leaf}" for row in tally.rows if not row.equal]
             log.info("step %d of %d: %s", step, order.steps, f"differs: {some(differing)}" if differing else "equal")
@@ -145,6 +147,15 @@ def run_wrapped(rank: int, order: Order) -> RankOutcome:
     dist.barrier()  # nobody leaves while others may need its connections
     dist.destroy_process_group()
     return outcome
+
+
+def comparable(leaves: Leaves, resident: Collection[str]) -> Leaves:
+    """Leave out the state of resident parameters, and what belongs to no parameter if there are any.
+
+    It is what one optimizer object per parameter keeps, by its place in that object. No plain optimizer has it.
+    """
+    apart = {*resident, ""} if resident else set()
+    return {(name, leaf): v for (name, leaf), v in leaves.items() if leaf == PARAMETER or name not in apart}
 
 
 def read_together(journal: Journal, step: int) -> Page:
@@ -177,7 +188,8 @@ def roles(made: Built, given: set[str]) -> dict[str, Any]:
     rows = {own: row for own, row in zip(made.names, explain(optimizer).parameters, strict=True) if own in given}
     return {
         "compiled": tuple(name for name, row in rows.items() if row.how == "compiled"),
-        "interpreted": {name: row.why for name, row in rows.items() if row.how in ("interpreted", "resident")},
+        "interpreted": {name: row.why for name, row in rows.items() if row.how == "interpreted"},
+        "resident": {name: row.why for name, row in rows.items() if row.how == "resident"},
         "local": {name: row.why for name, row in rows.items() if row.how == "local"},
         "idle": tuple(name for name in made.names if name not in given),
     }
