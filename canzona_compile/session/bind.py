@@ -76,6 +76,11 @@ class BoundParam:
     stand_in: StandIn | None = None
 
     @property
+    def name(self) -> str:
+        """The name of the optimizer's own parameter."""
+        return self.task.name if self.division is None else self.division.name
+
+    @property
     def origin(self) -> Tensor:
         """The optimizer's own parameter."""
         if self.stand_in is not None:
@@ -190,8 +195,8 @@ class Binder:
             division = Division(name, param, split, self._box(layout))
             pieces = []
             for i, piece in enumerate(division.pieces):
-                own = division.taken(state or {}, piece)
-                pieces.append(self.bind_piece(index + i, g, division, piece, division.param_of(piece), own))
+                part = division.taken(state or {}, piece)
+                pieces.append(self.bind_piece(index + i, g, division, piece, division.param_of(piece), part))
             if any(b.kind.template.interpreted or holistic(b.kind.template) for b in pieces):
                 return pieces  # elementwise work gives the same result on the pieces as on the whole
         layout, kind = self._kind(g, param, name, state)
@@ -238,7 +243,14 @@ class Binder:
         return self._rules[key]
 
     def bind_piece(
-        self, index: int, g: int, division: Division, piece: Piece, param: Tensor, state: dict[str, Any] | None
+        self,
+        index: int,
+        g: int,
+        division: Division,
+        piece: Piece,
+        param: Tensor,
+        state: dict[str, Any] | None,
+        stand_in: StandIn | None = None,
     ) -> BoundParam:
         """Bind one logical matrix of a fused parameter.
 
@@ -249,7 +261,10 @@ class Binder:
             piece: the matrix.
             param: the parameter that stands for the matrix.
             state: the portable state of the matrix; None or empty if it has none.
+            stand_in: what stands for the fused parameter, if it is a fragment that took no part in the exchange.
         """
+        if stand_in is not None:
+            self._known.add(stand_in)
         within = partial(part_of_layout, rows=piece.rows, dim=piece.dim)
         layout, kind = self._kind(g, division.whole, piece.task, state, within, whole=piece.dim == 0)
         return BoundParam(param, g, Task(piece.task, index, g, kind.template.name, layout), kind, division)

@@ -55,9 +55,19 @@ class Piece:
         return values.narrow(self.dim, self.first, len(self.entries)).contiguous()
 
     def put(self, values: Tensor, local: Tensor) -> None:
-        """Write this rank's rows of the piece into a fused fragment, unless `local` is a view of that fragment."""
-        if local.numel() and not shares_memory(local, values):
+        """Write this rank's rows of the piece into a fused fragment, unless `local` is a view of that fragment.
+
+        Args:
+            values: the fused fragment.
+            local: the rows, in any shape.
+        """
+        if not local.numel() or shares_memory(local, values):
+            return
+        local = local.reshape(*values.shape[: self.dim], len(self.entries), *values.shape[self.dim + 1 :])
+        if self.first is None:
             values.index_copy_(self.dim, self.entries, local)
+        else:
+            values.narrow(self.dim, self.first, len(self.entries)).copy_(local)
 
 
 class Division:

@@ -126,19 +126,13 @@ def make_plan(
     captured = captured_step(bound, optimizer, options)
     owned, history = run(captured, planning_passes(options, owned_as), observers)
     by_name = {b.task.name: b for b in bound}
-    matrices = {t.name for t in owned.tasks}
-    if odd := [b.task.name for b in bound if b.division is not None and b.task.name not in matrices]:
-        raise UnsupportedOptimizer(
-            "the optimizer's work on this piece is elementwise, on others of its parameter it is not",
-            at=odd[0],
-            hint="split the parameter in pieces that the optimizer treats alike",
-        )
+    check_pieces(bound, owned)
     variant_periods = {b.task.name: b.kind.variant_period for b in bound if b.kind.variant_period is not None}
     return Plan(
         by_name,
         owned,
         first_steps(owned, by_name),
-        tuple(b for b in bound if b.task.name not in matrices),
+        tuple(b for b in bound if owned.find(b.task.name) is None),
         frozenset(t.name for t in captured.templates),
         stagger(owned, variant_periods),
         fused_params(bound),
@@ -146,6 +140,25 @@ def make_plan(
         history,
         tuple(dict.fromkeys(b.origin for b in bound)),
     )
+
+
+def check_pieces(bound: Iterable[BoundParam], owned: Step) -> None:
+    """Raise unless all pieces of each fused parameter need an owner.
+
+    Args:
+        bound: the parameters.
+        owned: the step in which what needs an owner is a task.
+
+    Raises:
+        UnsupportedOptimizer: the optimizer's work is elementwise on some pieces and not on others.
+    """
+    for b in bound:
+        if b.division is not None and owned.find(b.task.name) is None:
+            raise UnsupportedOptimizer(
+                "the optimizer's work on this piece is elementwise, on others of its parameter it is not",
+                at=b.task.name,
+                hint="split the parameter in pieces that the optimizer treats alike",
+            )
 
 
 def fused_params(bound: Iterable[BoundParam]) -> tuple[Fused, ...]:
