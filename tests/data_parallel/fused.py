@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
@@ -27,6 +28,7 @@ from tests.harness.plain_shards import CopyIn, ReduceOut
 from tests.harness.toy_optimizers import HostReading
 
 WIDTH, LAYERS, BATCH = 24, 2, 4
+BUCKETS = 4000  # bytes: pieces of one weight lie in several buckets
 QKV, GATE_UP = {"q": 24, "k": 12, "v": 12}, {"gate": 40, "up": 40}
 SPLITS: dict[str, dict[str, Split]] = {
     "block": {"*.qkv.weight": Split(QKV), "*.gate_up.weight": Split(GATE_UP)},
@@ -90,6 +92,13 @@ def part_of(name: str, whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return whole.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
 
 
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the matrices of the blocks over a mesh, as DTensors."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    styles = {name: ColwiseParallel() if cut_dim(name) == 0 else RowwiseParallel() for name in names}
+    parallelize_module(model, mesh, styles)
+
+
 def mark(model: nn.Module) -> None:
     """Give parameters the attributes that Megatron gives them: gate and up are sharded each, and lie side by side."""
     for name, param in model.named_parameters():
@@ -147,8 +156,13 @@ class Apart:
                     self.params[name].index_copy_(0, rows[key], piece)
                 self.params[name].grad = None
 
-    def state(self, name: str) -> dict[str, Any]:
-        """The state of a parameter as it is saved: leaves shaped like their pieces in one tensor, others by piece."""
+    def state(self, name: str, joined: bool) -> dict[str, Any]:
+        """The state of a parameter as it is saved: leaves shaped like their pieces in one tensor, others by piece.
+
+        Args:
+            name: the name of the parameter.
+            joined: whether no leaf is saved whole for its shape.
+        """
         state: dict[Tensor, dict[str, Any]] = {}
         for optimizer in self.optimizers:
             state |= optimizer.state
@@ -158,7 +172,7 @@ class Apart:
         found: dict[str, Any] = {}
         for leaf in state[next(iter(pieces.values()))]:
             values = {key: state[piece][leaf] for key, piece in pieces.items()}
-            if all(isinstance(v, Tensor) and v.shape == pieces[key].shape for key, v in values.items()):
+            if joined and all(isinstance(v, Tensor) and v.shape == pieces[key].shape for key, v in values.items()):
                 found[leaf] = torch.empty_like(self.params[name])
                 for key, value in values.items():
                     found[leaf][self.rows[name][key]] = value
@@ -167,8 +181,13 @@ class Apart:
         return found
 
 
-def differences(model: nn.Module, optimizers: Sequence[Optimizer], plain: Apart, tp: DeviceMesh | None) -> list[str]:
+def differences(
+    model: nn.Module, optimizers: Sequence[Optimizer], plain: Apart, tp: DeviceMesh | None = None
+) -> list[str]:
     """What of a model's parameters and of the saved state is not that of the plain optimizers; a collective."""
+    # What no tracer can follow has whole state beside a parameter that is sharded.
+    sharded = tp is not None or any(isinstance(param, DTensor) for param in model.parameters())
+    joined = not sharded or not isinstance(plain.optimizers[0], HostReading)
     params = dict(model.named_parameters())
     found = [name for name, p in params.items() if not torch.equal(full(p), part_of(name, plain.params[name], tp))]
     names = {id(param): name for name, param in params.items()}
@@ -180,7 +199,7 @@ def differences(model: nn.Module, optimizers: Sequence[Optimizer], plain: Apart,
             shape = plain.params[name].shape
             theirs = {
                 key: part_of(name, v, tp) if isinstance(v, Tensor) and v.shape == shape else v
-                for key, v in plain.state(name).items()
+                for key, v in plain.state(name, joined).items()
             }
             found += [f"state of {name} {what}" for what in different_state(mine, theirs)]
     return found
@@ -236,8 +255,7 @@ def train(
         mark(model)
         options["layout"] = by_hand
     elif tp:
-        styles = {n: (RowwiseParallel, ColwiseParallel)[cut_dim(n) == 0]() for n, _ in model.named_modules() if cut_dim(n) in (0, 1)}
-        parallelize_module(model, mesh["tp"], styles)
+        tensor_parallel(model, mesh["tp"])
     with shared_captures():
         found: Any = canzona_compile.zero1(model, named(make, model), mesh=data, split=SPLITS[split], **options)
     handle = found[0].canzona

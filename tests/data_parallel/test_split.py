@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.data_parallel.fused import alone, train
+from tests.data_parallel.fused import BUCKETS, alone, train
 from tests.harness.marks import full
 from tests.harness.ranks import run
-
-BUCKETS = 4000  # bytes: pieces of one weight lie in several buckets
 
 
 @pytest.mark.parametrize(
@@ -31,3 +29,28 @@ BUCKETS = 4000  # bytes: pieces of one weight lie in several buckets
 def test_two_ranks_train_as_under_ddp(make: str, split: str, options: dict[str, Any]) -> None:
     after = partial(alone, make, split)
     assert run(2, train, make, split, after=after, **{"bucket_bytes": BUCKETS, **options}) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("world", "make", "split", "options"),
+    [
+        full(3, "muon", "interleaved", {}),
+        full(4, "soap", "heads", {"restored": True}),
+        full(4, "muon", "interleaved", {"replicas": 2}),
+        full(4, "muon", "interleaved", {"tp": "dtensor", "restored": True}),
+        full(4, "soap", "block", {"tp": "dtensor", "gather": "forward", "restored": True}),
+        full(4, "muon", "uneven", {"tp": "dtensor"}),
+        full(4, "soap", "uneven", {"tp": "dtensor", "restored": True, "bucket_bytes": 100}),
+        full(4, "interpreted", "block", {"tp": "dtensor", "restored": True}),
+        (4, "muon", "interleaved", {"tp": "by hand", "restored": True}),
+        full(4, "soap", "interleaved", {"tp": "by hand", "restored": True}),
+        full(4, "interpreted", "interleaved", {"tp": "by hand", "restored": True}),
+        full(4, "adamw", "interleaved", {"tp": "by hand"}),
+    ],
+    ids=str,
+)
+def test_reduced_gradients_give_the_plain_step(world: int, make: str, split: str, options: dict[str, Any]) -> None:
+    """Also where tensor parallelism cuts pieces, so that a rank may hold no row of one, and where it is by hand."""
+    after = partial(alone, make, split)
+    for found in run(world, train, make, split, after=after, **{"bucket_bytes": BUCKETS, **options}):
+        assert found == []
