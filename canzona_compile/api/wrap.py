@@ -117,6 +117,9 @@ def wrap(
             at="wrap(..., planner=)",
             hint="make a plan with it (canzona-compile plan --exact --format json) and pass that as plan=",
         )
+    followed = None if plan is None else read_plan(plan)
+    if followed is not None:
+        followed.check_replicas(None)
     options = Options(
         replicate=replicate,
         strategy=strategy,
@@ -132,7 +135,7 @@ def wrap(
         planner=planner,
         alpha=alpha,
         hardware=named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware,
-        plan=None if plan is None else read_plan(plan),
+        plan=followed,
         cuda_graphs=cuda_graphs,
         audit=audit,
     )

@@ -27,7 +27,7 @@ from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.hardware import Hardware, named_hardware
-from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options
 from canzona_compile.runtime.store_agreement import StoreAgreement, Subject
 from canzona_compile.session.given_layout import check_layout_patterns, check_marked, shardings_of
@@ -122,6 +122,8 @@ def zero1(
     split: Mapping[str, Split | Mapping[str, int]] | None = None,
     layout: LayoutOption = None,
     hardware: str | Path | Hardware | None = None,
+    plan: str | Path | PlanFile | None = None,
+    stagger: bool = False,
     cuda_graphs: bool = True,
 ) -> Optimizers:
     """Train a model under data parallelism so that each matrix is updated once, on one rank, without communication.
@@ -145,11 +147,13 @@ def zero1(
         gather: "step" if parameters are whole when `step` returns; "forward" if each module waits for its own
             parameters just before it runs. Then all else that reads parameters must come after
             `optimizer.canzona.synchronize()`.
-        numerics, capacity, micro_groups, depth, hardware, cuda_graphs: as in `wrap`.
+        numerics, capacity, micro_groups, depth, hardware, stagger, cuda_graphs: as in `wrap`.
         split: as in `wrap`: the parameters that hold several matrices, each of which has an owner of its own.
             Patterns are those of the model's names.
         layout: as in `wrap`: how plain parameters are sharded over ranks of other mesh dims than `mesh`. Patterns are
             those of the model's names.
+        plan: a plan, or its file, made with `updates="zero1"` or by `optimizer.canzona.plan()` under zero1. The run
+            takes its owners and micro-groups.
         missing_grads: "skip" leaves a parameter out if no rank has a gradient of it; "zero" takes zeros for it. If only
             some ranks have a gradient, the others count as zeros, as in DDP.
 
@@ -168,6 +172,9 @@ def zero1(
     splits = splits_of(split)
     check_patterns(splits, every_name)
     rates = named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware
+    followed = None if plan is None else read_plan(plan)
+    if followed is not None:
+        followed.check_replicas(group.size)
     options = [
         Options(
             strategy="owner",
@@ -182,6 +189,8 @@ def zero1(
             planner=planner,
             alpha=alpha,
             hardware=rates,
+            plan=followed,
+            stagger=stagger,
             cuda_graphs=cuda_graphs,
         )
         for names in names_of

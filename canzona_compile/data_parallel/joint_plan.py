@@ -69,7 +69,7 @@ def plan_jointly(
         bucket_bytes: the size at which a bucket closes.
 
     Raises:
-        CanzonaError: an optimizer or a parameter is not supported.
+        CanzonaError: an optimizer or a parameter is not supported, or the given plan does not fit.
     """
     trained: list[list[BoundParam]] = []
     for optimizer, capture, own in zip(optimizers, captures, options, strict=True):
@@ -99,7 +99,10 @@ def plan_jointly(
         if name in elementwise and not may_be_cut(b, capture)
     }
     step, _ = run(owned, zero1_passes(ranks, bucket_bytes, frozenset(whole), rank))
-    return JointPlan(step, bound)
+    made = JointPlan(step, bound)
+    if (plan := options[0].plan) is not None:
+        plan.check_followed(made.scheduled(options[0]))
+    return made
 
 
 def in_model_order(

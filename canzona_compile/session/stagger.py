@@ -43,11 +43,12 @@ class Stagger:
 
 
 def stagger(owned: Step, variant_periods: VariantPeriods) -> Stagger:
-    """Choose an offset for every task with periodic work, the heaviest periodic work first.
+    """Choose an offset for every task with periodic work: of tasks that ranks share first, the heaviest ones first.
 
     Each task takes the offset for which the busiest step of its owner rank stays cheapest. Ties go to the smaller sum
     of squares and then to the smaller offset, so that owners with equal work refresh on the same steps and no rank
-    waits for another.
+    waits for another. What this rank computes alone comes last, because other ranks do not know it, and have to choose
+    the same offsets for what they share with this one.
 
     Args:
         owned: the owned step.
@@ -56,27 +57,30 @@ def stagger(owned: Step, variant_periods: VariantPeriods) -> Stagger:
     Returns:
         The offsets and their predicted effect.
     """
-    tasks = [t for t in owned.tasks if t.name in variant_periods and variant_periods[t.name].periodic]
-    if not tasks:
+    periodic = {t.name for t in owned.tasks if t.name in variant_periods and variant_periods[t.name].periodic}
+    if not periodic:
         return Stagger({}, (), ())
-    horizon = min(LONGEST, lcm(*(len(variant_periods[t.name].period) for t in tasks)))
+    horizon = min(LONGEST, lcm(*(len(variant_periods[name].period) for name in periodic)))
     cost = {t.name: cost_by_step(owned, t, variant_periods.get(t.name), horizon) for t in owned.tasks}
     load = {rank: torch.zeros(horizon, dtype=torch.float64) for t in owned.tasks for rank in ranks_of(t)}
     together = {rank: own.clone() for rank, own in load.items()}
-    for task in owned.tasks:
-        for rank in ranks_of(task):
-            together[rank] += cost[task.name]
-            load[rank] += 0 if task in tasks else cost[task.name]
     ahead: dict[str, int] = {}
-    for task in sorted(tasks, key=lambda t: (float(cost[t.name].min() - cost[t.name].max()), t.index)):
-        period, own = len(variant_periods[task.name].period), cost[task.name]
-        offsets = sorted({i * period // min(period, MOST_PHASES) for i in range(period)})
-        sums = busiest(load, ranks_of(task)) + torch.stack([own.roll(-offset) for offset in offsets])
-        worst, squares = sums.amax(1).tolist(), sums.square().sum(1).tolist()
-        best = min(range(len(offsets)), key=lambda i: (worst[i], squares[i], i))
-        ahead[task.name] = offsets[best]
+
+    def turn(task: Task) -> tuple[bool, bool, float, int]:
+        own = cost[task.name]
+        return task.layout.grid.size == 1, task.name in periodic, float(own.min() - own.max()), task.index
+
+    for task in sorted(owned.tasks, key=turn):
+        own = cost[task.name]
+        if task.name in periodic:
+            period = len(variant_periods[task.name].period)
+            offsets = sorted({i * period // min(period, MOST_PHASES) for i in range(period)})
+            sums = busiest(load, ranks_of(task)) + torch.stack([own.roll(-offset) for offset in offsets])
+            worst, squares = sums.amax(1).tolist(), sums.square().sum(1).tolist()
+            ahead[task.name] = offsets[min(range(len(offsets)), key=lambda i: (worst[i], squares[i], i))]
         for rank in ranks_of(task):
-            load[rank] += own.roll(-offsets[best])
+            together[rank] += own
+            load[rank] += own.roll(-ahead.get(task.name, 0))
     rate = rates_of(owned.machine).flops
     return Stagger(ahead, *(tuple((busiest(loads, loads) / rate).tolist()) for loads in (together, load)))
 
