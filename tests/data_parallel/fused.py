@@ -25,6 +25,7 @@ from tests.data_parallel.models import different_state
 from tests.harness.layouts import full, mesh_of
 from tests.harness.optimizers import shared_captures
 from tests.harness.plain_shards import CopyIn, ReduceOut
+from tests.harness.ranks import collectives
 from tests.harness.toy_optimizers import HostReading
 
 WIDTH, LAYERS, BATCH = 24, 2, 4
@@ -305,3 +306,41 @@ def gathered(name: str, value: Tensor, mesh: DeviceMesh | None) -> Tensor:
     parts = [torch.empty_like(value) for _ in range(mesh.size())]
     dist.all_gather(parts, value.contiguous(), group=mesh.get_group())
     return torch.cat(parts, dim)
+
+
+def measured(tp: bool) -> tuple[list[int], list[bool]]:
+    """What an iteration costs, and what an infinity on one rank does.
+
+    Returns:
+        The buckets, the collectives that reduce them, and those of backward and of step in a steady iteration; and for
+        each of three iterations with a GradScaler, of which the second one overflows on the last rank, whether the
+        first fused weight changed.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = mesh_of((world // (1 + tp), 1 + tp), ("dp", "tp"))
+    model = FusedModel()
+    if tp:
+        tensor_parallel(model, mesh["tp"])
+    options: dict[str, Any] = {"split": SPLITS["uneven"], "bucket_bytes": BUCKETS}
+    with shared_captures():
+        found: Any = canzona_compile.zero1(model, named("muon", model), mesh=mesh["dp"], **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    moved, counts = [], []
+    for step in range(4):
+        before = full(model.get_parameter("blocks.0.qkv.weight")).clone()
+        loss = model(inputs(step, rank // (1 + tp)))
+        if step == 2 and rank == world - 1:
+            loss = loss * float("inf")
+        counts.append(collectives())
+        (loss if step == 1 else scaler.scale(loss)).backward()
+        counts.append(collectives())
+        for optimizer in found:
+            optimizer.step() if step == 1 else scaler.step(optimizer)
+            optimizer.zero_grad()
+        counts.append(collectives())
+        if step != 1:
+            scaler.update()
+            moved.append(not torch.equal(before, full(model.get_parameter("blocks.0.qkv.weight"))))
+    _, start, middle, end = counts[2:6]
+    buckets = found[0].canzona.zero1.buckets
+    return [len(buckets), sum(b.collectives for b in buckets), middle - start, end - middle], moved

@@ -149,7 +149,7 @@ PLANNERS = ("joint", "static")  # the default, and one that deals matrices other
 
 
 def follow(plan: Any) -> tuple[list[str], dict[str, int], str]:
-    """Train by a plan beside DDP; what differs, the data-parallel rank that updates each matrix, and the fingerprint."""
+    """Train by a plan beside DDP; what differs, the rank that updates each matrix, and the fingerprint."""
     found = compare_with_ddp("muon and adamw", 3, bucket_bytes=BUCKETS, plan=plan)
     mesh = mesh_of((2,), ("dp",))
     handle = zero1(Model(), "muon and adamw", mesh, bucket_bytes=BUCKETS, plan=plan)[0].canzona
