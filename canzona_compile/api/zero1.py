@@ -124,6 +124,7 @@ def zero1(
     hardware: str | Path | Hardware | None = None,
     plan: str | Path | PlanFile | None = None,
     stagger: bool = False,
+    audit: int | None = None,
     cuda_graphs: bool = True,
 ) -> Optimizers:
     """Train a model under data parallelism so that each matrix is updated once, on one rank, without communication.
@@ -154,6 +155,7 @@ def zero1(
             those of the model's names.
         plan: a plan, or its file, made with `updates="zero1"` or by `optimizer.canzona.plan()` under zero1. The run
             takes its owners and micro-groups.
+        audit: as in `wrap`, for the matrices that each rank owns.
         missing_grads: "skip" leaves a parameter out if no rank has a gradient of it; "zero" takes zeros for it. If only
             some ranks have a gradient, the others count as zeros, as in DDP.
 
@@ -191,6 +193,7 @@ def zero1(
             hardware=rates,
             plan=followed,
             stagger=stagger,
+            audit=audit,
             cuda_graphs=cuda_graphs,
         )
         for names in names_of

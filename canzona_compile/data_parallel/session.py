@@ -143,7 +143,8 @@ class OwnerSession(Session):
                 continue
             if not fragment.cut:
                 stand_in = None if known.stand_in is None else known.stand_in.of(double)
-                yield from binder.bind_one(known.task.index, fragment.name, known.param_group, double, stand_in)
+                found = binder.bind_one(known.task.index, fragment.name, known.param_group, double, stand_in)
+                yield from (replace(b, rehearsed=None if stand_in else fragment.param) for b in found)
                 continue
             marks = tuple(sorted(marks_of(double).items()))
             spec = ParameterSpec(tuple(double.shape), double.dtype, double.dtype, double.device, marks)
@@ -151,7 +152,7 @@ class OwnerSession(Session):
             kind = self.capture.kind_of(group, spec, name, state)
             layout = local_layout(double.shape, self.rank)
             task = Task(name, known.task.index, known.param_group, kind.template.name, layout)
-            yield BoundParam(double, known.param_group, task, kind)
+            yield BoundParam(double, known.param_group, task, kind, rehearsed=fragment.param)
 
     def reported(self) -> Step:
         """Return the scheduled step of all optimizers on all ranks, with the buckets."""

@@ -66,6 +66,7 @@ class BoundParam:
         kind: its captured code and the leaves of its state.
         division: that of the fused parameter that it is a piece of; None for a whole parameter.
         stand_in: what stands for the optimizer's parameter if that is a plain fragment; None otherwise.
+        rehearsed: the optimizer's parameter whose state this one has under ZeRO-1, where `param` is a double of it.
     """
 
     param: Tensor
@@ -74,6 +75,7 @@ class BoundParam:
     kind: ParamKind
     division: Division | None = None
     stand_in: StandIn | None = None
+    rehearsed: Tensor | None = None
 
     @property
     def name(self) -> str:
