@@ -20,8 +20,8 @@ from canzona_compile.api.wrap import names_in
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.data_parallel.collectives import DataParallelGroup
-from canzona_compile.data_parallel.contents import Contents
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
+from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.joint_plan import JointPlan, plan_jointly
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
@@ -224,13 +224,13 @@ def zero1(
         agreement.agree("" if error is not None else joint.text, error)
     elif error is not None:
         raise error
-    contents = Contents.of(joint, params, group.rank)
+    filling = Filling.of(joint, params, group.rank)
     names = {
         s: tuple(dict.fromkeys(b.name for b in own.values())) for s, own in zip(sessions, joint.bound, strict=True)
     }
-    engine = Zero1(model, contents, group, names, reduce_dtype, gather, missing_grads == "zero", agreement)
+    engine = Zero1(model, filling, group, names, reduce_dtype, gather, missing_grads == "zero", agreement)
     for own, session, bound in zip(optimizers, sessions, joint.bound, strict=True):
-        session.attach([contents.fragments[name] for name in names[session]], group, joint, bound, agreement)
+        session.attach([filling.fragments[name] for name in names[session]], group, joint, bound, agreement)
         attach(own, Zero1Canzona(session, engine, joint))
     return optimizer
 

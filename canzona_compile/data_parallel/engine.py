@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, send
-from canzona_compile.data_parallel.contents import Contents
+from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import laid_out_like
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
@@ -34,7 +34,7 @@ class Zero1:
 
     Args:
         model: the model.
-        contents: its parameters that are trained, and the buckets that hold them.
+        filling: its parameters that are trained, and the buckets that hold them.
         group: the data-parallel ranks.
         sessions: those of the optimizers.
         wire: the dtype in which gradients travel; None is that of the gradients.
@@ -50,7 +50,7 @@ class Zero1:
     def __init__(
         self,
         model: nn.Module,
-        contents: Contents,
+        filling: Filling,
         group: DataParallelGroup,
         sessions: Mapping[OwnerSession, Sequence[str]],
         wire: torch.dtype | None,
@@ -58,13 +58,13 @@ class Zero1:
         zeros: bool,
         agreement: StoreAgreement | None,
     ) -> None:
-        self.fragments, self.buckets, self.group, self.gather = contents.fragments, contents.buckets, group, gather
+        self.fragments, self.buckets, self.group, self.gather = filling.fragments, filling.buckets, group, gather
         self._agreement = agreement
         self._names = {session: frozenset(names) for session, names in sessions.items()}
         self._numbers = StepNumbers(group, lambda: [session.optimizer for session in self._names])
-        self.reduction = Reduction(contents, group, wire, agreement, self, zeros, self._numbers)
-        self.gathering = Gathering(contents, group, self.reduction.waiter)
-        self._held = [frozenset(names) for names in contents.names]
+        self.reduction = Reduction(filling, group, wire, agreement, self, zeros, self._numbers)
+        self.gathering = Gathering(filling, group, self.reduction.waiter)
+        self._held = [frozenset(names) for names in filling.names]
         self._trained = {id(fragment.param) for fragment in self.fragments.values()}
         # By bucket, the parameters that were updated since it was gathered last.
         self._stepped: list[frozenset[str]] = [frozenset()] * len(self._held)

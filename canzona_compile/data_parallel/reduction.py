@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
 from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, all_reduce, largest, reduce
-from canzona_compile.data_parallel.contents import Contents
+from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
 from canzona_compile.data_parallel.numbers import StepNumbers
@@ -32,7 +32,7 @@ class Reduction:
     then. A bucket's gradients are freed when it starts.
 
     Args:
-        contents: the buckets and their parameters.
+        filling: the buckets and their parameters.
         group: the ranks.
         wire: the dtype in which gradients travel; None is that of the gradients.
         agreement: tells the other ranks of an error; None if this rank is alone.
@@ -53,7 +53,7 @@ class Reduction:
 
     def __init__(
         self,
-        contents: Contents,
+        filling: Filling,
         group: DataParallelGroup,
         wire: torch.dtype | None,
         agreement: StoreAgreement | None,
@@ -61,8 +61,8 @@ class Reduction:
         zeros: bool,
         numbers: StepNumbers,
     ) -> None:
-        self.contents, self.group, self.wire = contents, group, wire
-        self.fragments, self.buckets = contents.fragments, contents.buckets
+        self.filling, self.group, self.wire = filling, group, wire
+        self.fragments, self.buckets = filling.fragments, filling.buckets
         self.agreement, self.ledger, self.zeros, self.numbers = agreement, ledger, zeros, numbers
         device = next(iter(self.fragments.values())).param.device
         self.waiter = Waiter([] if agreement is None else [agreement], device, PEER_DIED)
@@ -128,7 +128,7 @@ class Reduction:
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._at_end)
-        indices = self.contents.buckets_of[fragment.name]
+        indices = self.filling.buckets_of[fragment.name]
         if not any(fragment.name in self._missing[index] for index in indices):
             raise CanzonaError(
                 "its gradient was complete twice in one backward pass",
@@ -152,7 +152,7 @@ class Reduction:
             )
         self.at_begin()
         self.under_way, self.reduced = True, False
-        self._missing = [set(names) for names in self.contents.names]
+        self._missing = [set(names) for names in self.filling.names]
         self._next = 0
         self._pending.clear()
         self._shards.clear()
@@ -177,14 +177,14 @@ class Reduction:
         while len(self._pending) >= IN_FLIGHT:
             self._take(self._pending.popleft())
         filled = self._filled(bucket)
-        for name in self.contents.names[bucket.index]:
-            if bucket.index == max(self.contents.buckets_of[name]):
+        for name in self.filling.names[bucket.index]:
+            if bucket.index == max(self.filling.buckets_of[name]):
                 self.fragments[name].param.grad = None
         self._pending.append(reduce(self.group, bucket, filled))
         self._next += 1
 
     def _filled(self, bucket: Bucket) -> Tensor:
-        names = self.contents.names[bucket.index]
+        names = self.filling.names[bucket.index]
         param = self.fragments[names[0]].param
         filled = torch.empty(bucket.starts[-1], dtype=self.wire or bucket.dtype, device=param.device)
         for start, stop in bucket.gaps:
@@ -194,7 +194,7 @@ class Reduction:
         share = 1.0 / (self.group.size * self.group.replicas)
         for part in bucket.slices:
             start = bucket.starts[part.owner] + part.offset
-            fragment = self.contents.holder(part)
+            fragment = self.filling.holder(part)
             target, grad = filled[start : start + part.length], grads[fragment.name]
             if grad is None:
                 target.zero_()
@@ -271,7 +271,7 @@ class Reduction:
         for fragment in self.fragments.values():
             if fragment.name not in self.present:
                 continue
-            shards = [self._shards[self.contents.bucket_of(part).index] for part in fragment.owned]
+            shards = [self._shards[self.filling.bucket_of(part).index] for part in fragment.owned]
             parts = [s[part.offset : part.offset + part.length] for s, part in zip(shards, fragment.owned, strict=True)]
             fragment.param.grad = ReducedGradient(fragment.param, parts, fragment.name, self.ledger)
         self._shards.clear()

@@ -12,7 +12,7 @@ from canzona_compile.ir.bucket import Bucket, BucketSlice
 from canzona_compile.session.bind import BoundParam
 
 
-class Contents:
+class Filling:
     """Buckets, and the parameters of which they hold slices.
 
     The slices of a parameter lie in one bucket, but the pieces of a fused parameter may lie in several.
@@ -34,8 +34,8 @@ class Contents:
         }
 
     @classmethod
-    def of(cls, joint: JointPlan, params: Mapping[str, nn.Parameter], rank: int) -> Contents:
-        """Find the contents of a plan.
+    def of(cls, joint: JointPlan, params: Mapping[str, nn.Parameter], rank: int) -> Filling:
+        """Find the filling of a plan.
 
         Args:
             joint: the plan.
