@@ -189,6 +189,16 @@ def chosen(splits: Sequence[tuple[str, Split]], name: str, shape: Sequence[int])
     return split
 
 
+def splits_of(given: Mapping[str, Split | Mapping[str, int]] | None) -> tuple[tuple[str, Split], ...]:
+    """Return what users give as `split=` as pairs of a pattern and its split."""
+    return tuple((pattern, own if isinstance(own, Split) else Split(own)) for pattern, own in (given or {}).items())
+
+
+def fitting(splits: Sequence[tuple[str, Split]], names: Sequence[str]) -> tuple[tuple[str, Split], ...]:
+    """Return the splits whose pattern matches one of some names."""
+    return tuple((pattern, split) for pattern, split in splits if any(fnmatchcase(name, pattern) for name in names))
+
+
 def check_patterns(splits: Sequence[tuple[str, Split]], names: Sequence[str]) -> None:
     """Raise CanzonaError if a pattern of `split=` matches no parameter name."""
     for pattern, _ in splits:

@@ -27,7 +27,7 @@ from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options, StrategyOption
 from canzona_compile.report.explain import Explanation, explain_session
 from canzona_compile.session.session import Session
-from canzona_compile.split import Split
+from canzona_compile.split import Split, splits_of
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -110,7 +110,6 @@ def wrap(
             f"wrap takes a torch.optim.Optimizer, not a {type(optimizer).__name__}",
             hint="pass the optimizer itself, before frameworks wrap it",
         )
-    splits = tuple((k, s if isinstance(s, Split) else Split(s)) for k, s in (split or {}).items())
     names = () if model is None else names_in(model, optimizer)
     if planner == "exact":
         raise CanzonaError(
@@ -118,6 +117,9 @@ def wrap(
             at="wrap(..., planner=)",
             hint="make a plan with it (canzona-compile plan --exact --format json) and pass that as plan=",
         )
+    followed = None if plan is None else read_plan(plan)
+    if followed is not None:
+        followed.check_replicas(None)
     options = Options(
         replicate=replicate,
         strategy=strategy,
@@ -127,13 +129,13 @@ def wrap(
         depth=depth,
         missing_grads=missing_grads,
         stagger=stagger,
-        split=splits,
+        split=splits_of(split),
         layout=GivenLayout.of(layout),
         names=names,
         planner=planner,
         alpha=alpha,
         hardware=named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware,
-        plan=None if plan is None else read_plan(plan),
+        plan=followed,
         cuda_graphs=cuda_graphs,
         audit=audit,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -13,28 +12,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from canzona_compile.api.handle import Canzona
 from canzona_compile.api.wrap import names_in
-from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped
+from canzona_compile.api.wrapped_class import attach
+from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
-from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.joint_plan import JointPlan, plan_jointly
-from canzona_compile.data_parallel.reduction import MARK
 from canzona_compile.data_parallel.session import OwnerSession
-from canzona_compile.errors import CanzonaError, UnsupportedLayout
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.hardware import Hardware, named_hardware
-from canzona_compile.ir.layout import local_part
-from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options
 from canzona_compile.runtime.store_agreement import StoreAgreement, Subject
 from canzona_compile.session.given_layout import check_layout_patterns, check_marked, shardings_of
+from canzona_compile.split import Split, check_patterns, fitting, splits_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 
@@ -122,8 +119,12 @@ def zero1(
     micro_groups: int | None = None,
     depth: int = 2,
     missing_grads: MissingGrads = "skip",
+    split: Mapping[str, Split | Mapping[str, int]] | None = None,
     layout: LayoutOption = None,
     hardware: str | Path | Hardware | None = None,
+    plan: str | Path | PlanFile | None = None,
+    stagger: bool = False,
+    audit: int | None = None,
     cuda_graphs: bool = True,
 ) -> Optimizers:
     """Train a model under data parallelism so that each matrix is updated once, on one rank, without communication.
@@ -142,14 +143,19 @@ def zero1(
             replicates: gradients are then reduced along the second dim and summed over the first.
         planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
         alpha: for the planner "alpha", from 0 (even communication) to 1 (even load).
-        bucket_bytes: a bucket closes when it has at least so many bytes of gradients. A parameter lies in one bucket.
+        bucket_bytes: a bucket closes when it has at least so many bytes of gradients. A matrix lies in one bucket.
         reduce_dtype: the dtype in which gradients travel; None is that of the gradients.
         gather: "step" if parameters are whole when `step` returns; "forward" if each module waits for its own
             parameters just before it runs. Then all else that reads parameters must come after
             `optimizer.canzona.synchronize()`.
-        numerics, capacity, micro_groups, depth, hardware, cuda_graphs: as in `wrap`.
+        numerics, capacity, micro_groups, depth, hardware, stagger, cuda_graphs: as in `wrap`.
+        split: as in `wrap`: the parameters that hold several matrices, each of which has an owner of its own.
+            Patterns are those of the model's names.
         layout: as in `wrap`: how plain parameters are sharded over ranks of other mesh dims than `mesh`. Patterns are
             those of the model's names.
+        plan: a plan, or its file, made with `updates="zero1"` or by `optimizer.canzona.plan()` under zero1. The run
+            takes its owners and micro-groups.
+        audit: as in `wrap`, for the matrices that each rank owns.
         missing_grads: "skip" leaves a parameter out if no rank has a gradient of it; "zero" takes zeros for it. If only
             some ranks have a gradient, the others count as zeros, as in DDP.
 
@@ -163,8 +169,14 @@ def zero1(
     check(model, optimizers, bucket_bytes, reduce_dtype, gather)
     group, ranks = group_of(mesh)
     given, names_of = GivenLayout.of(layout), [names_in(model, own) for own in optimizers]
-    check_layout_patterns(given, [name for groups in names_of for group_names in groups for name in group_names])
+    every_name = [name for groups in names_of for group_names in groups for name in group_names]
+    check_layout_patterns(given, every_name)
+    splits = splits_of(split)
+    check_patterns(splits, every_name)
     rates = named_hardware(str(hardware)) if isinstance(hardware, str | Path) else hardware
+    followed = None if plan is None else read_plan(plan)
+    if followed is not None:
+        followed.check_replicas(group.size)
     options = [
         Options(
             strategy="owner",
@@ -174,10 +186,14 @@ def zero1(
             depth=depth,
             missing_grads=missing_grads,
             names=names,
+            split=fitting(splits, [name for group_names in names for name in group_names]),
             layout=None if given is None else given.for_names(name for group_names in names for name in group_names),
             planner=planner,
             alpha=alpha,
             hardware=rates,
+            plan=followed,
+            stagger=stagger,
+            audit=audit,
             cuda_graphs=cuda_graphs,
         )
         for names in names_of
@@ -192,8 +208,8 @@ def zero1(
     check_meshes({name: sharding.mesh for name, sharding in told.items()}, ranks)
     agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, SCALED_APART)
     if agreement is not None:
-        said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]} {options[0].text}"
-        agreement.agree("\n".join([said, *described(model, params)]), None)
+        said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
+        agreement.agree("\n".join([said, *(own.text for own in options), *described(model, params)]), None)
     send_from_first(model, group)
     sessions = [OwnerSession(own, each) for own, each in zip(optimizers, options, strict=True)]
     order = {name: i for i, name in enumerate(params)}
@@ -208,92 +224,15 @@ def zero1(
         agreement.agree("" if error is not None else joint.text, error)
     elif error is not None:
         raise error
-    slices = defaultdict(list)
-    for part in (part for bucket in joint.step.buckets for part in bucket.slices):
-        slices[part.name].append(part)
-    standing = {name: b.stand_in for bound in joint.bound for name, b in bound.items() if b.stand_in is not None}
-    shardings = {name: stand_in.tiling.sharding for name, stand_in in standing.items()}
-    fragments = {
-        name: Fragment(name, param, slices[name], group.rank, shardings.get(name)) for name, param in params.items()
+    filling = Filling.of(joint, params, group.rank)
+    names = {
+        s: tuple(dict.fromkeys(b.name for b in own.values())) for s, own in zip(sessions, joint.bound, strict=True)
     }
-    names = {session: list(bound) for session, bound in zip(sessions, joint.bound, strict=True)}
-    engine = Zero1(
-        model, fragments, joint.step.buckets, group, names, reduce_dtype, gather, missing_grads == "zero", agreement
-    )
+    engine = Zero1(model, filling, group, names, reduce_dtype, gather, missing_grads == "zero", agreement)
     for own, session, bound in zip(optimizers, sessions, joint.bound, strict=True):
-        session.attach([fragments[name] for name in bound], group, joint, bound, agreement)
+        session.attach([filling.fragments[name] for name in names[session]], group, joint, bound, agreement)
         attach(own, Zero1Canzona(session, engine, joint))
     return optimizer
-
-
-def check(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    bucket_bytes: int,
-    reduce_dtype: torch.dtype | None,
-    gather: str,
-) -> None:
-    """Refuse arguments of `zero1` that cannot work."""
-    if isinstance(model, DistributedDataParallel | FSDPModule):
-        raise CanzonaError(
-            f"the model is under {type(model).__name__} already, which reduces gradients itself",
-            at="zero1(model)",
-            hint="zero1 takes its place: pass the model itself; for FSDP use canzona_compile.wrap(optimizer)",
-        )
-    for part in model.modules():
-        if isinstance(part, DistributedDataParallel | FSDPModule):
-            raise CanzonaError("a part of the model is under DDP or FSDP already", at="zero1(model)")
-    if not optimizers:
-        raise CanzonaError("there is no optimizer", at="zero1(model, [])")
-    seen: set[int] = set()
-    for own in optimizers:
-        if not isinstance(own, Optimizer):
-            raise CanzonaError(f"zero1 takes a torch.optim.Optimizer, not a {type(own).__name__}", at="zero1()")
-        if is_wrapped(own):
-            raise CanzonaError("the optimizer is wrapped already", at="zero1()", hint="pass the plain optimizer")
-        check_wrappable(own)
-        ids = {id(p) for g in own.param_groups for p in g["params"]}
-        if ids & seen:
-            raise CanzonaError("two of the optimizers share a parameter", at="zero1()")
-        seen |= ids
-    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
-        raise CanzonaError(f"bucket_bytes={bucket_bytes!r} is not a positive integer", at="the option bucket_bytes")
-    if gather not in ("step", "forward"):
-        raise CanzonaError(f"gather={gather!r} is none of 'step', 'forward'", at="the option gather")
-    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
-        raise CanzonaError(f"reduce_dtype={reduce_dtype!r} is no floating-point dtype", at="the option reduce_dtype")
-
-
-def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that cannot lie in buckets, or that nobody would reduce.
-
-    Args:
-        model: the model.
-        params: the parameters that the optimizers train, by name.
-    """
-    if not params:
-        raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
-    for name, param in model.named_parameters():
-        if param.requires_grad and name not in params:
-            raise CanzonaError(
-                "it requires a gradient, but none of the optimizers has it, so nothing would reduce its gradient",
-                at=name,
-                hint="pass all optimizers of the model in one call, or call requires_grad_(False)",
-            )
-    devices = {param.device for param in params.values()}
-    if len(devices) > 1:
-        raise CanzonaError(f"the parameters lie on several devices: {', '.join(map(str, devices))}", at="zero1()")
-    for name, own in params.items():
-        if hasattr(own, MARK):
-            raise CanzonaError(
-                "its gradient is reduced by another call of zero1",
-                at=name,
-                hint="call canzona_compile.unwrap on the optimizers of that call first",
-            )
-        if not local_part(own).numel():
-            raise UnsupportedLayout(
-                "its fragment on this rank is empty", at=name, hint="shard it over fewer ranks, or replicate it"
-            )
 
 
 def own_rank() -> int:
@@ -331,22 +270,6 @@ def group_of(mesh: DeviceMesh | ProcessGroup) -> tuple[DataParallelGroup, tuple[
     replicas = mesh.size(0) if mesh.ndim == 2 else 1
     alone = len(ranks) == 1
     return DataParallelGroup(None if alone else shard, replicate, shard.rank(), len(ranks), replicas), ranks
-
-
-def check_meshes(meshes: Mapping[str, DeviceMesh], ranks: Sequence[int]) -> None:
-    """Refuse parameters that are sharded or replicated over the data-parallel ranks already.
-
-    Args:
-        meshes: those of the parameters that are fragments, by name.
-        ranks: the data-parallel ranks.
-    """
-    for name, mesh in meshes.items():
-        if len(set(mesh.mesh.flatten().tolist()) & set(ranks)) > 1:
-            raise CanzonaError(
-                f"it is a fragment over {mesh}, which contains data-parallel ranks",
-                at=name,
-                hint="zero1 takes parameters that each data-parallel rank holds; for FSDP2 use wrap(optimizer)",
-            )
 
 
 def described(model: nn.Module, params: Mapping[str, Tensor]) -> Iterable[str]:

@@ -69,7 +69,7 @@ def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
         filled: its gradients on this rank, [bucket.starts[-1]], in the dtype of the wire.
     """
     shard = filled.new_empty(bucket.shard_lengths[group.rank])
-    if group.shard is None:
+    if group.shard is None or not len(filled):
         shard.copy_(filled)
         return Pending(bucket, shard, (), ())
     if bucket.uniform:
@@ -87,7 +87,7 @@ def gather(group: DataParallelGroup, bucket: Bucket, shard: Tensor) -> Pending:
         bucket: the bucket.
         shard: this rank's own shard, [bucket.shard_lengths[group.rank]].
     """
-    if group.shard is None:
+    if group.shard is None or not bucket.starts[-1]:
         return Pending(bucket, shard, (), ())
     whole = shard.new_empty(bucket.starts[-1])
     sent = shard

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, send
-from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.filling import Filling
+from canzona_compile.data_parallel.fragment import laid_out_like
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.data_parallel.norms import clip_by_norm, cut_by_mesh
@@ -22,8 +23,6 @@ from canzona_compile.data_parallel.numbers import StepNumbers
 from canzona_compile.data_parallel.reduction import MARK, Reduction
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.bucket import Bucket
-from canzona_compile.ir.layout import local_part
 from canzona_compile.runtime.store_agreement import StoreAgreement, hash_of
 
 LONGEST_NOTE = 300  # letters of what ranks tell one another of scalings; the store keeps them
@@ -35,8 +34,7 @@ class Zero1:
 
     Args:
         model: the model.
-        fragments: its parameters that are trained, by name, in the order of the model.
-        buckets: the buckets that hold them.
+        filling: its parameters that are trained, and the buckets that hold them.
         group: the data-parallel ranks.
         sessions: those of the optimizers.
         wire: the dtype in which gradients travel; None is that of the gradients.
@@ -52,8 +50,7 @@ class Zero1:
     def __init__(
         self,
         model: nn.Module,
-        fragments: Mapping[str, Fragment],
-        buckets: Sequence[Bucket],
+        filling: Filling,
         group: DataParallelGroup,
         sessions: Mapping[OwnerSession, Sequence[str]],
         wire: torch.dtype | None,
@@ -61,15 +58,16 @@ class Zero1:
         zeros: bool,
         agreement: StoreAgreement | None,
     ) -> None:
-        self.fragments, self.buckets, self.group, self.gather = fragments, tuple(buckets), group, gather
+        self.fragments, self.buckets, self.group, self.gather = filling.fragments, filling.buckets, group, gather
         self._agreement = agreement
         self._names = {session: frozenset(names) for session, names in sessions.items()}
         self._numbers = StepNumbers(group, lambda: [session.optimizer for session in self._names])
-        self.reduction = Reduction(fragments, buckets, group, wire, agreement, self, zeros, self._numbers)
-        self.gathering = Gathering(fragments, buckets, group, self.reduction.waiter)
-        self._held = [frozenset(bucket.names) for bucket in self.buckets]
-        self._trained = {id(fragment.param) for fragment in fragments.values()}
-        self._stepped: set[str] = set()  # parameters that were updated and are not being gathered yet
+        self.reduction = Reduction(filling, group, wire, agreement, self, zeros, self._numbers)
+        self.gathering = Gathering(filling, group, self.reduction.waiter)
+        self._held = [frozenset(names) for names in filling.names]
+        self._trained = {id(fragment.param) for fragment in self.fragments.values()}
+        # By bucket, the parameters that were updated since it was gathered last.
+        self._stepped: list[frozenset[str]] = [frozenset()] * len(self._held)
         self._scalings: list[str] = []  # of the gradients that were reduced last
         self._scaled = 0  # the number of those gradients
         self._agreed = 0  # the number of the gradients whose scalings were agreed on last
@@ -141,21 +139,22 @@ class Zero1:
         if not self.reduction.reduced:
             return
         present = self.reduction.present
-        self._stepped |= self._names[session] & present
-        done = self._stepped
-        self._gather([i for i, held in enumerate(self._held) if held & done and held & present <= done])
+        updated = self._names[session] & present
+        self._stepped = [done | held & updated for held, done in zip(self._held, self._stepped, strict=True)]
+        pairs = enumerate(zip(self._held, self._stepped, strict=True))
+        self._gather([i for i, (held, done) in pairs if done and held & present <= done])
 
     def _gather(self, indices: Sequence[int]) -> None:
         for index in indices:
-            self._stepped -= self._held[index]
+            self._stepped[index] = frozenset()
         self.gathering.queue(indices)
         if self.gather == "step":
             self.gathering.wait()
 
     def flush(self) -> None:
         """Gather what an optimizer updated while another one, which shares its buckets, took no step."""
-        if self._stepped:
-            self._gather([i for i, held in enumerate(self._held) if held & self._stepped])
+        if any(self._stepped):
+            self._gather([i for i, done in enumerate(self._stepped) if done])
 
     def synchronize(self) -> None:
         """Wait until all parameters are whole on this rank. Every rank must call this, or run a forward pass."""
@@ -198,14 +197,13 @@ class Zero1:
     def whole(self, gradient: ReducedGradient) -> Tensor:
         """Gather a gradient from its owners. This is a collective."""
         fragment = self.fragments[gradient.origin]
-        whole = torch.empty_like(fragment.flat())
+        whole = torch.empty_like(fragment.values())
         own = dict(zip(fragment.owned, gradient.parts, strict=True))
         for part in fragment.slices:
-            target = whole[part.start : part.stop]
-            if part in own:
-                target.copy_(own[part])
-            send(self.group, target, part.owner, self.reduction.waiter)
-        found = fragment.like(whole.view_as(local_part(fragment.param)))
+            elements = own[part].clone() if part in own else whole.new_empty(part.length)
+            send(self.group, elements, part.owner, self.reduction.waiter)
+            fragment.put(whole, part, elements)
+        found = laid_out_like(whole, fragment.param)
         full: Tensor = found.full_tensor() if isinstance(found, DTensor) else found
         return full
 

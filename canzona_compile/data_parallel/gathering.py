@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, empty_shard, gather
-from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.program_ops import Watch
@@ -21,19 +21,15 @@ class Gathering:
     """Gathers buckets in the order in which a forward pass needs them: the reverse of backward's.
 
     Args:
-        fragments: the parameters, by name.
-        buckets: the buckets that hold them.
+        filling: the buckets and their parameters.
         group: the ranks.
         watch: waits for collectives.
     """
 
-    def __init__(
-        self, fragments: Mapping[str, Fragment], buckets: Sequence[Bucket], group: DataParallelGroup, watch: Watch
-    ) -> None:
-        self.fragments, self.buckets, self.group, self.watch = fragments, tuple(buckets), group, watch
+    def __init__(self, filling: Filling, group: DataParallelGroup, watch: Watch) -> None:
+        self.filling, self.group, self.watch = filling, group, watch
         self._waiting: deque[Bucket] = deque()  # updated by owners, not started
         self._pending: deque[Pending] = deque()
-        self._bucket_of = {name: bucket.index for bucket in self.buckets for name in bucket.names}
 
     @property
     def outstanding(self) -> frozenset[int]:
@@ -46,16 +42,16 @@ class Gathering:
         Args:
             indices: those of the buckets whose parameters were updated. Every rank must give the same ones.
         """
-        self._waiting.extend(self.buckets[i] for i in sorted(indices, reverse=True))
+        self._waiting.extend(self.filling.buckets[i] for i in sorted(indices, reverse=True))
 
     def start(self) -> None:
         """Start the first buckets in the queue; each further one starts when an earlier one has arrived."""
         while self._waiting and len(self._pending) < IN_FLIGHT:
             bucket = self._waiting.popleft()
-            shard = empty_shard(bucket, self.group.rank, self.fragments[bucket.names[0]].param)
+            shard = empty_shard(bucket, self.group.rank, self.filling.holder(bucket.slices[0]).param)
             for part in bucket.by_owner[self.group.rank]:
-                values = self.fragments[part.name].flat()[part.start : part.stop]
-                shard[part.offset : part.offset + part.length] = values
+                fragment = self.filling.holder(part)
+                shard[part.offset : part.offset + part.length] = fragment.take(fragment.values(), part)
             self._pending.append(gather(self.group, bucket, shard))
 
     def _take(self) -> None:
@@ -68,8 +64,8 @@ class Gathering:
         for part in bucket.slices if pending.works else ():
             if part.owner != self.group.rank:
                 start = bucket.starts[part.owner] + part.offset
-                values = self.fragments[part.name].flat()
-                values[part.start : part.stop] = pending.result[start : start + part.length]
+                fragment = self.filling.holder(part)
+                fragment.put(fragment.values(), part, pending.result[start : start + part.length])
         self.start()
 
     def wait(self) -> None:
@@ -87,7 +83,7 @@ class Gathering:
         """Wait until these parameters are whole."""
         if not self._pending and not self._waiting:
             return
-        needed = {self._bucket_of[name] for name in names}
+        needed = {index for name in names for index in self.filling.buckets_of[name]}
         with torch.no_grad():
             self.start()
             while self._pending and needed & self.outstanding:
@@ -113,7 +109,7 @@ class ForwardHooks:
         self.hooks: list[RemovableHandle] = [
             model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True),
         ]
-        self._known = {id(f.param): name for name, f in gathering.fragments.items()}
+        self._known = {id(f.param): name for name, f in gathering.filling.fragments.items()}
         self._hook(model)
 
     def _hook(self, module: nn.Module) -> None:
@@ -139,7 +135,7 @@ class ForwardHooks:
         else:
             gathering.wait()  # no backward pass will tell whether a parameter was read too early
         late = gathering.outstanding
-        self._early |= {name for i in late for name in gathering.buckets[i].names}
+        self._early |= {name for i in late for name in gathering.filling.names[i]}
         self._called |= set(self._at_begin)
         gathering.wait_for(self._at_begin)
 

@@ -20,7 +20,7 @@ from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.session.bind import Binder, BoundParam
 from canzona_compile.session.entries import same_but_sizes
-from canzona_compile.session.plan import captured_step, lower
+from canzona_compile.session.plan import captured_step, check_pieces, lower
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -29,7 +29,8 @@ class JointPlan:
 
     Attributes:
         step: the OWNED step of all optimizers, with buckets; each task on the ranks of its owner's replica.
-        bound: for each optimizer, its parameters by name, with the task as if on all replicas.
+        bound: for each optimizer, its parameters and the pieces of its fused ones by task, with the task as if on all
+            replicas. Nothing stands for a piece here but its fused parameter.
     """
 
     step: Step
@@ -68,22 +69,28 @@ def plan_jointly(
         bucket_bytes: the size at which a bucket closes.
 
     Raises:
-        CanzonaError: an optimizer or a parameter is not supported.
+        CanzonaError: an optimizer or a parameter is not supported, or the given plan does not fit.
     """
-    bound: list[Mapping[str, BoundParam]] = []
-    parts: list[Step] = []
+    trained: list[list[BoundParam]] = []
     for optimizer, capture, own in zip(optimizers, captures, options, strict=True):
         bare = Binder(optimizer, replace(own, replicate=group), capture).bind()
-        if unknown := [b.task.name for b in bare if b.param.requires_grad and b.task.name not in order]:
+        # What stands for a piece may be a copy of its rows, which nobody needs here.
+        light = [b if b.division is None else replace(b, param=b.division.whole) for b in bare]
+        found = [b for b in light if b.origin.requires_grad]
+        if unknown := [b.name for b in found if b.name not in order]:
             raise CanzonaError(
                 "the optimizer knows the parameter by this name, the model by another one",
                 at=unknown[0],
                 hint="give zero1 the model whose named_parameters() the optimizer was made from",
             )
-        found = [replace(b, task=replace(b.task, index=order[b.task.name])) for b in bare if b.param.requires_grad]
-        bound.append({b.task.name: b for b in found})
-        parts.append(captured_step(found, plain_class(optimizer).__name__, own))
+        trained.append(found)
+    bound = in_model_order(trained, order)
+    parts = [
+        captured_step(tuple(found.values()), plain_class(optimizer).__name__, own)
+        for optimizer, found, own in zip(optimizers, bound, options, strict=True)
+    ]
     owned, _ = run(joined(parts), planning_passes(options[0]))
+    check_pieces([b for found in bound for b in found.values()], owned)
     elementwise = {task.name for task in owned.elementwise}
     whole = {
         name
@@ -92,7 +99,31 @@ def plan_jointly(
         if name in elementwise and not may_be_cut(b, capture)
     }
     step, _ = run(owned, zero1_passes(ranks, bucket_bytes, frozenset(whole), rank))
-    return JointPlan(step, tuple(bound))
+    made = JointPlan(step, bound)
+    if (plan := options[0].plan) is not None:
+        plan.check_followed(made.scheduled(options[0]))
+    return made
+
+
+def in_model_order(
+    trained: Sequence[Sequence[BoundParam]], order: Mapping[str, int]
+) -> tuple[Mapping[str, BoundParam], ...]:
+    """Number the tasks of all optimizers in the order of the model, pieces in the order of their fused parameter.
+
+    Args:
+        trained: what each optimizer trains.
+        order: the position of each parameter in the model, by name.
+
+    Returns:
+        For each optimizer, what it trains by task.
+    """
+    everything = sorted((order[b.name], b.task.index, b.task.name) for found in trained for b in found)
+    index = {name: i for i, (_, _, name) in enumerate(everything)}
+
+    def numbered(b: BoundParam) -> BoundParam:
+        return replace(b, task=replace(b.task, index=index[b.task.name]))
+
+    return tuple({b.task.name: numbered(b) for b in found} for found in trained)
 
 
 def may_be_cut(bound: BoundParam, capture: Capture) -> bool:

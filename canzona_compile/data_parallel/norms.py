@@ -73,7 +73,7 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
                 at=fragment.name,
                 hint="clip after the last backward pass, which runs outside of no_sync()",
             )
-        for part in grad.parts:
+        for part in (own for own in grad.parts if own.numel()):
             norm = torch.linalg.vector_norm(part, norm_type)
             if infinite:
                 found[i] = torch.maximum(found[i], norm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
 from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, all_reduce, largest, reduce
+from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
 from canzona_compile.data_parallel.numbers import StepNumbers
@@ -31,8 +32,7 @@ class Reduction:
     then. A bucket's gradients are freed when it starts.
 
     Args:
-        fragments: the parameters, by name.
-        buckets: the buckets that hold them.
+        filling: the buckets and their parameters.
         group: the ranks.
         wire: the dtype in which gradients travel; None is that of the gradients.
         agreement: tells the other ranks of an error; None if this rank is alone.
@@ -53,8 +53,7 @@ class Reduction:
 
     def __init__(
         self,
-        fragments: Mapping[str, Fragment],
-        buckets: Sequence[Bucket],
+        filling: Filling,
         group: DataParallelGroup,
         wire: torch.dtype | None,
         agreement: StoreAgreement | None,
@@ -62,20 +61,20 @@ class Reduction:
         zeros: bool,
         numbers: StepNumbers,
     ) -> None:
-        self.fragments, self.buckets, self.group, self.wire = fragments, tuple(buckets), group, wire
+        self.filling, self.group, self.wire = filling, group, wire
+        self.fragments, self.buckets = filling.fragments, filling.buckets
         self.agreement, self.ledger, self.zeros, self.numbers = agreement, ledger, zeros, numbers
-        device = next(iter(fragments.values())).param.device
+        device = next(iter(self.fragments.values())).param.device
         self.waiter = Waiter([] if agreement is None else [agreement], device, PEER_DIED)
         self.number = 0
         self.reduced = False
         self.present: frozenset[str] = frozenset()
-        self._bucket_of = {name: bucket.index for bucket in self.buckets for name in bucket.names}
         self._paused = False
         self.under_way = False
         self.check: Callable[[str], None] = lambda _: None
         self.at_begin: Callable[[], None] = lambda: None
         self.at_finish: Callable[[], None] = lambda: None
-        for fragment in fragments.values():
+        for fragment in self.fragments.values():
             setattr(fragment.param, MARK, True)
         self._queued = False  # whether the end of this backward pass will call `finish`
         self._missing: list[set[str]] = []  # by bucket, the parameters whose gradients are not there yet
@@ -85,7 +84,7 @@ class Reduction:
         self._seen: set[str] = set()
         self.hooks = [
             fragment.param.register_post_accumulate_grad_hook(self._hook_of(fragment))
-            for fragment in fragments.values()
+            for fragment in self.fragments.values()
         ]
 
     # -- during backward -----------------------------------------------------------------------------
@@ -129,15 +128,16 @@ class Reduction:
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._at_end)
-        index = self._bucket_of[fragment.name]
-        if fragment.name not in self._missing[index]:
+        indices = self.filling.buckets_of[fragment.name]
+        if not any(fragment.name in self._missing[index] for index in indices):
             raise CanzonaError(
                 "its gradient was complete twice in one backward pass",
                 at=fragment.name,
                 hint="use checkpoints with use_reentrant=False for a parameter that several of them share",
             )
         fragment.gradient()
-        self._missing[index].discard(fragment.name)
+        for index in indices:
+            self._missing[index].discard(fragment.name)
         self._start_complete()
 
     def _begin(self) -> None:
@@ -152,7 +152,7 @@ class Reduction:
             )
         self.at_begin()
         self.under_way, self.reduced = True, False
-        self._missing = [set(bucket.names) for bucket in self.buckets]
+        self._missing = [set(names) for names in self.filling.names]
         self._next = 0
         self._pending.clear()
         self._shards.clear()
@@ -173,32 +173,35 @@ class Reduction:
             self._start(self.buckets[self._next])
 
     def _start(self, bucket: Bucket) -> None:
-        """Copy the gradients of a bucket together, free them, and start to reduce the bucket."""
+        """Copy the gradients of a bucket together, free those that no later one needs, and start to reduce it."""
         while len(self._pending) >= IN_FLIGHT:
             self._take(self._pending.popleft())
         filled = self._filled(bucket)
-        for name in bucket.names:
-            self.fragments[name].param.grad = None
+        for name in self.filling.names[bucket.index]:
+            if bucket.index == max(self.filling.buckets_of[name]):
+                self.fragments[name].param.grad = None
         self._pending.append(reduce(self.group, bucket, filled))
         self._next += 1
 
     def _filled(self, bucket: Bucket) -> Tensor:
-        param = self.fragments[bucket.names[0]].param
+        names = self.filling.names[bucket.index]
+        param = self.fragments[names[0]].param
         filled = torch.empty(bucket.starts[-1], dtype=self.wire or bucket.dtype, device=param.device)
         for start, stop in bucket.gaps:
             filled[start:stop] = 0
-        grads = {name: self.fragments[name].gradient() for name in bucket.names}
+        grads = {name: self.fragments[name].gradient() for name in names}
         self._seen.update(name for name, grad in grads.items() if grad is not None)
         share = 1.0 / (self.group.size * self.group.replicas)
         for part in bucket.slices:
             start = bucket.starts[part.owner] + part.offset
-            target, grad = filled[start : start + part.length], grads[part.name]
+            fragment = self.filling.holder(part)
+            target, grad = filled[start : start + part.length], grads[fragment.name]
             if grad is None:
                 target.zero_()
             elif target.dtype == grad.dtype:
-                torch.mul(grad[part.start : part.stop], share, out=target)
+                torch.mul(fragment.take(grad, part), share, out=target)
             else:
-                target.copy_(grad[part.start : part.stop]).mul_(share)
+                target.copy_(fragment.take(grad, part)).mul_(share)
         return filled
 
     def _take(self, pending: Pending) -> None:
@@ -266,10 +269,9 @@ class Reduction:
     def _hand_out(self) -> None:
         """Give owners the gradients of what they own, and every rank the sign that there are gradients."""
         for fragment in self.fragments.values():
-            bucket = self.buckets[self._bucket_of[fragment.name]]
-            shard = self._shards[bucket.index]
             if fragment.name not in self.present:
                 continue
-            parts = [shard[part.offset : part.offset + part.length] for part in fragment.owned]
+            shards = [self._shards[self.filling.bucket_of(part).index] for part in fragment.owned]
+            parts = [s[part.offset : part.offset + part.length] for s, part in zip(shards, fragment.owned, strict=True)]
             fragment.param.grad = ReducedGradient(fragment.param, parts, fragment.name, self.ledger)
         self._shards.clear()

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.twin import marks_of, plain_class
@@ -17,16 +19,18 @@ from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.joint_plan import JointPlan
 from canzona_compile.data_parallel.state import put_together, take_apart
 from canzona_compile.ir.layout import local_layout
-from canzona_compile.ir.step import Step, Task
+from canzona_compile.ir.step import Leaf, Role, Step, Task
 from canzona_compile.options import Options
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.session.bind import Binder, BoundParam
 from canzona_compile.session.checkpoint_probe import is_dummy_step
+from canzona_compile.session.division import Piece
 from canzona_compile.session.gathered import Ranks
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
 from canzona_compile.session.state import restoring
+from canzona_compile.session.whole_leaf import whole_leaf
 
 
 class OwnerSession(Session):
@@ -69,7 +73,7 @@ class OwnerSession(Session):
             fragments: the optimizer's parameters.
             group: the data-parallel ranks.
             joint: the plan of all optimizers.
-            bound: the optimizer's parameters by name.
+            bound: the optimizer's parameters, and the pieces of its fused ones, by task.
             whole: the agreement of the data-parallel ranks; None if this rank is alone.
         """
         self._whole = whole
@@ -94,15 +98,15 @@ class OwnerSession(Session):
 
     @contextlib.contextmanager
     def gradients(self) -> Iterator[None]:
-        """Inside this context, the doubles have the gradients of what this rank owns."""
+        """Inside this context, the doubles have the values and the gradients of what this rank owns."""
         for fragment in self._fragments:
             fragment.lend_marks()
-            fragment.lend_gradients()
+            fragment.lend()
         try:
             yield
         finally:
             for fragment in self._fragments:
-                fragment.drop_gradients()
+                fragment.take_back()
 
     def _dummy_step(self) -> None:
         with self.gradients():
@@ -127,14 +131,20 @@ class OwnerSession(Session):
         return replace(plan, params=params)
 
     def _bind(self, fragment: Fragment) -> Iterator[BoundParam]:
-        known = self._bound[fragment.name]
         binder = Binder(self.optimizer, self.options, self.capture)
-        group = self.optimizer.param_groups[known.param_group]
         for part, double in zip(fragment.owned, fragment.doubles, strict=True):
+            known = self._bound[part.name]
+            group = self.optimizer.param_groups[known.param_group]
             state = self.optimizer.state.get(double) or None
+            if fragment.division is not None:
+                piece, own = fragment.pieces[part.name], (known.task.index, known.param_group, fragment.division)
+                bound = binder.bind_piece(*own, piece, double, state, fragment.stand_in)
+                yield replace(bound, division=None)  # to the plan the double is a parameter like any other
+                continue
             if not fragment.cut:
                 stand_in = None if known.stand_in is None else known.stand_in.of(double)
-                yield from binder.bind_one(known.task.index, fragment.name, known.param_group, double, stand_in)
+                found = binder.bind_one(known.task.index, fragment.name, known.param_group, double, stand_in)
+                yield from (replace(b, rehearsed=None if stand_in else fragment.param) for b in found)
                 continue
             marks = tuple(sorted(marks_of(double).items()))
             spec = ParameterSpec(tuple(double.shape), double.dtype, double.dtype, double.device, marks)
@@ -142,7 +152,7 @@ class OwnerSession(Session):
             kind = self.capture.kind_of(group, spec, name, state)
             layout = local_layout(double.shape, self.rank)
             task = Task(name, known.task.index, known.param_group, kind.template.name, layout)
-            yield BoundParam(double, known.param_group, task, kind)
+            yield BoundParam(double, known.param_group, task, kind, rehearsed=fragment.param)
 
     def reported(self) -> Step:
         """Return the scheduled step of all optimizers on all ranks, with the buckets."""
@@ -172,7 +182,7 @@ class OwnerSession(Session):
         """
         super().leave()
         if self._apart:  # on a rank that owns nothing too: the others wait for it
-            put_together(self.optimizer, self._fragments, self._group)
+            put_together(self.optimizer, self._fragments, self._group, self._whole_leaf)
             self._apart = False
 
     def forget_plan(self) -> None:
@@ -180,6 +190,11 @@ class OwnerSession(Session):
         super().forget_plan()
         if any(self.optimizer.state.get(f.param) for f in self._fragments):
             self._apart = False
+
+    def _whole_leaf(self, piece: Piece, name: str, value: DTensor) -> Tensor:
+        """Gather a leaf of a piece from the ranks beside this one that hold its fragments. This is a collective."""
+        leaf = Leaf(Role.STATE, name, tuple(value.shape), value.dtype)
+        return whole_leaf(self._bound[piece.task].task, leaf, value, self.groups, self.rank)
 
     @contextlib.contextmanager
     def gathered_state(self) -> Iterator[None]:
@@ -191,5 +206,5 @@ class OwnerSession(Session):
             yield
             return
         with super().gathered_state(), restoring(self.optimizer):
-            put_together(self.optimizer, self._fragments, self._group)
+            put_together(self.optimizer, self._fragments, self._group, self._whole_leaf)
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.leaves import empty_containers, paths_of, read, structure_of, write
 from canzona_compile.data_parallel.collectives import DataParallelGroup
-from canzona_compile.data_parallel.fragment import Fragment
+from canzona_compile.data_parallel.fragment import Fragment, laid_out_like
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BucketSlice
 from canzona_compile.ir.layout import dtensor_layout, local_part
+from canzona_compile.session.division import Piece
 
 State = dict[str, Any]
+WholeOf = Callable[[Piece, str, DTensor], Tensor]
 
 
 class TensorLeaf(NamedTuple):
@@ -67,9 +69,16 @@ def take_apart(optimizer: Optimizer, fragments: Sequence[Fragment]) -> None:
         state = optimizer.state.pop(fragment.param, None)
         if not state:
             continue
+        division, stand_in = fragment.division, fragment.stand_in
+        if division is not None and stand_in is not None:
+            found = stand_in.lookalikes(state)
+            stand_in.whole_leaves = frozenset(leaf for leaf, path in found.items() if division.owner_of(path))
+            state = stand_in.taken(state)
         for part, double in zip(fragment.owned, fragment.doubles, strict=True):
             own = dict(state)
-            if fragment.cut:
+            if division is not None:
+                own = division.taken(state, fragment.pieces[part.name])
+            elif fragment.cut:
                 own = cut(state, fragment, part)
             optimizer.state[double] = own
 
@@ -100,13 +109,16 @@ def cut(state: Mapping[str, Any], fragment: Fragment, part: BucketSlice) -> Stat
     return made
 
 
-def put_together(optimizer: Optimizer, fragments: Sequence[Fragment], group: DataParallelGroup) -> None:
+def put_together(
+    optimizer: Optimizer, fragments: Sequence[Fragment], group: DataParallelGroup, whole_of: WholeOf
+) -> None:
     """Replace the state of what this rank owns by the whole state of all parameters. This is a collective.
 
     Args:
         optimizer: its state is that of the doubles, in portable form.
         fragments: its parameters.
         group: the ranks.
+        whole_of: gathers a leaf of a piece from the ranks that hold its fragments, see `Division.merged`.
     """
     values: list[Tensor] = []
     own: list[SliceState] = []
@@ -120,15 +132,26 @@ def put_together(optimizer: Optimizer, fragments: Sequence[Fragment], group: Dat
     if group.shard is not None:
         everybody = [None] * group.size
         dist.all_gather_object(everybody, own, group=group.shard)
-    named = {fragment.name: fragment for fragment in fragments}
+    holders = {part.name: fragment for fragment in fragments for part in fragment.slices}
     found: dict[str, State] = {}
     for owner, states in enumerate(everybody):
-        sent = sent_by(owner, states, values, named, group)
+        sent = sent_by(owner, states, values, holders, group)
         for state in states:
-            join(found.setdefault(state.part.name, {}), state, sent, named[state.part.name])
+            join(found.setdefault(state.part.name, {}), state, sent, holders[state.part.name])
     for fragment in fragments:
-        if fragment.name in found:
-            optimizer.state[fragment.param] = found[fragment.name]
+        state = found.get(fragment.name) if fragment.division is None else merged(fragment, found, whole_of)
+        if state is not None:
+            optimizer.state[fragment.param] = state
+
+
+def merged(fragment: Fragment, found: Mapping[str, State], whole_of: WholeOf) -> State | None:
+    """The state of a fused parameter, from the states of its pieces; None if none of them has any."""
+    assert fragment.division is not None
+    states = [found.get(name, {}) for name in fragment.pieces]
+    if not any(states):
+        return None
+    state = fragment.division.merged(states, whole_of)
+    return state if fragment.stand_in is None else fragment.stand_in.given_back(state)
 
 
 def described(state: Mapping[str, Any], part: BucketSlice, double: Tensor, values: list[Tensor]) -> SliceState:
@@ -194,12 +217,15 @@ def join(whole: State, own: SliceState, sent: list[Tensor], fragment: Fragment) 
             write(whole, path, leaf, own.structure)
             continue
         value = sent.pop(0)
-        if not fragment.cut:
-            write(whole, path, fragment.like(value) if leaf.sharded else value, own.structure)
+        if fragment.division is not None:
+            shape = fragment.pieces[own.part.name].shape
+            write(whole, path, fragment.division.like(value, shape) if leaf.sharded else value, own.structure)
+        elif not fragment.cut:
+            write(whole, path, laid_out_like(value, fragment.param) if leaf.sharded else value, own.structure)
         elif not leaf.of_slice:
             write(whole, path, value, own.structure)
         else:
             if path[0] not in whole or read(whole, path) is None:
                 blank = torch.zeros_like(local_part(fragment.param), dtype=leaf.dtype)
-                write(whole, path, fragment.like(blank), own.structure)
+                write(whole, path, laid_out_like(blank, fragment.param), own.structure)
             local_part(read(whole, path)).view(-1)[own.part.start : own.part.stop] = value

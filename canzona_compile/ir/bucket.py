@@ -23,7 +23,8 @@ class BucketSlice:
     Attributes:
         name: the name of the parameter, or of the piece of a fused parameter.
         start: the first element, in the flattened fragment.
-        length: the number of elements; the whole fragment unless the parameter is cut.
+        length: the number of elements; the whole fragment unless the parameter is cut. None of a piece of which this
+            rank holds no row: its owner still computes it, with the ranks that hold the rows.
         owner: the data-parallel rank that updates them, counted within the data-parallel mesh dim.
         offset: the position of the first element in the owner's shard.
     """

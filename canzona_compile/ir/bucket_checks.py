@@ -48,7 +48,7 @@ def laid_out(bucket: Bucket) -> None:
         if part.owner < before:
             raise InvalidStep("the slices are not in the order of their owners", at=at)
         before = part.owner
-        if part.length < 1:
+        if part.length < 0:
             raise InvalidStep(f"a slice has {part.length} elements", at=at)
         if part.offset % ALIGNMENT:
             raise InvalidStep(f"its offset {part.offset} is no multiple of {ALIGNMENT}", at=at)
@@ -64,6 +64,8 @@ def covered(task: Task, found: list[tuple[BucketSlice, Bucket]]) -> None:
     if len({bucket.index for _, bucket in found}) > 1:
         raise InvalidStep("it is in several buckets", at=task.name)
     sizes = sorted({box.numel for box in task.layout.boxes})
+    if len(found) > 1 and not all(part.length for part, _ in found):
+        raise InvalidStep("a slice of it has no elements", at=task.name)
     reached = 0
     for part, _ in sorted(found, key=lambda pair: pair[0].start):
         if part.start != reached:

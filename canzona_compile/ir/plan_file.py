@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class PlannedTask:
         layout: the placements, replicas and shards of the parameter for which the plan was made.
         strategy: "owner", "replicated" or "local". A run refuses other strategies, which old files may have.
         owner: (replica, shard) coordinate of the owner rank; None if every rank computes the matrix.
+        replica: the data-parallel rank that updates it, under ZeRO-1; `layout` and `owner` are then those among the
+            ranks beside that one. None without ZeRO-1.
     """
 
     name: str
@@ -37,6 +39,7 @@ class PlannedTask:
     strategy: str
     owner: tuple[int, int] | None
     reason: str
+    replica: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class PlanFile:
         groups: names of the tasks of each micro-group.
         digests: hashes of the printed graphs, tasks, micro-groups and schedule. They tell which part differs.
         fingerprint: a hash of all of these. It is equal if two runs do the same in the same order.
+        replicas: the number of data-parallel ranks that share the matrices, under ZeRO-1; None without it.
     """
 
     optimizer: str
@@ -56,18 +60,25 @@ class PlanFile:
     groups: tuple[tuple[str, ...], ...]
     digests: tuple[tuple[str, str], ...]
     fingerprint: str
+    replicas: int | None = None
 
     @classmethod
     def of(cls, step: Step) -> PlanFile:
         """The plan of a step of form SCHEDULED."""
         printed = parts(step, reasons=False)
+        replica = {part.name: part.owner for bucket in step.buckets for part in bucket.slices}
+        tasks = (
+            PlannedTask(t.name, t.shape, layout_text(t), str(t.strategy), t.owner, t.reason, replica.get(t.name))
+            for t in step.tasks
+        )
         return cls(
             step.optimizer,
             step.depth,
-            tuple(PlannedTask(t.name, t.shape, layout_text(t), str(t.strategy), t.owner, t.reason) for t in step.tasks),
+            tuple(tasks),
             tuple(group.tasks for group in step.micro_groups),
             tuple(digests(printed).items()),
             fingerprint(printed),
+            len(step.buckets[0].lengths) if step.buckets else None,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,6 +91,12 @@ class PlanFile:
     def task(self, task: Task) -> PlannedTask:
         """What is planned for a task of a run.
 
+        Args:
+            task: PLACED; under ZeRO-1 its grid has the rows of all data-parallel ranks.
+
+        Returns:
+            The decisions, with the owner as a coordinate of the task's grid.
+
         Raises:
             CanzonaError: the plan lacks the task, or has it for another layout.
         """
@@ -87,7 +104,7 @@ class PlanFile:
         hint = "make the plan for this model and mesh, with these names"
         if found is None:
             raise CanzonaError("the plan does not know this parameter", at=task.name, hint=hint)
-        here = (task.shape, layout_text(task))
+        here = (task.shape, layout_text(task, self.replicas or 1))
         if here != (found.shape, found.layout):
             raise CanzonaError(
                 f"the plan is for {list(found.shape)} on {found.layout}, the run has {list(task.shape)} on {here[1]}",
@@ -100,7 +117,33 @@ class PlanFile:
                 at=task.name,
                 hint="make the plan anew with strategy auto, owner or replicated",
             )
-        return found
+        if self.replicas is None or found.replica is None or found.owner is None:
+            return found
+        grid, (row, shard) = task.layout.grid, found.owner
+        strategy = str(Strategy.LOCAL if grid.size == 1 else Strategy.OWNER)
+        return replace(found, owner=(found.replica * (grid.replicas // self.replicas) + row, shard), strategy=strategy)
+
+    def check_replicas(self, replicas: int | None) -> None:
+        """Raise CanzonaError unless the plan is for so many data-parallel ranks; None: for a run without ZeRO-1."""
+        if self.replicas == replicas:
+            return
+        if self.replicas is None:
+            raise CanzonaError(
+                "the plan was made for wrap: it does not say which data-parallel rank updates a matrix",
+                at="zero1(..., plan=)",
+                hint='plan with updates="zero1", or save optimizer.canzona.plan() of a run under zero1',
+            )
+        if replicas is None:
+            raise CanzonaError(
+                "the plan was made for zero1, where a matrix lies whole on its owner before the step",
+                at="wrap(..., plan=)",
+                hint='plan with updates="ddp", or save optimizer.canzona.plan() of a run under wrap',
+            )
+        raise CanzonaError(
+            f"the plan is for {self.replicas} data-parallel ranks, the mesh has {replicas}",
+            at="zero1(..., plan=)",
+            hint="make the plan for this mesh",
+        )
 
     def check_complete(self, names: Iterable[str]) -> None:
         """Raise CanzonaError if the plan has tasks that a run lacks."""
@@ -124,9 +167,10 @@ class PlanFile:
         return {task.name: task for task in self.tasks}
 
 
-def layout_text(task: Task) -> str:
+def layout_text(task: Task, replicas: int = 1) -> str:
+    """The layout of a task on one of so many replicas."""
     grid = task.layout.grid
-    return f"{task.layout.placements} on {grid.replicas}x{grid.shards}"
+    return f"{task.layout.placements} on {grid.replicas // replicas}x{grid.shards}"
 
 
 def fingerprint(printed: Mapping[str, Sequence[str]]) -> str:
@@ -166,7 +210,7 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
         raise CanzonaError("it is no plan", at=at, hint="canzona-compile plan --format json writes one")
     if found.get("schema") != SCHEMA:
         raise CanzonaError(f"schema is {found.get('schema')!r}, not {SCHEMA}", at=at, hint=MAKE_ANEW)
-    if missing := [f.name for f in fields(PlanFile) if f.name not in found]:
+    if missing := [f.name for f in fields(PlanFile) if f.default is MISSING and f.name not in found]:
         raise CanzonaError(f"the field {missing[0]!r} is missing", at=at, hint=MAKE_ANEW)
     try:
         tasks = tuple(
@@ -177,6 +221,7 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
                 str(t["strategy"]),
                 None if t["owner"] is None else coordinate(t["owner"]),
                 str(t["reason"]),
+                None if t.get("replica") is None else whole(t["replica"]),
             )
             for t in found["tasks"]
         )
@@ -185,9 +230,14 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
         depth = whole(found["depth"])
         if len({task.name for task in tasks}) < len(tasks):
             raise ValueError("two tasks have one name")
+        replicas = None if found.get("replicas") is None else whole(found["replicas"])
+        ranks = {None} if replicas is None else set(range(replicas))
+        if astray := [task.name for task in tasks if task.replica not in ranks]:
+            raise ValueError(f"{astray[0]} is on none of the plan's data-parallel ranks")
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CanzonaError(f"an entry is wrong: {type(error).__name__}: {error}", at=at, hint=MAKE_ANEW) from error
-    return PlanFile(str(found["optimizer"]), depth, tasks, groups, tuple(known.items()), str(found["fingerprint"]))
+    named = str(found["optimizer"]), depth, tasks, groups, tuple(known.items()), str(found["fingerprint"])
+    return PlanFile(*named, replicas)
 
 
 def whole(value: Any) -> int:

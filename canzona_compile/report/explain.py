@@ -20,7 +20,8 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.options import Options
-from canzona_compile.session.bind import Binder, BoundParam, named_params
+from canzona_compile.session.bind import Binder, BoundParam
+from canzona_compile.session.param_names import named_params
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
 

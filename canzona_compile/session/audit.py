@@ -7,7 +7,7 @@ show, and what begins later than the first rehearsal looked.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,8 +80,14 @@ class Audit:
             if isinstance(key, Tensor) and state
         }
         for bound in self.plan.bound.values():
-            for leaf in bound.kind.state if bound.param in found else ():
-                write(found[bound.param], bound.kind.paths[leaf.name], leaf, bound.kind.structure)
+            state = found.pop(bound.param, None)
+            if state is None:
+                continue
+            key = bound.param if bound.rehearsed is None else bound.rehearsed
+            for leaf in bound.kind.state:
+                shape = tuple(key.shape) if leaf.shape == bound.task.shape else leaf.shape
+                write(state, bound.kind.paths[leaf.name], replace(leaf, shape=shape), bound.kind.structure)
+            found[key] = state
         return found
 
     def _expected(self, name: str) -> Expected:

@@ -37,6 +37,7 @@ from canzona_compile.ir.layout import (
 )
 from canzona_compile.ir.step import Task
 from canzona_compile.options import Options
+from canzona_compile.session.division import Division, Piece
 from canzona_compile.session.entries import (
     cut_along_experts,
     elementwise,
@@ -45,9 +46,9 @@ from canzona_compile.session.entries import (
     same_but_sizes,
     state_of_entries,
 )
-from canzona_compile.session.fused_params import Fused
 from canzona_compile.session.given_layout import check_layout_patterns
 from canzona_compile.session.param_memory import check_disjoint
+from canzona_compile.session.param_names import named_params
 from canzona_compile.session.size_exchange import GridRows
 from canzona_compile.session.stand_in import StandIn
 from canzona_compile.session.stand_ins import StandIns, exchange_stand_ins
@@ -63,51 +64,30 @@ class BoundParam:
         param_group: the index of its parameter group.
         task: its task, with the layout.
         kind: its captured code and the leaves of its state.
-        fused: the fused parameter that it is a piece of; None for a whole parameter.
+        division: that of the fused parameter that it is a piece of; None for a whole parameter.
         stand_in: what stands for the optimizer's parameter if that is a plain fragment; None otherwise.
+        rehearsed: the optimizer's parameter whose state this one has under ZeRO-1, where `param` is a double of it.
     """
 
     param: Tensor
     param_group: int
     task: Task
     kind: ParamKind
-    fused: Fused | None = None
+    division: Division | None = None
     stand_in: StandIn | None = None
+    rehearsed: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the optimizer's own parameter."""
+        return self.task.name if self.division is None else self.division.name
 
     @property
     def origin(self) -> Tensor:
         """The optimizer's own parameter."""
         if self.stand_in is not None:
             return self.stand_in.fragment
-        return self.param if self.fused is None else self.fused.whole
-
-
-def named_params(optimizer: Optimizer, names: Sequence[Sequence[str]] = ()) -> list[tuple[str, int, Tensor]]:
-    """Name every parameter of an optimizer, with unique names.
-
-    Args:
-        optimizer: the optimizer.
-        names: the names of the parameters in each parameter group that has no `param_names`.
-
-    Returns:
-        For each parameter its name, the index of its parameter group, and the parameter.
-    """
-    found = []
-    for g, group in enumerate(optimizer.param_groups):
-        known = group.get("param_names") or (names[g] if g < len(names) else ())
-        for i, param in enumerate(group["params"]):
-            found.append((printable(str(known[i])) if i < len(known) else f"group{g}.param{i}", g, param))
-    counts: dict[str, int] = {}
-    unique = []
-    for name, g, p in found:
-        counts[name] = counts.get(name, 0) + 1
-        unique.append((name if counts[name] == 1 else f"{name}#{counts[name]}", g, p))
-    return unique
-
-
-def printable(name: str) -> str:
-    """Escape what a terminal would obey."""
-    return name if name.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+        return self.param if self.division is None else self.division.whole
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
@@ -214,7 +194,11 @@ class Binder:
         strided = None if stand_in is None else stand_in.strided(split)
         state = self._state(g, param, name, split)
         if split is not None and not strided:
-            pieces = self._bind_pieces(index, name, g, Fused(name, param, split, self._box(layout)), state)
+            division = Division(name, param, split, self._box(layout))
+            pieces = []
+            for i, piece in enumerate(division.pieces):
+                part = division.taken(state or {}, piece)
+                pieces.append(self.bind_piece(index + i, g, division, piece, division.param_of(piece), part))
             if any(b.kind.template.interpreted or holistic(b.kind.template) for b in pieces):
                 return pieces  # elementwise work gives the same result on the pieces as on the whole
         layout, kind = self._kind(g, param, name, state)
@@ -260,17 +244,32 @@ class Binder:
             self._rules[key] = missing_rule(self.optimizer, self.optimizer.param_groups[g], param)
         return self._rules[key]
 
-    def _bind_pieces(
-        self, index: int, name: str, g: int, fused: Fused, state: dict[str, Any] | None
-    ) -> list[BoundParam]:
-        states = fused.taken(state or {})
-        found = []
-        for i, (piece, part) in enumerate(zip(fused.pieces, states, strict=True)):
-            own = f"{name}[{piece.name}]"
-            within = partial(part_of_layout, rows=piece.rows, dim=fused.dim)
-            layout, kind = self._kind(g, fused.whole, own, part, within, whole=fused.dim == 0)
-            found.append(BoundParam(piece.param, g, Task(own, index + i, g, kind.template.name, layout), kind, fused))
-        return found
+    def bind_piece(
+        self,
+        index: int,
+        g: int,
+        division: Division,
+        piece: Piece,
+        param: Tensor,
+        state: dict[str, Any] | None,
+        stand_in: StandIn | None = None,
+    ) -> BoundParam:
+        """Bind one logical matrix of a fused parameter.
+
+        Args:
+            index: the index of its task.
+            g: the index of the parameter group.
+            division: that of the fused parameter.
+            piece: the matrix.
+            param: the parameter that stands for the matrix.
+            state: the portable state of the matrix; None or empty if it has none.
+            stand_in: what stands for the fused parameter, if it is a fragment that took no part in the exchange.
+        """
+        if stand_in is not None:
+            self._known.add(stand_in)
+        within = partial(part_of_layout, rows=piece.rows, dim=piece.dim)
+        layout, kind = self._kind(g, division.whole, piece.task, state, within, whole=piece.dim == 0)
+        return BoundParam(param, g, Task(piece.task, index, g, kind.template.name, layout), kind, division)
 
     def _kind(
         self,

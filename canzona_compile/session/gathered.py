@@ -57,7 +57,7 @@ def unlike_pieces(store: StateStore) -> set[str]:
     found: set[str] = set()
     tasks = {id(store.params[task.name]): task for task in store.plan.owned.tasks}
     for fused in store.plan.fused:
-        own = [tasks[id(piece.param)] for piece in fused.pieces if id(piece.param) in tasks]
+        own = [tasks[id(param)] for param in fused.params if id(param) in tasks]
         alike = [{leaf.name for leaf in store.leaves(t.name) if leaf.shape == t.shape} for t in own]
         named = {leaf.name for t in own for leaf in store.leaves(t.name) if leaf.shape}
         if any(named - names for names in alike):

@@ -17,6 +17,7 @@ from canzona_compile.ir.step import Form, Placed, Step, Task, Template
 from canzona_compile.options import Options
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
 from canzona_compile.session.bind import BoundParam
+from canzona_compile.session.division import Division
 from canzona_compile.session.fused_params import Fused
 from canzona_compile.session.stagger import Stagger, stagger
 from canzona_compile.session.stand_in import StandIn
@@ -125,26 +126,48 @@ def make_plan(
     captured = captured_step(bound, optimizer, options)
     owned, history = run(captured, planning_passes(options, owned_as), observers)
     by_name = {b.task.name: b for b in bound}
-    matrices = {t.name for t in owned.tasks}
-    if odd := [b.task.name for b in bound if b.fused is not None and b.task.name not in matrices]:
-        raise UnsupportedOptimizer(
-            "the optimizer's work on this piece is elementwise, on others of its parameter it is not",
-            at=odd[0],
-            hint="split the parameter in pieces that the optimizer treats alike",
-        )
+    check_pieces(bound, owned)
     variant_periods = {b.task.name: b.kind.variant_period for b in bound if b.kind.variant_period is not None}
     return Plan(
         by_name,
         owned,
         first_steps(owned, by_name),
-        tuple(b for b in bound if b.task.name not in matrices),
+        tuple(b for b in bound if owned.find(b.task.name) is None),
         frozenset(t.name for t in captured.templates),
         stagger(owned, variant_periods),
-        tuple(dict.fromkeys(b.fused for b in bound if b.fused is not None)),
+        fused_params(bound),
         tuple(dict.fromkeys(b.stand_in for b in bound if b.stand_in is not None)),
         history,
         tuple(dict.fromkeys(b.origin for b in bound)),
     )
+
+
+def check_pieces(bound: Iterable[BoundParam], owned: Step) -> None:
+    """Raise unless all pieces of each fused parameter need an owner.
+
+    Args:
+        bound: the parameters.
+        owned: the step in which what needs an owner is a task.
+
+    Raises:
+        UnsupportedOptimizer: the optimizer's work is elementwise on some pieces and not on others.
+    """
+    for b in bound:
+        if b.division is not None and owned.find(b.task.name) is None:
+            raise UnsupportedOptimizer(
+                "the optimizer's work on this piece is elementwise, on others of its parameter it is not",
+                at=b.task.name,
+                hint="split the parameter in pieces that the optimizer treats alike",
+            )
+
+
+def fused_params(bound: Iterable[BoundParam]) -> tuple[Fused, ...]:
+    """The fused parameters among those that are bound."""
+    found: dict[Division, list[torch.Tensor]] = {}
+    for b in bound:
+        if b.division is not None:
+            found.setdefault(b.division, []).append(b.param)
+    return tuple(Fused(division, params) for division, params in found.items())
 
 
 def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:

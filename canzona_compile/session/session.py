@@ -23,12 +23,13 @@ from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.meeting import Meeting, meet_all
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.rank_agreement import RankAgreement
-from canzona_compile.session.bind import Binder, meshes_of, named_params, replica_ranks
+from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
 from canzona_compile.session.gathered import Consolidated, Ranks, partners, shown
 from canzona_compile.session.given_layout import check_marked, shardings_of
 from canzona_compile.session.gradient_checks import check_gradient
+from canzona_compile.session.param_names import named_params
 from canzona_compile.session.plan import Plan, lower, make_plan
 from canzona_compile.session.step_driver import StepDriver
 

@@ -7,7 +7,7 @@ bias corrections, does not change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -43,11 +43,10 @@ class Stagger:
 
 
 def stagger(owned: Step, variant_periods: VariantPeriods) -> Stagger:
-    """Choose an offset for every task with periodic work, the heaviest periodic work first.
+    """Choose an offset for every task with periodic work.
 
-    Each task takes the offset for which the busiest step of its owner rank stays cheapest. Ties go to the smaller sum
-    of squares and then to the smaller offset, so that owners with equal work refresh on the same steps and no rank
-    waits for another.
+    What this rank shares with others, and what it computes alone, are spread each by itself. Other ranks do not know
+    the latter, so it may not decide about the former; and where they hold copies of it, they must choose alike.
 
     Args:
         owned: the owned step.
@@ -56,29 +55,61 @@ def stagger(owned: Step, variant_periods: VariantPeriods) -> Stagger:
     Returns:
         The offsets and their predicted effect.
     """
-    tasks = [t for t in owned.tasks if t.name in variant_periods and variant_periods[t.name].periodic]
-    if not tasks:
+    periodic = {t.name for t in owned.tasks if t.name in variant_periods and variant_periods[t.name].periodic}
+    if not periodic:
         return Stagger({}, (), ())
-    horizon = min(LONGEST, lcm(*(len(variant_periods[t.name].period) for t in tasks)))
+    horizon = min(LONGEST, lcm(*(len(variant_periods[name].period) for name in periodic)))
     cost = {t.name: cost_by_step(owned, t, variant_periods.get(t.name), horizon) for t in owned.tasks}
-    load = {rank: torch.zeros(horizon, dtype=torch.float64) for t in owned.tasks for rank in ranks_of(t)}
-    together = {rank: own.clone() for rank, own in load.items()}
-    for task in owned.tasks:
-        for rank in ranks_of(task):
-            together[rank] += cost[task.name]
-            load[rank] += 0 if task in tasks else cost[task.name]
+    periods = {name: len(variant_periods[name].period) for name in periodic}
     ahead: dict[str, int] = {}
-    for task in sorted(tasks, key=lambda t: (float(cost[t.name].min() - cost[t.name].max()), t.index)):
-        period, own = len(variant_periods[task.name].period), cost[task.name]
-        offsets = sorted({i * period // min(period, MOST_PHASES) for i in range(period)})
-        sums = busiest(load, ranks_of(task)) + torch.stack([own.roll(-offset) for offset in offsets])
-        worst, squares = sums.amax(1).tolist(), sums.square().sum(1).tolist()
-        best = min(range(len(offsets)), key=lambda i: (worst[i], squares[i], i))
-        ahead[task.name] = offsets[best]
-        for rank in ranks_of(task):
-            load[rank] += own.roll(-offsets[best])
+    for shared in (True, False):
+        ahead |= offsets([t for t in owned.tasks if (t.layout.grid.size > 1) == shared], cost, periods)
     rate = rates_of(owned.machine).flops
-    return Stagger(ahead, *(tuple((busiest(loads, loads) / rate).tolist()) for loads in (together, load)))
+    loads = loads_of(owned.tasks, cost, {}), loads_of(owned.tasks, cost, ahead)
+    return Stagger(ahead, *(tuple((busiest(load, load) / rate).tolist()) for load in loads))
+
+
+def offsets(tasks: Sequence[Task], cost: Mapping[str, Tensor], periods: Mapping[str, int]) -> dict[str, int]:
+    """Choose offsets that spread some tasks, the heaviest periodic work first.
+
+    Each task takes the offset for which the busiest step of its owner rank stays cheapest. Ties go to the smaller sum
+    of squares and then to the smaller offset, so that owners with equal work refresh on the same steps and no rank
+    waits for another.
+
+    Args:
+        tasks: the tasks.
+        cost: by task, its FLOPs on every step of a profile.
+        periods: the steps after which the work of a task repeats itself; tasks without periodic work are left out.
+    """
+    moving = [t for t in tasks if t.name in periods]
+    nothing = {name: torch.zeros_like(cost[name]) for name in periods}
+    load = loads_of(tasks, {**cost, **nothing}, {})
+    ahead: dict[str, int] = {}
+    for task in sorted(moving, key=lambda t: (float(cost[t.name].min() - cost[t.name].max()), t.index)):
+        period, own = periods[task.name], cost[task.name]
+        shifts = sorted({i * period // min(period, MOST_PHASES) for i in range(period)})
+        sums = busiest(load, ranks_of(task)) + torch.stack([own.roll(-shift) for shift in shifts])
+        worst, squares = sums.amax(1).tolist(), sums.square().sum(1).tolist()
+        ahead[task.name] = shifts[min(range(len(shifts)), key=lambda i: (worst[i], squares[i], i))]
+        for rank in ranks_of(task):
+            load[rank] = load[rank] + own.roll(-ahead[task.name])
+    return ahead
+
+
+def loads_of(tasks: Iterable[Task], cost: Mapping[str, Tensor], ahead: Mapping[str, int]) -> dict[int, Tensor]:
+    """Return by rank the FLOPs that it computes on every step of a profile.
+
+    Args:
+        tasks: the tasks.
+        cost: by task, its FLOPs on every step.
+        ahead: by task, the steps by which its periodic work comes earlier; 0 if it is left out.
+    """
+    load: dict[int, Tensor] = {}
+    for task in tasks:
+        own = cost[task.name].roll(-ahead.get(task.name, 0))
+        for rank in ranks_of(task):
+            load[rank] = load[rank] + own if rank in load else own
+    return load
 
 
 def cost_by_step(owned: Step, task: Task, variant_period: VariantPeriod | None, horizon: int) -> Tensor:

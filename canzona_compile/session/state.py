@@ -29,7 +29,9 @@ from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Role, Task
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.session.bind import BoundParam
+from canzona_compile.session.division import Piece
 from canzona_compile.session.plan import Plan
+from canzona_compile.session.whole_leaf import whole_leaf
 
 
 class StateStore:
@@ -258,27 +260,7 @@ class StateStore:
 
     def whole(self, task: Task, leaf: Leaf, value: Tensor) -> Tensor:
         """Gather the whole tensor of a leaf from portable state, on every rank of this rank's replica."""
-        if not isinstance(value, DTensor):
-            if tuple(value.shape) != leaf.shape:
-                raise CanzonaError(
-                    f"state {leaf.name!r} is {list(value.shape)}, expected {list(leaf.shape)}", at=task.name
-                )
-            return value
-        r, _ = task.layout.grid.find(self.rank)
-        peers = task.layout.grid.shard_peers(r)
-        local = value._local_tensor.contiguous()
-        if len(peers) == 1:
-            return local.reshape(leaf.shape)
-        boxes = [task.layout.boxes[s].of(leaf.shape) for s in peers]
-        group = self.groups.of(tuple(task.layout.grid.ranks[r][s] for s in peers))
-        received = torch.empty(sum(b.numel for b in boxes), dtype=local.dtype, device=local.device)
-        sent = local.flatten().repeat(len(peers))
-        sizes = [b.numel for b in boxes]
-        dist.all_to_all_single(received, sent, sizes, [local.numel()] * len(peers), group=group)
-        whole = torch.empty(leaf.shape, dtype=local.dtype, device=local.device)
-        for box, part in zip(boxes, received.split(sizes), strict=True):
-            whole[box.slices()] = part.view(box.size)
-        return whole
+        return whole_leaf(task, leaf, value, self.groups, self.rank)
 
     def portable(self, task: Task) -> dict[str, Any]:
         """Return a task's state as the unwrapped optimizer would hold it. A collective if leaves are resident."""
@@ -350,20 +332,20 @@ class StateStore:
             if state := self.optimizer.state.pop(stand_in.fragment, None):
                 self.optimizer.state[stand_in.param] = stand_in.taken(state)
         for fused in self.plan.fused:
-            if state := self.optimizer.state.pop(fused.whole, None):
-                for piece, own in zip(fused.pieces, fused.taken(state), strict=True):
-                    self.optimizer.state[piece.param] = own
+            division = fused.division
+            if state := self.optimizer.state.pop(division.whole, None):
+                for piece, param in zip(division.pieces, fused.params, strict=True):
+                    self.optimizer.state[param] = division.taken(state, piece)
 
     def _put_together(self) -> None:
-        tasks = {id(param): self.plan.owned.task(name) for name, param in self.params.items()}
-
-        def whole_of(param: Tensor, leaf: str, value: Tensor) -> Tensor:
-            return self.whole(tasks[id(param)], Leaf(Role.STATE, leaf, tuple(value.shape), value.dtype), value)
+        def whole_of(piece: Piece, leaf: str, value: DTensor) -> Tensor:
+            own = Leaf(Role.STATE, leaf, tuple(value.shape), value.dtype)
+            return self.whole(self.plan.owned.task(piece.task), own, value)
 
         for fused in self.plan.fused:
-            states = [self.optimizer.state.pop(piece.param, {}) for piece in fused.pieces]
+            states = [self.optimizer.state.pop(param, {}) for param in fused.params]
             if any(states):
-                self.optimizer.state[fused.whole] = fused.merged(states, whole_of)
+                self.optimizer.state[fused.division.whole] = fused.division.merged(states, whole_of)
         for stand_in in self.plan.stand_ins:
             if state := self.optimizer.state.pop(stand_in.param, None):
                 self.optimizer.state[stand_in.fragment] = stand_in.given_back(state)

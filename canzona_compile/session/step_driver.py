@@ -93,7 +93,7 @@ class StepDriver:
         self._shadow = CounterShadow(optimizer)
         self._numbers = SharedNumbers(optimizer, plan)
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
-        self._fused = {b.fused: b.kind.grad_dtype for b in plan.bound.values() if b.fused is not None}
+        self._fused = {f: plan.bound[f.division.pieces[0].task].kind.grad_dtype for f in plan.fused}
         self._stand_ins = {b.stand_in: b.kind.grad_dtype for b in plan.bound.values() if b.stand_in is not None}
         self._habits = capture.rehearse()
         self._audit = None if options.audit is None else Audit(options.audit, optimizer, plan, self.store)
@@ -204,8 +204,9 @@ class StepDriver:
                 check_gradient(stand_in.fragment, stand_in.name, expected)
             stand_in.take()
         for fused, expected in self._fused.items():
-            if fused.whole.grad is not None:
-                check_gradient(fused.whole, fused.name, expected)
+            whole = fused.division.whole
+            if whole.grad is not None:
+                check_gradient(whole, fused.division.name, expected)
             fused.take()
 
     def _check_gradients(self) -> None:

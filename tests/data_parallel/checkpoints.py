@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 import canzona_compile
+from tests.data_parallel import fused
 from tests.data_parallel.models import MAKERS, Model, different_state
 from tests.data_parallel.runs import tensor_parallel
 from tests.harness.checkpoint_routes import quietly
@@ -46,9 +48,20 @@ def plain_run(make: str, steps: int) -> tuple[list[Tensor], list[Any]]:
     return [p.detach() for p in model.parameters()], [o.state_dict()["state"] for o in optimizers]
 
 
-def alone(make: str) -> None:
+def apart_run(make: str, split: str, steps: int) -> fused.Apart:
+    """The same for the model with fused weights: plain optimizers of their pieces."""
+    model = fused.FusedModel()
+    plain = fused.Apart(make, model, fused.SPLITS[split])
+    for step in range(steps):
+        for i, param in enumerate(model.parameters()):
+            param.grad = gradient(param.shape, step, i)
+        plain.step()
+    return plain
+
+
+def alone(make: str, split: str = "") -> None:
     """Capture in one process what ranks need."""
-    Trained("wrap", make).steps(0, 2)
+    Trained("wrap", make, split).steps(0, 2)
 
 
 class Trained:
@@ -60,20 +73,24 @@ class Trained:
             "tp" are sharded parameters under `wrap`; "replicate" is `wrap(replicate=)`, and "replicate tp" that on the
             tensor-parallel parameters of two replicas.
         make: the optimizers, a key of `MAKERS`.
+        split: for the model with fused weights, a key of `fused.SPLITS`; empty for the other one.
     """
 
-    def __init__(self, layout: str, make: str) -> None:
+    def __init__(self, layout: str, make: str, split: str = "") -> None:
+        self.split = split
         self.layout, self.zero1 = layout, layout.startswith("zero1")
         # The first data-parallel rank's values count. Tensor-parallel ranks hold plain parameters alike.
         seed = dist.get_rank() // (2 if layout == "zero1 tp" else 1) if self.zero1 else 0
-        self.model: Any = Model(seed)
-        data = self._lay_out()
-        self.optimizers: Any = MAKERS[make](self.model)
+        self.model: Any = fused.FusedModel(seed) if split else Model(seed)
+        data: Any = self._lay_out()
+        self.optimizers: Any = fused.named(make, self.model) if split else MAKERS[make](self.model)
+        splits = fused.SPLITS[split] if split else {}
+        size = fused.BUCKETS if split else 40_000
         with shared_captures():
             if self.zero1:
-                canzona_compile.zero1(self.model, self.optimizers, mesh=data, bucket_bytes=40_000)  # type: ignore[arg-type]
-            for optimizer in self.optimizers if not self.zero1 and layout != "plain" else ():
-                canzona_compile.wrap(optimizer, replicate=data)
+                canzona_compile.zero1(self.model, self.optimizers, mesh=data, bucket_bytes=size, split=splits)
+            for i, optimizer in enumerate(self.optimizers if not self.zero1 and layout != "plain" else ()):
+                canzona_compile.wrap(optimizer, replicate=data, model=self.model, split={} if i else splits)
 
     def _lay_out(self) -> DeviceMesh | None:
         """Shard the parameters; the mesh over which they are equal, if there is one."""
@@ -82,20 +99,24 @@ class Trained:
         world = dist.get_world_size()
         match self.layout:
             case "fsdp":
-                for block in self.model.blocks:
+                for block in () if self.split else self.model.blocks:
                     fully_shard(block)
                 fully_shard(self.model)
                 return None
             case "tp":
-                tensor_parallel(self.model, mesh_of((world,), ("tp",)))
+                self._cut(self.model, mesh_of((world,), ("tp",)))
                 return None
             case "zero1 tp" | "replicate tp":
                 mesh = mesh_of((world // 2, 2), ("dp", "tp"))
-                tensor_parallel(self.model, mesh["tp"])
+                self._cut(self.model, mesh["tp"])
                 return mesh["dp"]
             case "zero1 replicas":
                 return mesh_of((2, world // 2), ("replicas", "dp"))
         return mesh_of((world,), ("dp",))
+
+    @property
+    def _cut(self) -> Callable[[Any, DeviceMesh], None]:
+        return fused.tensor_parallel if self.split else tensor_parallel
 
     def steps(self, start: int, stop: int) -> None:
         for step in range(start, stop):
@@ -112,6 +133,8 @@ class Trained:
 
     def differs(self, make: str, steps: int) -> list[str]:
         """What differs from the plain run after so many steps; a collective."""
+        if self.split:
+            return fused.differences(self.model, self.optimizers, apart_run(make, self.split, steps))
         params, states = plain_run(make, steps)
         pairs = zip(self.model.named_parameters(), params, strict=True)
         found = [name for (name, one), two in pairs if not torch.equal(full(one), two)]
@@ -134,9 +157,9 @@ def part(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def save(layout: str, make: str, folder: Path) -> list[str]:
+def save(layout: str, make: str, folder: Path, split: str = "") -> list[str]:
     """Train, and save shards."""
-    run = Trained(layout, make)
+    run = Trained(layout, make, split)
     run.steps(0, STEPS)
     model, optimizer = get_state_dict(run.model, list(run.optimizers))
     with quietly():
@@ -144,9 +167,9 @@ def save(layout: str, make: str, folder: Path) -> list[str]:
     return run.differs(make, STEPS)
 
 
-def load(layout: str, make: str, folder: Path) -> list[str]:
+def load(layout: str, make: str, folder: Path, split: str = "") -> list[str]:
     """Load into a new run and train on; what differs from the plain run."""
-    run = Trained(layout, make)
+    run = Trained(layout, make, split)
     model, optimizer = get_state_dict(run.model, list(run.optimizers))
     found = {"model": model, "optimizer": optimizer}
     with quietly():

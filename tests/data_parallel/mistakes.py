@@ -77,6 +77,14 @@ def another_trainability() -> None:
     set_up(model)
 
 
+def split_that_fits_nothing() -> None:
+    set_up(split={"*.qkv.weight": {"q": 64, "k": 32}})
+
+
+def split_of_another_size() -> None:
+    set_up(split={"*.up.weight": {"gate": 48, "up": 64}}, make="muon and adamw")
+
+
 def backward_twice() -> None:
     model, optimizers, _ = set_up()
     train(model, optimizers, 2)
@@ -275,6 +283,8 @@ MISTAKES: dict[str, Callable[..., None]] = {
         another_order,
         another_shape,
         another_trainability,
+        split_that_fits_nothing,
+        split_of_another_size,
         backward_twice,
         backward_after_a_step_without_zero_grad,
         step_without_backward,

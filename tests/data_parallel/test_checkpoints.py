@@ -29,6 +29,20 @@ def test_every_route(route: tuple[Place, Place], make: str, tmp_path: Path) -> N
     assert run(others, load, other, make, tmp_path, group=other != "plain", after=after) == [[]] * others
 
 
+FUSED = [("zero1", 3), ("wrap", 1), ("fsdp", 2), ("tp", 2), ("replicate", 2), ("zero1 tp", 4), ("zero1 replicas", 4)]
+FUSED_ROUTES = [(ZERO1, other) for other in FUSED] + [(other, ZERO1) for other in FUSED[1:]]
+FUSED_TP = [(("zero1 tp", 4), other) for other in (("fsdp", 2), ("replicate tp", 4))]
+
+
+@pytest.mark.parametrize(("route", "make"), only([], [*FUSED_ROUTES, *FUSED_TP], ["muon", "soap"]))
+def test_every_route_of_fused_weights(route: tuple[Place, Place], make: str, tmp_path: Path) -> None:
+    (layout, world), (other, others) = route
+    after = partial(alone, make, "interleaved")
+    parts = (make, tmp_path, "interleaved")
+    assert run(world, save, layout, *parts, group=layout != "wrap", after=after) == [[]] * world
+    assert run(others, load, other, *parts, group=other != "wrap", after=after) == [[]] * others
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("make", ["muon and adamw", "soap"])
 def test_a_state_dict_put_back_by_hand(make: str) -> None:

@@ -17,6 +17,8 @@ ON_BOTH = {
     "another_order": "rank 0: blocks.0.norm.weight",
     "another_shape": r"rank 1: head.weight \[301, 64\]",
     "another_trainability": "requires_grad=False not trained",
+    "split_that_fits_nothing": r"'\*.qkv.weight' fits no parameter; there are blocks.0.up.weight",
+    "split_of_another_size": r"(?s)= 112 entries of dim 0; the parameter is \[96, 64\].*blocks.0.up.weight",
     "backward_twice": "(?s)backward ran again.*no_sync",
     "backward_after_a_step_without_zero_grad": "(?s)backward ran again.*zero_grad",
     "step_without_backward": "no gradient to step with",
@@ -44,6 +46,7 @@ BREAKING = {"memory_replaced", "refused_on_one_rank", "optimizer_fails_on_one_ra
 
 # Of what is alike: the other one takes seconds to show the same, or is a rarer mistake.
 REPEATED = {
+    "split_of_another_size",
     "backward_after_a_step_without_zero_grad",
     "parameter_added",
     "wrapped_already",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import canzona_compile
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.plan_file import PlanFile, read_plan
+from tests.data_parallel.fused import GATE_UP, QKV, SPLITS, FusedModel, named
 from tests.data_parallel.models import MAKERS, Block, Model
+from tests.data_parallel.runs import alone, compare_with_ddp, zero1
+from tests.harness.layouts import mesh_of
 from tests.harness.marks import full
 from tests.harness.ranks import run
 
@@ -107,6 +115,100 @@ def test_the_order_of_optimizers_does_not_count() -> None:
     options = {"bucket_bytes": BUCKETS}
     (one, *_), (two, *_) = (run(2, plan_of_run, "muon and adamw", reverse, options) for reverse in (False, True))
     assert json.loads(one[0])["fingerprint"] == json.loads(two[0])["fingerprint"]
+
+
+FUSED = {"bucket_bytes": BUCKETS // 10}
+
+
+def plan_of_fused_weights() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = FusedModel()
+    made: Any = canzona_compile.zero1(model, named("muon", model), mesh=mesh, split=SPLITS["interleaved"], **FUSED)
+    return str(made[0].canzona.plan().fingerprint)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_pieces_of_fused_weights_are_matrices_of_the_offline_plan() -> None:
+    shapes: dict[str, Any] = {}
+    for name, param in FusedModel().named_parameters():
+        parts = {"qkv.weight": QKV, "gate_up.weight": GATE_UP}.get(name.split(".", 2)[2], {})
+        shapes |= {f"{name}[{part}]": [rows, param.shape[1]] for part, rows in parts.items()}
+        if not parts:
+            shapes[name] = {"shape": list(param.shape), "elementwise": param.ndim < 2}
+    muon = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))], lr=0.02, weight_decay=0.1)
+    options: dict[str, Any] = {"updates": "zero1", "hardware": "cpu", "alternatives": False, **FUSED}
+    planned = canzona_compile.plan(shapes, mesh={"dp": 2}, optimizer=muon, **options)
+    assert run(2, plan_of_fused_weights) == [planned.fingerprint] * 2
+
+
+# -- a run that follows a plan -------------------------------------------------------------------
+
+
+PLANNERS = ("joint", "static")  # the default, and one that deals matrices otherwise
+
+
+def follow(plan: Any) -> tuple[list[str], dict[str, int], str]:
+    """Train by a plan beside DDP; what differs, the rank that updates each matrix, and the fingerprint."""
+    found = compare_with_ddp("muon and adamw", 3, bucket_bytes=BUCKETS, plan=plan)
+    mesh = mesh_of((2,), ("dp",))
+    handle = zero1(Model(), "muon and adamw", mesh, bucket_bytes=BUCKETS, plan=plan)[0].canzona
+    owners = {part.name: part.owner for bucket in handle.joint.step.buckets for part in bucket.slices}
+    return found, {task.name: owners[task.name] for task in handle.joint.step.tasks}, handle.plan().fingerprint
+
+
+@pytest.mark.ranks
+def test_a_run_takes_the_owners_of_its_plan(tmp_path: Path) -> None:
+    """Not those that it would choose."""
+    chosen, planned = (offline("muon and adamw", bucket_bytes=BUCKETS, planner=name).file for name in PLANNERS)
+    owners = {task.name: task.replica for task in planned.tasks}
+    assert owners != {task.name: task.replica for task in chosen.tasks}
+    path = tmp_path / "plan.json"
+    path.write_text(planned.to_json())
+    after = partial(alone, "muon and adamw", torch.float32)
+    assert run(2, follow, path, after=after) == [([], owners, planned.fingerprint)] * 2
+
+
+def refused(plan: Any, api: str) -> str:
+    mesh = mesh_of((2,), ("dp",))
+    model = Model()
+    muon = MAKERS["muon and adamw"](model)[0]
+    try:
+        if api == "wrap":
+            canzona_compile.wrap(muon, replicate=mesh, model=model, plan=plan)
+        else:
+            zero1(model, "muon and adamw", mesh, bucket_bytes=BUCKETS, plan=plan)
+    except CanzonaError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_plans_that_do_not_fit_are_refused_by_all_ranks() -> None:
+    made = offline("muon and adamw", bucket_bytes=BUCKETS).file
+    other = offline("muon and adamw", bucket_bytes=2 * BUCKETS).file
+    model = Model()
+    wrap = canzona_compile.plan(
+        model, mesh={"dp": 2}, optimizer=MAKERS["muon and adamw"](model)[0], hardware="cpu", alternatives=False
+    ).file
+    cases: list[tuple[PlanFile, str, str]] = [
+        (other, "zero1", "does not come out as planned: buckets differ"),
+        (replace(made, tasks=made.tasks[1:]), "zero1", "does not know this parameter"),
+        (replace(made, replicas=4), "zero1", "is for 4 data-parallel ranks, the mesh has 2"),
+        (wrap, "zero1", "the plan was made for wrap"),
+        (made, "wrap", "the plan was made for zero1"),
+    ]
+    for plan, api, says in cases:
+        for said in run(2, refused, plan, api):
+            assert says in said, said
+
+
+def test_a_plan_with_a_rank_that_there_is_not_is_no_plan() -> None:
+    made = offline("muon and adamw", bucket_bytes=BUCKETS).file
+    entries = made.to_dict()
+    entries["tasks"][0]["replica"] = 2
+    with pytest.raises(CanzonaError, match="on none of the plan's data-parallel ranks"):
+        read_plan(entries)
 
 
 def test_other_buckets_are_another_plan() -> None:

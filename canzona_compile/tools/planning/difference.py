@@ -56,7 +56,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 def changes(a: PlannedTask, b: PlannedTask) -> dict[str, list[Any]]:
     """Find the fields in which two plans of the same matrix differ."""
-    names = ("shape", "layout", "strategy", "owner", "reason")
+    names = ("shape", "layout", "strategy", "owner", "replica", "reason")
     return {n: [getattr(a, n), getattr(b, n)] for n in names if getattr(a, n) != getattr(b, n)}
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.capture.twin import check_step_signature
-from canzona_compile.session.bind import named_params
+from canzona_compile.session.param_names import named_params
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
 
 Loss = Callable[[nn.Module, int], Tensor]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from canzona_compile.api.wrap import explain, wrap
 from canzona_compile.errors import CanzonaError, some
-from canzona_compile.session.bind import named_params
 from canzona_compile.session.gradient_checks import check_gradient
+from canzona_compile.session.param_names import named_params
 from canzona_compile.tools.processes import join_ranks
 from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.failure import CannotVerify, blamed

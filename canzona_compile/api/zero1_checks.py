@@ -1,0 +1,103 @@
+"""What `zero1` refuses before it plans anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from canzona_compile.api.wrapped_class import check_wrappable, is_wrapped
+from canzona_compile.data_parallel.reduction import MARK
+from canzona_compile.errors import CanzonaError, UnsupportedLayout
+from canzona_compile.ir.layout import local_part
+
+
+def check(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    bucket_bytes: int,
+    reduce_dtype: torch.dtype | None,
+    gather: str,
+) -> None:
+    """Refuse arguments of `zero1` that cannot work."""
+    if isinstance(model, DistributedDataParallel | FSDPModule):
+        raise CanzonaError(
+            f"the model is under {type(model).__name__} already, which reduces gradients itself",
+            at="zero1(model)",
+            hint="zero1 takes its place: pass the model itself; for FSDP use canzona_compile.wrap(optimizer)",
+        )
+    for part in model.modules():
+        if isinstance(part, DistributedDataParallel | FSDPModule):
+            raise CanzonaError("a part of the model is under DDP or FSDP already", at="zero1(model)")
+    if not optimizers:
+        raise CanzonaError("there is no optimizer", at="zero1(model, [])")
+    seen: set[int] = set()
+    for own in optimizers:
+        if not isinstance(own, Optimizer):
+            raise CanzonaError(f"zero1 takes a torch.optim.Optimizer, not a {type(own).__name__}", at="zero1()")
+        if is_wrapped(own):
+            raise CanzonaError("the optimizer is wrapped already", at="zero1()", hint="pass the plain optimizer")
+        check_wrappable(own)
+        ids = {id(p) for g in own.param_groups for p in g["params"]}
+        if ids & seen:
+            raise CanzonaError("two of the optimizers share a parameter", at="zero1()")
+        seen |= ids
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+        raise CanzonaError(f"bucket_bytes={bucket_bytes!r} is not a positive integer", at="the option bucket_bytes")
+    if gather not in ("step", "forward"):
+        raise CanzonaError(f"gather={gather!r} is none of 'step', 'forward'", at="the option gather")
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise CanzonaError(f"reduce_dtype={reduce_dtype!r} is no floating-point dtype", at="the option reduce_dtype")
+
+
+def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that cannot lie in buckets, or that nobody would reduce.
+
+    Args:
+        model: the model.
+        params: the parameters that the optimizers train, by name.
+    """
+    if not params:
+        raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
+    for name, param in model.named_parameters():
+        if param.requires_grad and name not in params:
+            raise CanzonaError(
+                "it requires a gradient, but none of the optimizers has it, so nothing would reduce its gradient",
+                at=name,
+                hint="pass all optimizers of the model in one call, or call requires_grad_(False)",
+            )
+    devices = {param.device for param in params.values()}
+    if len(devices) > 1:
+        raise CanzonaError(f"the parameters lie on several devices: {', '.join(map(str, devices))}", at="zero1()")
+    for name, own in params.items():
+        if hasattr(own, MARK):
+            raise CanzonaError(
+                "its gradient is reduced by another call of zero1",
+                at=name,
+                hint="call canzona_compile.unwrap on the optimizers of that call first",
+            )
+        if not local_part(own).numel():
+            raise UnsupportedLayout(
+                "its fragment on this rank is empty", at=name, hint="shard it over fewer ranks, or replicate it"
+            )
+
+
+def check_meshes(meshes: Mapping[str, DeviceMesh], ranks: Sequence[int]) -> None:
+    """Refuse parameters that are sharded or replicated over the data-parallel ranks already.
+
+    Args:
+        meshes: those of the parameters that are fragments, by name.
+        ranks: the data-parallel ranks.
+    """
+    for name, mesh in meshes.items():
+        if len(set(mesh.mesh.flatten().tolist()) & set(ranks)) > 1:
+            raise CanzonaError(
+                f"it is a fragment over {mesh}, which contains data-parallel ranks",
+                at=name,
+                hint="zero1 takes parameters that each data-parallel rank holds; for FSDP2 use wrap(optimizer)",
+            )

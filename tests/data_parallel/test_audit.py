@@ -1,0 +1,86 @@
+"""`audit=` under zero1: owners look again, and all ranks hear what one of them finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import canzona_compile
+from canzona_compile import Split
+from canzona_compile.errors import CanzonaError
+from tests.data_parallel.checkpoints import gradient
+from tests.harness.layouts import mesh_of
+from tests.harness.pairs import muon
+from tests.harness.ranks import run
+from tests.session.test_audit import CoupledLate
+
+
+class Three(nn.Module):
+    """Two matrices and a fused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(1)
+        shapes = ((8, 6), (6, 8), (12, 6))
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape, generator=random)) for shape in shapes)
+
+
+def steps(model: nn.Module, optimizer: Any, start: int, stop: int) -> tuple[int, str]:
+    """Train; the number of the step that raised, and what."""
+    for step in range(start, stop):
+        try:
+            pairs = enumerate(model.parameters())
+            torch.stack([(p * gradient(p.shape, step, i)).sum() for i, p in pairs]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except CanzonaError as error:
+            return step, str(error)
+    return stop, ""
+
+
+def begins_late() -> tuple[int, str]:
+    model = Three()
+    found: Any = canzona_compile.zero1(model, CoupledLate(model.parameters()), mesh=mesh_of((2,), ("dp",)), audit=5)
+    return steps(model, found, 0, 60)
+
+
+def wrong_bit() -> tuple[int, str]:
+    """Training goes well until a bit is wrong on one rank, in a matrix that it owns."""
+    model = Three()
+    split = {"weights.2": Split({"gate": 6, "up": 6}, interleaved=2)}
+    found: Any = canzona_compile.zero1(
+        model, muon(list(model.parameters())), mesh=mesh_of((2,), ("dp",)), audit=2, split=split
+    )
+    good = steps(model, found, 0, 7)
+    assert good == (7, ""), good
+    driver = found.canzona.session.driver
+    executor, run_program = driver.last.executor, driver.last.executor.run
+    if dist.get_rank() == 1:
+
+        def off() -> None:
+            run_program()
+            for param in driver.store.params.values():
+                param.data[0, 0] += 1e-6
+
+        executor.run = off
+    return steps(model, found, 7, 9)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_what_begins_after_the_rehearsal_is_found() -> None:
+    for good, says in run(2, begins_late, fresh=True):
+        assert 40 <= good < 50, says
+        assert "couples parameters" in says
+
+
+@pytest.mark.ranks
+def test_a_wrong_bit_on_its_owner_is_found_by_all() -> None:
+    for step, says in run(2, wrong_bit, fresh=True):
+        assert step <= 8
+        assert "1 of " in says, says
+        assert "elements differ" in says, says
