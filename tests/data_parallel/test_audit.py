@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from canzona_compile import Split
 from canzona_compile.errors import CanzonaError
 from tests.data_parallel.checkpoints import gradient
 from tests.harness.layouts import mesh_of
+from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import muon
 from tests.harness.ranks import run
 from tests.session.test_audit import CoupledLate
@@ -48,13 +50,26 @@ def begins_late() -> tuple[int, str]:
     return steps(model, found, 0, 60)
 
 
+SPLIT = {"weights.2": Split({"gate": 6, "up": 6}, interleaved=2)}
+
+
+def alone() -> None:
+    """Capture in one process what ranks need."""
+    model = Three()
+    with shared_captures():
+        optimizer = canzona_compile.wrap(muon(list(model.parameters())), model=model, split=SPLIT)
+    for step in range(2):
+        for i, param in enumerate(model.parameters()):
+            param.grad = gradient(param.shape, step, i)
+        optimizer.step()
+
+
 def wrong_bit() -> tuple[int, str]:
     """Training goes well until a bit is wrong on one rank, in a matrix that it owns."""
     model = Three()
-    split = {"weights.2": Split({"gate": 6, "up": 6}, interleaved=2)}
-    found: Any = canzona_compile.zero1(
-        model, muon(list(model.parameters())), mesh=mesh_of((2,), ("dp",)), audit=2, split=split
-    )
+    optimizer = muon(list(model.parameters()))
+    with shared_captures():
+        found: Any = canzona_compile.zero1(model, optimizer, mesh=mesh_of((2,), ("dp",)), audit=2, split=SPLIT)
     good = steps(model, found, 0, 7)
     assert good == (7, ""), good
     driver = found.canzona.session.driver
@@ -80,7 +95,7 @@ def test_what_begins_after_the_rehearsal_is_found() -> None:
 
 @pytest.mark.ranks
 def test_a_wrong_bit_on_its_owner_is_found_by_all() -> None:
-    for step, says in run(2, wrong_bit, fresh=True):
+    for step, says in run(2, wrong_bit, fresh=True, after=partial(alone)):
         assert step <= 8
         assert "1 of " in says, says
         assert "elements differ" in says, says

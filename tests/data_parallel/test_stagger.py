@@ -88,4 +88,4 @@ def test_under_tensor_parallelism_ranks_choose_alike() -> None:
 
 @pytest.mark.ranks
 def test_on_data_parallel_ranks() -> None:
-    assert run(2, train, False, after=partial(alone)) == [[]] * 2
+    assert run(2, train, False, after=partial(alone)) == [[], []]
