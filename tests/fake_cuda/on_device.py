@@ -20,6 +20,7 @@ from torch import Tensor
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.program import EagerTasks, Program
 from canzona_compile.runtime.executor import Executor, Sources
+from canzona_compile.runtime import store_agreement
 from canzona_compile.runtime.store_agreement import Waiter
 from canzona_compile.session import make_program, plan, state
 from canzona_compile.session.session import Session
@@ -97,6 +98,7 @@ def on_stand_in(seed: int | None, world: int) -> Iterator[tuple[Callable[..., li
         machine = Machine("cuda", "nccl", 1)
         stack.enter_context(patched(plan, "machine_of", lambda params, rates=None: machine))
         stack.enter_context(patched(make_program, "Executor", DeviceExecutor))
+        stack.enter_context(patched(store_agreement, "has_host_backend", lambda group: True))
         for owner, name in (
             (make_program.ProgramMaker, "_make"),
             (state.StateStore, "release"),
