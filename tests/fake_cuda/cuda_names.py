@@ -15,7 +15,7 @@ import torch
 
 from canzona_compile.codegen import launch
 from canzona_compile.kernels import tensor_args
-from canzona_compile.runtime import cuda_graph, streams
+from canzona_compile.runtime import streams
 from tests.fake_cuda.device import FakeDevice, FakeEvent, FakeStream, current_device
 from tests.fake_cuda.graphs import HANDLES, FakeGraph
 from tests.fake_cuda.tensors import DeviceTensor, plainly
@@ -158,8 +158,8 @@ def cuda_replaced() -> Iterator[Counter[str]]:
         for name, value in NAMED.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, counted(name, value)))
         stack.enter_context(mock.patch.object(launch, "loaded", lambda text: LaterKernel(real_loaded(text))))
-        stack.enter_context(mock.patch.object(tensor_args, "machine", lambda device: None))
-        for cached in (streams.stream_named, cuda_graph.pool_of, tensor_args.decide):
+        stack.enter_context(mock.patch.object(tensor_args, "machine", return_value=None))
+        for cached in (streams.stream_named, tensor_args.decide):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         yield counts

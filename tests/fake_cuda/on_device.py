@@ -19,8 +19,8 @@ from torch import Tensor
 
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.program import EagerTasks, Program
-from canzona_compile.runtime.executor import Executor, Sources
 from canzona_compile.runtime import store_agreement
+from canzona_compile.runtime.executor import Executor, Sources
 from canzona_compile.runtime.store_agreement import Waiter
 from canzona_compile.session import make_program, plan, state
 from canzona_compile.session.session import Session

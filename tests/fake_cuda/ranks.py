@@ -188,5 +188,5 @@ def thread_ranks(scheduler: Scheduler, count: int) -> Iterator[Callable[[Callabl
                 (dist.distributed_c10d, "_store_based_barrier", barrier),
             ):
                 stack.enter_context(mock.patch.object(module, name, value))
-            stack.enter_context(mock.patch("time.sleep", lambda _: ranks.pause()))
+            stack.enter_context(mock.patch("time.sleep", side_effect=lambda _: ranks.pause()))
         yield lambda work: ranks.run(work, around)

@@ -79,9 +79,7 @@ DUMMIES: dict[Any, Any] = {}
 def outcome(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operator on other values of the same shapes: what matters is what it looks like."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    described = [
-        (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves
-    ]
+    described = [(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves]
     key = (func, str(tree), repr(described))
     if key not in DUMMIES:
 
@@ -129,9 +127,7 @@ def operate(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
             kept: list[tuple[Tensor, int]] = []
             result: Any = args[0] if len(schema.returns) == 1 else None
         else:
-            result = pytree.tree_map_only(
-                Tensor, lambda t: placed(device, t), outcome(func, inner_args, inner_kwargs)
-            )
+            result = pytree.tree_map_only(Tensor, lambda t: placed(device, t), outcome(func, inner_args, inner_kwargs))
             kept = [(t.inner, i) for i, t in enumerate(pytree.tree_leaves(result)) if isinstance(t, DeviceTensor)]
     workspace = device.workspace() if name in PRODUCTS else None
 

@@ -160,9 +160,12 @@ def write(target: Tensor, value: Tensor | None) -> None:
 def run_script(script: Script, seed: int | None, plain: Plain | None = None) -> list[RankResult]:
     """Run a training with one order of the device's work; returns what each rank found."""
     given = plain or plain_training(script)
-    with mock.patch.object(layouts, "mesh_of", mesh_of_thread), on_stand_in(seed, max(1, script.case.world)) as (
-        run,
-        counts,
+    with (
+        mock.patch.object(layouts, "mesh_of", mesh_of_thread),
+        on_stand_in(seed, max(1, script.case.world)) as (
+            run,
+            counts,
+        ),
     ):
         return run(functools.partial(train, script, given, counts))
 
