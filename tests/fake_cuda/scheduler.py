@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 LAZY = (0.0, 0.0, 0.3, 0.6, 0.9)  # by seed: how likely it is that a further item runs when one is put into a queue
 
 
-class DeviceError(AssertionError):
-    """The device was used in a way that a real one would not survive."""
+class DeviceError(BaseException):
+    """The device was used in a way that a real one would not survive. No `except Exception` takes it for less."""
 
 
 class Item:

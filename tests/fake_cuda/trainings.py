@@ -24,9 +24,8 @@ import canzona_compile
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.fake_cuda.device import current_device
-from tests.fake_cuda.memory import poison
 from tests.fake_cuda.on_device import look, on_stand_in
-from tests.fake_cuda.tensors import plainly
+from tests.fake_cuda.rank_programs import write
 from tests.harness import layouts
 from tests.harness.layouts import Case, Laid, replicate_of
 from tests.harness.optimizers import share_captures
@@ -52,8 +51,9 @@ class Script:
         steps: how many steps it takes.
         edits: by step, what is done before it.
         missing: by step, the parameters that have no gradient then.
-        moving: whether gradients are elsewhere on every step; by rank.
+        moving: whether gradients are elsewhere than on the step before; by rank and step.
         options: of `wrap`.
+        kernels: whether elementwise work runs in generated kernels, interpreted.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Script:
     missing: dict[int, tuple[int, ...]] = field(default_factory=dict)
     moving: Callable[[int, int], bool] = lambda rank, step: False
     options: dict[str, Any] = field(default_factory=dict)
+    kernels: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,21 +143,6 @@ def train(script: Script, plain: Plain, counts: Counter[str], rank: int) -> Rank
     return RankResult([*differences(plain, optimizer, laid)], how, waits, steady)
 
 
-def write(target: Tensor, value: Tensor | None) -> None:
-    """Write a gradient on the caller's stream, or overwrite it with NaN."""
-    device = current_device()
-    kept = None if value is None else value.clone()
-
-    def work() -> None:
-        with plainly():
-            if kept is None:
-                target.fill_(float("nan"))
-            else:
-                target.copy_(kept)
-
-    device.put("a gradient", work)
-
-
 def run_script(script: Script, seed: int | None, plain: Plain | None = None) -> list[RankResult]:
     """Run a training with one order of the device's work; returns what each rank found."""
     given = plain or plain_training(script)
@@ -173,6 +159,3 @@ def run_script(script: Script, seed: int | None, plain: Plain | None = None) -> 
 def wrong(results: Sequence[RankResult]) -> list[str]:
     """What differs from the plain training, on any rank."""
     return [f"rank {rank}: {what}" for rank, result in enumerate(results) for what in result.different]
-
-
-__all__ = ["MAKERS", "RankResult", "Script", "plain_training", "poison", "run_script", "wrong"]
