@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from tests.fake_cuda.on_device import look, on_stand_in
 from tests.fake_cuda.rank_programs import write
 from tests.harness import layouts
 from tests.harness.layouts import Case, Laid, replicate_of
-from tests.harness.optimizers import share_captures
+from tests.harness.optimizers import SHARED, Shared, share_captures
 from tests.harness.training import Plain, differences
 
 SHAPES = ((12, 8), (8, 12), (12, 8), (7, 5), (12, 8))
@@ -38,6 +38,8 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "soap": lambda params: SOAP(params, lr=0.01, every=EVERY),
     "shampoo": lambda params: Shampoo(params, lr=0.05, every=EVERY),
 }
+# Where a rank finds new code in a step, others must not know of it from the captures that they share.
+APART: dict[int, Shared] = defaultdict(dict)
 Edit = Callable[[Optimizer], None]  # what a user does to an optimizer between steps
 
 
@@ -68,9 +70,18 @@ class Script:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank found: differing leaves, how programs ran, and how often it waited for the device."""
+    """What a rank found.
+
+    Attributes:
+        different: what differs from the plain training.
+        values: its fragments of parameters.
+        how: after each step, how its program runs.
+        waits: how often it waited for the device.
+        steady: its calls of `torch.cuda` in the last step, if it is the only rank.
+    """
 
     different: list[str]
+    values: list[Tensor]
     how: list[str]
     waits: int
     steady: Counter[str]
@@ -115,7 +126,7 @@ def train(script: Script, plain: Plain, counts: Counter[str], rank: int) -> Rank
     laid = Laid(plain.first, script.case)
     optimizer: Any = MAKERS[script.name](laid.params)
     canzona_compile.wrap(optimizer, replicate=replicate_of(script.case), **script.options)
-    share_captures(optimizer)
+    share_captures(optimizer, APART[rank] if script.missing or script.name != "muon" else SHARED)
     homes: list[Any] = [None] * len(laid.params)
     how: list[str] = []
     steady: Counter[str] = Counter()
@@ -140,7 +151,8 @@ def train(script: Script, plain: Plain, counts: Counter[str], rank: int) -> Rank
         how.append(optimizer.canzona.report().execution)
     waits = device.waits
     look()
-    return RankResult([*differences(plain, optimizer, laid)], how, waits, steady)
+    values = [local_of(param).clone() for param in laid.params]
+    return RankResult([*differences(plain, optimizer, laid)], values, how, waits, steady)
 
 
 def run_script(script: Script, seed: int | None, plain: Plain | None = None) -> list[RankResult]:
