@@ -29,7 +29,7 @@ from canzona_compile.ir.program import EagerTasks, Fragments, Program, Residents
 from canzona_compile.runtime.device_scalars import with_device_numbers
 from canzona_compile.runtime.graph_recorder import GraphRecorder, Run
 from canzona_compile.runtime.scalar_ops import DeviceNumber
-from canzona_compile.runtime.stretches import CutProgram, Stretch
+from canzona_compile.runtime.stretches import CutProgram, ProgramStretch
 
 MOST_RECORDINGS = 3
 
@@ -157,7 +157,7 @@ class Replay:
             return
         self._record(key, arguments)
 
-    def _rehearse(self, stretch: Stretch, inputs: Sequence[Any]) -> Sequence[Any]:
+    def _rehearse(self, stretch: ProgramStretch, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run a stretch where it will be recorded."""
         found: list[Sequence[Any]] = []
         self.recorder.rehearse(lambda: found.append(stretch.module(*inputs)), stretch.stream)
@@ -171,7 +171,7 @@ class Replay:
         replays: list[Run | None] = []
         problem = ""
 
-        def launch(stretch: Stretch, inputs: Sequence[Any]) -> Sequence[Any]:
+        def launch(stretch: ProgramStretch, inputs: Sequence[Any]) -> Sequence[Any]:
             nonlocal problem
             found: list[Sequence[Any]] = []
             if problem or not stretch.launches:

@@ -30,7 +30,7 @@ CONNECTING = (
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Stretch:
+class ProgramStretch:
     """Calls of a program that run one after the other on one stream.
 
     Attributes:
@@ -53,7 +53,9 @@ class Stretch:
     over: tuple[fx.Node, ...]
 
 
-Launch = Callable[[Stretch, Sequence[Any]], Sequence[Any]]  # runs a stretch on its inputs and returns its outputs
+RunStretch = Callable[
+    [ProgramStretch, Sequence[Any]], Sequence[Any]
+]  # runs a stretch on its inputs and returns its outputs
 
 
 class CutProgram:
@@ -69,9 +71,9 @@ class CutProgram:
     def __init__(self, module: fx.GraphModule) -> None:
         self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.parts = list(_parts(module))
-        self.stretches = [part for part in self.parts if isinstance(part, Stretch)]
+        self.stretches = [part for part in self.parts if isinstance(part, ProgramStretch)]
 
-    def run(self, arguments: Sequence[Any], launch: Launch) -> list[Tensor]:
+    def run(self, arguments: Sequence[Any], launch: RunStretch) -> list[Tensor]:
         """Run the program once.
 
         Args:
@@ -79,7 +81,7 @@ class CutProgram:
             launch: runs a stretch.
 
         Returns:
-            The tensors that were computed and must outlive a recording of this run; see `Stretch.lasting`.
+            The tensors that were computed and must outlive a recording of this run; see `ProgramStretch.lasting`.
         """
         values = dict(zip(self.placeholders, arguments, strict=True))
         given = {t.untyped_storage().data_ptr() for t in program_ops.tensors_in(list(arguments))}
@@ -105,7 +107,7 @@ class CutProgram:
         values = dict(zip(self.placeholders, arguments, strict=True))
         following = iter(replays)
         for part in self.parts:
-            if isinstance(part, Stretch):
+            if isinstance(part, ProgramStretch):
                 replay = next(following)
                 if replay is not None:
                     replay()
@@ -120,7 +122,7 @@ def called(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return target(*args, **kwargs)
 
 
-def _parts(module: fx.GraphModule) -> Iterator[Stretch | fx.Node]:
+def _parts(module: fx.GraphModule) -> Iterator[ProgramStretch | fx.Node]:
     """Cut a program."""
     stream, calls = CALLER, list[fx.Node]()
     lanes: dict[fx.Node, str] = {}  # by call of a stretch, its stream
@@ -144,7 +146,7 @@ def _parts(module: fx.GraphModule) -> Iterator[Stretch | fx.Node]:
         yield part if isinstance(part, fx.Node) else _stretch(module, *part, lanes)
 
 
-def _stretch(module: fx.GraphModule, stream: str, calls: list[fx.Node], lanes: dict[fx.Node, str]) -> Stretch:
+def _stretch(module: fx.GraphModule, stream: str, calls: list[fx.Node], lanes: dict[fx.Node, str]) -> ProgramStretch:
     """Make a stretch of some calls that follow each other."""
     own = set(calls)
     used = dict.fromkeys(n for call in calls for n in call.all_input_nodes if n not in own)
@@ -162,6 +164,6 @@ def _stretch(module: fx.GraphModule, stream: str, calls: list[fx.Node], lanes: d
     ended = (n for n in dict.fromkeys((*inputs, *outputs)) if n.op != "placeholder")
     over = tuple(n for n in ended if all(order[user] <= last for user in n.users))
     launches = any(call.target not in LOOKS for call in calls)
-    return Stretch(
+    return ProgramStretch(
         fx.GraphModule(module, graph, class_name="Stretch"), stream, launches, inputs, outputs, lasting, over
     )
