@@ -57,7 +57,9 @@ def test_bits_of_the_plain_optimizer(name: str, case: Case, script: str, seeds: 
     plain = plain_training(chosen)
     for seed in seeds:
         results = run_script(chosen, seed, plain)
-        if name == "soap":  # its float32 products are symmetric ones of ours on CUDA, which round otherwise
+        # SOAP's float32 products are symmetric ones of ours on CUDA, which round otherwise, and so may what is planned
+        # anew for loaded state: these have the bits of the same programs in the order in which they are written.
+        if name == "soap" or "reload" in script:
             prompt = run_script(chosen, None, plain)
             for found, right in zip(results, prompt, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(found.values, right.values, strict=True))
