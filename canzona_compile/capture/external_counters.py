@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.leaves import state_leaves
+from canzona_compile.capture.randomness import devices_among
 from canzona_compile.capture.twin import hypers, make_twin, odd_state, plain_class, step_plainly
 from canzona_compile.errors import UnsupportedOptimizer
 
@@ -148,7 +149,7 @@ class CounterShadow:
         twin = make_twin(self.optimizer, {}, [], self._state)
         twin.param_groups = [{**group, "params": [p]} for group, p in zip(groups, self._params, strict=True)]
         before = [dict(values) for _, values in around(twin)]
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), as_written():
+        with torch.random.fork_rng(devices=devices_among(self._params)), as_written():
             step_plainly(twin)
         self._state = {key: value for key, value in twin.state.items() if isinstance(key, Tensor)}
         homes: list[dict[Any, Any]] = [vars(self.optimizer), self.optimizer.state, *groups]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,11 @@ def seeded(device: torch.device) -> Iterator[Dice]:
 def devices_of(device: torch.device) -> list[torch.device]:
     """The devices beside the CPU whose generators code for a device draws from."""
     return [device] if device.type == "cuda" else []
+
+
+def devices_among(tensors: Iterable[Tensor]) -> list[torch.device]:
+    """The devices beside the CPU whose generators code for these tensors draws from, and no other GPU of the host."""
+    return [device for kind in dict.fromkeys(t.device for t in tensors) for device in devices_of(kind)]
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -6,42 +6,55 @@ because `zero_grad` frees them by default. So `Replay` records a program after t
 addresses, and a few times at most. If addresses keep changing, or if something cannot be recorded, the program runs
 call by call. `Replay.how` says why.
 
-The recordings of all programs share one pool of memory. That is safe because they never run at the same time, and no
-value of a recording is used after it.
-
-NCCL does not shut down while a recording of one of its collectives exists (pytorch#115388). So this module drops all
-such recordings before a process group shuts down, no matter which code shuts it down.
+What is recorded are the stretches between collectives (`stretches`), one CUDA graph each. Collectives and events are
+made anew on every step. A collective must not be recorded: NCCL registers the buffers of recorded sends and receives
+with its peers, which then have to replay the same recording, but each rank decides by its own addresses whether it
+replays (`NCCL_GRAPH_REGISTER`; NCCL#2389). Nor does NCCL shut down while a recording holds a collective
+(pytorch#115388), or its watchdog see one that hangs.
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel, Laid
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import EagerTasks, Fragments, Program, Residents, ScalarInput
 from canzona_compile.runtime.device_scalars import with_device_numbers
+from canzona_compile.runtime.graph_recorder import GraphRecorder, Run
 from canzona_compile.runtime.scalar_ops import DeviceNumber
-from canzona_compile.runtime.streams import index_of, stream_named
+from canzona_compile.runtime.stretches import CutProgram, ProgramStretch
 
 MOST_RECORDINGS = 3
 
-Run = Callable[[], None]
-Recorder = Callable[[Run], Run]  # records a run and returns the function that replays it
+
+class Recorder(Protocol):
+    """Runs and records stretches; a `GraphRecorder` on CUDA."""
+
+    def rehearse(self, run: Run, stream: str) -> None: ...
+    def record(self, run: Run, stream: str) -> Run: ...
+
 
 # ATen operators that make the host wait for a value from the device. Families are given by the start of the name, and
 # LAUNCHING has the exceptions, which launch kernels only.
-WAITING = ("nonzero", "_local_scalar_dense", "item", "equal", "masked_select", "geqrf", "ormqr", "cholesky")
-WAITING_FAMILIES = ("linalg_", "_linalg_", "unique", "_unique", "svd", "_svd")
+WAITING = (
+    "nonzero",
+    "_local_scalar_dense",
+    "item",
+    "equal",
+    "masked_select",
+    "geqrf",
+    "ormqr",
+    "cholesky",
+    "cholesky_qr",
+)
+WAITING_FAMILIES = ("linalg_", "_linalg_", "unique", "_unique", "svd", "_svd", "cholesky")  # and our cholesky_qr
 LAUNCHING = frozenset({"linalg_vector_norm", "linalg_matrix_exp", "linalg_cross", "linalg_diagonal"})
 
 
@@ -50,11 +63,13 @@ class Recording:
     """A recorded run.
 
     Attributes:
-        replay: runs it again.
+        replays: for each stretch, what replays it; None for one that launches nothing.
+        lasting: the tensors that stretches leave to stretches of other streams.
         laid: for each generated kernel, by name, what its table held when the recording was made.
     """
 
-    replay: Run
+    replays: Sequence[Run | None]
+    lasting: Sequence[Tensor]
     laid: Mapping[str, Laid]
 
 
@@ -65,7 +80,7 @@ class Replay:
         program: the program, as `emit` wrote it.
         device: the device of its tensors.
         entered: makes the program's streams ready; see `streams`.
-        record: makes a recording of a run; None stands for `recorded`.
+        recorder: records stretches; None stands for a `GraphRecorder`.
         wanted: whether to record at all. If not, the program runs call by call.
 
     Attributes:
@@ -78,11 +93,11 @@ class Replay:
         program: Program,
         device: torch.device,
         entered: Callable[[], AbstractContextManager[None]],
-        record: Recorder | None = None,
+        recorder: Recorder | None = None,
         wanted: bool = True,
     ) -> None:
         self.plain, self.entered = program.module, entered
-        self.record = record or functools.partial(recorded, device=device)
+        self.recorder = recorder or GraphRecorder(device)
         self.stopped = obstacle(program) if wanted else "cuda_graphs=False"
         self.recordings = 0
         self._tried = 0  # recordings since `_prepare` last chose which numbers lie on the device
@@ -107,7 +122,8 @@ class Replay:
                 "and the same numbers where operators keep them"
             )
         times = "once" if self.recordings == 1 else f"{self.recordings} times"
-        return f"a CUDA graph, recorded {times}"
+        count = sum(replay is not None for replay in next(iter(self._known.values())).replays)
+        return f"{'a CUDA graph' if count == 1 else f'{count} CUDA graphs'}, recorded {times}"
 
     def run(self, arguments: Sequence[Any]) -> None:
         """Run the program once.
@@ -124,7 +140,8 @@ class Replay:
             return
         if key in self._known and self._resume(self._known[key].laid):
             self._fill()
-            self._known[key].replay()
+            with self.entered():
+                self._cut.replay([*arguments, *self._values], self._known[key].replays)
             return
         if key != self._last:
             self._last, self._rehearsed = key, False
@@ -133,26 +150,57 @@ class Replay:
             self._plainly(arguments)
             return
         self._fill()
-        run = functools.partial(self._on_device, list(arguments))
         if not self._rehearsed:
             self._rehearsed = True
-            run()
+            with self.entered():
+                self._cut.run([*arguments, *self._values], self._rehearse)
             return
-        try:
-            replay = self.record(run)
-        except Exception as error:  # from the device or from Triton; nothing was executed
-            self._stop(f"it cannot be recorded: {(str(error) or repr(error)).splitlines()[0]}")
-            self._plainly(arguments)
+        self._record(key, arguments)
+
+    def _rehearse(self, stretch: ProgramStretch, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Run a stretch where it will be recorded."""
+        found: list[Sequence[Any]] = []
+        self.recorder.rehearse(lambda: found.append(stretch.module(*inputs)), stretch.stream)
+        return found[0]
+
+    def _record(self, key: Hashable, arguments: Sequence[Any]) -> None:
+        """Run the program once more, and record each stretch before it runs.
+
+        A stretch that cannot be recorded runs call by call, as do those after it, and no recording is kept.
+        """
+        replays: list[Run | None] = []
+        problem = ""
+
+        def launch(stretch: ProgramStretch, inputs: Sequence[Any]) -> Sequence[Any]:
+            nonlocal problem
+            found: list[Sequence[Any]] = []
+            if problem or not stretch.launches:
+                replays.append(None)
+                return stretch.module(*inputs)  # type: ignore[no-any-return]
+            precision = torch.get_float32_matmul_precision()
+            try:
+                replay = self.recorder.record(lambda: found.append(stretch.module(*inputs)), stretch.stream)
+            except Exception as error:  # from the device or from Triton; nothing was executed
+                problem = (str(error) or repr(error)).splitlines()[0]
+                torch.set_float32_matmul_precision(precision)
+                return stretch.module(*inputs)  # type: ignore[no-any-return]
+            for kernel in stretch.module.children():
+                if isinstance(kernel, GroupedKernel):
+                    kernel.flush()
+            replay()
+            replays.append(replay)
+            return found[0]
+
+        with self.entered():
+            lasting = self._cut.run([*arguments, *self._values], launch)
+        if problem:
+            self._stop(f"it cannot be recorded: {problem}")
             return
         self.recordings += 1
         self._tried += 1
-        if self.program.collectives:
-            with_collectives().add(self)
         kernels = {name: self._kernel(name) for name in self._split.tables}
-        for kernel in kernels.values():
-            kernel.flush()
-        self._known[key] = Recording(replay, {name: k.laid() for name, k in kernels.items() if k.table is not None})
-        replay()
+        laid = {name: k.laid() for name, k in kernels.items() if k.table is not None}
+        self._known[key] = Recording(replays, lasting, laid)
 
     def _kernel(self, name: str) -> GroupedKernel:
         """The generated kernel of this name."""
@@ -181,18 +229,13 @@ class Replay:
         with self.entered():
             self.plain(*arguments)
 
-    def _on_device(self, arguments: Sequence[Any]) -> None:
-        """Run the program call by call, with its numbers on the device, as it is recorded."""
-        with self.entered():
-            self._split.module(*arguments, *self._values)
-
     def _stop(self, why: str) -> None:
         """Never record the program again."""
         self.stopped = why
         self.forget()
 
     def forget(self) -> None:
-        """Drop all recordings, so that NCCL can destroy its communicators."""
+        """Drop all recordings."""
         self._known.clear()
         self._last = None
 
@@ -232,6 +275,7 @@ class Replay:
     def _prepare(self, numbers: list[str]) -> None:
         """Choose again which numbers lie on the device, and drop all recordings."""
         self._split = with_device_numbers(self.program, numbers, self._changing)
+        self._cut = CutProgram(self._split.module)
         self._values: list[Any] = [
             DeviceNumber(self.device) if kind == "device" else None for kind in self._split.kinds
         ]
@@ -245,109 +289,10 @@ class Replay:
                 value.fill(wanted)
 
 
-def recorded(run: Run, device: torch.device) -> Run:
-    """Record what a run launches, as a CUDA graph.
-
-    Other threads, such as NCCL's watchdog, may use the device meanwhile. Only this thread may not do what cannot be
-    recorded.
-
-    Args:
-        run: launches the work.
-        device: the device of the work.
-
-    Returns:
-        A function that replays the recording.
-
-    Raises:
-        Exception: something in the run cannot be recorded. Nothing was executed, and the device is as it was before.
-    """
-    graph = torch.cuda.CUDAGraph()
-    index = index_of(device)
-    caller, pool = torch.cuda.current_stream(device), pool_of(index)
-    try:
-        with torch.cuda.graph(
-            graph, pool=pool, stream=stream_named("record", index), capture_error_mode="thread_local"
-        ):
-            run()
-    except BaseException:
-        torch.cuda.set_stream(caller)
-        clean_up(graph, index, pool)
-        raise
-    replay: Run = graph.replay
-    return replay
-
-
-def clean_up(graph: Any, device: int, pool: Any) -> None:
-    """End what torch leaves open after a failed recording, because `CUDAGraph::capture_end` raises too early.
-
-    Otherwise the allocator would behave as if the recording went on: memory that a stream has used would never be free
-    again, and `empty_cache` would fail. In older versions of torch the random generator would refuse to draw numbers.
-    The end of any recording corrects that, so this function makes a small one.
-
-    Args:
-        graph: the CUDA graph whose recording failed.
-        device: the index of the device.
-        pool: the memory pool of the recording.
-    """
-    try:
-        torch._C._cuda_endAllocateToPool(device, pool)
-    except RuntimeError:  # torch left nothing open
-        return
-    torch._C._cuda_releasePool(device, pool)
-    pool_of.cache_clear()
-    broken.append(graph)  # it has to stay alive: allocators of pinned memory may still ask it about its stream
-    stream = stream_named("record", device)
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
-        torch.zeros(1, device=torch.device("cuda", device))
-
-
-broken: list[Any] = []  # CUDA graphs whose recording failed
-
-
-@functools.cache
-def pool_of(device: int) -> Any:
-    """The pool of memory that all recordings on a device share."""
-    return torch.cuda.graph_pool_handle()
-
-
-@functools.cache
-def with_collectives() -> weakref.WeakSet[Replay]:
-    """The programs whose recordings contain collectives. Process groups drop these recordings before they shut down.
-
-    For that the first call replaces two methods of `ProcessGroup`. Nothing else runs early enough: `atexit` and
-    finalizers come after `destroy_process_group`, which would hang. The methods of an instance cannot be replaced,
-    because instances take no attributes. A hook that torch calls before a process group shuts down would make this
-    unnecessary, and so would an NCCL that ends recordings itself.
-    """
-    found: weakref.WeakSet[Replay] = weakref.WeakSet()
-    for name in ("shutdown", "abort"):
-        setattr(dist.ProcessGroup, name, after_forgetting(getattr(dist.ProcessGroup, name), found))
-    return found
-
-
-def after_forgetting(end: Callable[..., None], replays: weakref.WeakSet[Replay]) -> Callable[..., None]:
-    """Wrap a method of `ProcessGroup` so that it drops all recordings first.
-
-    Args:
-        end: the method, which shuts a process group down.
-        replays: the programs whose recordings are dropped.
-    """
-
-    @functools.wraps(end)
-    def ended(process_group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
-        for replay in list(replays):
-            replay.forget()
-        end(process_group, *args, **kwargs)
-
-    return ended
-
-
 def obstacle(program: Program) -> str:
     """Why a program cannot be recorded, as far as its code shows; empty if nothing speaks against it."""
     if any(isinstance(value, EagerTasks) for value in program.inputs.values()):
         return "the optimizer's own code runs in it"
-    if program.collectives and dist.is_initialized() and (backend := backend_on_cuda()) != "nccl":
-        return f"its collectives are those of {backend}"
     for own in program.module.modules():
         if not isinstance(own, fx.GraphModule | GroupedKernel):
             return f"it calls {type(own).__name__}, which may not be recorded"
@@ -355,12 +300,6 @@ def obstacle(program: Program) -> str:
         if why := obstacle_in(target):
             return why
     return ""
-
-
-def backend_on_cuda() -> str:
-    """The backend for CUDA tensors. The default process group may have another one for each kind of device."""
-    pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
-    return next((backend for device, backend in pairs if device == "cuda"), "no backend for CUDA")
 
 
 def targets(module: fx.GraphModule) -> Iterator[Any]:

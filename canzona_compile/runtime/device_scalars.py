@@ -260,10 +260,12 @@ class _Splitter:
 
 
 def numbers_only(graph: fx.Graph) -> bool:
-    """Whether a graph computes all its results from its inputs by arithmetic on numbers alone."""
+    """Whether a graph does nothing but arithmetic on numbers. Graphs that write tensors in place return nothing."""
     known: set[fx.Node] = set(placeholders(graph))
     for node in graph.nodes:
-        if node.op == "call_function" and arithmetic(node, known):
+        if node.op in ("call_function", "call_module", "call_method"):
+            if not arithmetic(node, known):
+                return False
             known.add(node)
     return all(isinstance(n, fx.Node) and n in known for n in outputs(graph))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,9 +46,7 @@ class Groups:
             if dist.group.WORLD is not None and ranks == tuple(range(dist.get_world_size())):
                 self._known[ranks] = dist.group.WORLD
             else:
-                made = dist.new_group(list(ranks), use_local_synchronization=True)
-                assert isinstance(made, dist.ProcessGroup)
-                self._known[ranks] = made
+                self._known[ranks] = new_group_of(ranks)
         return self._known[ranks]
 
     def warm_up(self, ranks: Ranks, device: torch.device) -> None:
@@ -65,3 +65,37 @@ class Groups:
         dist.all_to_all_single(torch.empty_like(token), token, group=self.of(ranks))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+def new_group_of(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """Make a process group. Only its own ranks call this, so ranks of other pipeline stages need not take part.
+
+    If the default process group is bound to a device, torch makes the communicators of others by splitting its own
+    (`ncclCommSplit`), and for that all ranks of the default one would have to call. So it is not bound meanwhile.
+
+    Args:
+        ranks: the global ranks of the members.
+        options: further arguments of `dist.new_group`.
+    """
+    default: Any = dist.group.WORLD
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        made = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="canzona_compile", **options)
+    finally:
+        default.bound_device_id = bound
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+@contextmanager
+def current_device(device: torch.device) -> Iterator[None]:
+    """Inside this context, a CUDA device is the current one; of other devices nothing is.
+
+    Collectives of Python objects go through the current device. It is the first one for every rank that did not choose
+    another, and NCCL does not run two ranks on one device.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.meeting import Meeting
+from canzona_compile.runtime.process_groups import current_device, new_group_of
 
 PATIENCE = timedelta(seconds=1)
 LEFT_THE_STEP = "a peer died or left the step; what belongs to this micro-group was not updated"
@@ -80,7 +81,8 @@ class StoreAgreement:
             The strings of all members, in the order of `ranks`.
         """
         values: list[str | None] = [None] * len(self.ranks)
-        dist.all_gather_object(values, value, group=self.group)
+        with current_device(self.device):
+            dist.all_gather_object(values, value, group=self.group)
         return [v or "" for v in values]
 
     def agree(self, text: str, error: CanzonaError | None) -> None:
@@ -233,8 +235,7 @@ def has_host_backend(group: dist.ProcessGroup) -> bool:
 
 def host_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Make a process group of the host beside one of devices. This is a collective of its ranks."""
-    made: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-    return made
+    return new_group_of(ranks, backend="gloo")
 
 
 def hash_of(text: str) -> str:
@@ -294,7 +295,7 @@ class Waiter:
         Raises:
             CanzonaError: the collective failed, or a peer called and will not take part in it.
         """
-        if self.device.type != "cpu":  # the watchdog of NCCL ends a collective that hangs
+        if self.device.type != "cpu":  # the watchdog of NCCL ends a collective that hangs; none is ever recorded
             work.wait()
             return
         while True:

@@ -1,7 +1,9 @@
 """The streams of a rank program: CUDA streams on a GPU, and the order of the program itself on other devices.
 
 Nothing here makes the host wait. The caller's stream is the stream that is current when a program begins. It
-produces the gradients and parameters, and it waits for all other streams at the end of the program.
+produces the gradients and parameters, and it waits for all other streams at the end of the program. It also runs what
+the program has on `compute`: so the memory of intermediate values is that which the model's passes use, too. A stream
+of its own would keep memory of its own, and on a full GPU torch would free and allocate all of it again in every step.
 
 Buffers are allocated once, so events alone decide which stream may use a buffer. A tensor that one stream computes
 and another stream reads is lent to the reader with `Tensor.record_stream`, as torch's allocator requires.
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.ir.program import StreamSet
-from canzona_compile.lowering.stream_sync import CALLER, PACK
+from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, PACK
 
 FIRST = -1  # a higher priority than 0, which is the default of CUDA
 
@@ -56,24 +58,26 @@ class CudaStreams:
 
     def __init__(self, wanted: StreamSet, device: torch.device) -> None:
         self.device = device
-        self._streams: dict[str, Any] = {name: stream_named(name, index_of(device)) for name in wanted.names}
+        apart = [name for name in wanted.names if name != COMPUTE]
+        self._streams: dict[str, Any] = {name: stream_named(name, index_of(device)) for name in apart}
         self._events = [torch.cuda.Event() for _ in range(wanted.events)]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Run a program inside this context. On exit, also after an error, the caller's stream is current again."""
-        caller = self._streams[CALLER] = torch.cuda.current_stream(self.device)
+        caller = torch.cuda.current_stream(self.device)
+        apart = list(self._streams.values())
+        self._streams |= {CALLER: caller, COMPUTE: caller}
         try:
             yield
         except BaseException:
             torch.cuda.set_stream(caller)
-            if not torch.cuda.is_current_stream_capturing():  # work that was launched still reads the caller's tensors
-                for name in self._streams.keys() - {CALLER}:
-                    caller.wait_stream(self._streams[name])
+            for stream in apart:  # work that was launched still reads the caller's tensors
+                caller.wait_stream(stream)
             raise
         finally:
             torch.cuda.set_stream(caller)
-            del self._streams[CALLER]
+            del self._streams[CALLER], self._streams[COMPUTE]
 
     def switch(self, name: str) -> None:
         """Make the stream with this name the current one."""

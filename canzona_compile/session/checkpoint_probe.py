@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.randomness import devices_among
 from canzona_compile.ir.layout import local_part
 
 
@@ -54,7 +55,7 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
     for group in optimizer.param_groups if isinstance(rate, float | Tensor) else ():
         group["lr"] = rate
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with torch.random.fork_rng(devices=devices_among(params)):
             yield
     finally:
         for home, old in zip(homes, before, strict=True):

@@ -21,7 +21,7 @@ from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.meeting import Meeting, meet_all
-from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.runtime.process_groups import Groups, current_device
 from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
 from canzona_compile.session.change import ChangeKind, StepChange
@@ -73,6 +73,12 @@ class Session:
         """The global rank of this process; 0 without a default process group."""
         return dist.get_rank() if distributed() else 0
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters; the CPU if there are none."""
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        return next((param.device for param in params), torch.device("cpu"))
+
     def step(self) -> bool:
         """Update all parameters once.
 
@@ -93,7 +99,7 @@ class Session:
         if is_dummy_step(self.optimizer):
             self._dummy_step()
             return False
-        with self.gradients():
+        with self.gradients(), current_device(self.device):
             try:
                 return self._step()
             finally:
@@ -185,8 +191,7 @@ class Session:
     def _start(self) -> StepDriver:
         """Bind, plan and agree with the other ranks. A rank that fails tells the others, so that all of them raise."""
         named = named_params(self.optimizer, self.options.names)
-        params = [p for _, _, p in named]
-        device = params[0].device if params else torch.device("cpu")
+        params, device = [p for _, _, p in named], self.device
         meshes = [*meshes_of(params), *shardings_of(named, self.options.layout).own_meshes]
         replicate = self.options.replicate
         if distributed():
@@ -288,7 +293,8 @@ class Session:
     def release(self) -> None:
         """Put the state into portable form and drop the plan. This is a collective if owners hold state."""
         if self.driver is not None:
-            self.driver.store.release()
+            with current_device(self.device):
+                self.driver.store.release()
         if self.has_dummy_state:
             self.optimizer.state.clear()
         self.forget_plan()
@@ -368,7 +374,10 @@ class Session:
     @contextlib.contextmanager
     def gathered_state(self) -> Iterator[None]:
         """Inside this context, `optimizer.state` is portable. Entering it is a collective if owners hold state."""
-        with contextlib.nullcontext() if self.driver is None else self.driver.store.shown_portably():
+        with contextlib.ExitStack() as stack:
+            if self.driver is not None:
+                with current_device(self.device):
+                    stack.enter_context(self.driver.store.shown_portably())
             yield
 
 

@@ -1,7 +1,7 @@
 """What can be said of CUDA graphs without a device: numbers in tensors, when to record, when to stop.
 
-`replayed` stands in for the device: what is "recorded" is the run with the tensors that it was given, and replaying
-runs it again, so that it sees new numbers only through tensors, as a CUDA graph does.
+`rerun` stands in for the device: what is "recorded" is the run with the tensors that it was given, and replaying runs
+it again, so that it sees new numbers only through tensors, as a CUDA graph does. `tests/fake_cuda` has a whole device.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from copy import copy as copy_of
-from dataclasses import replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import fx
-from torch._C._distributed_c10d import HashStore
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
@@ -29,8 +27,9 @@ from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.program_ops import copy
 from canzona_compile.kernels.ops import SYM_GEMM
-from canzona_compile.runtime import cuda_graph
+from canzona_compile.kernels.root_ops import CHOLESKY_QR
 from canzona_compile.runtime.cuda_graph import MOST_RECORDINGS, Replay, obstacle, obstacle_in
+from canzona_compile.runtime.graph_recorder import pool_of
 from canzona_compile.runtime.scalar_ops import FORMS
 from canzona_compile.session import plan
 from examples.optimizers.normuon import NorMuon
@@ -58,10 +57,45 @@ MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
 }
 
 
+Run = Callable[[], None]
+
+
+def rerun(run: Run) -> Run:
+    """A recording that runs again on every replay. The first replay is what ran while it was recorded.
+
+    In a replay generated kernels see no numbers but those that their tables hold.
+    """
+    refresh = GroupedKernel.refresh
+
+    def keeping(kernel: GroupedKernel, parts: Sequence[LaunchPart]) -> bool:
+        return refresh(kernel, [(lists, known) for (lists, _), known in zip(parts, kernel._numbers, strict=True)])
+
+    def again() -> None:
+        with patch.object(GroupedKernel, "refresh", keeping):
+            run()
+
+    run()
+    replays = iter([lambda: None])
+    return lambda: next(replays, again)()
+
+
+@dataclass
+class Recording:
+    """Stands in for `GraphRecorder`."""
+
+    of: Callable[[Run], Run]
+
+    def rehearse(self, run: Run, stream: str) -> None:
+        run()
+
+    def record(self, run: Run, stream: str) -> Run:
+        return self.of(run)
+
+
 class Steps:
     """A plain optimizer and a wrapped one, whose programs are replayed."""
 
-    def __init__(self, name: str, stable: bool = True, record: Any = lambda run: run, **options: Any) -> None:
+    def __init__(self, name: str, stable: bool = True, record: Any = rerun, **options: Any) -> None:
         shapes = [(6, 4), (4, 6), (6, 4)]
         self.stable, self.record = stable, record
         self.plain = MAKERS[name](parameters(shapes))
@@ -87,7 +121,7 @@ class Steps:
         for program in self.ours.canzona.session.driver.programs:  # as an executor on CUDA does
             executor = program.executor
             if executor.replay is None:
-                executor.replay = Replay(executor.program, CPU, contextlib.nullcontext, self.record)
+                executor.replay = Replay(executor.program, CPU, contextlib.nullcontext, Recording(self.record))
         pairs = zip(self.plain.param_groups[0]["params"], self.ours.param_groups[0]["params"], strict=True)
         return max(float((a - b).detach().abs().max() / a.detach().abs().max()) for a, b in pairs)
 
@@ -108,27 +142,9 @@ def test_a_schedule_of_rates_reaches_what_was_recorded(name: str) -> None:
     assert "a CUDA graph, recorded once" in [steps.ours.canzona.report().execution, *(r.how for r in recorded)]
 
 
-def tables_only(run: Callable[[], None]) -> Callable[[], None]:
-    """A recording in which generated kernels see no numbers but those that their tables hold.
-
-    While it is recorded, which here is when it runs for the first time, they are given numbers as ever.
-    """
-    refresh, first = GroupedKernel.refresh, [True]
-
-    def keeping(kernel: GroupedKernel, parts: Sequence[LaunchPart]) -> bool:
-        return refresh(kernel, [(lists, known) for (lists, _), known in zip(parts, kernel._numbers, strict=True)])
-
-    def replay() -> None:
-        with patch.object(GroupedKernel, "refresh", refresh if first else keeping):
-            first.clear()
-            run()
-
-    return replay
-
-
 @pytest.mark.parametrize("name", first(["muon", "normuon"]))
 def test_tables_of_generated_kernels_are_written_before_a_replay(name: str) -> None:
-    steps = Steps(name, record=tables_only)
+    steps = Steps(name)
     for i in range(6):
         assert steps.step(lr=0.1 / (i + 1)) < 1e-5
     (replay,) = steps.replays
@@ -219,64 +235,6 @@ def test_tables_are_sent_after_a_recording_that_failed(monkeypatch: pytest.Monke
     assert not any(m._unsent for m in replay.plain.modules() if isinstance(m, GroupedKernel))
 
 
-class Failing:
-    """Stands in for `torch.cuda.graph` where the device refuses: it ends, as torch's does, by raising."""
-
-    made: ClassVar[list[Failing]] = []
-
-    def __init__(self, *_: Any, **options: Any) -> None:
-        self.options, self.fails = options, not Failing.made
-        Failing.made.append(self)
-
-    def __enter__(self) -> None:
-        current.append("record")
-
-    def __exit__(self, *_: Any) -> None:
-        if self.fails:
-            raise RuntimeError("operation failed due to a previous error during capture")
-        current.pop()
-
-
-current: list[str] = []
-
-
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_recording_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
-    """The stream is the caller's again, and the allocator no longer records; where torch saw to that, nothing more."""
-    calls: list[Any] = []
-
-    def end(*args: Any) -> None:
-        calls.append(("end", *args))
-        if ended:
-            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-
-    monkeypatch.setattr(Failing, "made", [])
-    monkeypatch.setattr(cuda_graph, "broken", [])
-    current[:] = ["caller"]
-    pools = iter("ab")
-    for name, value in {
-        "CUDAGraph": object,
-        "graph": Failing,
-        "current_stream": lambda _: "caller",
-        "set_stream": lambda stream: current.__setitem__(slice(None), [stream]),
-        "graph_pool_handle": lambda: next(pools),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: calls.append(("release", *args)), raising=False)
-    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: calls.append("drawn"))
-    monkeypatch.setattr(cuda_graph, "stream_named", lambda name, _: name)
-    cuda_graph.pool_of.cache_clear()
-    with pytest.raises(RuntimeError, match="previous error"):
-        cuda_graph.recorded(lambda: None, torch.device("cuda", 0))
-    assert current == ["caller"]
-    assert calls == [("end", 0, "a"), *([] if ended else [("release", 0, "a"), "drawn"])]
-    assert len(cuda_graph.broken) == (not ended)
-    assert cuda_graph.pool_of(0) == ("a" if ended else "b")
-    assert all(graph.options["capture_error_mode"] == "thread_local" for graph in Failing.made)
-    cuda_graph.pool_of.cache_clear()
-
-
 def test_variants_are_recorded_apart() -> None:
     """Shampoo's steps with and without roots: what decomposes is never recorded, the other is once."""
     steps = Steps("shampoo")
@@ -340,7 +298,7 @@ def test_nothing_is_recorded_where_that_is_not_wanted() -> None:
 
 def test_programs_of_a_plan_that_is_given_up_are_freed() -> None:
     """With them buffers and recordings, at once and not when Python looks for cycles."""
-    steps = Steps("muon", record=lambda run: lambda: None)
+    steps = Steps("muon")
     for _ in range(4):
         steps.step()
     (replay,) = (weakref.ref(replay) for replay in steps.replays)
@@ -351,36 +309,6 @@ def test_programs_of_a_plan_that_is_given_up_are_freed() -> None:
         assert replay() is None
     finally:
         gc.enable()
-
-
-def test_recordings_are_dropped_before_their_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL would wait for them for ever."""
-    for name in ("shutdown", "abort"):
-        monkeypatch.setattr(dist.ProcessGroup, name, getattr(dist.ProcessGroup, name))
-    cuda_graph.with_collectives.cache_clear()
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        steps = Steps("muon")
-        steps.step()
-        (replay,) = steps.replays
-        replay.program = replace(replay.program, collectives=1)
-        for _ in range(4):
-            steps.step()
-        assert len(replay._known) == 1
-        assert "gloo" in obstacle(replay.program)
-    finally:
-        dist.destroy_process_group()
-    assert not replay._known
-    cuda_graph.with_collectives.cache_clear()
-
-
-@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cuda:nccl"])
-def test_collectives_of_cuda_tensors_decide(monkeypatch: pytest.MonkeyPatch, backends: str) -> None:
-    """A group may have another backend for tensors on the CPU, as frameworks make it."""
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    assert cuda_graph.backend_on_cuda() == "nccl"
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
-    assert cuda_graph.backend_on_cuda() != "nccl"
 
 
 def test_a_module_that_is_no_graph_is_not_recorded() -> None:
@@ -394,7 +322,8 @@ def test_a_module_that_is_no_graph_is_not_recorded() -> None:
 
 def test_what_makes_the_host_wait_is_known() -> None:
     assert "linalg_eigh" in obstacle_in(aten.linalg_eigh.default)
+    assert "cholesky_qr" in obstacle_in(CHOLESKY_QR), "it calls cholesky_ex"
     assert "item" in obstacle_in(aten._local_scalar_dense.default) or obstacle_in(aten._local_scalar_dense.default)
     assert obstacle_in(aten.linalg_vector_norm.default) == ""
     assert obstacle_in(aten.mm.default) == obstacle_in(copy) == ""
-    assert "may not be recorded" in obstacle_in(cuda_graph.pool_of)
+    assert "may not be recorded" in obstacle_in(pool_of)

@@ -18,7 +18,8 @@ from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import StreamSet
 from canzona_compile.ir.step import Step
-from canzona_compile.runtime.cuda_graph import recorded
+from canzona_compile.lowering.stream_sync import CALLER
+from canzona_compile.runtime.graph_recorder import GraphRecorder
 from canzona_compile.runtime.streams import CudaStreams, InOrder
 from tests.lowering.happens_before import Bound, Ledger
 from tests.lowering.test_stream_sync import emitted
@@ -117,7 +118,7 @@ def test_streams_give_what_one_stream_gives(grid: tuple[int, int]) -> None:
         runs[1]()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    replay = recorded(runs[2], DEVICE)
+    replay = GraphRecorder(DEVICE).record(runs[2], CALLER)
     flush(step)
     replay()
     for seed in range(5):
@@ -143,7 +144,7 @@ def test_a_recording_that_fails_leaves_the_device_as_it_was() -> None:
     before = torch.cuda.current_stream()
     for _ in range(2):
         with pytest.raises(RuntimeError):
-            recorded(fails, DEVICE)
+            GraphRecorder(DEVICE).record(fails, CALLER)
         assert torch.cuda.current_stream() == before
         assert torch.rand(8, device=DEVICE).isfinite().all()
         lent = torch.empty(2**20, device=DEVICE)
@@ -157,5 +158,5 @@ def test_a_recording_that_fails_leaves_the_device_as_it_was() -> None:
     def adds() -> None:
         value.add_(1)
 
-    recorded(adds, DEVICE)()
+    GraphRecorder(DEVICE).record(adds, CALLER)()
     assert value.tolist() == [2.0] * 8

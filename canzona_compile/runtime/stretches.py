@@ -1,0 +1,169 @@
+"""Cut a rank program into stretches that can be recorded, and the calls between them.
+
+A stretch is a run of calls on one stream. Between stretches stand the calls that connect streams and ranks: changes of
+the stream, events, starts and ends of collectives. These are made anew on every step, so each rank may decide by
+itself whether it replays its stretches or runs them call by call: its peers see the same collectives in the same
+order, and NCCL never waits for one that was recorded on one rank only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from canzona_compile.ir import program_ops
+from canzona_compile.lowering.stream_sync import CALLER, LOOKS
+
+# What is called anew on every step.
+CONNECTING = (
+    program_ops.start_all_to_all,
+    program_ops.start_meeting,
+    program_ops.finish,
+    program_ops.on_stream,
+    program_ops.record,
+    program_ops.wait,
+    program_ops.lend,
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ProgramStretch:
+    """Calls of a program that run one after the other on one stream.
+
+    Attributes:
+        module: takes the values of `inputs` and returns a tuple of those of `outputs`.
+        stream: the name of the stream.
+        launches: whether any call gives the device something to do; the others only look at tensors.
+        inputs: the values that it reads.
+        outputs: the values that later calls read.
+        lasting: those of `outputs` that a stretch of another stream reads. What that stretch reads must stay as it is
+            until it has run, and no order among replays says when that is: so their memory is never used again.
+        over: the values that nothing after this stretch reads.
+    """
+
+    module: fx.GraphModule
+    stream: str
+    launches: bool
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    lasting: tuple[fx.Node, ...]
+    over: tuple[fx.Node, ...]
+
+
+RunStretch = Callable[
+    [ProgramStretch, Sequence[Any]], Sequence[Any]
+]  # runs a stretch on its inputs and returns its outputs
+
+
+class CutProgram:
+    """A program as stretches and the calls between them.
+
+    Args:
+        module: the program.
+
+    Attributes:
+        stretches: in order.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.parts = list(_parts(module))
+        self.stretches = [part for part in self.parts if isinstance(part, ProgramStretch)]
+
+    def run(self, arguments: Sequence[Any], launch: RunStretch) -> list[Tensor]:
+        """Run the program once.
+
+        Args:
+            arguments: one per placeholder.
+            launch: runs a stretch.
+
+        Returns:
+            The tensors that were computed and must outlive a recording of this run; see `ProgramStretch.lasting`.
+        """
+        values = dict(zip(self.placeholders, arguments, strict=True))
+        given = {t.untyped_storage().data_ptr() for t in program_ops.tensors_in(list(arguments))}
+        lasting: list[Tensor] = []
+        for part in self.parts:
+            if isinstance(part, fx.Node):
+                values[part] = called(part, values)
+                continue
+            values.update(zip(part.outputs, launch(part, [values[n] for n in part.inputs]), strict=True))
+            found = program_ops.tensors_in([values[n] for n in part.lasting])
+            lasting += [t for t in found if t.untyped_storage().data_ptr() not in given]
+            for node in part.over:
+                del values[node]
+        return lasting
+
+    def replay(self, arguments: Sequence[Any], replays: Sequence[Callable[[], None] | None]) -> None:
+        """Run the program with recordings in the place of its stretches.
+
+        Args:
+            arguments: one per placeholder.
+            replays: for each stretch, what replays it; None for one that launches nothing.
+        """
+        values = dict(zip(self.placeholders, arguments, strict=True))
+        following = iter(replays)
+        for part in self.parts:
+            if isinstance(part, ProgramStretch):
+                replay = next(following)
+                if replay is not None:
+                    replay()
+            elif part.target is not program_ops.lend:  # what is recorded has memory of its own
+                values[part] = called(part, values)
+
+
+def called(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """The result of a call between stretches."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _parts(module: fx.GraphModule) -> Iterator[ProgramStretch | fx.Node]:
+    """Cut a program."""
+    stream, calls = CALLER, list[fx.Node]()
+    lanes: dict[fx.Node, str] = {}  # by call of a stretch, its stream
+    found: list[tuple[str, list[fx.Node]] | fx.Node] = []
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        if node.target not in CONNECTING:
+            calls.append(node)
+            lanes[node] = stream
+            continue
+        if calls:
+            found.append((stream, calls))
+            calls = []
+        found.append(node)
+        if node.target is program_ops.on_stream:
+            stream = node.args[1]
+    if calls:
+        found.append((stream, calls))
+    for part in found:
+        yield part if isinstance(part, fx.Node) else _stretch(module, *part, lanes)
+
+
+def _stretch(module: fx.GraphModule, stream: str, calls: list[fx.Node], lanes: dict[fx.Node, str]) -> ProgramStretch:
+    """Make a stretch of some calls that follow each other."""
+    own = set(calls)
+    used = dict.fromkeys(n for call in calls for n in call.all_input_nodes if n not in own)
+    inputs = tuple(n for n in used if n.op != "get_attr")
+    outputs = tuple(c for c in calls if any(user not in own for user in c.users))
+    graph = fx.Graph()
+    new = {n: graph.placeholder(n.name) for n in inputs}
+    new |= {n: graph.get_attr(str(n.target)) for n in used if n.op == "get_attr"}
+    for call in calls:
+        new[call] = graph.node_copy(call, new.__getitem__)
+    graph.output(tuple(new[n] for n in outputs))
+    lasting = tuple(n for n in outputs if any(lanes.get(user, stream) != stream for user in n.users))
+    order = {n: i for i, n in enumerate(module.graph.nodes)}
+    last = order[calls[-1]]
+    ended = (n for n in dict.fromkeys((*inputs, *outputs)) if n.op != "placeholder")
+    over = tuple(n for n in ended if all(order[user] <= last for user in n.users))
+    launches = any(call.target not in LOOKS for call in calls)
+    return ProgramStretch(
+        fx.GraphModule(module, graph, class_name="Stretch"), stream, launches, inputs, outputs, lasting, over
+    )

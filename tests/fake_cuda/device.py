@@ -1,0 +1,177 @@
+"""One device: its streams, what is recorded on it, and its memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fake_cuda.graphs import Capture, MemoryPool
+from tests.fake_cuda.memory import Block, empty_like_strided, overwritten, when_freed
+from tests.fake_cuda.scheduler import DeviceError, Item, Queue, Scheduler
+
+
+class FakeStream:
+    """Stands in for `torch.cuda.Stream`."""
+
+    def __init__(self, device: FakeDevice, name: str) -> None:
+        self.device, self.queue = device, device.scheduler.queue(name)
+
+    def wait_stream(self, other: FakeStream) -> None:
+        event = FakeEvent()
+        event.record(other)
+        event.wait(self)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        event.wait(self)
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.device.finish(self)
+
+
+class FakeEvent:
+    """Stands in for `torch.cuda.Event`: what the stream had to do when the event was recorded."""
+
+    def __init__(self, **_: Any) -> None:
+        self.items: list[Item] = []
+        self.capture: Capture | None = None
+        self.clock: dict[Queue, int] = {}
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        stream = stream or current_device().current
+        capture = stream.device.capture
+        self.capture = None
+        if capture is not None and stream.queue in capture.lanes:
+            self.capture, self.clock = capture, capture.clock_of(stream.queue)
+        else:
+            self.items = stream.queue.tail
+
+    def wait(self, stream: FakeStream | None = None) -> None:
+        stream = stream or current_device().current
+        device = stream.device
+        if self.capture is not None:
+            if device.capture is not self.capture:
+                raise DeviceError("an event of a recording is waited for outside of it")
+            device.capture.join(stream.queue, self.clock)
+        elif device.capture is not None and stream.queue in device.capture.lanes:
+            raise RuntimeError("dependency created on uncaptured work in another stream")
+        elif any(not item.done for item in self.items):
+            device.scheduler.put(Item("an event", stream.queue, lambda: None, list(self.items)))
+
+
+@dataclass(eq=False)
+class Workspace:
+    """The library's scratch memory for products on one stream, and whether it was freed."""
+
+    freed: bool = False
+
+
+class FakeDevice:
+    """Stands in for a GPU.
+
+    Args:
+        index: of the device; also the rank that it belongs to.
+        scheduler: decides when work is done.
+        block: lets other ranks go on until a condition is met.
+
+    Attributes:
+        current: the stream on which work is put.
+        capture: what is being recorded; None if nothing is.
+        pools: the memory of recordings by handle.
+        workspaces: for each stream that ran a product, the scratch memory of the library for it.
+    """
+
+    def __init__(self, index: int, scheduler: Scheduler, block: Callable[[Callable[[], bool]], None]) -> None:
+        self.index, self.scheduler, self.block = index, scheduler, block
+        self.default = self.current = FakeStream(self, f"the default stream of {index}")
+        self.capture: Capture | None = None
+        self.pools: dict[tuple[int, int], MemoryPool] = {}
+        self.workspaces: dict[Queue, Workspace] = {}
+        self.graveyard: list[Tensor] = []  # memory stays, since generated kernels work on addresses
+        self.waits = 0  # how often the host waited for the device
+        self.forced = False  # whether `finish` may wait now without counting: the test itself looks
+
+    def put(self, name: str, work: Callable[[], None]) -> None:
+        """Let the current stream do some work."""
+        queue = self.current.queue
+        if self.capture is not None:
+            self.capture.put(name, queue, work)
+            return
+        self.scheduler.put(Item(f"{name} on {queue.name}", queue, work, []))
+        self.scheduler.run_some()
+
+    def wait_for(self, items: Sequence[Item]) -> None:
+        """Let the host wait until some items are done."""
+        for item in items:
+            while not item.done:
+                if not self.scheduler.advance(item):
+                    self.block(lambda item=item: item.done)  # type: ignore[misc]
+
+    def finish(self, stream: FakeStream) -> None:
+        """Let the host wait until a stream has done all of its work."""
+        if self.capture is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if not self.forced:
+            self.waits += 1
+        self.wait_for(stream.queue.tail)
+
+    def finish_all(self) -> None:
+        """Let the host wait until all streams have done all of their work."""
+        if self.capture is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        for queue in self.scheduler.queues:
+            if queue.name.endswith(f" of {self.index}"):
+                self.wait_for(queue.tail)
+
+    def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Block]:
+        """New memory of the current stream."""
+        memory, tensor = empty_like_strided(size, stride, dtype)
+        self.graveyard.append(memory)
+        capture = self.capture
+        if capture is not None and self.current.queue not in capture.lanes:
+            raise DeviceError(f"memory on {self.current.queue.name}, which takes no part in the recording")
+        block = Block(memory, self.current.queue, None if capture is None else capture.pool)
+        when_freed(block, self.freed)
+        return tensor, block
+
+    def freed(self, memory: Tensor, maker: Queue, lent: set[Queue], pool: MemoryPool | None) -> None:
+        """Give memory back: what comes next on its stream may overwrite it."""
+        if pool is not None:
+            if self.capture is not None and self.capture.pool is pool and not lent - {maker}:
+                self.capture.overwrite(memory, maker)
+            pool.free.append((memory, maker))
+        elif not self.scheduler.prompt and self.capture is None:
+            self.scheduler.put(overwritten(memory, maker, lent))
+
+    def workspace(self) -> Workspace:
+        """The library's scratch memory for products on the current stream."""
+        queue = self.current.queue
+        if queue not in self.workspaces:
+            self.workspaces[queue] = Workspace()
+        return self.workspaces[queue]
+
+
+_devices: dict[int, Any] = {}  # by the id of a thread
+
+
+def current_device() -> FakeDevice:
+    """The device of the rank that asks."""
+    found: FakeDevice = _devices[threading.get_ident()]
+    return found
+
+
+def use_device(device: FakeDevice | None) -> None:
+    """Make a device that of this thread."""
+    if device is None:
+        _devices.pop(threading.get_ident(), None)
+    else:
+        _devices[threading.get_ident()] = device

@@ -1,0 +1,109 @@
+"""Wrapped optimizers whose programs run on the stand-in, by the real runtime.
+
+Parameters, gradients and state lie in plain tensors, so that binding and planning are those of CPU tensors for a
+machine of CUDA; each program then sees the same memory as tensors of the device. First steps, which run the
+optimizer's own code, stay on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from canzona_compile.ir.hardware import Machine
+from canzona_compile.ir.program import EagerTasks, Program
+from canzona_compile.runtime import store_agreement
+from canzona_compile.runtime.executor import Executor, Sources
+from canzona_compile.runtime.store_agreement import Waiter
+from canzona_compile.session import make_program, plan, state
+from canzona_compile.session.session import Session
+from tests.fake_cuda.cuda_names import cuda_replaced
+from tests.fake_cuda.device import current_device
+from tests.fake_cuda.ranks import thread_ranks
+from tests.fake_cuda.scheduler import Scheduler
+from tests.fake_cuda.tensors import adopted, plainly, programs_run_here
+
+
+class TensorsOnDevice:
+    """Finds tensors as another source does, and shows their memory as the device's."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def fragment(self, role: Any, leaf: str, task: str) -> Tensor:
+        return adopted(self.source.fragment(role, leaf, task))
+
+    def resident(self, leaf: str, task: str) -> Tensor:
+        return adopted(self.source.resident(leaf, task))
+
+
+class DeviceExecutor(Executor):
+    """The runtime's executor, on the device of this rank."""
+
+    def __init__(self, program: Program, sources: Sources, memory: Any, cuda_graphs: bool = True) -> None:
+        self.here = not any(isinstance(value, EagerTasks) for value in program.inputs.values())
+        if self.here:
+            device = torch.device("cuda", current_device().index)
+            own = TensorsOnDevice(sources.tensors)
+            sources = Sources(device, sources.groups, Waiter([], device), own, sources.numbers, sources.eager)
+        with self._operators():
+            super().__init__(program, sources, memory, cuda_graphs)
+
+    def _operators(self) -> Any:
+        return programs_run_here() if self.here else contextlib.nullcontext()
+
+    def arguments(self) -> list[Any]:
+        with plainly():
+            return super().arguments()
+
+    def run(self) -> None:
+        with self._operators():
+            super().run()
+
+
+def settled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, once the caller's stream has done all of its work: it looks at what tensors hold."""
+
+    @functools.wraps(function)
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        look()
+        return function(*args, **kwargs)
+
+    return waiting
+
+
+def look() -> None:
+    """Let the host wait for the caller's stream, as a test does that reads parameters."""
+    device = current_device()
+    device.forced = True
+    device.finish(device.default)
+    device.forced = False
+
+
+@contextlib.contextmanager
+def on_stand_in(seed: int | None, world: int) -> Iterator[tuple[Callable[..., list[Any]], Counter[str]]]:
+    """Make ranks with devices; gives what runs a function on all of them, and counts of the calls of `torch.cuda`."""
+    scheduler = Scheduler(seed)
+    with contextlib.ExitStack() as stack:
+        counts = stack.enter_context(cuda_replaced())
+        run = stack.enter_context(thread_ranks(scheduler, world))
+        patched = functools.partial(mock.patch.object, autospec=False)
+        machine = Machine("cuda", "nccl", 1)
+        stack.enter_context(patched(plan, "machine_of", lambda params, rates=None: machine))
+        stack.enter_context(patched(make_program, "Executor", DeviceExecutor))
+        stack.enter_context(patched(store_agreement, "has_host_backend", lambda group: True))
+        for owner, name in (
+            (make_program.ProgramMaker, "_make"),
+            (state.StateStore, "release"),
+            (state.StateStore, "shown_portably"),
+            (Session, "_start"),
+        ):
+            stack.enter_context(patched(owner, name, settled(getattr(owner, name))))
+        yield run, counts

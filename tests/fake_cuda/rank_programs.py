@@ -1,0 +1,187 @@
+"""Programs of all ranks, bound by the real executor to tensors of the stand-in, without an optimizer around them.
+
+That is much quicker than a training: plans are made once, and every run begins with the same tensors. What is right
+is what the same programs give when each piece of work is done at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+import canzona_compile.passes
+from canzona_compile.ir.program import Program
+from canzona_compile.ir.step import Role, Step
+from canzona_compile.options import Options
+from canzona_compile.runtime.buffers import SharedSlots
+from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.session.plan import emit
+from tests.fake_cuda.device import current_device
+from tests.fake_cuda.on_device import DeviceExecutor, look, on_stand_in
+from tests.fake_cuda.tensors import plainly
+from tests.lowering.happens_before import Bound, Ledger
+from tests.lowering.test_stream_sync import CUDA, scheduled
+
+Plant = Callable[[fx.GraphModule], None]  # makes a mistake in the program of rank 0
+
+
+@dataclass
+class RankTensors:
+    """Leaves of one rank, equal for every run. Implements the executor's `Tensors` and `Numbers`."""
+
+    step: Step
+    rank: int
+    number_of: Callable[[str, int], float]
+    at: int = 0  # the number of the step
+    leaves: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    gradients: set[tuple[str, str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.bound = Bound(self.step, self.rank, self.step.program, Ledger())
+
+    def fragment(self, role: Role, leaf: str, task: str) -> Tensor:
+        if role is Role.GRAD:
+            self.gradients.add((task, leaf))
+        return self.leaf(leaf, task, False)
+
+    def resident(self, leaf: str, task: str) -> Tensor:
+        return self.leaf(leaf, task, True)
+
+    def leaf(self, leaf: str, task: str, whole: bool) -> Tensor:
+        key = task, leaf
+        if key not in self.leaves:
+            made = self.bound.leaf(leaf, task, whole)
+            noise = torch.Generator().manual_seed(hash_of(f"{self.rank} {task} {leaf}"))
+            square = made.ndim == 2 and made.shape[0] == made.shape[1]
+            self.leaves[key] = made if square else (made * torch.randn(made.shape, generator=noise)).to(made.dtype)
+        return self.leaves[key]
+
+    def number(self, template: str, label: int, name: str) -> float:
+        return self.number_of(name, self.at)
+
+
+def hash_of(text: str) -> int:
+    """A number that depends on a text alone, in every process."""
+    return random.Random(text).randrange(2**31)
+
+
+@contextlib.contextmanager
+def torch_alone() -> Iterator[None]:
+    """Inside this context, programs are written without generated kernels, which the interpreter runs slowly."""
+    with mock.patch.object(canzona_compile.passes, "available", return_value=False):
+        yield
+
+
+def emitted_on(
+    grid: tuple[int, int], name: str = "muon", kernels: bool = False, matrices: int = 4, **options: Any
+) -> list[Step]:
+    """The programs of all ranks of a grid."""
+    chosen = Options(strategy="owner", **options)
+    step = scheduled(name, grid, matrices, 0, CUDA, chosen)
+    with contextlib.nullcontext() if kernels else torch_alone():
+        return [emit(step, rank)[0] for rank in range(grid[0] * grid[1])]
+
+
+def steady(name: str, at: int) -> float:
+    """Numbers that never change."""
+    return 0.5
+
+
+def falling(name: str, at: int) -> float:
+    """A learning rate that changes on every step."""
+    return 0.5 / (1 + at) if name == "lr" else 0.5
+
+
+def run_programs(
+    steps: list[Step],
+    seed: int | None,
+    plant: Plant | None = None,
+    count: int = 5,
+    number_of: Callable[[str, int], float] = steady,
+    cuda_graphs: bool = True,
+    during: Callable[[int, int], None] = lambda rank, at: None,
+) -> list[dict[tuple[str, str], Tensor]]:
+    """Run the programs some times.
+
+    Args:
+        steps: one per rank.
+        seed: decides the order of all work; None does each piece at once.
+        plant: a mistake.
+        count: how many steps to take.
+        number_of: finds a number by its name and the number of the step.
+        cuda_graphs: whether programs may be recorded.
+        during: called with the rank and the number of the step before each step.
+
+    Returns:
+        The leaves of each rank, without gradients, as the caller's stream finds them at the end.
+    """
+
+    def work(rank: int) -> dict[tuple[str, str], Tensor]:
+        program: Program = steps[rank].program
+        if plant is not None:
+            program = planted(program, plant)
+        from canzona_compile.runtime.executor import Sources
+
+        tensors = RankTensors(steps[rank], rank, number_of)
+        sources = Sources(torch.device("cpu"), Groups(), mock.Mock(), tensors, tensors, mock.Mock())
+        executor = DeviceExecutor(program, sources, SharedSlots(), cuda_graphs)
+        executor.arguments()  # makes all leaves
+        first = {key: value.clone() for key, value in tensors.leaves.items()}
+        for at in range(count):
+            during(rank, at)
+            tensors.at = at
+            for key in sorted(tensors.gradients):
+                write(tensors.leaves[key], first[key] * (1 + at))
+            executor.run()
+            for key in sorted(tensors.gradients):
+                write(tensors.leaves[key], None)
+        look()
+        found = {k: v.clone() for k, v in tensors.leaves.items() if k not in tensors.gradients}
+        for module in program.module.modules():  # programs are run again, by other devices
+            if hasattr(module, "forget_device"):
+                module.forget_device()
+        return found
+
+    with on_stand_in(seed, len(steps)) as (run, _):
+        return run(work)
+
+
+def planted(program: Program, plant: Plant) -> Program:
+    """A copy of a program with a mistake in it."""
+    import copy
+
+    module = fx.GraphModule(program.module, copy.deepcopy(program.module.graph))
+    plant(module)
+    module.recompile()
+    return Program(module, program.inputs, program.slots, program.collectives, program.eager)
+
+
+def write(target: Tensor, value: Tensor | None) -> None:
+    """Write a gradient on the caller's stream, or overwrite it with NaN."""
+    kept = None if value is None else value.clone()
+
+    def work() -> None:
+        with plainly():
+            if kept is None:
+                target.fill_(float("nan"))
+            else:
+                target.copy_(kept)
+
+    current_device().put("a gradient", work)
+
+
+def same(found: list[dict[tuple[str, str], Tensor]], right: list[dict[tuple[str, str], Tensor]]) -> bool:
+    """Whether all leaves of all ranks have equal bits."""
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for own, other in zip(found, right, strict=True)
+        for a, b in ((own[key], other[key]) for key in own)
+        if a.ndim
+    )

@@ -1,0 +1,205 @@
+"""What the stand-in is for: a mistake in the order of streams, in memory, in recordings or among ranks does not pass.
+
+Each test makes one mistake, in a program or in the runtime, and looks for a seed that shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import fx
+
+from canzona_compile.codegen.launch import GroupedKernel
+from canzona_compile.ir.program_ops import finish, lend, start_all_to_all, wait
+from canzona_compile.ir.step import Step
+from canzona_compile.runtime import cuda_graph, store_agreement, stretches
+from canzona_compile.runtime.cuda_graph import Replay
+from canzona_compile.runtime.graph_recorder import GraphRecorder
+from canzona_compile.runtime.scalar_ops import DeviceNumber
+from canzona_compile.runtime.streams import CudaStreams, stream_named
+from tests.fake_cuda.rank_programs import emitted_on, falling, run_programs, same, steady
+from tests.fake_cuda.scheduler import DeviceError
+from tests.harness.marks import first
+
+SEEDS = range(50)
+Mistake = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Which programs run, and how."""
+
+    grid: tuple[int, int] = (1, 2)
+    kernels: bool = False
+    changing: bool = False
+    cuda_graphs: bool = True
+    name: str = "muon"
+    options: tuple[tuple[str, Any], ...] = (("micro_groups", 4),)
+    count: int = 5
+    others: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+@cache
+def programs(setting: Setting) -> list[Step]:
+    return emitted_on(setting.grid, setting.name, setting.kernels, **dict(setting.options))
+
+
+def outcome(setting: Setting, seed: int | None, plant: Any = None) -> Any:
+    number_of = falling if setting.changing else steady
+    steps = programs(setting)
+    return run_programs(steps, seed, plant, setting.count, number_of, setting.cuda_graphs, **setting.others)
+
+
+@cache
+def right(setting: Setting) -> Any:
+    return outcome(setting, None)
+
+
+def showing(setting: Setting, plant: Any = None) -> int | None:
+    """The first seed that shows a mistake; None if no seed does."""
+    wanted = right(setting) if not setting.others else None
+    for seed in SEEDS:
+        try:
+            found = outcome(setting, seed, plant)
+        except (Exception, DeviceError):  # whatever the stand-in says
+            return seed
+        if wanted is not None and not same(found, wanted):
+            return seed
+    return None
+
+
+# -- in programs -----------------------------------------------------------------------------------
+
+
+def without(number: int, *targets: Any) -> Callable[[fx.GraphModule], None]:
+    """Leave out one of the calls of these functions."""
+
+    def plant(module: fx.GraphModule) -> None:
+        node = [n for n in module.graph.nodes if n.target in targets][number]
+        if node.users:
+            node.replace_all_uses_with(node.args[0])
+        module.graph.erase_node(node)
+
+    return plant
+
+
+@pytest.mark.parametrize("grid", first([(1, 2), (2, 1), (2, 2)]), ids=str)
+@pytest.mark.parametrize("graphs", first([False, True]), ids=["call by call", "recorded"])
+def test_every_wait_is_needed(grid: tuple[int, int], graphs: bool) -> None:
+    setting = Setting(grid, cuda_graphs=graphs)
+    module = programs(setting)[0].program.module
+    count = sum(n.target is wait for n in module.graph.nodes)
+    assert count >= 2
+    unseen = [i for i in range(count) if showing(setting, without(i, wait)) is None]
+    assert not unseen, f"{len(unseen)} of {count}"
+
+
+@pytest.mark.parametrize("name", first(["muon", "soap"]))
+def test_every_lend_is_needed(name: str) -> None:
+    setting = Setting((2, 1), name=name, cuda_graphs=False)
+    module = programs(setting)[0].program.module
+    count = sum(n.target is lend for n in module.graph.nodes)
+    assert count
+    unseen = [i for i in range(count) if showing(setting, without(i, lend)) is None]
+    assert not unseen, f"{len(unseen)} of {count}"
+
+
+def test_right_programs_pass() -> None:
+    for setting in (Setting(), Setting((2, 1)), Setting(changing=True)):
+        for seed in range(3):
+            assert same(outcome(setting, seed), right(setting)), seed
+
+
+def swapped(module: fx.GraphModule) -> None:
+    """Start the first two collectives in the other order."""
+    one, two = [n for n in module.graph.nodes if n.target is start_all_to_all][:2]
+    old = one.args, two.args
+    two.args, one.args = old
+
+
+def smaller(module: fx.GraphModule) -> None:
+    """Send one byte less to the other rank."""
+    node = next(n for n in module.graph.nodes if n.target is start_all_to_all)
+    with module.graph.inserting_before(node):
+        less = module.graph.call_function(lambda counts: [counts[0] + 1, counts[1] - 1], (node.args[3],))
+    node.update_arg(3, less)
+
+
+@pytest.mark.parametrize("plant", [swapped, smaller])
+def test_collectives_that_do_not_fit_are_found(plant: Any) -> None:
+    assert showing(Setting(cuda_graphs=False), plant) is not None
+
+
+# -- in the runtime --------------------------------------------------------------------------------
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def replaced(owner: Any, name: str, value: Any) -> Mistake:
+    return lambda: mock.patch.object(owner, name, value)
+
+
+@contextlib.contextmanager
+def joined(forks: bool, joins: bool) -> Iterator[None]:
+    """A rehearsal that does not fork from the caller's stream, or does not join it."""
+    from tests.fake_cuda.device import FakeStream, current_device
+
+    real = FakeStream.wait_stream
+
+    def some(stream: FakeStream, other: FakeStream) -> None:
+        default = current_device().default
+        if current_device().capture is None and ((stream is default and not joins) or (other is default and not forks)):
+            return
+        real(stream, other)
+
+    with mock.patch.object(FakeStream, "wait_stream", some):
+        yield
+
+
+CONNECTING_LESS = tuple(c for c in stretches.CONNECTING if c not in (start_all_to_all, finish))
+MISTAKES: dict[str, tuple[Setting, Mistake]] = {
+    "no wait for collectives": (Setting(cuda_graphs=False), replaced(store_agreement.Waiter, "wait", nothing)),
+    "events are not recorded": (Setting(cuda_graphs=False), replaced(CudaStreams, "record", nothing)),
+    "nothing is lent": (Setting((2, 1), cuda_graphs=False), replaced(CudaStreams, "lend", nothing)),
+    "numbers are not filled": (Setting(changing=True), replaced(Replay, "_fill", nothing)),
+    "half of a number is filled": (
+        Setting(changing=True),
+        replaced(DeviceNumber, "fill", lambda number, value: number.double.fill_(value)),
+    ),
+    "tables are not refreshed before a replay": (
+        Setting((1, 1), kernels=True, changing=True, options=()),
+        replaced(GroupedKernel, "resume", lambda kernel, laid, numbers: True),
+    ),
+    "tables are not sent after a recording": (
+        Setting((1, 1), kernels=True, changing=True, options=()),
+        replaced(GroupedKernel, "flush", nothing),
+    ),
+    "collectives are recorded": (Setting(), replaced(stretches, "CONNECTING", CONNECTING_LESS)),
+    "a recording does not fork": (
+        Setting(),
+        replaced(GraphRecorder, "_work", lambda recorder, stream: stream_named("elsewhere", 0)),
+    ),
+    "a rehearsal does not fork": (Setting((1, 1), options=()), lambda: joined(False, True)),
+    "a rehearsal does not join": (Setting((1, 1), options=()), lambda: joined(True, False)),
+    "values do not outlive a recording": (
+        Setting((2, 1), options=(("micro_groups", 4), ("matrices", 8))),
+        replaced(cuda_graph, "Recording", lambda replays, lasting, laid: cuda_graph_recording(replays, (), laid)),
+    ),
+}
+cuda_graph_recording = cuda_graph.Recording
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_the_runtime_are_found(mistake: str) -> None:
+    setting, patch = MISTAKES[mistake]
+    right(setting)
+    with patch():
+        assert showing(setting) is not None

@@ -1,0 +1,173 @@
+"""Trainings on the stand-in: the wrapped optimizer on thread ranks beside the plain one.
+
+Gradients are written on the caller's stream before each step and overwritten on it after the step, as backward and
+`zero_grad` do. Nothing waits for the device in between, unless the step plans anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Muon, Optimizer
+
+import canzona_compile
+from examples.optimizers.shampoo import Shampoo
+from examples.optimizers.soap import SOAP
+from tests.fake_cuda.device import current_device
+from tests.fake_cuda.on_device import look, on_stand_in
+from tests.fake_cuda.rank_programs import write
+from tests.harness import layouts
+from tests.harness.layouts import Case, Laid, replicate_of
+from tests.harness.optimizers import SHARED, Shared, share_captures
+from tests.harness.training import Plain, differences
+
+SHAPES = ((12, 8), (8, 12), (12, 8), (7, 5), (12, 8))
+EVERY = 3
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "muon": lambda params: Muon(params, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "soap": lambda params: SOAP(params, lr=0.01, every=EVERY),
+    "shampoo": lambda params: Shampoo(params, lr=0.05, every=EVERY),
+}
+# Where a rank finds new code in a step, others must not know of it from the captures that they share.
+APART: dict[int, Shared] = defaultdict(dict)
+Edit = Callable[[Optimizer], None]  # what a user does to an optimizer between steps
+
+
+@dataclass(frozen=True)
+class Script:
+    """A training.
+
+    Attributes:
+        name: of the optimizer.
+        case: how parameters are laid out on ranks.
+        steps: how many steps it takes.
+        edits: by step, what is done before it.
+        missing: by step, the parameters that have no gradient then.
+        moving: whether gradients are elsewhere than on the step before; by rank and step.
+        options: of `wrap`.
+        kernels: whether elementwise work runs in generated kernels, interpreted.
+    """
+
+    name: str
+    case: Case
+    steps: int = 7
+    edits: dict[int, Edit] = field(default_factory=dict)
+    missing: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    moving: Callable[[int, int], bool] = lambda rank, step: False
+    options: dict[str, Any] = field(default_factory=dict)
+    kernels: bool = False
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What a rank found.
+
+    Attributes:
+        different: what differs from the plain training.
+        values: its fragments of parameters.
+        how: after each step, how its program runs.
+        waits: how often it waited for the device.
+        steady: its calls of `torch.cuda` in the last step, if it is the only rank.
+    """
+
+    different: list[str]
+    values: list[Tensor]
+    how: list[str]
+    waits: int
+    steady: Counter[str]
+
+
+def plain_training(script: Script) -> Plain:
+    """The plain optimizer on whole tensors."""
+    random = torch.Generator().manual_seed(5)
+    first = [torch.randn(shape, generator=random) for shape in SHAPES]
+    grads = [[torch.randn(shape, generator=random) for shape in SHAPES] for _ in range(script.steps)]
+    params = [torch.nn.Parameter(value.clone()) for value in first]
+    optimizer = MAKERS[script.name](params)
+    for step, values in enumerate(grads):
+        if step in script.edits:
+            script.edits[step](optimizer)
+        for i, (param, grad) in enumerate(zip(params, values, strict=True)):
+            param.grad = None if i in script.missing.get(step, ()) else grad.clone()
+        optimizer.step()
+    return Plain(first, grads, optimizer)
+
+
+_meshes = threading.local()
+
+
+def mesh_of_thread(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One mesh per shape and rank."""
+    known: dict[Any, DeviceMesh] = _meshes.__dict__.setdefault("known", {})
+    if shape not in known:
+        known[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return known[shape]
+
+
+def local_of(tensor: Any) -> Tensor:
+    """This rank's fragment of a tensor, as plain memory."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
+
+
+def train(script: Script, plain: Plain, counts: Counter[str], rank: int) -> RankResult:
+    """Train on one rank."""
+    device = current_device()
+    laid = Laid(plain.first, script.case)
+    optimizer: Any = MAKERS[script.name](laid.params)
+    canzona_compile.wrap(optimizer, replicate=replicate_of(script.case), **script.options)
+    share_captures(optimizer, APART[rank] if script.missing or script.name != "muon" else SHARED)
+    homes: list[Any] = [None] * len(laid.params)
+    how: list[str] = []
+    steady: Counter[str] = Counter()
+    for step, values in enumerate(plain.grads):
+        if step in script.edits:
+            look()
+            script.edits[step](optimizer)
+        for i, param in enumerate(laid.params):
+            wanted = laid.like_param(values[i], i)
+            if homes[i] is None or script.moving(rank, step):
+                homes[i] = copy.deepcopy(wanted)
+                device.graveyard.append(local_of(homes[i]))
+            write(local_of(homes[i]), local_of(wanted))
+            param.grad = None if i in script.missing.get(step, ()) else homes[i]
+        if step == 0:
+            look()
+        before = Counter(counts)
+        optimizer.step()
+        steady = Counter(counts) - before
+        for home in homes:
+            write(local_of(home), None)
+        how.append(optimizer.canzona.report().execution)
+    waits = device.waits
+    look()
+    values = [local_of(param).clone() for param in laid.params]
+    return RankResult([*differences(plain, optimizer, laid)], values, how, waits, steady)
+
+
+def run_script(script: Script, seed: int | None, plain: Plain | None = None) -> list[RankResult]:
+    """Run a training with one order of the device's work; returns what each rank found."""
+    given = plain or plain_training(script)
+    with (
+        mock.patch.object(layouts, "mesh_of", mesh_of_thread),
+        on_stand_in(seed, max(1, script.case.world)) as (
+            run,
+            counts,
+        ),
+    ):
+        return run(functools.partial(train, script, given, counts))
+
+
+def wrong(results: Sequence[RankResult]) -> list[str]:
+    """What differs from the plain training, on any rank."""
+    return [f"rank {rank}: {what}" for rank, result in enumerate(results) for what in result.different]

@@ -1,0 +1,129 @@
+"""Recordings on the stand-in: pools, scratch memory of libraries, and recordings that fail."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from canzona_compile.lowering.stream_sync import CALLER
+from canzona_compile.runtime import graph_recorder
+from canzona_compile.runtime.graph_recorder import GraphRecorder, clean_up, pool_of
+from canzona_compile.runtime.streams import stream_named
+from tests.fake_cuda.device import current_device
+from tests.fake_cuda.on_device import look, on_stand_in
+from tests.fake_cuda.tensors import adopted, plainly, programs_run_here
+
+CUDA = torch.device("cuda", 0)
+
+
+def on_device(work: Callable[[], Any]) -> Any:
+    """Run some work on a stand-in of one rank."""
+
+    def of_rank(rank: int) -> Any:
+        with programs_run_here(), torch.no_grad():
+            return work()
+
+    with on_stand_in(0, 1) as (run, _):
+        return run(of_rank)[0]
+
+
+def ones(*shape: int) -> torch.Tensor:
+    """A tensor on the host."""
+    with plainly():
+        return torch.ones(shape)
+
+
+def test_a_recording_outlives_others() -> None:
+    """Dropping one frees the scratch memory of the stream that it was begun on. Products must not use that one."""
+
+    def work() -> None:
+        home = ones(4, 4)
+        value, recorder = adopted(home), GraphRecorder(CUDA)
+
+        def product() -> None:
+            value.copy_(torch.mm(value, value) / 4)
+
+        recorder.rehearse(product, CALLER)
+        one, other = (recorder.record(product, CALLER) for _ in range(2))
+        one()
+        del one
+        gc.collect()
+        other()
+        look()
+        assert home.tolist() == [[1.0] * 4] * 4
+
+    on_device(work)
+
+
+def test_recordings_after_the_last_one_was_dropped() -> None:
+    """Torch cannot use their pool again: as after `load_state_dict`, or a new plan."""
+
+    def work() -> None:
+        home = ones(4)
+        value, recorder = adopted(home), GraphRecorder(CUDA)
+        for _ in range(3):
+            first, second = (recorder.record(lambda: value.add_(1), CALLER) for _ in range(2))
+            assert first.pool is second.pool is pool_of(0)
+            first()
+            del first, second
+            gc.collect()
+        look()
+        assert home.tolist() == [4.0] * 4
+
+    on_device(work)
+
+
+def test_a_recording_that_fails_leaves_the_device_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current stream is the caller's, nothing was executed, and what ended it is what is raised."""
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", raising, raising=False)
+
+    def work() -> None:
+        home = ones(4)
+        value, recorder = adopted(home), GraphRecorder(CUDA)
+        before = torch.cuda.current_stream()
+
+        def fails() -> None:
+            value.add_(1)
+            value.sum().item()
+
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
+                recorder.record(fails, CALLER)
+            assert torch.cuda.current_stream() is before
+            assert current_device().capture is None
+        recorder.record(lambda: value.add_(1), CALLER)()
+        look()
+        assert home.tolist() == [2.0] * 4
+
+    on_device(work)
+
+
+def raising(*_: Any) -> None:
+    raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_torch_leaves_open_is_ended(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+    """The allocator no longer records; where torch saw to that, nothing more is done."""
+    calls: list[Any] = []
+
+    def end(*args: Any) -> None:
+        calls.append(("end", *args))
+        if ended:
+            raising()
+
+    monkeypatch.setattr(graph_recorder, "broken", [])
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: calls.append(("release", *args)), raising=False)
+
+    def work() -> None:
+        clean_up(object(), 0, pool_of(0))
+        assert stream_named(graph_recorder.ORIGIN, 0) is not torch.cuda.current_stream()
+
+    on_device(work)
+    assert [name for name, *_ in calls] == ["end", *([] if ended else ["release"])]
+    assert len(graph_recorder.broken) == (not ended)
