@@ -6,6 +6,7 @@ import logging
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from canzona_compile.tools.acceptance.all_steps import all_steps
 from canzona_compile.tools.acceptance.journal import AcceptanceJournal
 from canzona_compile.tools.acceptance.machine import AcceptedMachine, checkout, facts
 from canzona_compile.tools.acceptance.step import AcceptanceStep
-from canzona_compile.tools.acceptance.supervisor import Fellowship, Supervisor
+from canzona_compile.tools.acceptance.supervisor import MARGIN, Fellowship, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ def run(given: Namespace) -> int:
     device = "cpu" if given.dry else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         raise CanzonaError("there is no CUDA device, and torch sees none", hint="--dry runs it on the CPU, tiny")
+    if device == "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "0":
+        raise CanzonaError("TRITON_INTERPRET is set: kernels would be interpreted", hint="unset TRITON_INTERPRET")
     own = launched() if "WORLD_SIZE" in os.environ else alone(ranks_here(given.ranks, device))
     if given.ranks is not None and given.ranks != own.world:
         raise CanzonaError(f"--ranks is {given.ranks}, and torchrun started {own.world}", hint="leave one of them out")
@@ -130,7 +133,13 @@ def launched() -> Fellowship:
 
 
 def leave_together(own: Fellowship) -> None:
-    """Wait until every supervisor is done: one of them may hold the store."""
+    """Wait until every supervisor is done: a launcher ends the others with the first that fails.
+
+    The first one is the last to leave, because it may hold the store.
+    """
+    others, patience = range(0, own.world, len(own.ranks)), timedelta(seconds=MARGIN)
     own.store.set(f"done {own.ranks.start}", "")
+    own.store.wait([f"done {rank}" for rank in others], patience)
+    own.store.set(f"left {own.ranks.start}", "")
     if 0 in own.ranks:
-        own.store.wait([f"done {rank}" for rank in range(0, own.world, len(own.ranks))])
+        own.store.wait([f"left {rank}" for rank in others], patience)

@@ -28,7 +28,7 @@ def page_text(
     lines += [f"Began {began}, {seconds:.0f} s.", "", "| machine | |", "|---|---|"]
     lines += [f"| {name} | {cell(value)} |" for name, value in facts.items() if value]
     if failed:
-        lines += ["", "## What failed"]
+        lines += ["", "## What failed, or has not ended"]
         lines += [line for result in failed for line in told(result)]
     lines += ["", "## All steps", "", "| step | result | found | s |", "|---|---|---|---|"]
     lines += [f"| {r.name} | {r.status} | {cell(r.said)} | {r.seconds:.0f} |" for r in results]
