@@ -5,6 +5,7 @@
 #   make test PYTEST_ARGS="-k muon -x"        options of pytest
 #   make test-all                             every test and combination, for much longer
 #   GOLDEN=accept make test                   rewrite tests/golden/
+#   make gpu-acceptance TORCH=torch           all that a GPU can show, first to last, in one page
 #   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
 #   make test-gpu VENV= PYTHON=python3        the same with a Python that has torch already: nothing is installed
 
@@ -20,6 +21,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 XDIST = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BENCH_ARGS ?=
+ACCEPT_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -31,7 +33,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 # Ranks are processes that share the cores: one thread each.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all test-gpu lint types bench bench-gpu clean
+.PHONY: demo test test-all test-gpu lint types bench bench-gpu gpu-acceptance clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
@@ -62,6 +64,11 @@ bench: $(INSTALLED)
 # Meant for under eight minutes on one GPU; --dry runs it without one, tiny.
 bench-gpu: $(READY)
 	@$(OWN) benchmarks/gpu.py $(BENCH_ARGS)
+
+# What to run first where there is a GPU: what may be wrong or hang, then tests, tuning and the benchmark, for an hour.
+# Of a node: torchrun --nproc-per-node 8 -m canzona_compile.tools.accept. ACCEPT_ARGS=--dry runs it without one, tiny.
+gpu-acceptance: $(READY)
+	@env -u TRITON_INTERPRET $(OWN) -m canzona_compile accept $(ACCEPT_ARGS)
 
 # Keeps $(VENV), which takes minutes to fill.
 clean:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.tools.acceptance import command as acceptance
 from canzona_compile.tools.calibration import command as calibration
 from canzona_compile.tools.planning import command as planning
 from canzona_compile.tools.tuning import command as tuning
@@ -55,6 +56,11 @@ COMMANDS = {
         "compare the wrapped optimizer with the plain one on your model; exit code 1 if a bit differs",
         verify.add_arguments,
         verify.run,
+    ),
+    "accept": Command(
+        "try everything on this machine's GPUs, what may hang or be wrong first; exit code 1 if a step fails",
+        acceptance.add_arguments,
+        acceptance.run,
     ),
 }
 

@@ -1,0 +1,111 @@
+"""One step of an acceptance run, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from canzona_compile.errors import CanzonaError
+
+StepNeed = Literal["cuda", "ranks", "even ranks", "four ranks", "power of two", "sanitizer", "repository"]
+StepStatus = Literal["running", "passed", "failed", "skipped"]
+
+
+class WrongResult(CanzonaError):
+    """A step ran to its end, and what it computed is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceRank:
+    """Where a step runs.
+
+    Attributes:
+        rank, world: this process among those that run the step.
+        device: its own.
+        tiny: whether matrices are to be as small as they can be.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+    tiny: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OnRanks:
+    """A function that every rank calls, each in a process of its own.
+
+    Attributes:
+        function: takes an `AcceptanceRank` and `args`, and returns what it found, in words. It raises if that is wrong.
+            A module defines it at its top level.
+        args: its other arguments.
+        variables: environment variables of processes that are started for it.
+        ends_ranks: whether ranks that die have done what they should; only a rank that hangs or finds something wrong
+            fails then. No later step uses these processes.
+    """
+
+    function: Callable[..., str]
+    args: tuple[Any, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+    ends_ranks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OneProgram:
+    """A program that runs once, on the first machine, with its GPUs to itself.
+
+    Attributes:
+        arguments: the command; `{python}` and `{output}` stand for the interpreter and the folder of results.
+    """
+
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceStep:
+    """One thing that is tried.
+
+    Attributes:
+        name: as in "layouts/muon/fsdp/float32".
+        shows: what is known once it has passed.
+        failing: what it means if it fails, and what to do about it.
+        work: what runs.
+        needs: what has to be there; without it the step is skipped.
+        limit: seconds that the work may take. What takes longer counts as a hang.
+    """
+
+    name: str
+    shows: str
+    failing: str
+    work: OnRanks | OneProgram
+    needs: tuple[StepNeed, ...] = ()
+    limit: float = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step.
+
+    Attributes:
+        name, shows, failing: those of the step.
+        status: "running" until it has ended.
+        said: what it found, or why it was skipped or failed.
+        details: for failures: traceback, stack and last output, by rank.
+        seconds: how long it took, with the start of processes.
+    """
+
+    name: str
+    shows: str
+    failing: str
+    status: StepStatus
+    said: str = ""
+    details: tuple[tuple[str, str], ...] = ()
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, step: AcceptanceStep, status: StepStatus, said: str = "") -> StepResult:
+        """The result of a step of which no more is known."""
+        return cls(step.name, step.shows, step.failing, status, said)

@@ -1,0 +1,215 @@
+"""What could hang or corrupt steps that are recorded as CUDA graphs, each case provoked beside the plain optimizer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Iterator
+
+import torch
+
+from canzona_compile.errors import CanzonaError
+from canzona_compile.tools.acceptance.side_by_side import SideBySide, even
+from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, StepNeed, WrongResult
+
+RECORDED = 5  # steps after which a program whose gradients stay in place has been recorded
+FILLED = 0.5  # of the free memory that is overwritten
+BLOCK = 64 * 2**20
+HANG = (
+    "If it hangs, ranks disagree about what is in flight: some replay captured sends while others post them call by "
+    "call, or process groups are made by some ranks only. `cuda_graphs=False` and the stacks of the ranks tell which. "
+)
+CORRUPTION = (
+    "If numbers are wrong, a recording reads or writes memory that was given to something else, or a wait is missing. "
+    "`cuda_graphs=False` tells the first from the second. "
+)
+
+
+def paired(rank: AcceptanceRank, layout: str, optimizer: str = "muon", seed: int = 0) -> SideBySide:
+    """An optimizer in several micro-groups, so that some are in flight while others compute."""
+    return SideBySide(rank, optimizer, layout, even(rank), torch.float32, seed, micro_groups=3)
+
+
+def moving_gradients(rank: AcceptanceRank, layout: str) -> str:
+    """Step with gradients that move on even ranks only, so that ranks would record at different times."""
+    both = paired(rank, layout)
+    for number in range(12):
+        both.step(in_place=rank.rank % 2 == 1 or number in (4, 5, 6, 7, 8))
+    return both.verdict(bits=False)
+
+
+def loaded_in_mid_run(rank: AcceptanceRank, layout: str) -> str:
+    """Load state twice, each time after a recording, and go on: its recordings are dropped and made again."""
+    both = paired(rank, layout)
+    for _ in range(2):
+        for _ in range(RECORDED):
+            both.step()
+        for made in (both.plain, both.ours):
+            made.optimizer.load_state_dict(copy.deepcopy(made.optimizer.state_dict()))
+    for _ in range(RECORDED):
+        both.step()
+    return both.verdict(bits=False)
+
+
+def another_plan(rank: AcceptanceRank, layout: str) -> str:
+    """Drop the plan with its recordings by a parameter more, twice, and record anew."""
+    both = paired(rank, layout)
+    for rows in (16, 48):
+        for _ in range(RECORDED):
+            both.step()
+        both.add_matrix((rows, 32) if rank.tiny else (8 * rows, 128))
+    for _ in range(RECORDED):
+        both.step()
+    return both.verdict(bits=False)
+
+
+def gradient_missing_on_one_rank(rank: AcceptanceRank, layout: str) -> str:
+    """Leave out a gradient on the last rank: all ranks refuse the step, change nothing, and can go on."""
+    both = paired(rank, layout)
+    for _ in range(RECORDED):
+        both.step()
+    for _ in range(2):
+        try:
+            both.step(without=0 if rank.rank == rank.world - 1 else -1)
+        except CanzonaError:
+            pass
+        else:
+            raise WrongResult("a step went through without the gradient of one rank", at=f"rank {rank.rank}")
+        for _ in range(RECORDED):
+            both.step()
+    return f"refused on every rank; {both.verdict(bits=False)}"
+
+
+def two_optimizers(rank: AcceptanceRank, layout: str) -> str:
+    """Step two recorded optimizers by turns, and one of them twice now and then."""
+    first, second = paired(rank, layout), paired(rank, layout, seed=1)
+    for number in range(10):
+        first.step()
+        second.step()
+        if number % 3 == 2:
+            second.step(in_place=number < 6)
+    return " / ".join(both.verdict(bits=False) for both in (first, second))
+
+
+def peer_that_stays_away(rank: AcceptanceRank, layout: str) -> str:
+    """Leave the last rank out of a step: the others have to end, not to wait for ever."""
+    both = paired(rank, layout)
+    for _ in range(RECORDED):
+        both.step()
+    if rank.rank == rank.world - 1:
+        return "one rank stayed away"
+    begin = time.monotonic()
+    try:
+        both.step()
+        if rank.device.type == "cuda":
+            torch.cuda.synchronize(rank.device)
+    except Exception as error:
+        return f"the others raised {type(error).__name__} after {time.monotonic() - begin:.0f} s"
+    raise WrongResult("a step went through without a rank", at=f"rank {rank.rank}")
+
+
+def forgotten_recording(rank: AcceptanceRank, optimizer: str) -> str:
+    """Record two programs, forget one, overwrite free memory, and replay the other."""
+    kept, forgotten = paired(rank, "whole", optimizer), paired(rank, "whole", optimizer, seed=1)
+    for _ in range(RECORDED):
+        kept.step()
+        forgotten.step()
+    del forgotten
+    gc.collect()
+    for _ in range(2):
+        torch.cuda.synchronize(rank.device)
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(rank.device)
+        held = [torch.full((BLOCK // 4,), torch.nan, device=rank.device) for _ in range(int(FILLED * free) // BLOCK)]
+        torch.cuda.synchronize(rank.device)
+        del held
+        for _ in range(RECORDED):
+            kept.step()
+    return kept.verdict(bits=False)
+
+
+def on(layout: str, needs: tuple[StepNeed, ...]) -> Iterator[AcceptanceStep]:
+    """The cases on one layout, those that were found to hang by reading first."""
+    cases = (
+        (
+            "moving-gradients",
+            moving_gradients,
+            "ranks may see their gradients move at different times: `zero_grad()` and the allocator do that by default",
+            HANG + CORRUPTION,
+        ),
+        (
+            "loaded-in-mid-run",
+            loaded_in_mid_run,
+            "`load_state_dict` in mid-run drops recordings, and new ones can be made",
+            "If it raises while a graph is captured, the pool of the dropped recordings was not given back. "
+            + CORRUPTION,
+        ),
+        (
+            "another-plan",
+            another_plan,
+            "a new plan drops recordings, and new ones can be made",
+            "If it raises while a graph is captured, the pool of the dropped recordings was not given back. "
+            + CORRUPTION,
+        ),
+        (
+            "two-optimizers",
+            two_optimizers,
+            "two recorded optimizers share a device and its streams",
+            "If one of the two is wrong, they share buffers or a workspace. " + CORRUPTION + HANG,
+        ),
+    )
+    for name, function, shows, failing in cases:
+        yield AcceptanceStep(f"audit/{name}/{layout}", shows, failing, OnRanks(function, (layout,)), needs, 300.0)
+
+
+def audit() -> Iterator[AcceptanceStep]:
+    """All cases, in the order of what they say."""
+    yield from on("fsdp", ("ranks",))
+    yield AcceptanceStep(
+        "audit/gradient-missing-on-one-rank/fsdp",
+        "a step that one rank cannot take is refused by all, and training can go on",
+        "If it hangs, a rank entered a collective that another one refused. If it went through, ranks no longer agree.",
+        OnRanks(gradient_missing_on_one_rank, ("fsdp",)),
+        ("ranks",),
+    )
+    for layout, needs in (("hsdp", "four ranks"), ("stages", "four ranks"), ("both-dims", "even ranks")):
+        yield AcceptanceStep(
+            f"audit/moving-gradients/{layout}",
+            f"several process groups in flight at once, on `{layout}`, keep their order",
+            HANG + "On these layouts two communicators are at work: NCCL_LAUNCH_ORDER_IMPLICIT=1 tells whether that is "
+            "why; a hang before the first step is that of groups which only some ranks make. " + CORRUPTION,
+            OnRanks(moving_gradients, (layout,)),
+            (needs,),  # type: ignore[arg-type]
+            300.0,
+        )
+    yield AcceptanceStep(
+        "audit/moving-gradients/expandable-segments",
+        "the same with the allocator's expandable segments",
+        HANG + "If only this one hangs, NCCL registered memory that the allocator maps anew: NCCL_GRAPH_REGISTER=0.",
+        OnRanks(moving_gradients, ("fsdp",), (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)),
+        ("cuda", "ranks"),
+        300.0,
+    )
+    yield from on("whole", ())
+    for optimizer in ("muon", "soap"):
+        yield AcceptanceStep(
+            f"audit/forgotten-recording/{optimizer}",
+            "a recording still has its memory after another one was forgotten",
+            "A recording reads memory that went with another one, such as a workspace of cuBLAS. " + CORRUPTION,
+            OnRanks(forgotten_recording, (optimizer,)),
+            ("cuda",),
+            300.0,
+        )
+
+
+def last_audit() -> Iterator[AcceptanceStep]:
+    """What ends the processes that it runs in."""
+    yield AcceptanceStep(
+        "audit/peer-that-stays-away/fsdp",
+        "ranks that lose a peer end; they do not wait for ever",
+        "A job that loses a rank would hold its machines until somebody looks. Captured work is not watched by NCCL.",
+        OnRanks(peer_that_stays_away, ("fsdp",), ends_ranks=True),
+        ("ranks",),
+        400.0,
+    )

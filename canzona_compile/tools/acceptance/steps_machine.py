@@ -1,0 +1,150 @@
+"""Whether the machine works without us, and what is measured on it once everything is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from canzona_compile.tools.acceptance.machine import SANITIZER, checkout
+from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OneProgram, OnRanks, WrongResult
+
+NOT_OURS = "The machine, its driver or its torch does not work; nothing of this package took part. Mend that first: "
+UNMEASURED = "Numbers are right if the steps above passed; only figures, or what is chosen by them, are missing. "
+PROFILED = "launch or trace"  # tests that use the profiler, which a sanitizer takes the place of
+SLOW = 3600.0
+
+
+def device_works(rank: AcceptanceRank) -> str:
+    """Multiply on the device, in each dtype, against 64 bits on the CPU."""
+    said = []
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
+        random = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(96, 96, generator=random).to(dtype) for _ in range(2))
+        found = (a.to(rank.device) @ b.to(rank.device)).cpu().double()
+        expected = a.double() @ b.double()
+        error = float((found - expected).norm() / expected.norm())
+        said.append(f"{str(dtype).removeprefix('torch.')} {error:.0e}")
+        if not error < bound:
+            raise WrongResult(f"a product in {dtype} is off by {error:.1e}", at=f"rank {rank.rank}, {rank.device}")
+    return f"products off by {', '.join(said)}"
+
+
+def ranks_reach_one_another(rank: AcceptanceRank) -> str:
+    """Exchange uneven parts between all ranks, also with some that are empty, and in a group of some of them."""
+    counts = [(rank.rank + other) % 3 * 1000 for other in range(rank.world)]
+    sent = torch.full((sum(counts),), float(rank.rank), device=rank.device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, counts, counts)
+    expected = torch.cat([torch.full((n,), float(other)) for other, n in enumerate(counts)])
+    if not torch.equal(received.cpu(), expected):
+        raise WrongResult("an all-to-all delivered something else than was sent", at=f"rank {rank.rank}")
+    half = list(range(rank.world // 2 + 1))
+    group = dist.new_group(half)
+    if rank.rank in half:
+        value = torch.ones(8, device=rank.device)
+        dist.all_reduce(value, group=group)
+        if value.tolist() != [float(len(half))] * 8:
+            raise WrongResult("an all-reduce among some ranks gave a wrong sum", at=f"rank {rank.rank}")
+    return f"{rank.world} ranks, {dist.get_backend()}"
+
+
+def rates(rank: AcceptanceRank, folder: str) -> str:
+    """Measure this machine and its links; the first rank keeps the file."""
+    from canzona_compile.tools.calibration.calibrate import calibrate  # late: only this step needs it
+
+    hardware, shows = calibrate(device=rank.device.type, quick=True)
+    path = Path(folder, f"hardware-{hardware.name}.json")
+    if shows:
+        path.write_text(hardware.to_json(), encoding="utf-8")
+    return f"{path.name}: measured {', '.join(hardware.measured)}"
+
+
+def machine_works() -> Iterator[AcceptanceStep]:
+    """What has to work before anything else can."""
+    yield AcceptanceStep(
+        "machine/device",
+        "the device multiplies",
+        NOT_OURS + "`nvidia-smi`, and the versions of driver and torch.",
+        OnRanks(device_works),
+    )
+    yield AcceptanceStep(
+        "machine/ranks",
+        "ranks reach one another, by uneven exchanges and in groups",
+        NOT_OURS + "NCCL_DEBUG=INFO says which link; NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1 tell links apart.",
+        OnRanks(ranks_reach_one_another),
+        ("ranks",),
+        120.0,
+    )
+
+
+def gpu_tests() -> Iterator[AcceptanceStep]:
+    """The repository's tests on a device, first as they are."""
+    pytest = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", "--tb=short", *files_of_gpu_tests())
+    yield AcceptanceStep(
+        "tests/gpu",
+        "kernels, streams and recordings do on one GPU what their tests say",
+        "A test names what is wrong. `tests/kernels`: results of steps may be wrong wherever the kernel is taken. "
+        "`tests/runtime`: order of streams, recordings, or a host that waits.",
+        OneProgram(("{python}", *pytest)),
+        ("cuda", "repository"),
+        SLOW / 2,
+    )
+
+
+def checked_memory() -> Iterator[AcceptanceStep]:
+    """The same tests while every access to memory is checked."""
+    check = (SANITIZER, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9")
+    pytest = ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-x", "-k", f"not ({PROFILED})")
+    yield AcceptanceStep(
+        "tests/memcheck",
+        "no kernel of these tests reads or writes outside of its tensors",
+        "A kernel touches memory that is not its own: exit code 9, and the log names kernel and address. Other exit "
+        "codes are failed tests; under the sanitizer those that bound time or memory may fail by themselves.",
+        OneProgram((*check, "{python}", *pytest, *files_of_gpu_tests())),
+        ("cuda", "sanitizer", "repository"),
+        SLOW / 2,
+    )
+
+
+def measured(folder: str) -> Iterator[AcceptanceStep]:
+    """Kernels, rates and the benchmark.
+
+    Args:
+        folder: for the rates.
+    """
+    yield AcceptanceStep(
+        "measured/tune",
+        "the kernels that beat the library here are known, right, and kept for later runs",
+        "A candidate that is wrong is refused and no failure. " + UNMEASURED + "The table of published figures stays.",
+        OneProgram(("{python}", "-m", "canzona_compile", "tune")),
+        ("cuda",),
+        SLOW / 2,
+    )
+    yield AcceptanceStep(
+        "measured/rates",
+        "the rates of this machine, for `wrap(hardware=)` and `plan --hardware`",
+        UNMEASURED + "Plans take the rates that are assumed for the kind of device.",
+        OnRanks(rates, (folder,)),
+        ("cuda",),
+        SLOW / 4,
+    )
+    yield AcceptanceStep(
+        "measured/benchmark",
+        "what a step takes beside torch.compile on this GPU",
+        "The log ends with what was wrong; results beside 64 bits are checked first. " + UNMEASURED,
+        OneProgram(("{python}", "benchmarks/gpu.py", "--output", "{output}")),
+        ("cuda", "repository"),
+        SLOW / 2,
+    )
+
+
+def files_of_gpu_tests() -> list[str]:
+    """The test files with tests for a device: others may need packages that a GPU machine lacks."""
+    root = checkout()
+    if root is None:
+        return []
+    paths = sorted(path for path in (root / "tests").rglob("test_*.py") if path.is_file())
+    return [str(p.relative_to(root)) for p in paths if "mark.gpu" in p.read_text(encoding="utf-8")]

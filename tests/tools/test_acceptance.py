@@ -1,0 +1,224 @@
+"""`accept`: what is wrong, hangs or dies is reported as that, costs no other step, and is written at once."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from canzona_compile.__main__ import main
+from canzona_compile.tools.acceptance import rank_process, supervisor
+from canzona_compile.tools.acceptance.all_steps import all_steps
+from canzona_compile.tools.acceptance.command import accept, alone
+from canzona_compile.tools.acceptance.journal import AcceptanceJournal
+from canzona_compile.tools.acceptance.machine import AcceptedMachine, checkout
+from canzona_compile.tools.acceptance.step import AcceptanceStep, OneProgram, OnRanks, StepNeed, StepResult
+from canzona_compile.tools.acceptance.steps_machine import files_of_gpu_tests
+from canzona_compile.tools.acceptance.supervisor import RankEnd, judged
+from tests.harness import nursery
+from tests.tools import planted_steps as planted
+
+ROOT = Path(__file__).parents[2]
+STEPS = {step.name: step for step in all_steps("there")}
+
+
+def step(
+    name: str, work: OnRanks | OneProgram, limit: float = 60.0, needs: tuple[StepNeed, ...] = ()
+) -> AcceptanceStep:
+    return AcceptanceStep(name, f"{name} works", f"what {name} means", work, needs, limit)
+
+
+def python(code: str) -> OneProgram:
+    return OneProgram(("{python}", "-c", code))
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks come from the tests' fork server, which has imported torch; those that fail wait for the others briefly."""
+    first = nursery.server().Process(target=os.getpid)
+    first.start()
+    first.join()
+    monkeypatch.setattr(rank_process, "START_METHOD", "forkserver")
+    monkeypatch.setattr(rank_process, "LAST_WORDS", 0.3)
+    monkeypatch.setattr(supervisor, "GRACE", 2.0)
+
+
+def taken(folder: Path, ranks: int, steps: Sequence[AcceptanceStep]) -> tuple[int, dict[str, dict[str, Any]], str]:
+    """Take steps: the exit code, the results by name, and the page."""
+    code = accept(steps, AcceptedMachine("cpu", ranks, checkout()), alone(ranks), folder, patience=20.0)
+    found = json.loads((folder / "acceptance.json").read_text())
+    assert found["complete"]
+    assert found["ok"] == (code == 0)
+    return code, {own["name"]: own for own in found["steps"]}, (folder / "acceptance.md").read_text()
+
+
+@pytest.mark.ranks
+def test_what_is_wrong_hangs_or_dies_costs_no_other_step(tmp_path: Path, forked: None) -> None:
+    steps = [
+        step("first", OnRanks(planted.good)),
+        step("wrong", OnRanks(planted.off_by_one_bit)),
+        step("hang", OnRanks(planted.waits_for_ever), limit=1.5),
+        step("death", OnRanks(planted.dies)),
+        step("failing program", python("import sys; print('no such kernel'); sys.exit(3)")),
+        step("endless program", python("import time; time.sleep(3600)"), limit=0.5),
+        step("program", python("import os; print('ranks:', os.environ.get('WORLD_SIZE'))")),
+        step("not here", OnRanks(planted.good), needs=("cuda",)),
+        step("last", OnRanks(planted.good)),
+    ]
+    code, found, page = taken(tmp_path, 2, steps)
+    assert code == 1
+    assert {name: own["status"] for name, own in found.items()} == {
+        "first": "passed",
+        "wrong": "failed",
+        "hang": "failed",
+        "death": "failed",
+        "failing program": "failed",
+        "endless program": "failed",
+        "program": "passed",
+        "not here": "skipped",
+        "last": "passed",
+    }
+    assert found["last"]["said"] == "2 ranks"
+    assert re.search(r"rank 1 failed: not equal .* from step 2 on: matrix 1 parameter", found["wrong"]["said"])
+    assert "rank 0" not in found["wrong"]["said"]  # its fragments are right
+    stacks = dict(found["hang"]["details"])
+    assert "waits_for_ever" in stacks["rank 0, hung"]
+    assert "barrier" in stacks["rank 0, hung"]
+    assert "planted_steps.py" in stacks["rank 1, hung"]
+    assert found["hang"]["seconds"] < 60
+    assert "rank 1 died: its process ended, exit code 7" in found["death"]["said"]
+    assert "the last words" in dict(found["death"]["details"])["rank 1, died"]
+    assert "exit code 3: no such kernel" in found["failing program"]["said"]
+    assert "did not end within" in found["endless program"]["said"]
+    assert found["program"]["said"] == "ranks: None"
+    assert "CUDA" in found["not here"]["said"]
+    for name in ("wrong", "hang", "death", "failing program"):
+        assert f"### {name}" in page
+        assert f"what {name} means" in page
+    assert "### last" not in page
+
+
+@pytest.mark.ranks
+def test_one_process(tmp_path: Path, forked: None) -> None:
+    """The first steps of a real run; processes are others where the environment is another."""
+    name = "CANZONA_ACCEPTANCE"
+    steps = [
+        STEPS["machine/device"],
+        STEPS["machine/ranks"],
+        STEPS["layouts/muon/whole/float32"],
+        step("without", OnRanks(planted.variable, (name,))),
+        step("with", OnRanks(planted.variable, (name,), variables=((name, "is set"),))),
+    ]
+    code, found, page = taken(tmp_path, 1, steps)
+    assert code == 0
+    assert [own["status"] for own in found.values()] == ["passed", "skipped", "passed", "passed", "passed"]
+    assert "several ranks" in found["machine/ranks"]["said"]
+    assert found["layouts/muon/whole/float32"]["said"].startswith("equal to the bit")
+    assert [found["without"]["said"], found["with"]["said"]] == ["not set", "is set"]
+    assert "**Nothing failed**: 4 passed, 0 failed, 1 skipped." in page
+    assert torch.__version__ in page
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_every_step_on_two_launched_ranks(tmp_path: Path) -> None:
+    """By torchrun, as on a node, with every step that a CPU can take."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "canzona_compile.tools.accept", "--dry", "--output", str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "acceptance.json").read_text())
+    assert [own["name"] for own in found["steps"]] == list(STEPS)
+    machine = AcceptedMachine("cpu", 2, checkout())
+    for own in found["steps"]:
+        assert (own["status"] == "skipped") == bool(machine.missing(STEPS[own["name"]])), own
+        assert own["status"] == "skipped" or "up to rounding" not in own["said"]
+
+
+def test_a_result_is_written_at_once(tmp_path: Path) -> None:
+    """Also that a step has begun: a machine that dies in it says which one it was."""
+    journal = AcceptanceJournal(tmp_path, {"torch": "1.2.3"})
+    began = StepResult("one", "it works", "it does not", "running")
+    journal.add(began)
+    found = json.loads((tmp_path / "acceptance.json").read_text())
+    assert not found["ok"]
+    assert not found["complete"]
+    assert found["steps"][0]["status"] == "running"
+    assert "`one` was the last step to begin" in journal.page.read_text()
+    journal.add(StepResult("one", "it works", "it does not", "passed", "all | bits"))
+    assert [own.status for own in journal.results] == ["passed"]
+    assert "all \\| bits" in journal.page.read_text()
+    journal.finish()
+    assert json.loads((tmp_path / "acceptance.json").read_text())["ok"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["acceptance.json", "acceptance.md"]
+
+
+def test_ranks_may_die_only_where_that_is_what_they_should() -> None:
+    ends = [RankEnd(0, "died", "exit code -6"), RankEnd(1, "passed", "stayed away")]
+    may = step("one", OnRanks(planted.good, ends_ranks=True))
+    assert judged(may, ends).status == "passed"
+    assert judged(step("one", OnRanks(planted.good)), ends).status == "failed"
+    assert judged(may, [RankEnd(0, "hung", "did not end"), ends[1]]).status == "failed"
+
+
+def test_what_fails_is_named_before_what_waits_for_it() -> None:
+    ends = [RankEnd(0, "hung", "did not end"), RankEnd(1, "failed", "no memory")]
+    assert judged(step("one", OnRanks(planted.good)), ends).said.splitlines()[0] == "rank 1 failed: no memory"
+
+
+@pytest.mark.parametrize(("ranks", "missing"), [(1, "several ranks"), (2, "in fours"), (6, "power of two")])
+def test_what_cannot_be_tried_says_why(ranks: int, missing: str) -> None:
+    machine = AcceptedMachine("cpu", ranks, None)
+    reasons = {name: machine.missing(own) for name, own in STEPS.items()}
+    assert any(missing in reason for reason in reasons.values())
+    for name, own in STEPS.items():
+        assert ("CUDA" in reasons[name]) == ("cuda" in own.needs)
+        assert own.shows
+        assert own.failing
+
+
+def test_names_are_unique_and_what_says_most_comes_first() -> None:
+    names = [own.name for own in all_steps("there")]
+    assert len(names) == len(STEPS)
+    groups = list(dict.fromkeys(name.split("/")[0] for name in names))
+    assert groups == ["machine", "layouts", "audit", "zero1", "tests", "measured"]
+    assert names[-1].startswith("audit/peer")
+
+
+def test_files_with_gpu_tests_are_found() -> None:
+    assert {"tests/kernels/test_gpu.py", "tests/runtime/test_gpu_steps.py"} <= set(files_of_gpu_tests())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launched = importlib.import_module("canzona_compile.tools.accept")
+    for run, arguments in ((main, ["accept"]), (launched.main, [])):
+        assert run([*arguments, "--output", str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert "CUDA" in said
+        assert "--dry" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_are_named_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["accept", "--list", "--only", "zero1/*"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert all(line.startswith("zero1/") for line in lines)
+    assert main(["accept", "--dry", "--only", "nothing*"]) == 2
+    assert "--list" in capsys.readouterr().err
