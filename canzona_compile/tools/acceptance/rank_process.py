@@ -25,7 +25,8 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance.step import AcceptanceRank, OnRanks
 
 START_METHOD = "spawn"  # a forked process could not use CUDA
-LAST_WORDS = 1.0  # seconds that a process has to write its stacks
+LAST_WORDS = 10.0  # seconds that a process has to write its stacks
+PAUSE = 0.2  # seconds after which it has written all of them, if nothing more came
 TAIL = 120  # lines of a log
 AnswerKind = Literal["ready", "passed", "failed"]
 
@@ -98,9 +99,19 @@ class RankProcess:
     def stacks(self) -> str:
         """Where each of its threads is, by the end of its log. Its C code may be waiting for the device."""
         with contextlib.suppress(ProcessLookupError, TypeError):
+            before = seen = self._written()
             os.kill(self._process.pid, signal.SIGUSR1)
-            time.sleep(LAST_WORDS)
+            deadline = time.monotonic() + LAST_WORDS
+            while time.monotonic() < deadline:
+                time.sleep(PAUSE)
+                now = self._written()
+                if now == seen and now > before:
+                    break
+                seen = now
         return self.tail()
+
+    def _written(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
 
     def tail(self) -> str:
         """The last lines that it wrote."""

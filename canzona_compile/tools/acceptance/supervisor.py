@@ -170,11 +170,13 @@ class Supervisor:
                     pending.pop(i)
             if any(end.status != "passed" for end in ends):
                 store.set(f"{number}/failed", "")
-            if not work.ends_ranks and pending and store.check([f"{number}/failed"]):
+            after = not work.ends_ranks and bool(pending) and store.check([f"{number}/failed"])
+            if after:
                 deadlines = {i: min(d, time.monotonic() + GRACE) for i, d in deadlines.items()}
             late = [i for i in pending if time.monotonic() > deadlines[i]]
             for i in late:
                 where = "did not end in time" if i in self._ready else "did not join the process group in time"
+                where = f"did not end within {GRACE:.0f} seconds of the failure of another rank" if after else where
                 ends.append(RankEnd(pending[i].place.rank, "hung", where, pending[i].stacks()))
             for i in late:  # only when all of them have said where they are: the end of one changes the others
                 pending.pop(i).close()
