@@ -15,7 +15,7 @@ import torch
 
 from canzona_compile.codegen import launch
 from canzona_compile.kernels import tensor_args
-from canzona_compile.runtime import streams
+from canzona_compile.runtime import graph_recorder, streams
 from tests.fake_cuda.device import FakeDevice, FakeEvent, FakeStream, current_device
 from tests.fake_cuda.graphs import HANDLES, FakeGraph
 from tests.fake_cuda.tensors import DeviceTensor, plainly
@@ -162,4 +162,6 @@ def cuda_replaced() -> Iterator[Counter[str]]:
         for cached in (streams.stream_named, tensor_args.decide):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
+        graph_recorder._pools.clear()  # of devices that are gone, as other processes would be
+        stack.callback(graph_recorder._pools.clear)
         yield counts

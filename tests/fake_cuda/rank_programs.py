@@ -7,6 +7,7 @@ is what the same programs give when each piece of work is done at once.
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import Role, Step
 from canzona_compile.options import Options
 from canzona_compile.runtime.buffers import SharedSlots
+from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.session.plan import emit
 from tests.fake_cuda.device import current_device
@@ -59,8 +61,8 @@ class RankTensors:
         if key not in self.leaves:
             made = self.bound.leaf(leaf, task, whole)
             noise = torch.Generator().manual_seed(hash_of(f"{self.rank} {task} {leaf}"))
-            square = made.ndim == 2 and made.shape[0] == made.shape[1]
-            self.leaves[key] = made if square else (made * torch.randn(made.shape, generator=noise)).to(made.dtype)
+            bare = made.ndim == 2 and torch.equal(made, torch.eye(*made.shape, dtype=made.dtype))  # to be decomposed
+            self.leaves[key] = made if bare else (made * torch.randn(made.shape, generator=noise)).to(made.dtype)
         return self.leaves[key]
 
     def number(self, template: str, label: int, name: str) -> float:
@@ -106,7 +108,6 @@ def run_programs(
     count: int = 5,
     number_of: Callable[[str, int], float] = steady,
     cuda_graphs: bool = True,
-    during: Callable[[int, int], None] = lambda rank, at: None,
 ) -> list[dict[tuple[str, str], Tensor]]:
     """Run the programs some times.
 
@@ -117,7 +118,6 @@ def run_programs(
         count: how many steps to take.
         number_of: finds a number by its name and the number of the step.
         cuda_graphs: whether programs may be recorded.
-        during: called with the rank and the number of the step before each step.
 
     Returns:
         The leaves of each rank, without gradients, as the caller's stream finds them at the end.
@@ -127,15 +127,12 @@ def run_programs(
         program: Program = steps[rank].program
         if plant is not None:
             program = planted(program, plant)
-        from canzona_compile.runtime.executor import Sources
-
         tensors = RankTensors(steps[rank], rank, number_of)
         sources = Sources(torch.device("cpu"), Groups(), mock.Mock(), tensors, tensors, mock.Mock())
         executor = DeviceExecutor(program, sources, SharedSlots(), cuda_graphs)
         executor.arguments()  # makes all leaves
         first = {key: value.clone() for key, value in tensors.leaves.items()}
         for at in range(count):
-            during(rank, at)
             tensors.at = at
             for key in sorted(tensors.gradients):
                 write(tensors.leaves[key], first[key] * (1 + at))
@@ -144,9 +141,6 @@ def run_programs(
                 write(tensors.leaves[key], None)
         look()
         found = {k: v.clone() for k, v in tensors.leaves.items() if k not in tensors.gradients}
-        for module in program.module.modules():  # programs are run again, by other devices
-            if hasattr(module, "forget_device"):
-                module.forget_device()
         return found
 
     with on_stand_in(seed, len(steps)) as (run, _):
@@ -155,8 +149,6 @@ def run_programs(
 
 def planted(program: Program, plant: Plant) -> Program:
     """A copy of a program with a mistake in it."""
-    import copy
-
     module = fx.GraphModule(program.module, copy.deepcopy(program.module.graph))
     plant(module)
     module.recompile()

@@ -78,16 +78,12 @@ def test_ranks_that_disagree_about_recording_finish() -> None:
     assert "call by call" in other.how[-1]
 
 
-STEADY = {
-    "muon": {"current_stream", "set_stream"},
-}
-
-
+@pytest.mark.full
 def test_what_a_steady_step_calls() -> None:
     """A replayed step of two ranks: its calls of `torch.cuda`, as docs/architecture.md says."""
     one, _ = run_script(Script("muon", CASES[0], steps=7), None)
     assert "recorded" in one.how[-1]
-    assert set(one.steady) <= STEADY["muon"]
+    assert set(one.steady) <= {"current_stream", "set_stream"}
     assert sum(one.steady.values()) <= 20
 
 
