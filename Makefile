@@ -32,6 +32,8 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 # Ranks are processes that share the cores: one thread each.
 export OMP_NUM_THREADS := 1
+# Some environments forbid Python to keep what it compiles. Then every rank and worker would compile all files again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-gpu lint types bench bench-gpu gpu-acceptance clean
 

@@ -72,7 +72,7 @@ def take_apart(optimizer: Optimizer, fragments: Sequence[Fragment]) -> None:
         division, stand_in = fragment.division, fragment.stand_in
         if division is not None and stand_in is not None:
             found = stand_in.lookalikes(state)
-            stand_in.whole_leaves = frozenset(leaf for leaf, path in found.items() if division.owner_of(path))
+            stand_in.whole_leaves = frozenset(leaf for leaf, path in found.items() if division.piece_in(path))
             state = stand_in.taken(state)
         for part, double in zip(fragment.owned, fragment.doubles, strict=True):
             own = dict(state)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -87,15 +87,10 @@ def new_group_of(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
     return made
 
 
-@contextmanager
-def current_device(device: torch.device) -> Iterator[None]:
-    """Inside this context, a CUDA device is the current one; of other devices nothing is.
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a CUDA device is the current one. For other devices it does nothing.
 
     Collectives of Python objects go through the current device. It is the first one for every rank that did not choose
     another, and NCCL does not run two ranks on one device.
     """
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

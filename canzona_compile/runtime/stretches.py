@@ -53,9 +53,8 @@ class ProgramStretch:
     over: tuple[fx.Node, ...]
 
 
-RunStretch = Callable[
-    [ProgramStretch, Sequence[Any]], Sequence[Any]
-]  # runs a stretch on its inputs and returns its outputs
+# Runs a stretch on the values of its inputs, and returns those of its outputs.
+RunStretch = Callable[[ProgramStretch, Sequence[Any]], Sequence[Any]]
 
 
 class CutProgram:
@@ -65,13 +64,12 @@ class CutProgram:
         module: the program.
 
     Attributes:
-        stretches: in order.
+        parts: the stretches and the calls, in order.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.parts = list(_parts(module))
-        self.stretches = [part for part in self.parts if isinstance(part, ProgramStretch)]
 
     def run(self, arguments: Sequence[Any], launch: RunStretch) -> list[Tensor]:
         """Run the program once.
@@ -142,12 +140,23 @@ def _parts(module: fx.GraphModule) -> Iterator[ProgramStretch | fx.Node]:
             stream = node.args[1]
     if calls:
         found.append((stream, calls))
+    order = {n: i for i, n in enumerate(module.graph.nodes)}
     for part in found:
-        yield part if isinstance(part, fx.Node) else _stretch(module, *part, lanes)
+        yield part if isinstance(part, fx.Node) else _stretch(module, *part, lanes, order)
 
 
-def _stretch(module: fx.GraphModule, stream: str, calls: list[fx.Node], lanes: dict[fx.Node, str]) -> ProgramStretch:
-    """Make a stretch of some calls that follow each other."""
+def _stretch(
+    module: fx.GraphModule, stream: str, calls: list[fx.Node], lanes: dict[fx.Node, str], order: dict[fx.Node, int]
+) -> ProgramStretch:
+    """Make a stretch of some calls that follow each other.
+
+    Args:
+        module: the program.
+        stream: the stream of the calls.
+        calls: the calls.
+        lanes: by call of any stretch, its stream.
+        order: by node of the program, its place in it.
+    """
     own = set(calls)
     used = dict.fromkeys(n for call in calls for n in call.all_input_nodes if n not in own)
     inputs = tuple(n for n in used if n.op != "get_attr")
@@ -159,7 +168,6 @@ def _stretch(module: fx.GraphModule, stream: str, calls: list[fx.Node], lanes: d
         new[call] = graph.node_copy(call, new.__getitem__)
     graph.output(tuple(new[n] for n in outputs))
     lasting = tuple(n for n in outputs if any(lanes.get(user, stream) != stream for user in n.users))
-    order = {n: i for i, n in enumerate(module.graph.nodes)}
     last = order[calls[-1]]
     ended = (n for n in dict.fromkeys((*inputs, *outputs)) if n.op != "placeholder")
     over = tuple(n for n in ended if all(order[user] <= last for user in n.users))

@@ -113,7 +113,7 @@ class Division:
 
     # -- state -------------------------------------------------------------------------------------
 
-    def owner_of(self, path: LeafPath) -> str:
+    def piece_in(self, path: LeafPath) -> str:
         """The name of the piece that alone has a leaf of portable state; empty for a leaf of the fused parameter."""
         prefix = str(path[0]).rpartition(".")[0]
         return prefix if any(piece.name == prefix for piece in self.pieces) else ""
@@ -131,11 +131,11 @@ class Division:
         """
         made: State = {}
         for path in paths_of(state).values():
-            value, owner = read(state, path), self.owner_of(path)
-            if owner and owner != piece.name:
+            value, own = read(state, path), self.piece_in(path)
+            if own and own != piece.name:
                 continue
-            key = str(path[0])[len(owner) + 1 :] if owner else path[0]
-            value = value if owner else self._rows(value, piece, path)
+            key = str(path[0])[len(own) + 1 :] if own else path[0]
+            value = value if own else self._rows(value, piece, path)
             write(made, (key, *path[1:]), value, {key: structure_of(state)[path[0]]})
         return made
 

@@ -53,7 +53,7 @@ def test_captured_by_dispatch(recipe: str, case: Case) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("recipe", first(["DecoratedBasis", "DecoratedMuon"]))
+@pytest.mark.parametrize("recipe", first(["DecoratedMuon", "DecoratedBasis"]))
 def test_captured_by_dispatch_with_a_loaded_state(recipe: str) -> None:
     check(on_ranks(train, recipe, [Case("fsdp", (2,))], torch.float32, restored=True))
 

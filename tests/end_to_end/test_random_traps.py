@@ -154,7 +154,7 @@ def check(own: tuple[Habit, ...], edits: dict[int, str], elementwise: bool, on_h
 
 
 @given(st.lists(habits, min_size=1, max_size=2).map(tuple), steps_and_edits, st.booleans(), st.just(True))
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_few(own: tuple[Habit, ...], edits: dict[int, str], elementwise: bool, on_host: bool) -> None:
     check(own, edits, elementwise, on_host)
 

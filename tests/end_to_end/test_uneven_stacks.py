@@ -122,11 +122,11 @@ def test_products_of_stacks(recipe: str, case: Case) -> None:
     "recipe",
     first(
         [
-            "mixing at times",
+            "flat and matrices",
             "elementwise and matrices",
             "elementwise",
             "flat",
-            "flat and matrices",
+            "mixing at times",
             "mixing whole stacks",
         ],
     ),

@@ -19,6 +19,7 @@ import canzona_compile
 from canzona_compile.errors import CanzonaError
 from canzona_compile.runtime import meeting
 from examples.optimizers.soap import SOAP
+from tests.harness import marks
 from tests.harness.layouts import Case, Laid, full, replicate_of
 from tests.harness.optimizers import share_captures
 from tests.harness.ranks import run
@@ -124,7 +125,7 @@ def alone_then_all(maker: str, case: Case) -> tuple[list[tuple[str, float]], lis
 
 
 @pytest.mark.ranks
-@named
+@pytest.mark.parametrize(("maker", "case"), [CASES[0], *(marks.full(*own) for own in CASES[1:])], ids=str)
 def test_one_rank_alone(maker: str, case: Case) -> None:
     found = run(2, alone_then_all, maker, case, fresh=True, after=ready(maker))
     missing = ["rank 1 did not make this call", "rank 0 did not make this call"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Muon, Optimizer
+from torch.optim import Muon
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
@@ -107,9 +108,13 @@ def test_names_cannot_steer_a_terminal() -> None:
     assert "\x1b" not in str(caught.value)
 
 
-def plan_of(optimizer: Optimizer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(optimizer.canzona.plan().to_json())  # type: ignore[attr-defined]
-    return found
+@functools.cache
+def saved_plan() -> str:
+    """The plan of Muon for `parameters`, as JSON."""
+    optimizer = canzona_compile.wrap(muon(parameters()))
+    feed(optimizer, 0)
+    optimizer.step()
+    return optimizer.canzona.plan().to_json()  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -124,10 +129,7 @@ def plan_of(optimizer: Optimizer) -> dict[str, Any]:
     ],
 )
 def test_plans_with_odd_entries_are_refused(change: Any, problem: str) -> None:
-    optimizer = canzona_compile.wrap(muon(parameters()))
-    feed(optimizer, 0)
-    optimizer.step()
-    plan = plan_of(optimizer)
+    plan = json.loads(saved_plan())
     change(plan)
     with pytest.raises(CanzonaError, match=problem):
         canzona_compile.wrap(muon(parameters()), plan=plan)
