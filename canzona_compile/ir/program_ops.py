@@ -63,7 +63,6 @@ class Streams(Protocol):
     def switch(self, name: str) -> None: ...
     def record(self, event: int) -> None: ...
     def wait(self, event: int) -> None: ...
-    def lend(self, tensors: Sequence[Tensor]) -> None: ...
 
 
 def each(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -212,9 +211,8 @@ def wait(streams: Streams, event: int) -> None:
     streams.wait(event)
 
 
-def lend(values: Any, streams: Streams) -> None:
-    """Let the current stream read tensors of another stream. Their memory is not reused before it has read them."""
-    streams.lend(tensors_in(values))
+def keep(values: Sequence[Any]) -> None:
+    """Do nothing. Values that this takes were not freed before: other streams read them."""
 
 
 def tensors_in(values: Any) -> list[Tensor]:

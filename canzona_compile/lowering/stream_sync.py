@@ -4,6 +4,11 @@ A program is a total order of calls, and each call runs on one stream. Calls of 
 help. Two calls of different streams need an event between them if one of them writes memory that the other one reads
 or writes. The event is left out if other events imply it already; vector clocks tell (Fidge 1988, Mattern 1989). A
 collective is done when a stream has waited for it, not when it has started.
+
+Memory has a stream, too. Once no value needs it, torch's allocator gives it to the next tensor of the stream that made
+it, without waiting for others that may still read it. So a value that another stream reads is kept until its own
+stream has waited for that one. `Tensor.record_stream` would do without: it leaves memory in use until the host happens
+to look, so that the peak of a step depends on how far the host is ahead.
 """
 
 from __future__ import annotations
@@ -56,12 +61,14 @@ class Orders:
 
     Attributes:
         waits: for each call, the events that its stream waits for before it.
-        lends: for each call, the values of other streams that it reads (see `program_ops.lend`).
+        keeps: for each call, the values that must not be freed before it (see `program_ops.keep`).
+        kept: the values that must not be freed before the caller's stream has waited for all others.
         records: for each call, the event that its stream records after it.
     """
 
     waits: dict[fx.Node, list[int]] = field(default_factory=dict)
-    lends: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    keeps: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    kept: list[fx.Node] = field(default_factory=list)
     records: dict[fx.Node, int] = field(default_factory=dict)
 
 
@@ -92,6 +99,7 @@ def order_streams(
     analysis = Analysis(streams, inputs, written)
     for node in graph.nodes:
         analysis.visit(node)
+    analysis.keep()
     ends = analysis.numbered()
     handle = bind(StreamSet(names, 1 + len(set(analysis.orders.records.values()))))
     write(graph, [n for n in calls[begin:] if n.target not in LOOKS], streams, analysis.orders, ends, handle)
@@ -113,31 +121,31 @@ class Analysis:
         self.uses: dict[Resource, Uses] = {}
         self.extents: dict[int, list[SlotRange]] = {}  # for each slot, its ranges that are in `uses`
         self.behind: dict[fx.Node, frozenset[Resource]] = {}  # the memory that a value may be or may be a view of
-        self.homes: dict[fx.Node, frozenset[str]] = {}  # the streams that may have allocated the memory of a value
+        self.makers: dict[fx.Node, fx.Node] = {}  # the call that made what a value is a view of
+        self.foreign: dict[fx.Node, set[str]] = {}  # by maker, the other streams that read what it made
+        self.last: dict[tuple[Resource, str], int] = {}  # the last call of a stream that used a resource
         self.clocks: dict[str, StreamClock] = {}
         self.at: dict[tuple[str, int], tuple[fx.Node, StreamClock]] = {}
         self.flying: dict[fx.Node, tuple[StreamClock, frozenset[Resource], frozenset[Resource]]] = {}
         self.waited: dict[fx.Node, list[tuple[str, int]]] = {}
-        self.lent: set[tuple[Any, str]] = set()  # values that a stream made or was lent
         self.orders = Orders()
 
     def visit(self, node: fx.Node) -> None:
         """Take in the next node of the program."""
         if node.op == "placeholder":
             self.behind[node] = frozenset(resources(self.inputs[node.name]))
-            self.homes[node] = frozenset()
         elif node.op in ("call_function", "call_module"):
             through = frozenset[Resource]().union(*(self.behind.get(n, frozenset()) for n in node.all_input_nodes))
             own = frozenset() if node.target in LOOKS else frozenset([("value", node.name)])
             self.behind[node] = through | own
-            self.homes[node] = frozenset[str]().union(*(self.homes.get(n, frozenset()) for n in node.all_input_nodes))
             stream = self.streams.get(node, CALLER)
-            if stream != CALLER and node.target not in LOOKS:
+            if node.target in LOOKS:
+                viewed = next(iter(node.all_input_nodes), None)
+                if viewed in self.makers:
+                    self.makers[node] = self.makers[viewed]
+            elif stream != CALLER:
+                self.makers[node] = node
                 self.call(node, stream)
-                self.homes[node] |= {stream}
-                self.lent.add((node, stream))
-            elif node.target in LOOKS:
-                self.lent |= {(node, s) for s in (COMPUTE, PACK) if (node.args[0], s) in self.lent}
 
     def call(self, node: fx.Node, stream: str) -> None:
         """Find the events that a call on a stream waits for, and remember what it reads and writes."""
@@ -158,10 +166,9 @@ class Analysis:
             clock[CALLER] = 1
             self.orders.waits[node] = [0]
         self.step(node, stream, number, clock)
-        for value in node.all_input_nodes:
-            if self.homes.get(value, frozenset()) - {stream} and (value, stream) not in self.lent:
-                self.lent.add((value, stream))
-                self.orders.lends.setdefault(node, []).append(value)
+        for maker in (self.makers[n] for n in node.all_input_nodes if n in self.makers):
+            if self.streams[maker] != stream:
+                self.foreign.setdefault(maker, set()).add(stream)
         if node.target is program_ops.start_all_to_all:
             self.flying[node] = dict(clock), read, written
         else:
@@ -221,8 +228,28 @@ class Analysis:
             if isinstance(resource, SlotRange) and resource not in self.uses:
                 self.extents.setdefault(resource.slot, []).append(resource)
             self.uses.setdefault(resource, Uses()).read[stream] = number
+            self.last[resource, stream] = number
             if resource in written:
                 self.uses[resource] = Uses((stream, number))
+
+    def keep(self) -> None:
+        """Find how long each value is kept that another stream than its own reads.
+
+        Its own stream has waited for the reader once a call of it comes after the last call that may read the value,
+        or a value that was made of it and may be a view of it. Until then, each call of it may get memory that is
+        free. After the program no stream gets any before it has waited.
+        """
+        order = {node: i for i, (node, _) in enumerate(self.at.values())}
+        for maker, readers in self.foreign.items():
+            needs = {stream: self.last[("value", maker.name), stream] for stream in readers}
+            own = self.streams[maker]
+            read = max(order[self.at[need][0]] for need in needs.items())
+            later = [self.at[own, n] for n in range(1, 1 + self.clocks[own][own]) if order[self.at[own, n][0]] > read]
+            first = next((node for node, clock in later if all(clock.get(s, 0) >= n for s, n in needs.items())), None)
+            if first is not None and first is not later[0][0]:
+                self.orders.keeps.setdefault(first, []).append(maker)
+            elif first is None and later:
+                self.orders.kept.append(maker)
 
     def ends(self) -> list[tuple[str, int]]:
         """The calls that the caller's stream waits for at the end. Together they imply that all calls are done."""
@@ -282,8 +309,8 @@ def write(
                 current = stream
             for event in orders.waits.get(node, ()):
                 graph.call_function(program_ops.wait, (handle, event))
-            for value in orders.lends.get(node, ()):
-                graph.call_function(program_ops.lend, (value, handle))
+            if node in orders.keeps:
+                graph.call_function(program_ops.keep, (orders.keeps[node],))
         if node in orders.records:
             with graph.inserting_after(node):
                 graph.call_function(program_ops.record, (handle, orders.records[node]))
@@ -291,6 +318,8 @@ def write(
         graph.call_function(program_ops.on_stream, (handle, CALLER))
         for event in ends:
             graph.call_function(program_ops.wait, (handle, event))
+        if orders.kept:
+            graph.call_function(program_ops.keep, (orders.kept,))
 
 
 def join(clock: StreamClock, other: Mapping[str, int]) -> None:

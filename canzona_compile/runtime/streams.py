@@ -6,18 +6,17 @@ the program has on `compute`: so the memory of intermediate values is that which
 of its own would keep memory of its own, and on a full GPU torch would free and allocate all of it again in every step.
 
 Buffers are allocated once, so events alone decide which stream may use a buffer. A tensor that one stream computes
-and another stream reads is lent to the reader with `Tensor.record_stream`, as torch's allocator requires.
+and another stream reads is kept by the program until its own stream has waited for the reader (`stream_sync`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from canzona_compile.ir.program import StreamSet
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE, PACK
@@ -42,9 +41,6 @@ class InOrder:
         pass
 
     def wait(self, event: int) -> None:
-        pass
-
-    def lend(self, tensors: Sequence[Tensor]) -> None:
         pass
 
 
@@ -90,12 +86,6 @@ class CudaStreams:
     def wait(self, event: int) -> None:
         """Make the current stream wait for the event with this index."""
         self._events[event].wait()
-
-    def lend(self, tensors: Sequence[Tensor]) -> None:
-        """Tell torch's allocator that the current stream uses these tensors of another stream."""
-        current = torch.cuda.current_stream(self.device)
-        for tensor in tensors:
-            tensor.record_stream(current)
 
 
 def streams_for(wanted: StreamSet | None, device: torch.device) -> InOrder | CudaStreams:

@@ -25,7 +25,7 @@ CONNECTING = (
     program_ops.on_stream,
     program_ops.record,
     program_ops.wait,
-    program_ops.lend,
+    program_ops.keep,
 )
 
 
@@ -109,7 +109,7 @@ class CutProgram:
                 replay = next(following)
                 if replay is not None:
                     replay()
-            elif part.target is not program_ops.lend:  # what is recorded has memory of its own
+            elif part.target is not program_ops.keep:  # what is recorded has memory of its own
                 values[part] = called(part, values)
 
 

@@ -25,6 +25,7 @@ from canzona_compile.capture.rehearsal import rehearse
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall, num_compiled_calls
 from tests.harness import compiled_optimizers as toys
+from tests.harness.marks import full
 from tests.harness.odd_optimizers import TwoPrecisions, matmul_precision
 from tests.harness.pairs import Pair, different, feed, parameters
 
@@ -155,8 +156,8 @@ def templates(pair: Pair) -> list[Any]:
     [
         (toys.CompiledAdam, {2}),
         (toys.CompiledParts, {2, 3}),
-        (toys.CompiledProducts, {1}),
-        (toys.CompilingLate, {0, 1}),
+        full(toys.CompiledProducts, {1}),
+        full(toys.CompilingLate, {0, 1}),
     ],
 )
 def test_compiled_functions_are_called_by_graphs(kind: type[Any], calls: set[int]) -> None:

@@ -43,9 +43,7 @@ def train(name: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) 
 @pytest.mark.parametrize(
     "case", first([Case("fsdp", (3,)), Case("fsdp", (2,)), Case("tp_columns", (2,)), Case("ddp", (2,))]), ids=str
 )
-@pytest.mark.parametrize(
-    "recipe", [name for kinds in (DECORATED, COMPILED) for name in first(k.__name__ for k in kinds)]
-)
+@pytest.mark.parametrize("recipe", first(kind.__name__ for kind in (*DECORATED, *COMPILED)))
 def test_captured_by_dispatch(recipe: str, case: Case) -> None:
     report = check(on_ranks(train, recipe, [case], torch.float32, strategy="owner"))
     assert report["fallbacks"] == {}

@@ -96,6 +96,7 @@ class FakeDevice:
         self.capture: Capture | None = None
         self.pools: dict[tuple[int, int], MemoryPool] = {}
         self.workspaces: dict[Queue, Workspace] = {}
+        self.free: dict[Queue, list[tuple[Tensor, set[Queue]]]] = {}  # by maker, memory that it may use anew
         self.graveyard: list[Tensor] = []  # memory stays, since generated kernels work on addresses
         self.waits = 0  # how often the host waited for the device
         self.forced = False  # whether `finish` may wait now without counting: the test itself looks
@@ -134,6 +135,8 @@ class FakeDevice:
 
     def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Block]:
         """New memory of the current stream."""
+        for old, lent in self.free.pop(self.current.queue, ()):
+            self.scheduler.put(overwritten(old, self.current.queue, lent))
         memory, tensor = empty_like_strided(size, stride, dtype)
         self.graveyard.append(memory)
         capture = self.capture
@@ -144,13 +147,13 @@ class FakeDevice:
         return tensor, block
 
     def freed(self, memory: Tensor, maker: Queue, lent: set[Queue], pool: MemoryPool | None) -> None:
-        """Give memory back: what comes next on its stream may overwrite it."""
+        """Give memory back: the next tensor that is made on its stream may lie in it."""
         if pool is not None:
             if self.capture is not None and self.capture.pool is pool and not lent - {maker}:
                 self.capture.overwrite(memory, maker)
             pool.free.append((memory, maker))
         elif not self.scheduler.prompt and self.capture is None:
-            self.scheduler.put(overwritten(memory, maker, lent))
+            self.free.setdefault(maker, []).append((memory, lent))
 
     def workspace(self) -> Workspace:
         """The library's scratch memory for products on the current stream."""

@@ -1,9 +1,9 @@
 """The memory of a device, as torch's caching allocator gives it away.
 
 A block whose last tensor dies may be given to the next tensor of the *stream that it was made on*, so whatever that
-stream does next may overwrite it. Streams to which it was lent (`record_stream`) are waited for. This allocator
-overwrites it, with NaN, at a moment that the scheduler chooses: a read that should have been waited for, or lent, is
-a read of NaN. New blocks hold NaN, too.
+stream does next may overwrite it. Collectives that work on it are waited for: torch's process groups see to that. This
+allocator overwrites it, with NaN, at a moment that the scheduler chooses: a read that should have been waited for, or
+of a value that should have been kept, is a read of NaN. New blocks hold NaN, too.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ def when_freed(block: Block, then: Callable[[Tensor, Queue, set[Queue], Any], No
 
 
 def overwritten(memory: Tensor, maker: Queue, lent: set[Queue]) -> Item:
-    """The item that overwrites memory once its maker, and the streams to which it was lent, come to the present."""
+    """The item that overwrites memory once its maker, and the collectives that it was lent to, come to the present."""
     needs = [item for queue in [maker, *lent] for item in queue.tail]
     return Item(f"the memory of {maker.name} is used anew", None, lambda: poison(memory), needs)

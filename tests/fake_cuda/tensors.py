@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fake_cuda.device import FakeDevice, FakeStream, current_device
+from tests.fake_cuda.device import FakeDevice, current_device
 from tests.fake_cuda.memory import Block
 from tests.fake_cuda.scheduler import DeviceError
 
@@ -45,9 +45,6 @@ class DeviceTensor(Tensor):
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
-
-    def record_stream(self, stream: FakeStream) -> None:  # type: ignore[override]
-        self.block.lent.add(stream.queue)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,13 +4,14 @@ The program runs on the CPU, call by call. A dispatch mode sees which bytes ever
 that nothing is taken from what the emitter believes: views, casts and results that alias their operands are what
 they are. Each access is dated with a vector clock; events carry clocks from stream to stream, and a collective is a
 stream of its own from its start to its `finish`. Two accesses of the same bytes, one of them a write, have to be in
-order. A value may be read by another stream than its maker's only once it is lent to that one.
+order. Memory that no value holds any more may be given to the next tensor that the same stream makes, so by then that
+stream must have waited for every access to it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +64,7 @@ class History:
 
     maker: str | None
     accesses: list[Access] = field(default_factory=list)
-    lent: set[str] = field(default_factory=set)
+    holders: int = 0  # how many values that are alive hold it
 
 
 class Ledger:
@@ -74,6 +75,7 @@ class Ledger:
         self.clocks: dict[str, Clock] = defaultdict(dict)
         self.events: dict[int, Clock] = {}
         self.histories: dict[int, History] = {}
+        self.free: dict[str, list[History]] = defaultdict(list)  # by maker
         self.kept: list[Any] = []  # so that no address is given away twice
         self.node = ""
 
@@ -88,10 +90,6 @@ class Ledger:
         assert event in self.events, f"event {event} is waited for before it is recorded"
         self.join(self.current, self.events[event])
 
-    def lend(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            self.history(tensor, None).lent.add(self.current)
-
     def join(self, stream: str, other: Mapping[str, int]) -> None:
         clock = self.clocks[stream]
         for name, at in other.items():
@@ -105,6 +103,7 @@ class Ledger:
         if storage.data_ptr() not in self.histories:
             self.kept.append(storage)
             self.histories[storage.data_ptr()] = History(maker)
+            self.reuse(maker)
         return self.histories[storage.data_ptr()]
 
     def access(self, tensor: Tensor, writes: bool, stream: str) -> None:
@@ -121,9 +120,28 @@ class Ledger:
                 continue
             if old.stream != stream and clock.get(old.stream, 0) < old.at:
                 raise Race(f"{self.node} on {stream} does not wait for {old.node} on {old.stream}")
-        if history.maker not in (None, stream) and stream not in history.lent and stream != "caller":
-            raise Race(f"{self.node} on {stream} uses memory of {history.maker} that it was not lent")
         history.accesses.append(new)
+
+    def hold(self, value: Any, change: int) -> None:
+        """Note that a value begins or ends to hold memory."""
+        for history in {id(h): h for h in map(self.known, tensors_in(value)) if h is not None}.values():
+            history.holders += change
+            if history.holders == 0 and history.maker is not None:
+                self.free[history.maker].append(history)
+
+    def reuse(self, stream: str | None) -> None:
+        """Note that a stream makes a tensor. Raise Race if the memory that is free for it may still be in use."""
+        for history in self.free.pop(stream, ()) if stream is not None else ():
+            for old in history.accesses:
+                if old.stream != stream and self.clocks[stream].get(old.stream, 0) < old.at:
+                    raise Race(f"{self.node} may get memory of {stream} that is free while {old.node} uses it")
+
+    def known(self, tensor: Tensor) -> History | None:
+        return self.histories.get(tensor.untyped_storage().data_ptr())
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [own for own in pytree.tree_leaves(value) if isinstance(own, Tensor)]
 
 
 class Seen(TorchDispatchMode):
@@ -162,7 +180,14 @@ class Checked(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.ledger.node = n.name
-        return super().run_node(n)
+        dying = [self.env[own] for own in self.user_to_last_uses.get(n, ()) if own in self.env]
+        result = super().run_node(n)
+        self.ledger.hold(result, 1)
+        if not n.users and n.op != "output":
+            self.ledger.hold(result, -1)
+        for value in dying:
+            self.ledger.hold(value, -1)
+        return result
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Generated kernels work on addresses, which no dispatch mode sees."""
@@ -276,5 +301,5 @@ class Bound:
 def orders(module: fx.GraphModule) -> Iterator[fx.Node]:
     """The instructions that order streams: taking one away must not go unseen."""
     for node in module.graph.nodes:
-        if node.target in (program_ops.wait, program_ops.lend):
+        if node.target in (program_ops.wait, program_ops.keep):
             yield node

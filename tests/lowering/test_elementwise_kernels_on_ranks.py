@@ -65,7 +65,7 @@ def train_alone(dtype: torch.dtype) -> None:
         full(Case("hsdp", (2, 2)), torch.float32, {"strategy": "owner"}, "prepare unpack pack forward apply"),
         full(Case("tp_columns", (2,)), torch.float32, {"strategy": "owner"}, "prepare unpack pack apply"),
         full(Case("fsdp", (2,)), torch.float32, {"strategy": "replicated"}, "prepare unpack apply"),
-        (Case("ddp", (2,)), torch.float32, {"strategy": "owner"}, "pack apply"),  # gradients are there already
+        full(Case("ddp", (2,)), torch.float32, {"strategy": "owner"}, "pack apply"),  # gradients are there already
     ],
     ids=lambda value: str(value) if isinstance(value, Case | torch.dtype) else "",
 )

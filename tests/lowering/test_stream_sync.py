@@ -136,7 +136,7 @@ def test_every_access_is_ordered_in_any_schedule(
     ids=str,
 )
 def test_an_order_that_is_missing_is_found(grid: tuple[int, int], strategy: Any) -> None:
-    """Each `wait` and each `lend` is needed: without any one of them the checker finds a race."""
+    """Each `wait` and each `keep` is needed: without any one of them the checker finds a race."""
     step = emitted("muon", grid, strategy=strategy, micro_groups=4, matrices=8)
     names = [node.name for node in orders(step.program.module)]
     assert len(names) > 4
@@ -147,18 +147,18 @@ def test_an_order_that_is_missing_is_found(grid: tuple[int, int], strategy: Any)
         graph.output(returned)
         graph.erase_node(next(n for n in graph.nodes if n.name == name))
         broken = replace(step, program=replace(step.program, module=fx.GraphModule(module, graph)))
-        with pytest.raises(Race, match=r"wait for|was not lent"):
+        with pytest.raises(Race, match=r"wait for|is free while"):
             check(broken, 0)
 
 
 def test_a_program_for_the_cpu_has_no_streams() -> None:
     step = emitted("muon", (1, 2), machine=Machine("cpu", "gloo", 1), strategy="owner")
-    assert not {"on_stream", "record", "wait", "lend"} & set(calls(step))
+    assert not {"on_stream", "record", "wait", "keep"} & set(calls(step))
     assert "streams" not in step.program.inputs
 
 
 def test_a_rank_alone_needs_no_streams() -> None:
-    assert not {"on_stream", "record", "wait", "lend"} & set(calls(emitted("muon", (1, 1))))
+    assert not {"on_stream", "record", "wait", "keep"} & set(calls(emitted("muon", (1, 1))))
 
 
 def trained(shards: int, for_cuda: bool, **options: Any) -> tuple[list[torch.Tensor], set[str]]:

@@ -180,8 +180,14 @@ def consolidated(maker: str, case: Case, to: int) -> tuple[bool, str, list[str]]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("to", [0, 1])
-@named
+@pytest.mark.parametrize(
+    ("maker", "case", "to"),
+    [
+        given if given in ((*CASES[0], 0), (*CASES[2], 1)) else marks.full(*given)
+        for given in ((*own, to) for own in CASES for to in (0, 1))
+    ],
+    ids=str,
+)
 def test_consolidate(maker: str, case: Case, to: int) -> None:
     found = run(2, consolidated, maker, case, to, after=ready(maker))
     for rank, (equal, refused, stale) in enumerate(found):

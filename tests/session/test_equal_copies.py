@@ -53,7 +53,7 @@ DIFFERENCES = [(other_parameter, "the parameter", "second"), (other_gradient, "t
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "difference"),
-    crossed(CASES, DIFFERENCES),
+    crossed(CASES, DIFFERENCES, most=2),
     ids=lambda v: str(v) if isinstance(v, Case) else v[0].__name__,
 )
 def test_one_copy_differs(case: Case, difference: tuple[Edit, str, str]) -> None:

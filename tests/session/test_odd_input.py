@@ -15,6 +15,7 @@ from torch.optim import Muon
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
+from tests.harness.marks import crossed
 from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of, same_bits
 from tests.harness.toy_optimizers import PerParameter, State, cube
 
@@ -50,8 +51,11 @@ class WideFactors(PerParameter):
         param.add_((state["factor"] @ state["momentum"].float()).to(param.dtype), alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
-@pytest.mark.parametrize("make", [muon, WideFactors])
+@pytest.mark.parametrize(
+    ("make", "dtypes"),
+    crossed([muon, WideFactors], [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]),
+    ids=str,
+)
 def test_checkpoints_of_parameters_in_another_dtype(make: Any, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     saved, here = dtypes
     before = make(parameters(dtype=saved))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from tests.harness.layouts import mesh_of
-from tests.harness.marks import crossed, full
+from tests.harness.marks import crossed, first, full
 from tests.harness.optimizers import share_captures
 from tests.harness.plain_shards import (
     EVEN,
@@ -92,7 +92,7 @@ def on_ranks(make: str, how: str, shape: tuple[int, ...], cuts: Sequence[int], *
         assert found == []
 
 
-@pytest.mark.parametrize("make", list(MAKERS))
+@pytest.mark.parametrize("make", first(MAKERS, 2))
 def test_in_one_process(make: str) -> None:
     do_alone(partial(train, make, "patterns", (), EVEN))
 
