@@ -54,7 +54,7 @@ class WideFactors(PerParameter):
 @pytest.mark.parametrize(
     ("make", "dtypes"),
     crossed([muon, WideFactors], [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]),
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, tuple) else value.__name__,
 )
 def test_checkpoints_of_parameters_in_another_dtype(make: Any, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     saved, here = dtypes
