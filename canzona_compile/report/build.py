@@ -114,6 +114,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         variants=facts.variants,
         rank_programs=facts.rank_programs,
         buffer_bytes=facts.buffer_bytes,
+        value_bytes=facts.value_bytes,
         execution=facts.execution,
         depth=step.depth,
         collectives_per_step=sum(g.collectives for g in groups),

@@ -47,6 +47,8 @@ class Facts:
         variants: control-flow variants captured so far.
         rank_programs: programs that this rank has emitted so far.
         buffer_bytes: the size of the buffers of all these programs, which this rank allocated once.
+        value_bytes: the most bytes of computed values that the last of these programs holds at one time, as
+            `runtime.program_memory` predicts them for CUDA; 0 elsewhere, and where the optimizer's own code runs.
         execution: how the last of these programs runs on its device, call by call or as a CUDA graph, and why.
         profile: None where no work is periodic.
     """
@@ -60,6 +62,7 @@ class Facts:
     variants: int = 0
     rank_programs: int = 0
     buffer_bytes: int = 0
+    value_bytes: int = 0
     execution: str = ""
     profile: ProfileReport | None = None
 
@@ -217,7 +220,7 @@ class Figures:
     """A plan in figures.
 
     Attributes:
-        captures, variants, rank_programs, buffer_bytes, execution, numerics, profile: see `Facts`.
+        captures, variants, rank_programs, buffer_bytes, value_bytes, execution, numerics, profile: see `Facts`.
         depth: micro-groups in flight at once.
         collectives_per_step: how many each rank of a micro-group's grid takes part in. With owners there are two on a
             sharded grid, one on a replicated grid, and three on a grid that is both. Where every rank computes
@@ -239,6 +242,7 @@ class Figures:
     variants: int
     rank_programs: int
     buffer_bytes: int
+    value_bytes: int
     execution: str
     depth: int
     collectives_per_step: int

@@ -108,7 +108,9 @@ def headline(report: Figures) -> Panel:
         f"predicted step {format_seconds(report.predicted_seconds)} on {where}, {report.numerics} numerics",
         f"{plural(report.captures, 'capture')}, {plural(report.variants, 'variant')}, "
         f"{plural(report.rank_programs, 'rank program')}, {len(report.fallbacks)} interpreted",
-        f"{shown}, {format_bytes(report.buffer_bytes)} of buffers" if shown else "",
+        f"{shown}, {format_bytes(report.buffer_bytes)} of buffers and {format_bytes(report.value_bytes)} of values"
+        if shown
+        else "",
     )
     title = Text.assemble(("canzona", "bold"), f"  {report.optimizer} on {plural(report.world_size, 'rank')}")
     return headline_panel(title, figures, remarks)

@@ -55,6 +55,14 @@ class ProgramStretch:
 
 # Runs a stretch on the values of its inputs, and returns those of its outputs.
 RunStretch = Callable[[ProgramStretch, Sequence[Any]], Sequence[Any]]
+Connect = Callable[[fx.Node, dict[fx.Node, Any]], Any]
+
+
+def called(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """The result of a call between stretches."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    target: Any = node.target
+    return target(*args, **kwargs)
 
 
 class CutProgram:
@@ -71,26 +79,27 @@ class CutProgram:
         self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.parts = list(_parts(module))
 
-    def run(self, arguments: Sequence[Any], launch: RunStretch) -> list[Tensor]:
+    def run(self, arguments: Sequence[Any], launch: RunStretch, call: Connect = called) -> list[Tensor]:
         """Run the program once.
 
         Args:
             arguments: one per placeholder.
             launch: runs a stretch.
+            call: makes a call between stretches, given the values so far.
 
         Returns:
             The tensors that were computed and must outlive a recording of this run; see `ProgramStretch.lasting`.
         """
         values = dict(zip(self.placeholders, arguments, strict=True))
-        given = {t.untyped_storage().data_ptr() for t in program_ops.tensors_in(list(arguments))}
+        given = {t.untyped_storage()._cdata for t in program_ops.tensors_in(list(arguments))}
         lasting: list[Tensor] = []
         for part in self.parts:
             if isinstance(part, fx.Node):
-                values[part] = called(part, values)
+                values[part] = call(part, values)
                 continue
             values.update(zip(part.outputs, launch(part, [values[n] for n in part.inputs]), strict=True))
             found = program_ops.tensors_in([values[n] for n in part.lasting])
-            lasting += [t for t in found if t.untyped_storage().data_ptr() not in given]
+            lasting += [t for t in found if t.untyped_storage()._cdata not in given]
             for node in part.over:
                 del values[node]
         return lasting
@@ -111,13 +120,6 @@ class CutProgram:
                     replay()
             elif part.target is not program_ops.keep:  # what is recorded has memory of its own
                 values[part] = called(part, values)
-
-
-def called(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """The result of a call between stretches."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-    target: Any = node.target
-    return target(*args, **kwargs)
 
 
 def _parts(module: fx.GraphModule) -> Iterator[ProgramStretch | fx.Node]:

@@ -98,6 +98,7 @@ class FakeDevice:
         self.workspaces: dict[Queue, Workspace] = {}
         self.free: dict[Queue, list[tuple[Tensor, set[Queue]]]] = {}  # by maker, memory that it may use anew
         self.graveyard: list[Tensor] = []  # memory stays, since generated kernels work on addresses
+        self.held = self.most = 0  # bytes of tensors that are alive, now and at most
         self.waits = 0  # how often the host waited for the device
         self.forced = False  # whether `finish` may wait now without counting: the test itself looks
 
@@ -142,12 +143,15 @@ class FakeDevice:
         capture = self.capture
         if capture is not None and self.current.queue not in capture.lanes:
             raise DeviceError(f"memory on {self.current.queue.name}, which takes no part in the recording")
+        self.held += rounded(memory)
+        self.most = max(self.most, self.held)
         block = Block(memory, self.current.queue, None if capture is None else capture.pool)
         when_freed(block, self.freed)
         return tensor, block
 
     def freed(self, memory: Tensor, maker: Queue, lent: set[Queue], pool: MemoryPool | None) -> None:
         """Give memory back: the next tensor that is made on its stream may lie in it."""
+        self.held -= rounded(memory)
         if pool is not None:
             if self.capture is not None and self.capture.pool is pool and not lent - {maker}:
                 self.capture.overwrite(memory, maker)
@@ -161,6 +165,11 @@ class FakeDevice:
         if queue not in self.workspaces:
             self.workspaces[queue] = Workspace()
         return self.workspaces[queue]
+
+
+def rounded(memory: Tensor) -> int:
+    """The bytes that torch's allocator gives away for some memory."""
+    return -(-memory.numel() // 512) * 512
 
 
 _devices: dict[int, Any] = {}  # by the id of a thread

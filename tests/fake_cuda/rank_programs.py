@@ -24,11 +24,11 @@ from canzona_compile.options import Options
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.runtime.program_memory import ProgramTensors
 from canzona_compile.session.plan import emit
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.on_device import DeviceExecutor, look, on_stand_in
 from tests.fake_cuda.tensors import plainly
-from tests.lowering.happens_before import Bound, Ledger
 from tests.lowering.test_stream_sync import CUDA, scheduled
 
 Plant = Callable[[fx.GraphModule], None]  # makes a mistake in the program of rank 0
@@ -46,7 +46,7 @@ class RankTensors:
     gradients: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.bound = Bound(self.step, self.rank, self.step.program, Ledger())
+        self.bound = ProgramTensors(self.step, self.rank)
 
     def fragment(self, role: Role, leaf: str, task: str) -> Tensor:
         if role is Role.GRAD:
@@ -101,6 +101,51 @@ def falling(name: str, at: int) -> float:
     return 0.5 / (1 + at) if name == "lr" else 0.5
 
 
+class ProgramRun:
+    """A program on the device of a rank.
+
+    Args:
+        program: the program.
+        tensors: its leaves.
+        cuda_graphs: whether it may be recorded.
+    """
+
+    def __init__(self, program: Program, tensors: RankTensors, cuda_graphs: bool) -> None:
+        sources = Sources(torch.device("cpu"), Groups(), mock.Mock(), tensors, tensors, mock.Mock())
+        self.tensors = tensors
+        self.executor = DeviceExecutor(program, sources, SharedSlots(), cuda_graphs)
+        self.executor.arguments()  # makes all leaves
+        self.first = {key: value.clone() for key, value in tensors.leaves.items()}
+
+    def step(self, at: int) -> None:
+        """Take a step, between gradients that are written and gradients that are dropped."""
+        tensors = self.tensors
+        tensors.at = at
+        for key in sorted(tensors.gradients):
+            write(tensors.leaves[key], self.first[key] * (1 + at))
+        self.executor.run()
+        for key in sorted(tensors.gradients):
+            write(tensors.leaves[key], None)
+
+
+def held_values(steps: list[Step], cuda_graphs: bool, count: int = 3) -> list[list[int]]:
+    """For each rank and step, the most bytes that the program's computed values held at one time."""
+
+    def work(rank: int) -> list[int]:
+        device = current_device()
+        made = ProgramRun(steps[rank].program, RankTensors(steps[rank], rank, steady), cuda_graphs)
+        found = []
+        for at in range(count):
+            before = device.most = device.held
+            made.step(at)
+            found.append(device.most - before)
+        look()
+        return found
+
+    with on_stand_in(0, len(steps)) as (run, _):
+        return run(work)
+
+
 def run_programs(
     steps: list[Step],
     seed: int | None,
@@ -127,21 +172,12 @@ def run_programs(
         program: Program = steps[rank].program
         if plant is not None:
             program = planted(program, plant)
-        tensors = RankTensors(steps[rank], rank, number_of)
-        sources = Sources(torch.device("cpu"), Groups(), mock.Mock(), tensors, tensors, mock.Mock())
-        executor = DeviceExecutor(program, sources, SharedSlots(), cuda_graphs)
-        executor.arguments()  # makes all leaves
-        first = {key: value.clone() for key, value in tensors.leaves.items()}
+        made = ProgramRun(program, RankTensors(steps[rank], rank, number_of), cuda_graphs)
         for at in range(count):
-            tensors.at = at
-            for key in sorted(tensors.gradients):
-                write(tensors.leaves[key], first[key] * (1 + at))
-            executor.run()
-            for key in sorted(tensors.gradients):
-                write(tensors.leaves[key], None)
+            made.step(at)
         look()
-        found = {k: v.clone() for k, v in tensors.leaves.items() if k not in tensors.gradients}
-        return found
+        tensors = made.tensors
+        return {k: v.clone() for k, v in tensors.leaves.items() if k not in tensors.gradients}
 
     with on_stand_in(seed, len(steps)) as (run, _):
         return run(work)

@@ -148,7 +148,7 @@ def train(script: Script, plain: Plain, counts: Counter[str], rank: int) -> Rank
         steady = Counter(counts) - before
         for home in homes:
             write(local_of(home), None)
-        how.append(optimizer.canzona.report().execution)
+        how.append(optimizer.canzona.session.driver.last.executor.how)
     waits = device.waits
     look()
     values = [local_of(param).clone() for param in laid.params]

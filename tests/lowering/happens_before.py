@@ -22,22 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir import program_ops
-from canzona_compile.ir.program import (
-    Bytes,
-    Fragments,
-    Group,
-    Indices,
-    Input,
-    Program,
-    Residents,
-    ScalarInput,
-    StreamSet,
-    View,
-    Views,
-    Watcher,
-    Whole,
-)
-from canzona_compile.ir.step import Placed, Role, Step
+from canzona_compile.ir.program import Input, Program, StreamSet
+from canzona_compile.ir.step import Step
+from canzona_compile.runtime.program_memory import ProgramTensors
 
 Clock = dict[str, int]
 
@@ -227,7 +214,7 @@ def check(step: Step, rank: int) -> Checked:
     """
     program: Program = step.program
     ledger = Ledger()
-    bound = Bound(step, rank, program, ledger)
+    bound = Bound(step, rank, ledger)
     arguments = [bound.of(value) for value in program.inputs.values()]
     leaves = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
     ledger.node = "the caller, before"
@@ -246,56 +233,15 @@ def check(step: Step, rank: int) -> Checked:
     return checked
 
 
-class Bound:
-    """Tensors and numbers for a program's inputs, of the right shapes; what they hold does not matter."""
+class Bound(ProgramTensors):
+    """Arguments of a program whose streams are the ledger's."""
 
-    def __init__(self, step: Step, rank: int, program: Program, ledger: Ledger) -> None:
-        self.step, self.rank, self.ledger = step, rank, ledger
-        self.slots = [torch.zeros(size, dtype=torch.uint8) for size in program.slots]
-        self.leaves: dict[tuple[str, str], Tensor] = {}
+    def __init__(self, step: Step, rank: int, ledger: Ledger) -> None:
+        super().__init__(step, rank)
+        self.ledger = ledger
 
     def of(self, value: Input) -> Any:
-        match value:
-            case StreamSet():
-                return self.ledger
-            case Views(views):
-                return [self.view(v) for v in views]
-            case Whole(view):
-                return self.view(view)
-            case Indices(index):
-                return list(index)
-            case Bytes(counts):
-                return list(counts)
-            case Fragments(_, leaf, tasks):
-                return [self.leaf(leaf, task, whole=False) for task in tasks]
-            case Residents(leaf, tasks):
-                return [self.leaf(leaf, task, whole=True) for task in tasks]
-            case ScalarInput():
-                return 0.5
-            case Group() | Watcher():
-                return None
-        raise AssertionError(value)
-
-    def view(self, view: View) -> Tensor:
-        size = view.dtype.itemsize
-        for n in view.shape:
-            size *= n
-        whole = self.slots[view.slot][view.offset : view.offset + size].view(view.dtype).view(view.shape)
-        return whole if view.index is None else whole[view.index]
-
-    def leaf(self, name: str, task: str, whole: bool) -> Tensor:
-        if (task, name) not in self.leaves:
-            own = self.step.task(task)
-            placed: Placed = self.step.placed_of(own)
-            known = {leaf.name: leaf for leaf in (*placed.template.state, *placed.template.inputs)}
-            leaf = known[name]
-            box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
-            cut = leaf.shape == own.shape and not whole
-            shape = box.size if cut else leaf.shape
-            self.leaves[task, name] = torch.ones(shape, dtype=leaf.dtype)
-            if leaf.role is Role.STATE and len(shape) == 2 and shape[0] == shape[1]:
-                self.leaves[task, name] = torch.eye(shape[0], dtype=leaf.dtype)  # what decompositions take
-        return self.leaves[task, name]
+        return self.ledger if isinstance(value, StreamSet) else super().of(value)
 
 
 def orders(module: fx.GraphModule) -> Iterator[fx.Node]:

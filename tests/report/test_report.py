@@ -212,7 +212,15 @@ def test_json_has_the_fields_of_schema_1() -> None:
     assert found["schema"] == 1
     assert set(found) == {
         *("schema", "world_size", "optimizer", "machine", "numerics", "captures", "variants"),
-        *("rank_programs", "buffer_bytes", "execution", "depth", "collectives_per_step", "wire_bytes_per_element"),
+        *(
+            "rank_programs",
+            "buffer_bytes",
+            "value_bytes",
+            "execution",
+            "depth",
+            "collectives_per_step",
+            "wire_bytes_per_element",
+        ),
         *("imbalance", "predicted_seconds", "templates", "micro_groups", "tasks", "loads"),
         *("local", "fallbacks", "suggestions", "schedule", "profile", "data_parallel"),
     }
