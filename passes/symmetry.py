@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from canzona_compile.analysis.linear_algebra import (
     Factor,
@@ -33,6 +32,7 @@ from canzona_compile.analysis.linear_algebra import (
     written,
 )
 from canzona_compile.analysis.symmetry_proof import SymmetricValues, symmetric_leaves, symmetric_values
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
 from canzona_compile.ir.layout import LayoutKind
 from canzona_compile.ir.step import Form, Placed, Step

@@ -165,6 +165,22 @@ def names_with_two_meanings(sources: Sources) -> list[str]:
     return [f"{name} in {', '.join(sorted(of))}" for name, of in meanings.items() if len(set(of.values())) > 1]
 
 
+def private_names_of_torch(sources: Sources) -> list[str]:
+    """Private names of torch outside of the one module that collects them; torch documents `torch._foreach_*`."""
+    private = re.compile(r"torch\.(?!ops\.)[\w.]*\b_(?!_|foreach_)\w*$")
+    found = []
+    for module, source in sources.items():
+        for node in ast.walk(parsed(source)) if module != "compat.torch_private" else ():
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+            found += [f"{module}: {name}" for name in names if private.match(name)]
+    return found
+
+
 def long_files(sources: Sources) -> list[str]:
     return [name for name, source in sources.items() if source.count("\n") > MOST_LINES]
 
@@ -193,6 +209,7 @@ RULES: dict[Callable[[Sources], list[str]], tuple[str, str]] = {  # with a viola
     homeless_modules: ("attic.planted", ""),
     flat_modules: ("planted", "class Helper: ...\n"),
     names_with_two_meanings: ("tools.planted", "class Step: ...\n"),
+    private_names_of_torch: ("tools.planted", "import torch\n\nprint(torch._C._cuda_getDevice)\n"),
     long_files: ("tools.planted", "x = 1\n" * (MOST_LINES + 1)),
     passes_that_import_passes: ("passes.planted", "from canzona_compile.passes.place import Place\n"),
     passes_at_work: ("passes.planted", "import torch.distributed as dist\n"),

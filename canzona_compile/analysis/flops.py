@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch import fx
 
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.compiled_call import CompiledCall, opened
 from canzona_compile.ir.fx_utils import placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
@@ -59,7 +60,7 @@ def symbolic_bytes(graph: fx.Graph, template: Template) -> sympy.Expr:
     dims = symbolic_dims(graph, template)
     total: sympy.Expr = sympy.Integer(0)
     for node in dims:
-        view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+        view = isinstance(node.target, OpOverload) and node.target.is_view
         if node.op == "call_function" and not view:
             for each in (node, *(n for n in node.all_input_nodes if n in dims)):
                 total += each.meta["val"].dtype.itemsize * sympy.Mul(*dims[each])
@@ -179,7 +180,7 @@ def decomposition(node: fx.Node) -> str:
 
     Most decompositions return tuples, so the node itself has no dims.
     """
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return ""
     name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
     return name if name in DECOMPOSITIONS or name in BY_PRODUCTS else ""
@@ -204,7 +205,7 @@ def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:
     own = sympy.Mul(*dims[node])
     if pair := factors(node):
         return 2 * own * inner(node, dims[pair[0]])
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+    if isinstance(node.target, OpOverload) and node.target.is_view:
         return sympy.Integer(0)
     largest = max((sympy.Mul(*dims[n]) for n in node.all_input_nodes if n in dims), key=free_size, default=own)
     return largest if free_size(largest) > free_size(own) else own

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from canzona_compile.api.handle import Canzona
 from canzona_compile.capture.attributes import TORCH_S_OWN
@@ -22,6 +21,7 @@ from canzona_compile.capture.leaves import keys_of, leaf_name, read
 from canzona_compile.capture.sharding_rules import state_after_a_step
 from canzona_compile.capture.twin import NOT_COPIED, check_step_signature, marks_of
 from canzona_compile.capture.variant import ParameterSpec
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.options import Options
 from canzona_compile.session.session import Session

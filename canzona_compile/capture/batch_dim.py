@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.fx_utils import outputs, placeholders, pointwise, tensor_value
 from canzona_compile.ir.step import Template
 
@@ -137,7 +138,7 @@ def reduced(node: fx.Node, place: int, ndim: int) -> int | None:
         The index of the dimension in the result; None if the reduction covers it.
     """
     arguments: dict[str, Any] = dict(node.kwargs)
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     names = [a.name for a in node.target._schema.arguments]
     arguments.update(zip(names, node.args, strict=False))
     given = arguments.get("dim")

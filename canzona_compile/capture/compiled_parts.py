@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.recorded_graph import RecordedGraph
 from canzona_compile.capture.recording import CompiledEntry, CompiledExit, RecordedCall
 from canzona_compile.capture.variant import Untraceable
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.fx_utils import outputs, placeholders
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from canzona_compile.capture.attributes import TORCH_S_OWN
@@ -27,6 +26,7 @@ from canzona_compile.capture.kept import memory_of
 from canzona_compile.capture.miniature import public
 from canzona_compile.capture.sentinels import sentinels
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, plain_class
+from canzona_compile.compat.torch_private import FakeTensorMode
 from canzona_compile.errors import some
 
 ParamGroup = Mapping[str, Any]

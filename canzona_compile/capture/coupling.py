@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.contents import changed
 from canzona_compile.capture.error_origin import blamed, first_line
@@ -18,6 +17,7 @@ from canzona_compile.capture.parts import Company
 from canzona_compile.capture.randomness import seeded
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, apart, contents_of
 from canzona_compile.capture.twin import NOT_COPIED, marks_of, plain_class
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer, some
 
 NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.compiled_calls import compiled_calls
 from canzona_compile.capture.compiled_parts import CompiledPart, own_calls, part_at, storage_of, with_compiled_calls
@@ -37,6 +36,7 @@ from canzona_compile.capture.recording import (
 )
 from canzona_compile.capture.twin import hypers, step_plainly
 from canzona_compile.capture.variant import Answer, Source, Untraceable, Variant
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.product_at import ProductAt

@@ -12,14 +12,19 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from torch._dynamo.callback import CallbackArgs
-    from torch._dynamo.types import GuardFilterEntry
+from canzona_compile.compat.torch_private import (
+    LOGGER,
+    TorchDispatchMode,
+    at_start_of_traces,
+    dispatch_modes,
+    guarded_values,
+    set_in_dynamo,
+    without_view_records,
+)
 
 StepFunction = Callable[[Any], Any]
 
@@ -87,9 +92,7 @@ def isolation() -> dict[str, Any]:
 @functools.cache  # making it takes longer than entering it
 def undecomposed() -> contextlib.AbstractContextManager[Any]:
     """Keep Dynamo from spelling addcmul_, addcdiv_ and scaled add_ as products and sums, which round otherwise."""
-    name = "enable_dynamo_decompositions"
-    known = hasattr(torch._dynamo.config, name)
-    return torch._dynamo.config.patch({name: False}) if known else contextlib.nullcontext()
+    return set_in_dynamo("enable_dynamo_decompositions", False)
 
 
 @contextlib.contextmanager
@@ -99,7 +102,7 @@ def outside_modes() -> Iterator[None]:
     This calls the methods of the base class. They maintain the flags that Dynamo reads, and they skip what a mode
     itself does on entry and exit.
     """
-    modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    modes = dispatch_modes()
     for mode in reversed(modes):
         TorchDispatchMode.__exit__(mode, None, None, None)
     try:
@@ -127,8 +130,7 @@ def eagerly() -> Iterator[None]:
 
     With that record it would not let an operator return a view again that it has returned before.
     """
-    views = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
-    with as_written(), views:
+    with as_written(), without_view_records():
         yield
 
 
@@ -146,18 +148,15 @@ def traceable_pow() -> Iterator[None]:
     or if `torch.compiler.substitute_in_graph` did not refuse functions that Dynamo knows. A copy of the step's globals
     would not do: published optimizers call `math.pow` in helpers of other modules.
     """
-    from torch._dynamo.callback import callback_handler  # late: Dynamo imports Triton
-
-    callback_handler.register_start_callback(put_power)
-    try:
-        yield
-    finally:
-        callback_handler.remove_start_callback(put_power)
-        if math.pow is power:
-            math.pow = _pow
+    with at_start_of_traces(put_power):
+        try:
+            yield
+        finally:
+            if math.pow is power:
+                math.pow = _pow
 
 
-def put_power(_args: CallbackArgs) -> None:
+def put_power(_args: Any) -> None:
     """Replace `math.pow`. Dynamo calls this when it begins to trace."""
     math.pow = power
 
@@ -167,9 +166,9 @@ def power(x: Any, y: Any) -> Any:
     return x**y * 1.0 if torch.compiler.is_dynamo_compiling() else _pow(x, y)
 
 
-def without_guards_on_power(guards: Sequence[GuardFilterEntry]) -> list[bool]:
+def without_guards_on_power(guards: Sequence[Any]) -> list[bool]:
     """Tell for each guard whether to keep it. Guards on `power` go, because it replaces `math.pow` only in traces."""
-    return [not (guard.has_value and guard.value is power) for guard in guards]
+    return [value is not power for value in guarded_values(guards)]
 
 
 @contextlib.contextmanager
@@ -178,14 +177,13 @@ def quiet() -> Iterator[None]:
 
     This adds a filter and sets no level: setting a level empties the caches of every logger of the process.
     """
-    logger = logging.getLogger("torch._logging._internal")
-    logger.addFilter(nothing)
+    LOGGER.addFilter(nothing)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.removeFilter(nothing)
+        LOGGER.removeFilter(nothing)
 
 
 def nothing(_record: logging.LogRecord) -> bool:

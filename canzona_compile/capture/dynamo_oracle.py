@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from canzona_compile.capture.dynamo import as_oracle, compiled
@@ -22,6 +21,7 @@ from canzona_compile.capture.functional import functional
 from canzona_compile.capture.oracle import MOST_CONSTANTS, Oracle, matches, unlike
 from canzona_compile.capture.twin import plain_step
 from canzona_compile.capture.variant import Answer, Scalars, Untraceable, Variant
+from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode, mark_static
 from canzona_compile.errors import CanzonaError
 
 
@@ -41,7 +41,7 @@ class DynamoOracle(Oracle):
         # What users compiled would, after a break, run machine code on fake tensors, which have no memory.
         self._step = compiled(plain_step(type(self.twin)), self._backend, unbroken=self.calls_compiled)
         for tensor, _ in self.tensors():
-            torch._dynamo.mark_static(tensor)
+            mark_static(tensor)
 
     def ask(self) -> Answer:
         """Evaluate Dynamo's guards; trace if none fit."""

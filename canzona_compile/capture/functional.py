@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
+from canzona_compile.compat.torch_private import FakeTensorMode
 from canzona_compile.ir.fx_utils import ancestors
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.nn import Parameter
-from torch.utils import _pytree as pytree
+
+from canzona_compile.compat.torch_private import FakeTensor, pytree
 
 CONTAINERS = (dict, list, tuple)
 LeafPath = tuple[Any, ...]  # the keys and indices that lead to a leaf

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from canzona_compile.capture.sentinels import sentinels
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, odd_state, plain_class
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.layout import Shape, local_part
 from canzona_compile.ir.step import Leaf

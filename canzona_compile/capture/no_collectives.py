@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
+from canzona_compile.compat.torch_private import TorchDispatchMode
 from canzona_compile.errors import UnsupportedOptimizer
 
 

@@ -14,10 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.compiled_calls import compiled_calls
 from canzona_compile.capture.dynamo import eagerly, outside_modes
@@ -36,6 +34,7 @@ from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.provoke import Provoked, Provoker, fallible
 from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin, rebound, step_plainly
 from canzona_compile.capture.variant import Answer, FormChange, ParameterSpec, Scalars, Source, Untraceable, Variant
+from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode, pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.compiled_call import opened
 

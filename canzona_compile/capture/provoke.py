@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
-from torch._C import _LinAlgError as LinAlgError  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from canzona_compile.compat.torch_private import OpOverload, TorchDispatchMode
 
 # Operators that fail for some values of their operands.
 FALLIBLE = {
@@ -23,7 +23,7 @@ FALLIBLE = {
 
 def fallible(node: fx.Node) -> bool:
     """Tell whether the operator that a node calls fails for some values of its operands."""
-    return isinstance(node.target, torch._ops.OpOverload) and name_of(node.target) in FALLIBLE
+    return isinstance(node.target, OpOverload) and name_of(node.target) in FALLIBLE
 
 
 def name_of(operator: Any) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.capture.no_collectives import check_local
+from canzona_compile.compat.torch_private import TorchDispatchMode
 from canzona_compile.ir.compiled_call import opened
 
 

@@ -18,14 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.capture.compiled_calls import CompiledFunction, arguments_of, compiled_function, watched_calls
 from canzona_compile.capture.error_origin import is_optimizer
 from canzona_compile.capture.no_collectives import check_local
 from canzona_compile.capture.provoke import name_of
+from canzona_compile.compat.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    count_function_modes,
+    no_dispatch,
+    pytree,
+)
 from canzona_compile.errors import UnsupportedOptimizer
 
 NumberList = list[Any]
@@ -342,13 +346,13 @@ def settings() -> tuple[Any, ...]:
 def surroundings() -> tuple[Any, ...]:
     """Return the settings of torch that decide what a compiled function does, but no operator by itself."""
     casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-    modes = torch._C._len_torch_function_stack()
+    modes = count_function_modes()
     return (*casts, modes, torch.is_inference_mode_enabled())
 
 
 def reads_precision(func: Any) -> bool:
     """Tell whether an operator reads the float32 matmul precision."""
-    return isinstance(func, torch._ops.OpOverload) and name_of(func) in PRODUCTS
+    return isinstance(func, OpOverload) and name_of(func) in PRODUCTS
 
 
 def line_of(frame: FrameType | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Iterable
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from canzona_compile.compat.torch_private import is_optimized
 from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, empty_shard, gather
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.errors import CanzonaError
@@ -162,9 +162,3 @@ class ForwardHooks:
                 at=name,
                 hint='use gather="step", or call optimizer.canzona.synchronize() before such a forward pass',
             )
-
-
-def is_optimized(module: nn.Module) -> bool:
-    """Tell whether a module is what `torch.compile(module)` returned."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it here would take seconds
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

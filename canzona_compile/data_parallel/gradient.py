@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from canzona_compile.compat.torch_private import NO_TORCH_FUNCTION, make_wrapper_subclass
 from canzona_compile.errors import CanzonaError
 
 aten = torch.ops.aten
@@ -57,7 +58,7 @@ class ReducedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, param: Tensor, parts: Sequence[Tensor], origin: str, ledger: Ledger) -> ReducedGradient:
-        made: ReducedGradient = torch.Tensor._make_wrapper_subclass(
+        made: ReducedGradient = make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
         made.parts, made.origin, made.ledger = parts, origin, ledger
@@ -75,7 +76,7 @@ class ReducedGradient(Tensor):
         """
         return self.ledger.whole(self)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
+from canzona_compile.compat.torch_private import in_backward
 from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, all_reduce, largest, reduce
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
@@ -165,7 +166,7 @@ class Reduction:
 
     def forget_failure(self) -> None:
         """Drop what a backward pass left that an exception ended. Called when a forward pass of the model begins."""
-        if torch._C._current_autograd_node() is None and self._queued:
+        if not in_backward() and self._queued:
             self.under_way = self._queued = False
 
     def _start_complete(self) -> None:
@@ -222,7 +223,7 @@ class Reduction:
     def _at_end(self) -> None:
         self._queued = False
         # A reentrant checkpoint runs a backward pass inside of another one, whose end is not the end of all.
-        inner = torch._C._current_autograd_node() is not None
+        inner = in_backward()
         if self.under_way and not (inner and self._next < len(self.buckets)):
             self.finish()
 

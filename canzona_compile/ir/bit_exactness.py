@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.fx_utils import tensor_value
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Shape
@@ -48,7 +49,7 @@ def position_free(node: fx.Node, machine: Machine) -> bool:
     if machine.device != "cpu":
         return True
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket not in POSITION_FREE_ON_CPU:
+    if not isinstance(target, OpOverload) or target.overloadpacket not in POSITION_FREE_ON_CPU:
         return False
     if target.overloadpacket in (aten.add, aten.sub, aten.rsub) and scaled(node):
         value = tensor_value(node)

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensor
-from torch.utils import _pytree as pytree
 
+from canzona_compile.compat.torch_private import FakeTensor, pytree
 from canzona_compile.ir.product_at import matmul_precision
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor, FakeTensorMode
 
+from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode, OpOverload
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.compiled_call import CompiledCall
 
@@ -63,7 +63,7 @@ def outputs(graph: fx.Graph) -> tuple[Any, ...]:
 def pointwise(node: fx.Node) -> bool:
     """Whether element i of the result depends only on the elements i of the operands."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     # prims.fma is pointwise but untagged; torch registers it only once a compiler has been imported.
     return target in POINTWISE_COPIES or torch.Tag.pointwise in target.tags or target.name() == "prims::fma"
@@ -197,7 +197,7 @@ def insert_call(
     Raises:
         InvalidStep: the operator does not take these operands; the graph is as before.
     """
-    if name is None and isinstance(target, torch._ops.OpOverload):
+    if name is None and isinstance(target, OpOverload):
         name = target.overloadpacket.__name__
     arguments, options = tuple(args), dict(kwargs or {})
     value = fake_result(graph, target, arguments, options)

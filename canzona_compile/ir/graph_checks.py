@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-import torch
 from torch import fx
 
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.fx_utils import from_numbers, outputs, placeholders, pointwise, tensor_value
 from canzona_compile.ir.layout import Box, Layout, LayoutKind, Shape
@@ -89,7 +89,7 @@ def sound(graph: fx.Graph, where: str) -> None:
     for node in graph.nodes:
         if node.op not in ("call_function", "placeholder", "output"):
             raise InvalidStep(f"{where} has a node of kind {node.op}", at=f"%{node.name}")
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             raise InvalidStep(f"{node.target} writes to its operand in {where}", at=f"%{node.name}")
 
 

@@ -17,8 +17,9 @@ from itertools import product
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from canzona_compile.compat.torch_private import StridedShard
 from canzona_compile.errors import InvalidStep, UnsupportedLayout
 
 Shape = tuple[int, ...]
@@ -160,13 +161,13 @@ def replicated_layout(shape: Sequence[int], ranks: Sequence[int]) -> Layout:
 def fragment(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], at: Sequence[int]) -> Box:
     """The box of a tensor of `shape` at mesh coordinate `at`.
 
-    Mesh dims cut from left to right, except that a `_StridedShard` of split factor f cuts after the
+    Mesh dims cut from left to right, except that a `StridedShard` of split factor f cuts after the
     dims to its right whose sizes multiply to f: this is how FSDP2 shards what TP had sharded before.
     """
     box = Box.whole(shape)
     for i in cutting_order(mesh, placements):
         placement = placements[i]
-        assert isinstance(placement, Shard | _StridedShard)
+        assert isinstance(placement, Shard | StridedShard)
         box = box.cut(placement.dim, mesh[i], at[i])
     return box
 
@@ -175,11 +176,11 @@ def cutting_order(mesh: Sequence[int], placements: Sequence[Placement]) -> list[
     """Mesh dims in the order in which they cut the tensor; replicating dims are left out."""
     order: list[int] = []
     for i, placement in reversed(list(enumerate(placements))):
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             place, factor = 0, 1
             while factor < placement.split_factor and place < len(order):
                 other = placements[order[place]]
-                assert isinstance(other, Shard | _StridedShard)
+                assert isinstance(other, Shard | StridedShard)
                 factor *= mesh[order[place]] if other.dim == placement.dim else 1
                 place += 1
             if factor != placement.split_factor:
@@ -246,8 +247,8 @@ def layout_of_boxes(
     own, sizes = coordinate_of(mesh, rank), tuple(mesh.shape)
     mine = box[own]
     batch = range(batch_dims)
-    fixed = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and p.dim in batch]
-    shards = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and i not in fixed]
+    fixed = [i for i, p in enumerate(placements) if isinstance(p, Shard | StridedShard) and p.dim in batch]
+    shards = [i for i, p in enumerate(placements) if isinstance(p, Shard | StridedShard) and i not in fixed]
     rows = [i for i in range(len(sizes)) if i not in fixed and i not in shards]
 
     def coordinates(dims: list[int]) -> list[dict[int, int]]:
@@ -267,7 +268,7 @@ def layout_of_boxes(
 
 def short(placement: Placement) -> str:
     """R, S0, or SS0x2 (strided, split factor 2)."""
-    if isinstance(placement, _StridedShard):
+    if isinstance(placement, StridedShard):
         return f"SS{placement.dim}x{placement.split_factor}"
     return f"S{placement.dim}" if isinstance(placement, Shard) else "R"
 

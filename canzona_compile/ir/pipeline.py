@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import torch
 from rich.table import Table
 from torch import fx
 
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, some
 from canzona_compile.ir.step import Form, Step
 from canzona_compile.ir.verifier import verify
@@ -231,6 +231,6 @@ def difference(before: Step, after: Step) -> tuple[int, dict[str, int]]:
         for graph in graphs(step):
             nodes += sign * len(graph.nodes)
             for node in graph.nodes:
-                if isinstance(node.target, torch._ops.OpOverload):
+                if isinstance(node.target, OpOverload):
                     ops[str(node.target)] += sign
     return nodes, {name: count for name, count in sorted(ops.items()) if count}

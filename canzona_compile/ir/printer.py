@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.bucket_text import show_buckets
 from canzona_compile.ir.fx_utils import outputs, placeholders
 from canzona_compile.ir.layout import Grid, Layout, Shape
@@ -126,7 +127,7 @@ def show_nodes(graph: fx.Graph, writes: Sequence[str] | None = None) -> Iterator
 
 def show_target(target: Any) -> str:
     """The name of an operator or function, without its address: aten.lerp.Scalar, operator.mul, eager_step."""
-    if isinstance(target, torch._ops.OpOverload | str):
+    if isinstance(target, OpOverload | str):
         return str(target)
     name = getattr(target, "__name__", type(target).__name__)
     module = getattr(target, "__module__", "")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.program_ops import set_matmul_precision
 
 
@@ -34,7 +35,7 @@ class ProductAt:
         precision: "highest", "high" or "medium", as `torch.set_float32_matmul_precision` takes it.
     """
 
-    operator: torch._ops.OpOverload
+    operator: OpOverload
     precision: str
 
     def __post_init__(self) -> None:

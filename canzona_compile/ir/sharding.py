@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from canzona_compile.compat.torch_private import StridedShard
 from canzona_compile.errors import UnsupportedLayout
 from canzona_compile.ir.layout import Box, Layout, MeshCoordinate, Shape, coordinate_of, cutting_order, layout_of_boxes
 
@@ -108,7 +109,7 @@ class Tiling:
 
 def shard_dim(placement: Placement) -> int | None:
     """The dim of the tensor that a mesh dim cuts; None if it cuts none."""
-    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+    return placement.dim if isinstance(placement, Shard | StridedShard) else None
 
 
 def told(sizes: Mapping[MeshCoordinate, Sequence[int]], limit: int = 8) -> str:

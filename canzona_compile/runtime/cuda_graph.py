@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel, Laid
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import EagerTasks, Fragments, Program, Residents, ScalarInput
 from canzona_compile.runtime.device_scalars import with_device_numbers
@@ -304,7 +305,7 @@ def targets(module: fx.GraphModule) -> Iterator[Any]:
 
 def obstacle_in(target: Any) -> str:
     """Why a call cannot be recorded; empty if it can."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         name = target._schema.name.partition("::")[2]
         waits = name in WAITING or name.startswith(WAITING_FAMILIES)
         return f"{name} makes the host wait" if waits and name not in LAUNCHING else ""

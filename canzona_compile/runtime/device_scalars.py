@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import outputs, placeholders
 from canzona_compile.ir.program import Program
@@ -283,7 +284,7 @@ def arithmetic(node: fx.Node, numbers: Any) -> bool:
         numbers: the nodes that are numbers.
     """
     operands = node.all_input_nodes
-    plain = node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload)
+    plain = node.op == "call_function" and not isinstance(node.target, OpOverload)
     return plain and node.target is not program_ops.each and bool(operands) and all(n in numbers for n in operands)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from canzona_compile.compat.torch_private import end_allocation_to_pool
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE
 from canzona_compile.runtime.streams import index_of, stream_named
 
@@ -146,11 +147,8 @@ def clean_up(graph: Any, device: int, pool: GraphPool) -> None:
         device: the index of the device.
         pool: the memory pool of the recording.
     """
-    try:
-        torch._C._cuda_endAllocateToPool(device, pool.handle)
-    except RuntimeError:  # torch left nothing open
+    if not end_allocation_to_pool(device, pool.handle):  # torch left nothing open
         return
-    torch._C._cuda_releasePool(device, pool.handle)
     broken.append(graph)  # it has to stay alive: allocators of pinned memory may still ask it about its stream
     small = torch.cuda.CUDAGraph()
     with torch.cuda.graph(small, stream=stream_named(ORIGIN, device), capture_error_mode="thread_local"):

@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
-
+from canzona_compile.compat.torch_private import Store
 from canzona_compile.errors import CanzonaError, RankMismatch
 
 PATIENCE = timedelta(seconds=30)  # how long a rank waits for the others, which may be writing weights meanwhile

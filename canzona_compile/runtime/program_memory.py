@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.codegen.launch import GroupedKernel
+from canzona_compile.compat.torch_private import FakeTensorMode, TorchDispatchMode
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import (
     Bytes,

@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.leaves import write
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.rehearsal import rehearse_as_now
 from canzona_compile.capture.twin import make_twin, marks_of, step_plainly
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Leaf, Role, Task

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
+from canzona_compile.compat.torch_private import is_non_overlapping_and_dense_or_false
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.layout import local_part
 

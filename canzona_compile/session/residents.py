@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.construction import NotConstructible, atoms_of
 from canzona_compile.capture.contents import ATOMS, Contents, Walk
@@ -17,6 +16,7 @@ from canzona_compile.capture.resident_shadow import ResidentShadow
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.capture.variant import ParameterSpec
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Task
 from canzona_compile.session.bind import BoundParam

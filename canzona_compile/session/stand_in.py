@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from canzona_compile.capture.leaves import LeafPath, keys_of, leaf_name, paths_of, read
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedLayout
 from canzona_compile.ir.layout import Box
 from canzona_compile.ir.sharding import Tiling

@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from canzona_compile.compat.torch_private import PrefixStore, TCPStore
 from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance.all_steps import all_steps
 from canzona_compile.tools.acceptance.journal import AcceptanceJournal

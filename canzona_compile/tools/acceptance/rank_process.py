@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from canzona_compile.compat.torch_private import PrefixStore, TCPStore
 from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance.step import AcceptanceRank, OnRanks
 

@@ -19,8 +19,7 @@ from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 
-from torch._C._distributed_c10d import Store
-
+from canzona_compile.compat.torch_private import Store
 from canzona_compile.tools.acceptance.journal import AcceptanceJournal
 from canzona_compile.tools.acceptance.machine import AcceptedMachine
 from canzona_compile.tools.acceptance.rank_process import RankPlace, RankProcess

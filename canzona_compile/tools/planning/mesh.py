@@ -9,8 +9,9 @@ from itertools import product
 from math import prod
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from canzona_compile.compat.torch_private import StridedShard
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Box, Grid, Layout, fragment, short
 from canzona_compile.tools.planning.weights import Model, ModelWeight
@@ -177,7 +178,7 @@ class WeightSharding:
         """Place a weight as `parallelize_module` and FSDP2 do: FSDP shards dim 0 of the tensor-parallel shard."""
         cut, first = weight.tensor_dim, int(weight.experts)
         tensor = self.mesh.size("tp") if cut == first and "tp" in dict(self.mesh.dims) else 1
-        fsdp: Placement = _StridedShard(first, split_factor=tensor) if tensor > 1 else Shard(first)
+        fsdp: Placement = StridedShard(first, split_factor=tensor) if tensor > 1 else Shard(first)
         placements: dict[str, Placement] = {name: Replicate() for name in DIMS}
         placements["tp"] = Replicate() if cut is None else Shard(cut)
         placements["fsdp"] = fsdp
@@ -187,7 +188,7 @@ class WeightSharding:
             entries = self.mesh.size("ep")
             placements["ep"] = Shard(0)
             if "fsdp" in dealt:
-                placements["fsdp"] = _StridedShard(0, split_factor=entries) if entries > 1 else Shard(0)
+                placements["fsdp"] = StridedShard(0, split_factor=entries) if entries > 1 else Shard(0)
         return placements
 
     def _text(self, columns: list[str], rows: list[str], sharding: Mapping[str, Placement]) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from canzona_compile.analysis.roofline import GraphTime, PlacedTime
+from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
@@ -183,7 +183,7 @@ class Launches:
                     continue
                 each = node.target is program_ops.each or isinstance(node.target, LoopOver)
                 target = node.args[0] if each else node.target
-                view = isinstance(target, torch._ops.OpOverload) and target.is_view
+                view = isinstance(target, OpOverload) and target.is_view
                 counted = int(self.loops or not view)
                 if each:
                     own += counted + self.loops

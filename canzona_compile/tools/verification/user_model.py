@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.capture.twin import check_step_signature
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.session.param_names import named_params
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
 

@@ -1,0 +1,142 @@
+"""Every private name of torch that this project uses, and what for.
+
+Torch may rename or remove these in any release. They stand here and nowhere else, which `tests/test_structure.py`
+checks; so a release that breaks one of them fails at this import, or in the function that guards it, and is mended
+here. Names that only Dynamo has are looked up when they are needed, because Dynamo imports Triton, which takes seconds.
+
+Not here: `torch._foreach_*`, which torch documents, modules called `experimental`, and members of objects, such as an
+operator's `_schema` and a storage's `_cdata`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+# torch.distributed has these, without types.
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+# The type of `torch.ops.aten.mm.default`; `torch.ops` has no public name for it.
+from torch._ops import OpOverload
+
+# Whether a tensor fills its memory without gaps, in any order of dims.
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+# Tensors with shapes and without values. Documented, under this path only.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# How FSDP2 shards a dim that tensor parallelism has cut before.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+# Nested lists and dicts of tensors.
+from torch.utils import _pytree as pytree
+
+# Leaves all dispatch modes for a moment.
+from torch.utils._mode_utils import no_dispatch
+
+# Sees every operator. Torch's notes on extending it have it, under this path only.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "PrefixStore",
+    "Store",
+    "StridedShard",
+    "TCPStore",
+    "TorchDispatchMode",
+    "is_non_overlapping_and_dense_or_false",
+    "no_dispatch",
+    "pytree",
+]
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # `__torch_function__` of a subclass that wants none
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # makes a tensor of a shape that has no memory
+LOGGER = logging.getLogger("torch._logging._internal")  # where Dynamo's messages for users go
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that are entered, the outermost first."""
+    return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+
+
+def count_function_modes() -> int:
+    """How many torch-function modes are entered. `torch.overrides` shows only the innermost one."""
+    return torch._C._len_torch_function_stack()
+
+
+def without_view_records() -> contextlib.AbstractContextManager[Any]:
+    """Make a context in which torch keeps no record of which tensors are views of others."""
+    guard: Any = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+    return guard  # type: ignore[no-any-return]
+
+
+def in_backward() -> bool:
+    """Tell whether autograd runs a node in this thread."""
+    return torch._C._current_autograd_node() is not None
+
+
+# -- Dynamo ----------------------------------------------------------------------------------------
+
+
+def mark_static(tensor: torch.Tensor) -> None:
+    """Let Dynamo take the sizes of a tensor for constants."""
+    torch._dynamo.mark_static(tensor)
+
+
+def set_in_dynamo(name: str, value: Any) -> contextlib.AbstractContextManager[Any]:
+    """Make a context with another setting of Dynamo; of a setting that this torch does not have, nothing."""
+    if not hasattr(torch._dynamo.config, name):
+        return contextlib.nullcontext()
+    context: Any = torch._dynamo.config.patch({name: value})
+    return context  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def at_start_of_traces(function: Callable[[Any], None]) -> Iterator[None]:
+    """Inside this context, Dynamo calls a function whenever it begins to trace."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(function)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(function)
+
+
+def guarded_values(guards: Sequence[Any]) -> list[Any]:
+    """For each guard that `guard_filter_fn` is asked about, the value that it is on; None if it has none."""
+    return [guard.value if guard.has_value else None for guard in guards]
+
+
+def is_optimized(module: torch.nn.Module) -> bool:
+    """Tell whether a module is what `torch.compile(module)` returned. This does not import Dynamo."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+
+def end_allocation_to_pool(device: int, pool: Any) -> bool:
+    """End a recording's hold on the allocator, and its use of the pool.
+
+    Args:
+        device: the index of the device.
+        pool: the handle of the pool.
+
+    Returns:
+        Whether there was one.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return False
+    torch._C._cuda_releasePool(device, pool)
+    return True
