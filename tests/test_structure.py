@@ -167,7 +167,7 @@ def names_with_two_meanings(sources: Sources) -> list[str]:
 
 def private_names_of_torch(sources: Sources) -> list[str]:
     """Private names of torch outside of the one module that collects them; torch documents `torch._foreach_*`."""
-    private = re.compile(r"torch\.(?!ops\.)[\w.]*\b_(?!_|foreach_)\w*$")
+    private = re.compile(r"torch\.(?!ops\.)([\w.]*\.)?_(?!_|foreach_)[\w.]*$")
     found = []
     for module, source in sources.items():
         for node in ast.walk(parsed(source)) if module != "compat.torch_private" else ():
