@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 Operation = Literal["sym_gemm", "gemm_axpby"]
-KernelName = Literal["library", "pointer", "tma"]
+KernelName = Literal["library", "pointer", "tma", "persistent", "quack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Compile-time configuration of a Triton kernel: programs walk `band` rows of tiles together, for the L2 cache."""
+    """Compile-time configuration of a Triton kernel: programs walk `band` rows of tiles together, for the L2 cache.
+
+    A tile has m rows and n columns and is summed over k at a time. `specialized`: some warps copy and others multiply,
+    which Triton 3.7 does for sm_100 alone.
+    """
 
     m: int
     n: int
@@ -49,18 +53,23 @@ class Tile:
     warps: int
     stages: int
     band: int = 8
+    specialized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kernel, its tile (None for the library), and the reason, for people."""
+    """A kernel, its tile (None for kernels that are not ours), and the reason, for people.
+
+    library: cuBLAS, by torch; quack: `gemm_symmetric` of quack-kernels; the others are Triton kernels of this package:
+    pointer, tma (tensor descriptors), persistent (tma, where each program computes several tiles).
+    """
 
     kernel: KernelName
     tile: Tile | None = None
     reason: str = ""
 
     def __post_init__(self) -> None:
-        if (self.kernel == "library") != (self.tile is None):
+        if (self.kernel in ("library", "quack")) != (self.tile is None):
             raise ValueError(f"a tile belongs to a Triton kernel and only there: {self.kernel}, {self.tile}")
 
     def same_kernel(self, other: Choice) -> bool:
@@ -73,21 +82,9 @@ NO_VERDICTS: Verdicts = {}
 
 SQUARE = Tile(128, 128, 64, warps=8, stages=3)
 WIDE = Tile(128, 256, 64, warps=8, stages=3)
-DEEP = Tile(128, 256, 64, warps=8, stages=4)
-SMALL = Tile(64, 64, 64, warps=4, stages=4)
 
-# The kernels that `choose` may return, by operation and architecture. The tuner tries these, a verdict has to be one of
-# these, and the ahead-of-time test compiles these. Other tiles spilled registers in that test.
-CANDIDATES: Mapping[tuple[Operation, int], tuple[Choice, ...]] = {
-    ("sym_gemm", 80): (Choice("pointer", SQUARE), Choice("pointer", SMALL)),
-    ("sym_gemm", 90): (*(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP, SMALL)), Choice("pointer", SQUARE)),
-    ("sym_gemm", 100): tuple(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP)),
-    ("gemm_axpby", 80): (Choice("pointer", SQUARE),),
-    ("gemm_axpby", 90): (*(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP)), Choice("pointer", SQUARE)),
-    ("gemm_axpby", 100): tuple(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP)),
-}
-
-MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}  # A100, H100 and H200 (SXM), B200
+# A100, H100 and H200 (SXM), B200. Only where no device can be asked: cards of one architecture have other numbers.
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -120,18 +117,23 @@ RULES = (
 )
 
 
-def choose(problem: Problem, arch: int | None, verdicts: Verdicts = NO_VERDICTS) -> Choice:
+def choose(
+    problem: Problem, arch: int | None, verdicts: Verdicts = NO_VERDICTS, processors: int | None = None
+) -> Choice:
     """Choose the kernel for a problem.
 
     Args:
         problem: the product to compute.
         arch: ten times the compute capability's major number plus the minor one; None for no CUDA, or no Triton.
         verdicts: what the tuner measured on this architecture.
+        processors: how many multiprocessors the device has; None offline, for those of `MULTIPROCESSORS`.
     """
     if arch is None:
         return Choice("library", reason="no CUDA device, or no Triton")
-    if problem in verdicts:
-        return verdicts[problem]
+    processors = processors or MULTIPROCESSORS.get(arch, 1)
+    known = measured(problem, verdicts, processors)
+    if known is not None:
+        return known
     rules = [rule for rule in RULES if (rule.op, rule.arch) == (problem.op, arch)]
     if not rules:
         return Choice("library", reason=f"no figure says that {problem.op} on sm_{arch} is faster than the library")
@@ -146,7 +148,55 @@ def choose(problem: Problem, arch: int | None, verdicts: Verdicts = NO_VERDICTS)
     rule = rules[0]
     if problem.alignment < (8 if rule.kernel == "tma" else 16):
         return Choice("library", reason="rows are not aligned; pad to multiples of 16")
-    return Choice(rule.kernel, _tile(problem, rule), rule.source)
+    return Choice(rule.kernel, _tile(problem, rule, processors), rule.source)
+
+
+def measured(problem: Problem, verdicts: Verdicts, processors: int) -> Choice | None:
+    """Return what measurements say of a problem: its own verdict, else those of other batches of the same matrices.
+
+    A kernel that won at a smaller and at a larger batch is taken for the batches between, unless its last wave leaves
+    more processors idle there than at both of them. Beyond the batches that were measured no kernel is chosen because
+    of a measurement: fewer matrices may leave processors idle, and the library may gain more from more of them. Where
+    the nearest batch is the library's, so is this one, whatever published figures say: they are of other machines.
+
+    Args:
+        problem: the product to compute.
+        verdicts: what the tuner measured on this machine.
+        processors: how many multiprocessors it has.
+
+    Returns:
+        None if published figures may decide: nothing near was measured, or different kernels beat the library.
+    """
+    if problem in verdicts:
+        return verdicts[problem]
+    batches = sorted(other.batch for other in verdicts if replace(other, batch=problem.batch) == problem)
+    smaller = [batch for batch in batches if batch < problem.batch][-1:]
+    larger = [batch for batch in batches if batch > problem.batch][:1]
+    near = {batch: verdicts[replace(problem, batch=batch)] for batch in (*smaller, *larger)}
+    for batch, choice in near.items():
+        if choice.kernel == "library":
+            return Choice("library", reason=f"measured: the library wins at batch {batch}")
+    if len(near) < 2:
+        return None
+    (low, first), (high, second) = near.items()
+    if not first.same_kernel(second):
+        return None
+    if first.tile is None:
+        return Choice("library", reason=f"measured at batches {low} and {high}, with tiles that nobody tells")
+    fills = [_fill(replace(problem, batch=batch), first.tile, processors) for batch in (low, problem.batch, high)]
+    if fills[1] < min(fills[0], fills[2]):
+        return Choice("library", reason=f"a wave of {first.kernel} is emptier than at batches {low} and {high}")
+    return Choice(first.kernel, first.tile, f"measured: wins at batches {low} and {high}")
+
+
+def _fill(problem: Problem, tile: Tile, processors: int) -> float:
+    """Return which part of the processors works, in the mean over all waves of programs."""
+    if problem.op == "sym_gemm":
+        tiles = tiles_of_triangle(problem.m, tile)
+    else:
+        tiles = -(-problem.m // tile.m) * -(-problem.k // tile.n)
+    programs = problem.batch * tiles
+    return programs / (processors * -(-programs // processors))
 
 
 def triangle(side: int) -> int:
@@ -154,13 +204,21 @@ def triangle(side: int) -> int:
     return side * (side + 1) // 2
 
 
-def _tile(problem: Problem, rule: DispatchRule) -> Tile:
+def tiles_of_triangle(m: int, tile: Tile) -> int:
+    """Count the tiles that a triangle kernel computes of one m x m matrix.
+
+    The triangle is made of squares as large as the longer side of a tile; all tiles of a square are computed.
+    """
+    square = max(tile.m, tile.n)
+    return square // tile.m * (square // tile.n) * triangle(-(-m // square))
+
+
+def _tile(problem: Problem, rule: DispatchRule, processors: int) -> Tile:
     """Choose 128 x 256 (one per multiprocessor) if few idle in its last wave, else 128 x 128 (two per one)."""
     if rule.kernel != "tma":
         return SQUARE
-    programs = problem.batch * 2 * triangle(-(-problem.m // WIDE.n))
-    waves = programs / MULTIPROCESSORS[rule.arch]
-    return WIDE if waves >= 3 or waves / -(-programs // MULTIPROCESSORS[rule.arch]) >= 0.85 else SQUARE
+    waves = problem.batch * tiles_of_triangle(problem.m, WIDE) / processors
+    return WIDE if waves >= 3 or _fill(problem, WIDE, processors) >= 0.85 else SQUARE
 
 
 # -- what ran -------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def gemm_axpby(
     problem = Problem("gemm_axpby", v.shape[0], side, m if right else n, x.dtype, target.dtype, level)
     choice = choice or decide(problem, x.device)
     record(problem, choice)
-    if choice.tile is None:
+    if choice.kernel == "library":
         _library(f, v, result, on_host(alpha), on_host(beta), right)
     else:
         _triton(choice, f, v, result, alpha, beta, right)
@@ -120,7 +120,8 @@ def _triton(
     from canzona_compile.kernels.triangle import INTERPRETED  # here, so that everything else works without Triton
 
     runnable(choice, x, INTERPRETED)
-    assert choice.tile is not None
+    if choice.tile is None or choice.kernel not in ("tma", "pointer"):
+        raise ValueError(f"{choice.kernel}: there is no such kernel for gemm_axpby")
     scalars = on_device(alpha, x), on_device(beta, x)
     if choice.kernel == "tma":
         if _alignment(8, f, x, target) < 8:

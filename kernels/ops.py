@@ -2,6 +2,17 @@
 
 They are registered with torch, so graphs that call them can be traced, printed and checked without a GPU. On a CPU they
 are the plain torch references, on CUDA the kernels. All dims before the last two are batch dims.
+
+SYM_GEMM(a, b, c, *, alpha, beta, diag, trans) is alpha A (B or A)^T + beta C + diag I; kernels compute one triangle.
+    a, b: [..., M, K], or [..., K, M] if `trans`, for A^T (B or A); b = None stands for a. c: symmetric, [..., M, M].
+    Result: [..., M, M] in the dtype of a, contiguous, equal to its transpose bit by bit if a Triton kernel runs, up to
+    rounding if a library runs. The caller knows that the product is symmetric in exact arithmetic.
+
+GEMM_AXPBY(factor, x, *, alpha, beta, right) is alpha X + beta F X, or alpha X + beta X F if `right`.
+    factor: [..., M, M], or [..., N, N] if `right`. x: [..., M, N]. Result: [..., M, N] in the dtype of x, contiguous.
+
+PAD_CAST(x, *, dtype) is `kernels.padding.pad_cast`: [..., M, N] to [..., Mp, Np] of `dtype`, padded with zeros to
+    multiples of 16.
 """
 
 from __future__ import annotations
@@ -12,56 +23,10 @@ from torch import Tensor
 from canzona_compile.kernels import gemm_axpby as axpby_kernel
 from canzona_compile.kernels import padding
 from canzona_compile.kernels import sym_gemm as sym_kernel
-
-NAMESPACE = "canzona"
-
-
-@torch.library.custom_op(
-    f"{NAMESPACE}::sym_gemm",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor a, Tensor? b=None, Tensor? c=None, *, float alpha=1.0, float beta=0.0, float diag=0.0,"
-    " bool trans=False) -> Tensor",
-)
-def sym_gemm(
-    a: Tensor,
-    b: Tensor | None = None,
-    c: Tensor | None = None,
-    *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    diag: float = 0.0,
-    trans: bool = False,
-) -> Tensor:
-    """Compute alpha A (B or A)^T + beta C + diag I; kernels compute one triangle of it.
-
-    Args:
-        a, b: [..., M, K], or [..., K, M] if `trans`, for A^T (B or A); b = None stands for a.
-        c: symmetric, [..., M, M].
-
-    Returns:
-        [..., M, M] in the dtype of a, contiguous, equal to its transpose bit by bit if a Triton kernel runs, up to
-        rounding if the library runs. The caller knows that the product is symmetric in exact arithmetic.
-    """
-    return sym_kernel.reference(a, b, c, alpha=alpha, beta=beta, diag=diag, trans=trans).contiguous()
+from canzona_compile.kernels.registration import register
 
 
-@sym_gemm.register_kernel("cuda")
-def _(
-    a: Tensor,
-    b: Tensor | None = None,
-    c: Tensor | None = None,
-    *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    diag: float = 0.0,
-    trans: bool = False,
-) -> Tensor:
-    return sym_kernel.sym_gemm(a, b, c, alpha=alpha, beta=beta, diag=diag, trans=trans)
-
-
-@sym_gemm.register_fake
-def _(
+def _sym_gemm_shape(
     a: Tensor,
     b: Tensor | None = None,
     c: Tensor | None = None,
@@ -79,49 +44,42 @@ def _(
     return a.new_empty(*a.shape[:-2], m, m)
 
 
-@torch.library.custom_op(
-    f"{NAMESPACE}::gemm_axpby",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor factor, Tensor x, *, float alpha=1.0, float beta=1.0, bool right=False) -> Tensor",
-)
-def gemm_axpby(factor: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 1.0, right: bool = False) -> Tensor:
-    """Compute alpha X + beta F X, or alpha X + beta X F if `right`.
-
-    Args:
-        factor: [..., M, M], or [..., N, N] if `right`.
-        x: [..., M, N].
-
-    Returns:
-        [..., M, N] in the dtype of x, contiguous.
-    """
-    return axpby_kernel.reference(factor, x, alpha=alpha, beta=beta, right=right).contiguous()
+def _sym_gemm_reference(a: Tensor, b: Tensor | None = None, c: Tensor | None = None, **scalars: float) -> Tensor:
+    return sym_kernel.reference(a, b, c, **scalars).contiguous()  # type: ignore[arg-type]
 
 
-@gemm_axpby.register_kernel("cuda")
-def _(factor: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 1.0, right: bool = False) -> Tensor:
-    return axpby_kernel.gemm_axpby(factor, x, alpha=alpha, beta=beta, right=right)
-
-
-@gemm_axpby.register_fake
-def _(factor: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 1.0, right: bool = False) -> Tensor:
+def _gemm_axpby_shape(
+    factor: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 1.0, right: bool = False
+) -> Tensor:
     size = x.shape[-1] if right else x.shape[-2]
     if factor.shape != (*x.shape[:-2], size, size):
         raise ValueError(f"the factor is {list(factor.shape)}, not {[*x.shape[:-2], size, size]}")
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::pad_cast", mutates_args=(), schema="(Tensor x, *, ScalarType dtype) -> Tensor")
-def pad_cast(x: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """`kernels.padding.pad_cast`: [..., M, N] to [..., Mp, Np] of `dtype`, padded with zeros to multiples of 16."""
-    return padding.pad_cast(x, dtype)
+def _gemm_axpby_reference(factor: Tensor, x: Tensor, **scalars: float) -> Tensor:
+    return axpby_kernel.reference(factor, x, **scalars).contiguous()  # type: ignore[arg-type]
 
 
-@pad_cast.register_fake
-def _(x: Tensor, *, dtype: torch.dtype) -> Tensor:
+def _pad_cast_shape(x: Tensor, *, dtype: torch.dtype) -> Tensor:
     return x.new_empty(*x.shape[:-2], *map(padding.padded_size, x.shape[-2:]), dtype=dtype)
 
 
-SYM_GEMM = torch.ops.canzona.sym_gemm.default
-GEMM_AXPBY = torch.ops.canzona.gemm_axpby.default
-PAD_CAST = torch.ops.canzona.pad_cast.default
+def _pad_cast(x: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return padding.pad_cast(x, dtype)
+
+
+SYM_GEMM = register(
+    "sym_gemm(Tensor a, Tensor? b=None, Tensor? c=None, *, float alpha=1.0, float beta=0.0, float diag=0.0,"
+    " bool trans=False) -> Tensor",
+    _sym_gemm_shape,
+    _sym_gemm_reference,
+    cuda=sym_kernel.sym_gemm,
+)
+GEMM_AXPBY = register(
+    "gemm_axpby(Tensor factor, Tensor x, *, float alpha=1.0, float beta=1.0, bool right=False) -> Tensor",
+    _gemm_axpby_shape,
+    _gemm_axpby_reference,
+    cuda=axpby_kernel.gemm_axpby,
+)
+PAD_CAST = register("pad_cast(Tensor x, *, ScalarType dtype) -> Tensor", _pad_cast_shape, _pad_cast)

@@ -19,6 +19,7 @@ from canzona_compile.kernels.tensor_args import (
     matrices,
     on_device,
     on_host,
+    processors,
     runnable,
 )
 
@@ -41,7 +42,7 @@ def sym_gemm(
     Sums are kept in float32, whatever the operands are (float64 in float64), and rounded once at the end; the
     library may round once more for a `diag`, or for an `alpha` on the device. The Triton
     kernels compute one triangle and write it to both sides, so their result equals its transpose bit for bit, even
-    where A @ B^T is symmetric only in exact arithmetic; the library's result is as symmetric as its product.
+    where A @ B^T is symmetric only in exact arithmetic; a library's result is as symmetric as its product.
 
     Args:
         a: [..., M, K], or [..., K, M] with `trans`; float16, bfloat16, float32 or float64, any strides.
@@ -129,22 +130,37 @@ def _alignment(k: int, operands: list[Tensor]) -> int:
 def _run(
     choice: Choice, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, beta: Scalar, diag: Scalar
 ) -> None:
-    if choice.tile is None:
+    if choice.kernel == "library":
         _library(a, b, c, d, on_host(alpha), on_host(beta), on_host(diag))
         return
-    scalars = tuple(on_device(x, a) for x in (alpha, beta, diag))
+    scalars = (on_device(alpha, a), on_device(beta, a), on_device(diag, a))
+    if choice.tile is None:
+        from canzona_compile.kernels import sym_gemm_quack
+
+        with guard(a):
+            sym_gemm_quack.launch(a, b, c, d, scalars)
+        return
     # Imported here, so that everything else works without Triton.
     from canzona_compile.kernels.triangle import INTERPRETED
 
     runnable(choice, a, INTERPRETED)
-    if choice.kernel == "tma":
-        if alignment(*(x for x in (a, b, c, d) if x is not None)) < 8:
-            raise ValueError("tma: rows have to begin at multiples of 16 bytes; use the pointer kernel, or pad")
-        from canzona_compile.kernels.sym_gemm_tma import launch
-    else:
-        from canzona_compile.kernels.sym_gemm_pointer import launch
+    if choice.kernel == "pointer":
+        from canzona_compile.kernels.sym_gemm_pointer import launch as launch_pointer
+
+        with guard(a):
+            launch_pointer(choice.tile, a, b, c, d, scalars)
+        return
+    if alignment(*(x for x in (a, b, c, d) if x is not None)) < 8:
+        raise ValueError(f"{choice.kernel}: rows have to begin at multiples of 16 bytes; pad them")
     with guard(a):
-        launch(choice.tile, a, b, c, d, scalars)
+        if choice.kernel == "persistent":
+            from canzona_compile.kernels.sym_gemm_persistent import launch as launch_persistent
+
+            launch_persistent(choice.tile, a, b, c, d, scalars, processors(a.device))
+        else:
+            from canzona_compile.kernels.sym_gemm_tma import launch as launch_tma
+
+            launch_tma(choice.tile, a, b, c, d, scalars)
 
 
 def _library(a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, beta: Scalar, diag: Scalar) -> None:

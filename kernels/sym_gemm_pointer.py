@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from canzona_compile.kernels.dispatch import Tile, triangle
-from canzona_compile.kernels.triangle import INTERPRETED, scalar, triangle_tile
+from canzona_compile.kernels.dispatch import Tile, tiles_of_triangle
+from canzona_compile.kernels.triangle import INTERPRETED, scalar, tile_corner
 
 
 @triton.jit
@@ -32,21 +32,26 @@ def sym_gemm_pointer(
     d_batch,
     d_row,
     d_col,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
     HAS_C: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One program computes one tile of the lower triangle and writes it twice, a tile of the diagonal once."""
-    side = tl.cdiv(M, BLOCK)
-    tiles = side * (side + 1) // 2
+    """One program computes one tile of ROWS x COLS and writes its part of the lower triangle to both sides.
+
+    One of ROWS and COLS is a multiple of the other one.
+    """
+    SQUARE: tl.constexpr = ROWS if ROWS > COLS else COLS
+    side = tl.cdiv(M, SQUARE)
+    tiles = SQUARE // ROWS * (SQUARE // COLS) * (side * (side + 1) // 2)
     pid = tl.program_id(0)
     # Offsets are 64 bits wide: a stack of 320 matrices of 2560 x 3072 is more than 32 bits can count.
     batch = (pid // tiles).to(tl.int64)
-    i, j = triangle_tile(pid % tiles, side, BAND)
-    rows = i * BLOCK + tl.arange(0, BLOCK)
-    cols = j * BLOCK + tl.arange(0, BLOCK)
+    top, left = tile_corner(pid % tiles, side, ROWS, COLS, BAND)
+    rows = top + tl.arange(0, ROWS)
+    cols = left + tl.arange(0, COLS)
     ks = tl.arange(0, BLOCK_K)
 
     wide_rows = rows.to(tl.int64)
@@ -54,11 +59,11 @@ def sym_gemm_pointer(
     wide_ks = ks.to(tl.int64)
     a_tile = a + batch * a_batch + wide_rows[:, None] * a_row + wide_ks[None, :] * a_col
     b_tile = b + batch * b_batch + wide_cols[None, :] * b_row + wide_ks[:, None] * b_col
-    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        left = K - k
-        x = tl.load(a_tile, mask=(rows[:, None] < M) & (ks[None, :] < left), other=0.0)
-        y = tl.load(b_tile, mask=(cols[None, :] < M) & (ks[:, None] < left), other=0.0)
+        rest = K - k
+        x = tl.load(a_tile, mask=(rows[:, None] < M) & (ks[None, :] < rest), other=0.0)
+        y = tl.load(b_tile, mask=(cols[None, :] < M) & (ks[:, None] < rest), other=0.0)
         if UPCAST:
             x = x.to(tl.float32)
             y = y.to(tl.float32)
@@ -68,29 +73,40 @@ def sym_gemm_pointer(
 
     inside = (rows[:, None] < M) & (cols[None, :] < M)
     result = acc * scalar(alpha)
-    if HAS_C:
-        c_tile = c + batch * c_batch + wide_rows[:, None] * c_row + wide_cols[None, :] * c_col
-        result += scalar(beta) * tl.load(c_tile, mask=inside, other=0.0).to(tl.float32)
-    here = d + batch * d_batch + wide_rows[:, None] * d_row + wide_cols[None, :] * d_col
-    if i != j:
+    here = batch * d_batch + wide_rows[:, None] * d_row + wide_cols[None, :] * d_col
+    added = batch * c_batch + wide_rows[:, None] * c_row + wide_cols[None, :] * c_col
+    if top >= left + COLS:  # all of it lies below the diagonal
+        if HAS_C:
+            result += scalar(beta) * tl.load(c + added, mask=inside, other=0.0).to(tl.float32)
         value = result.to(d.dtype.element_ty)
-        tl.store(here, value, mask=inside)
-        there = d + batch * d_batch + wide_cols[:, None] * d_row + wide_rows[None, :] * d_col
-        tl.store(there, tl.trans(value), mask=(cols[:, None] < M) & (rows[None, :] < M))
+        tl.store(d + here, value, mask=inside)
+        there = batch * d_batch + wide_cols[:, None] * d_row + wide_rows[None, :] * d_col
+        tl.store(d + there, tl.trans(value), mask=(cols[:, None] < M) & (rows[None, :] < M))
     else:
-        value = tl.where(rows[:, None] == cols[None, :], result + scalar(diag), result).to(d.dtype.element_ty)
-        # Both halves of a tile of the diagonal become the same bits.
-        value = tl.where(rows[:, None] >= cols[None, :], value, tl.trans(value))
-        tl.store(here, value, mask=inside)
+        # What lies above the diagonal becomes the mirror image of what lies below, bit for bit. Each element is written
+        # once, by one program, and if d is c, then no other program reads it.
+        own = inside
+        if ROWS != COLS:
+            own = inside & (rows[:, None] >= cols[None, :])
+        if HAS_C:
+            result += scalar(beta) * tl.load(c + added, mask=own, other=0.0).to(tl.float32)
+        result = tl.where(rows[:, None] == cols[None, :], result + scalar(diag), result)
+        value = result.to(d.dtype.element_ty)
+        if ROWS == COLS:
+            value = tl.where(rows[:, None] >= cols[None, :], value, tl.trans(value))
+        tl.store(d + here, value, mask=own)
+        if ROWS != COLS:
+            across = batch * d_batch + wide_cols[None, :] * d_row + wide_rows[:, None] * d_col
+            tl.store(d + across, value, mask=inside & (rows[:, None] > cols[None, :]))
 
 
 def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[object, ...]) -> None:
     """Run the kernel. a, b: [B, M, K]; c, d: [B, M, M]; scalars: alpha, beta and diag, floats or 0-d tensors."""
-    if tile.m != tile.n:
-        raise ValueError(f"tiles have to be square here, not {tile.m} x {tile.n}")
+    if max(tile.m, tile.n) % min(tile.m, tile.n):
+        raise ValueError(f"one side of a tile has to be a multiple of the other one, unlike {tile.m} x {tile.n}")
     batch, m, k = a.shape
     c_or_a = d if c is None else c
-    sym_gemm_pointer[(batch * triangle(-(-m // tile.m)),)](
+    sym_gemm_pointer[(batch * tiles_of_triangle(m, tile),)](
         a,
         b,
         c_or_a,
@@ -102,7 +118,8 @@ def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalar
         *b.stride(),
         *c_or_a.stride(),
         *d.stride(),
-        BLOCK=tile.m,
+        ROWS=tile.m,
+        COLS=tile.n,
         BLOCK_K=tile.k,
         BAND=tile.band,
         HAS_C=c is not None,

@@ -4,10 +4,11 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from canzona_compile.kernels.descriptors import descriptor, step, turned
-from canzona_compile.kernels.dispatch import Tile, triangle
-from canzona_compile.kernels.triangle import INTERPRETED, scalar, triangle_tile
+from canzona_compile.kernels.dispatch import Tile, tiles_of_triangle
+from canzona_compile.kernels.triangle import INTERPRETED, scalar, tile_corner
 
 
 @triton.jit
@@ -20,21 +21,19 @@ def _finish(
     diag,
     batch,
     c_step,
-    row,
-    col,
+    top,
+    left,
     BLOCK: tl.constexpr,
     HAS_C: tl.constexpr,
 ):
     """Scale one square block, add to it, and write it to both sides of the diagonal, on the diagonal once."""
     # Another program computes the block above the diagonal, as its mirror image below.
-    if row >= col:
-        top = row * BLOCK
-        left = col * BLOCK
+    if top >= left:
         result = acc * scalar(alpha)
         if HAS_C:
             add = c.load([batch * c_step, top, left]).reshape(BLOCK, BLOCK)
             result += scalar(beta) * add.to(tl.float32)
-        if row != col:
+        if top != left:
             value = result.to(d.dtype)
             d.store([batch, top, left], value.reshape(1, BLOCK, BLOCK))
             d.store([batch, left, top], tl.trans(value).reshape(1, BLOCK, BLOCK))
@@ -45,6 +44,47 @@ def _finish(
             # Both halves of a block of the diagonal become the same bits.
             value = tl.where(rows >= cols, value, tl.trans(value))
             d.store([batch, top, left], value.reshape(1, BLOCK, BLOCK))
+
+
+@triton.jit
+def product_tile(
+    a,
+    b,
+    K,
+    a_batch,
+    b_batch,
+    top,
+    left,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    A_TURNED: tl.constexpr,
+    B_TURNED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
+):
+    """Return rows `top` and following of A times rows `left` and following of B: BLOCK x (WIDE * BLOCK), float32."""
+    acc = tl.zeros((BLOCK, BLOCK * WIDE), dtype=tl.float32)
+    for k in tl.range(0, K, BLOCK_K, warp_specialize=SPECIALIZED):
+        if A_TURNED:
+            x = a.load([a_batch, k, top]).reshape(BLOCK_K, BLOCK).T
+        else:
+            x = a.load([a_batch, top, k]).reshape(BLOCK, BLOCK_K)
+        if B_TURNED:
+            y = b.load([b_batch, k, left]).reshape(BLOCK_K, BLOCK * WIDE)
+        else:
+            y = b.load([b_batch, left, k]).reshape(BLOCK * WIDE, BLOCK_K).T
+        if UPCAST:
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def halves(acc, BLOCK: tl.constexpr):
+    """Split BLOCK x (2 * BLOCK) into its left and its right block."""
+    return tl.split(tl.permute(tl.reshape(acc, (BLOCK, 2, BLOCK)), (0, 2, 1)))
 
 
 @triton.jit
@@ -69,44 +109,64 @@ def sym_gemm_tma(
     B_TURNED: tl.constexpr,
     HAS_C: tl.constexpr,
     UPCAST: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
 ):
-    """One program computes BLOCK x (WIDE * BLOCK) of the lower triangle.
+    """One program computes one tile of BLOCK x (WIDE * BLOCK) of the lower triangle.
 
-    The triangle is made of squares of WIDE blocks; a square takes WIDE programs, one under the other. `a_step` is 0
-    if all matrices of a stack are the same one, else 1. An operand is TURNED if its rows are contiguous dims instead of
-    its columns.
+    `a_step` is 0 if all matrices of a stack are the same one, else 1. An operand is TURNED if its rows are contiguous
+    dims instead of its columns.
     """
     side = tl.cdiv(M, BLOCK * WIDE)
-    programs = WIDE * side * (side + 1) // 2
+    tiles = WIDE * (side * (side + 1) // 2)
     pid = tl.program_id(0)
-    batch = pid // programs
-    n = pid % programs
-    i, j = triangle_tile(n // WIDE, side, BAND)
-    row = i * WIDE + n % WIDE
-    col = j * WIDE
-
-    acc = tl.zeros((BLOCK, BLOCK * WIDE), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        if A_TURNED:
-            x = a.load([batch * a_step, k, row * BLOCK]).reshape(BLOCK_K, BLOCK).T
-        else:
-            x = a.load([batch * a_step, row * BLOCK, k]).reshape(BLOCK, BLOCK_K)
-        if B_TURNED:
-            y = b.load([batch * b_step, k, col * BLOCK]).reshape(BLOCK_K, BLOCK * WIDE)
-        else:
-            y = b.load([batch * b_step, col * BLOCK, k]).reshape(BLOCK * WIDE, BLOCK_K).T
-        if UPCAST:
-            x = x.to(tl.float32)
-            y = y.to(tl.float32)
-        acc = tl.dot(x, y, acc, input_precision="ieee")
-
+    batch = pid // tiles
+    top, left = tile_corner(pid % tiles, side, BLOCK, BLOCK * WIDE, BAND)
+    acc = product_tile(
+        a, b, K, batch * a_step, batch * b_step, top, left,
+        BLOCK, WIDE, BLOCK_K, A_TURNED, B_TURNED, UPCAST, SPECIALIZED,
+    )  # fmt: skip
     if WIDE == 1:
-        _finish(acc, c, d, alpha, beta, diag, batch, c_step, row, col, BLOCK, HAS_C)
+        _finish(acc, c, d, alpha, beta, diag, batch, c_step, top, left, BLOCK, HAS_C)
     else:
-        halves = tl.permute(tl.reshape(acc, (BLOCK, 2, BLOCK)), (0, 2, 1))
-        first, second = tl.split(halves)
-        _finish(first, c, d, alpha, beta, diag, batch, c_step, row, col, BLOCK, HAS_C)
-        _finish(second, c, d, alpha, beta, diag, batch, c_step, row, col + 1, BLOCK, HAS_C)
+        first, second = halves(acc, BLOCK)
+        _finish(first, c, d, alpha, beta, diag, batch, c_step, top, left, BLOCK, HAS_C)
+        _finish(second, c, d, alpha, beta, diag, batch, c_step, top, left + BLOCK, BLOCK, HAS_C)
+
+
+def described(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor) -> tuple[TensorDescriptor, ...]:
+    """Describe the operands to a kernel; without C, D stands in its place and is not read.
+
+    Raises:
+        ValueError: the tile is neither one square nor two squares side by side.
+    """
+    wide, rest = divmod(tile.n, tile.m)
+    if rest or wide not in (1, 2):
+        raise ValueError(f"a tile has to be one or two squares, not {tile.m} x {tile.n}")
+    square = (tile.m, tile.m)
+    add = d if c is None else c
+    return (
+        descriptor(a, (tile.m, tile.k)),
+        descriptor(b, (tile.n, tile.k)),
+        descriptor(add, square),
+        descriptor(d, square),
+    )
+
+
+def options(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None) -> dict[str, int | bool]:
+    """Return what both kernels are compiled for."""
+    return {
+        "BLOCK": tile.m,
+        "WIDE": tile.n // tile.m,
+        "BLOCK_K": tile.k,
+        "BAND": tile.band,
+        "A_TURNED": turned(a),
+        "B_TURNED": turned(b),
+        "HAS_C": c is not None,
+        "UPCAST": INTERPRETED,
+        "SPECIALIZED": tile.specialized,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
 
 
 def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalars: tuple[object, ...]) -> None:
@@ -115,31 +175,7 @@ def launch(tile: Tile, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, scalar
     The caller checks the alignment: `tensor_args.alignment` of all tensors is 8 or more. c and d are row-major
     or column-major alike: a symmetric matrix is the same either way.
     """
-    wide, rest = divmod(tile.n, tile.m)
-    if rest or wide not in (1, 2):
-        raise ValueError(f"a tile has to be one or two squares, not {tile.m} x {tile.n}")
     batch, m, k = a.shape
-    square = (tile.m, tile.m)
-    add = d if c is None else c
-    sym_gemm_tma[(batch * wide * triangle(-(-m // (tile.m * wide))),)](
-        descriptor(a, (tile.m, tile.k)),
-        descriptor(b, (tile.n, tile.k)),
-        descriptor(add, square),
-        descriptor(d, square),
-        *scalars,
-        m,
-        k,
-        step(a),
-        step(b),
-        step(add),
-        BLOCK=tile.m,
-        WIDE=wide,
-        BLOCK_K=tile.k,
-        BAND=tile.band,
-        A_TURNED=turned(a),
-        B_TURNED=turned(b),
-        HAS_C=c is not None,
-        UPCAST=INTERPRETED,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    operands = described(tile, a, b, c, d)
+    steps = step(a), step(b), step(d if c is None else c)
+    sym_gemm_tma[(batch * tiles_of_triangle(m, tile),)](*operands, *scalars, m, k, *steps, **options(tile, a, b, c))

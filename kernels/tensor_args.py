@@ -84,7 +84,13 @@ def machine(device: torch.device) -> GpuKind | None:
     if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    return GpuKind(10 * major + minor, torch.cuda.get_device_name(device))
+    return GpuKind(10 * major + minor, torch.cuda.get_device_name(device), processors(device))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Count the multiprocessors of a device. The interpreter runs one program after another; two stand for many."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @cache
@@ -96,7 +102,7 @@ def _verdicts(here: GpuKind) -> Verdicts:
 def decide(problem: Problem, device: torch.device) -> Choice:
     """Call `dispatch.choose` with this machine's architecture and verdicts; remember the result per problem."""
     here = machine(device)
-    return choose(problem, None) if here is None else choose(problem, here.arch, _verdicts(here))
+    return choose(problem, None) if here is None else choose(problem, here.arch, _verdicts(here), here.processors)
 
 
 def tuned(device: torch.device) -> str:

@@ -43,3 +43,19 @@ def triangle_tile(n, side, BAND: tl.constexpr):
     i = top + tl.where(corner < 0, inside % height, row)
     j = tl.where(corner < 0, inside // height, top + corner - row * (row + 1) // 2)
     return i, j
+
+
+@triton.jit
+def tile_corner(n, side, ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr):
+    """Return the first row and the first column of the n-th tile of ROWS x COLS of a lower triangle.
+
+    The triangle is made of side x side squares, as large as the longer side of a tile. The tiles of a square follow
+    one another, row by row, so a triangle has as many tiles for each of its squares. Tiles of the squares on the
+    diagonal reach above it; the caller leaves out what lies there.
+    """
+    SQUARE: tl.constexpr = ROWS if ROWS > COLS else COLS
+    ACROSS: tl.constexpr = SQUARE // COLS
+    PARTS: tl.constexpr = SQUARE // ROWS * ACROSS
+    i, j = triangle_tile(n // PARTS, side, BAND)
+    part = n % PARTS
+    return i * SQUARE + part // ACROSS * ROWS, j * SQUARE + part % ACROSS * COLS

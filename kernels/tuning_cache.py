@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from canzona_compile.kernels.dispatch import CANDIDATES, Choice, Problem, Tile
+from canzona_compile.kernels.candidates import candidates
+from canzona_compile.kernels.dispatch import Choice, Problem, Tile
 
 log = logging.getLogger(__name__)
 
@@ -36,25 +37,37 @@ def source_digest() -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
-    """A kind of GPU; the fastest kernel differs even between cards of one architecture."""
+    """A kind of GPU; the fastest kernel differs even between cards of one architecture.
+
+    Attributes:
+        arch: ten times the compute capability's major number plus the minor one.
+        name: as the driver tells it.
+        processors: how many multiprocessors it has, or the part of it that is lent.
+    """
 
     arch: int
     name: str
+    processors: int
 
 
 def versions(machine: GpuKind) -> dict[str, str]:
     """Return what a verdict depends on besides the problem; the file and its name contain it."""
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = "none"
     return {
         "arch": f"sm_{machine.arch}",
         "device": machine.name,
+        "processors": str(machine.processors),
         "torch": torch.__version__,
-        "triton": triton,
+        "triton": _version("triton"),
+        "quack": _version("quack-kernels"),
         "source": source_digest(),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def folder() -> Path:
@@ -134,6 +147,5 @@ def _parsed(entry: dict[str, Any]) -> tuple[Problem, Choice]:
 
 
 def _known(problem: Problem, choice: Choice, arch: int) -> bool:
-    """Tell whether a choice is possible here, and the tests compile it ahead of time."""
-    candidates = CANDIDATES.get((problem.op, arch), ())
-    return choice.kernel == "library" or any(choice.same_kernel(other) for other in candidates)
+    """Tell whether a choice is possible here."""
+    return choice.kernel == "library" or any(choice.same_kernel(other) for other in candidates(problem.op, arch))

@@ -8,7 +8,7 @@ Tests run these kernels in Triton's interpreter. The interpreter truncates when 
 has neither fused operations nor CUDA's library functions. The branches of `INTERPRETED` compute these in other ways.
 They follow ATen's CPU kernels where the CPU kernels differ from the CUDA kernels.
 
-Each segment has a row of int64 words. The row holds the branch of the kernel, the first block of the segment, the
+Each segment has a row of int64 words. The row holds the branch of the kernel, the segment's first program, the
 number of elements, and the sizes of the three inner dims. Five words per operand follow: the address and four strides,
 the innermost stride last. The last words are the numbers, each as the bits of a float64.
 """
@@ -30,36 +30,75 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def inside(row, start, lanes, ALIGNED: tl.constexpr):
-    """The mask of a block's lanes that are elements of the segment."""
-    left = tl.minimum(tl.load(row + 2) - start, lanes.shape[0]).to(tl.int32)
+def inside(end, start, lanes, ALIGNED: tl.constexpr):
+    """The mask of a tile's lanes that are elements of this block's part of the segment, which ends before `end`."""
+    left = tl.minimum(end - start, lanes.shape[0]).to(tl.int32)
     if ALIGNED:
         left = tl.multiple_of(left, 16)
     return lanes < left
 
 
 @triton.jit
-def pointers(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The addresses of the elements `start` + `lanes`, counted in row-major order over the last DIMS dims.
+def sizes(row, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The sizes of the segment's dims but the outermost one, the innermost first."""
+    inner = 1
+    middle = 1
+    outer = 1
+    if DIMS > 1:
+        inner = tl.load(row + 5)
+        if ALIGNED:  # said here, since what is said of an argument is lost when a function is inlined
+            inner = tl.multiple_of(inner, 16)
+    if DIMS > 2:
+        middle = tl.load(row + 4)
+    if DIMS > 3:
+        outer = tl.load(row + 3)
+    return inner, middle, outer
 
-    Offsets are int64, and quotients within a block are int32. ALIGNED promises that the innermost stride is one, that
-    the address is a multiple of 16 bytes, and that the innermost size and the outer strides are multiples of 16
-    elements. Memory can then be accessed in vectors.
+
+@triton.jit
+def place(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address of an operand, and the strides of its dims that are not known, the innermost first.
+
+    A program loads this once, for all of its tiles. ALIGNED promises that the innermost stride is one, that the address
+    is a multiple of 16 bytes, and that the innermost size and the outer strides are multiples of 16 elements. Memory
+    can then be accessed in vectors.
     """
     at = row + (HEADER + OPERAND * WORDS)
     base = tl.load(at).to(tl.pointer_type(DTYPE))
+    inner = 1
+    second = 1
+    third = 1
+    outer = 1
     if ALIGNED:
         base = tl.multiple_of(base, 16)
+    else:
+        inner = tl.load(at + 4)
+    if DIMS > 1:
+        second = tl.load(at + 3)
+        if ALIGNED:
+            second = tl.multiple_of(second, 16)
+    if DIMS > 2:
+        third = tl.load(at + 2)
+        if ALIGNED:
+            third = tl.multiple_of(third, 16)
+    if DIMS > 3:
+        outer = tl.load(at + 1)
+        if ALIGNED:
+            outer = tl.multiple_of(outer, 16)
+    return base, inner, second, third, outer
+
+
+@triton.jit
+def pointers(place, sizes, start, lanes, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The addresses of the elements `start` + `lanes`, counted in row-major order over the last DIMS dims.
+
+    Offsets are int64, and quotients within a tile are int32.
+    """
     outer = start
     inner = lanes
     offsets = lanes.to(tl.int64) * 0
     for dim in tl.static_range(DIMS - 1):
-        size = tl.load(row + (5 - dim))
-        stride = tl.load(at + (4 - dim))
-        if ALIGNED and dim == 0:
-            size = tl.multiple_of(size, 16)
-        elif ALIGNED:
-            stride = tl.multiple_of(stride, 16)
+        size = sizes[dim]
         first = (outer % size).to(tl.int32)
         if ALIGNED and dim == 0:
             first = tl.multiple_of(first, 16)
@@ -69,24 +108,19 @@ def pointers(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, DIMS
         if ALIGNED and dim == 0:
             offsets += part
         else:
-            offsets += part * stride
+            offsets += part * place[dim + 1]
         inner = inner // size.to(tl.int32)
     if ALIGNED and DIMS == 1:
         offsets = outer + inner
     else:
-        stride = tl.load(at + (5 - DIMS))
-        if ALIGNED:
-            stride = tl.multiple_of(stride, 16)
-        offsets += (outer + inner) * stride
-    return base + offsets
+        offsets += (outer + inner) * place[DIMS]
+    return place[0] + offsets
 
 
 @triton.jit
-def load(
-    row, OPERAND: tl.constexpr, DTYPE: tl.constexpr, start, lanes, inside, DIMS: tl.constexpr, ALIGNED: tl.constexpr
-):
+def load(place, sizes, DTYPE: tl.constexpr, start, lanes, inside, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
     """Load the elements of an operand. 16-bit floats are returned as float32."""
-    return widened(tl.load(pointers(row, OPERAND, DTYPE, start, lanes, DIMS, ALIGNED), mask=inside), DTYPE)
+    return widened(tl.load(pointers(place, sizes, start, lanes, DIMS, ALIGNED), mask=inside), DTYPE)
 
 
 @triton.jit
@@ -97,19 +131,9 @@ def load_one(row, OPERAND: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def store(
-    row,
-    OPERAND: tl.constexpr,
-    DTYPE: tl.constexpr,
-    value,
-    start,
-    lanes,
-    inside,
-    DIMS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+def store(place, sizes, DTYPE: tl.constexpr, value, start, lanes, inside, DIMS: tl.constexpr, ALIGNED: tl.constexpr):
     """Write a value that is already rounded to DTYPE into the elements of an operand."""
-    at = pointers(row, OPERAND, DTYPE, start, lanes, DIMS, ALIGNED)
+    at = pointers(place, sizes, start, lanes, DIMS, ALIGNED)
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
         tl.store(at, bits.to(tl.bfloat16, bitcast=True), mask=inside)

@@ -20,7 +20,7 @@ from canzona_compile.codegen.tables import Table, TableSegment, fits, roomy, seg
 from canzona_compile.codegen.values import Spread
 from canzona_compile.errors import CanzonaError
 
-BLOCK = 2048  # elements; with eight warps every thread has eight, two vectors of float32
+BLOCK = 2048  # elements of a tile; with eight warps every thread has eight, two vectors of float32
 WARPS = 8
 # The compiler must not fuse what ATen does not fuse. Library functions keep numbers below 2^-126, as with nvcc.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
@@ -198,7 +198,9 @@ class GroupedKernel(torch.nn.Module):
             self._kernel = loaded(self.source)
         where = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         with where, np.errstate(all="ignore"):  # the interpreter computes with numpy
-            self._kernel[(self.table.blocks,)](*self._on_device, WIDTH=self.table.width, BLOCK=BLOCK, **OPTIONS)
+            self._kernel[(self.table.blocks,)](
+                *self._on_device, tiles=self.table.tiles, WIDTH=self.table.width, BLOCK=BLOCK, **OPTIONS
+            )
         self.launches += 1
 
     def _write(self, addresses: Addresses, numbers: list[tuple[float, ...]]) -> None:
@@ -222,7 +224,7 @@ class GroupedKernel(torch.nn.Module):
                 segment = segment_of(self.programs[program], number, entry, operands)
                 if segment is not None:
                     segments.append(segment)
-        self.table = Table(self.programs, self.parts, segments, BLOCK)
+        self.table = Table(self.programs, self.parts, segments, BLOCK, processors(self._device))
         self._kernel = self._on_device = None
         if self._device.type == "cpu" and segments:
             interpreted(self.title)
@@ -245,6 +247,12 @@ class GroupedKernel(torch.nn.Module):
             blocks = torch.from_numpy(self.table.of_block).pin_memory().to(self._device, non_blocking=True)
             self._on_device = blocks, torch.empty(self.table.rows.shape, dtype=torch.int64, device=self._device)
         self._on_device[1].copy_(torch.from_numpy(self.table.rows).pin_memory(), non_blocking=True)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Count the multiprocessors of a device. None in the interpreter, so that blocks there have several tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def interpreted(title: str) -> None:

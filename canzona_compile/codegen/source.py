@@ -1,6 +1,8 @@
 """Write the source text of a grouped kernel.
 
-It has one function per program, and a kernel whose blocks look up their segment and call the function of its program.
+It has one function per pointwise program, and a kernel. Each block of the kernel looks up its segment, and the function
+of the segment's program computes the block's tiles, one after another. What all of them need is loaded before: where
+the segment lies, and its numbers. Those loads wait for one another, too long for the work of one tile.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from canzona_compile.codegen.expressions import Expressions
 from canzona_compile.codegen.values import STORED, Spread
 
 HEADER, WORDS = 6, 5  # int64 words of a row before its operands, and words per operand; the same as in arithmetic.py
-TAKEN = {"row", "start", "lanes", "inside", "DIMS", "ALIGNED", "tl", "ops", "triton"}
+TAKEN = {"row", "first", "end", "tile", "start", "lanes", "inside", "sizes", "BLOCK", "DIMS", "ALIGNED"}
+TAKEN |= {"tl", "ops", "triton"}
+PLACE = re.compile(r"place_\d+")
 
 PREAMBLE = '''"""{title}"""
 
@@ -28,14 +32,14 @@ from canzona_compile.codegen import arithmetic as ops
 
 KERNEL = '''
 
-@triton.jit
-def kernel(segments, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of one segment: `segments` says which, its row holds branch, first block, sizes and operands."""
+@triton.jit(do_not_specialize=["tiles"])
+def kernel(segments, rows, tiles, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Some tiles of one segment: `segments` says which, its row holds branch, first block, sizes and operands."""
     block = tl.program_id(0)
     row = rows + tl.load(segments + block).to(tl.int64) * WIDTH
     branch = tl.load(row)
-    start = tl.multiple_of((block - tl.load(row + 1)) * BLOCK, 16)
-    lanes = tl.arange(0, BLOCK)
+    first = (block - tl.load(row + 1)) * tiles * BLOCK
+    end = tl.minimum(first + tiles * BLOCK, tl.load(row + 2))
 '''
 
 
@@ -88,35 +92,40 @@ class PointwiseProgram:
         names: dict[str, str] = {}
         for own in self._names():
             new = re.sub(r"\W", "_", own)
-            while new in TAKEN or keyword.iskeyword(new) or new in names.values():
+            while new in TAKEN or PLACE.fullmatch(new) or keyword.iskeyword(new) or new in names.values():
                 new += "_"
             names[own] = new
-        head = f"def {name}(row, start, lanes, inside, DIMS: tl.constexpr, ALIGNED: tl.constexpr):"
+        head = f"def {name}(row, first, end, BLOCK: tl.constexpr, DIMS: tl.constexpr, ALIGNED: tl.constexpr):"
         return "\n".join(["@triton.jit", head, *(f"    {line}" for line in self.body(names))]) + "\n"
 
     def body(self, names: dict[str, str]) -> list[str]:
         """The lines of the function's body, where `names` gives each value its name in the source."""
-        own, lines = self.expressions, []
+        own = self.expressions
+        once, each = ["sizes = ops.sizes(row, DIMS, ALIGNED)"], []
         for i, load in enumerate(own.loads):
-            stored = STORED[load.dtype]
+            stored, truth = STORED[load.dtype], " != 0" if load.dtype is torch.bool else ""
             if load.spread is Spread.ONE:
-                call = f"ops.load_one(row, {i}, {stored})"
-            else:
-                aligned = "ALIGNED" if load.spread is Spread.FULL else "False"
-                call = f"ops.load(row, {i}, {stored}, start, lanes, inside, DIMS, {aligned})"
-            lines.append(f"{names[load.name]} = {call}{' != 0' if load.dtype is torch.bool else ''}")
+                once.append(f"{names[load.name]} = ops.load_one(row, {i}, {stored}){truth}")
+                continue
+            aligned = "ALIGNED" if load.spread is Spread.FULL else "False"
+            once.append(f"place_{i} = ops.place(row, {i}, {stored}, DIMS, {aligned})")
+            call = f"ops.load(place_{i}, sizes, {stored}, start, lanes, inside, DIMS, {aligned})"
+            each.append(f"{names[load.name]} = {call}{truth}")
         for i, number in enumerate(own.numbers, HEADER + WORDS * len(self.dtypes)):
-            lines.append(f"{names[number.name]} = ops.number(row, {i}, {number.dtype})")
-        lines += [f"{names[line.name]} = {line.text.format_map(names)}" for line in own.lines]
-        operand = len(own.loads)
-        for (name, _), targets in zip(own.results, self.targets, strict=True):
-            for dtype in targets:
-                value = names[name]
-                lines.append(
-                    f"ops.store(row, {operand}, {STORED[dtype]}, {value}, start, lanes, inside, DIMS, ALIGNED)"
-                )
-                operand += 1
-        return lines
+            once.append(f"{names[number.name]} = ops.number(row, {i}, {number.dtype})")
+        each += [f"{names[line.name]} = {line.text.format_map(names)}" for line in own.lines]
+        written = [(names[name], d) for (name, _), to in zip(own.results, self.targets, strict=True) for d in to]
+        for i, (value, dtype) in enumerate(written, len(own.loads)):
+            once.append(f"place_{i} = ops.place(row, {i}, {STORED[dtype]}, DIMS, ALIGNED)")
+            each.append(f"ops.store(place_{i}, sizes, {STORED[dtype]}, {value}, start, lanes, inside, DIMS, ALIGNED)")
+        return [
+            *once,
+            "lanes = tl.arange(0, BLOCK)",
+            "for tile in tl.range(0, tl.cdiv(end - first, BLOCK).to(tl.int32)):",
+            "    start = tl.multiple_of(first + tile * BLOCK, 16)",
+            "    inside = ops.inside(end, start, lanes, ALIGNED)",
+            *(f"    {line}" for line in each),
+        ]
 
 
 KernelForm = tuple[int, bool]  # number of dims after merging, and whether vector accesses are possible
@@ -137,6 +146,5 @@ def source(title: str, programs: Sequence[PointwiseProgram], branches: Sequence[
     parts.append(KERNEL)
     for number, (program, (dims, aligned)) in enumerate(branches):
         parts.append(f"    {'if' if number == 0 else 'elif'} branch == {number}:\n")
-        parts.append(f"        inside = ops.inside(row, start, lanes, {aligned})\n")
-        parts.append(f"        {functions[program]}(row, start, lanes, inside, {dims}, {aligned})\n")
+        parts.append(f"        {functions[program]}(row, first, end, BLOCK, {dims}, {aligned})\n")
     return "".join(parts)

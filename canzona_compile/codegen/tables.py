@@ -21,6 +21,8 @@ from canzona_compile.ir.layout import Shape
 
 MOST_DIMS = 4
 LARGEST_INNER = 2**31 - 2**16  # elements of an inner dim: kernels divide 32-bit integers within a block
+MOST_TILES = 8  # seven eighths of the look-ups are saved; more would save little, and end less evenly
+LEAST_BLOCKS = 16  # per multiprocessor: two rounds of as many blocks of eight warps as fit on one
 VECTOR = 16  # for vector accesses, addresses must be multiples of 16 bytes, sizes and strides of 16 elements
 
 Strides = tuple[int, ...]
@@ -131,6 +133,23 @@ def merge(shape: Shape, strides: Sequence[Strides]) -> tuple[Shape, list[Strides
     return tuple(sizes), [tuple(own) for own in found]
 
 
+def tiles_per_block(tiles: int, processors: int) -> int:
+    """Choose how many tiles a block computes: a power of two, more of them the more work there is.
+
+    A block waits for three loads that depend on one another before its first element arrives: which segment it is of,
+    where that lies, the element. Further tiles save the first two. But a processor has room for several blocks, which
+    hide one another's waiting, so there have to be enough of them.
+
+    Args:
+        tiles: how many the launch has.
+        processors: how many multiprocessors share them.
+    """
+    found = 1
+    while found < MOST_TILES and tiles >= 2 * found * LEAST_BLOCKS * processors:
+        found *= 2
+    return found
+
+
 class Table:
     """The segments of one grouped kernel: a row of words per segment, and the segment of every block.
 
@@ -138,24 +157,32 @@ class Table:
         programs: the programs of the kernel.
         parts: for each launch part, the index of its program.
         segments: all segments.
-        block: elements per block.
+        block: elements per tile.
+        processors: how many multiprocessors the device has.
 
     Attributes:
         segments: all segments, in the order of their rows.
         branches: the branches of the kernel: index of a program, and form.
         width: int64 words per row.
         rows: int64 [segments, width].
+        tiles: how many tiles a block computes at most, one after another; a block has tiles of one segment only.
         blocks: how many blocks a launch has.
         of_block: for each block, the row of its segment; int32 [blocks].
     """
 
     def __init__(
-        self, programs: Sequence[PointwiseProgram], parts: Sequence[int], segments: Sequence[TableSegment], block: int
+        self,
+        programs: Sequence[PointwiseProgram],
+        parts: Sequence[int],
+        segments: Sequence[TableSegment],
+        block: int,
+        processors: int,
     ) -> None:
         self.segments = list(segments)
         self.branches = sorted({(parts[s.part], s.form) for s in segments}, key=lambda b: (b[0], not b[1][1], b[1][0]))
         self.width = max((p.width for p in programs), default=HEADER)
         self.rows: npt.NDArray[np.int64] = np.zeros((len(self.segments), self.width), np.int64)
+        self.tiles = tiles_per_block(sum(-(-math.prod(s.sizes) // block) for s in segments), processors)
         counts = []
         first = 0
         for row, segment in zip(self.rows, self.segments, strict=True):
@@ -165,7 +192,7 @@ class Table:
             for i, strides in enumerate(segment.strides):
                 end = HEADER + WORDS * (i + 1)
                 row[end - len(strides) : end] = strides
-            counts.append(-(-elements // block))
+            counts.append(-(-elements // (block * self.tiles)))
             first += counts[-1]
         self.blocks = first
         self.of_block = np.repeat(np.arange(len(self.segments), dtype=np.int32), counts)

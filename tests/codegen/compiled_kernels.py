@@ -119,8 +119,14 @@ def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
     made = triton.compile(
         ASTSource(
             fn=loaded(text),
-            signature={"segments": "*i32", "rows": "*i64", "WIDTH": "constexpr", "BLOCK": "constexpr"},
-            constexprs={(2,): width, (3,): BLOCK},
+            signature={
+                "segments": "*i32",
+                "rows": "*i64",
+                "tiles": "i32",
+                "WIDTH": "constexpr",
+                "BLOCK": "constexpr",
+            },
+            constexprs={(3,): width, (4,): BLOCK},
             attrs={(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]]},
         ),
         target=GPUTarget("cuda", arch, 32),
@@ -140,7 +146,22 @@ def compile_for(arch: int, text: str, width: int) -> dict[str, Any]:
     fused = made.asm["ptx"].count("fma.rn.f32") + made.asm["ptx"].count("fma.rn.f32x2")  # these are two
     products = len(re.findall(r"mul(?:\.rn)?\.f32", made.asm["ptx"]))
     found |= {"fused": fused, "products": products}
+    looped = sorted(set(re.findall(r"ld\.global\S*", "\n".join(loops(made.asm["ptx"])))))
+    loads = len(re.findall(r"ld\.global", made.asm["ptx"]))
+    found |= {"loads": loads, "looped": looped}
     return found | {"memory": sorted(set(memory)), "flushing": sorted(set(flushing))}
+
+
+def loops(ptx: str) -> list[str]:
+    """The instructions between a label and a later branch back to it."""
+    lines = ptx.splitlines()
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := re.match(r"(\$\w+):", line))}
+    found_in: set[int] = set()
+    for i, line in enumerate(lines):
+        jump = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
+        if jump and labels[jump[1]] < i:
+            found_in |= {*range(labels[jump[1]], i)}
+    return [lines[i] for i in sorted(found_in)]
 
 
 if __name__ == "__main__":

@@ -78,6 +78,15 @@ def test_flat_segments_move_in_vectors_and_fill_a_processor(compiled: Compiled, 
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["prepare", "apply"])
+def test_a_tile_loads_nothing_but_its_elements(compiled: Compiled, name: str, arch: str) -> None:
+    """Where the segment lies, and its numbers, are loaded before the loop over the tiles of a block."""
+    needs = compiled(arch)[name]
+    assert needs["looped"] == ["ld.global.v4.b32"]
+    assert {"ld.global.b32", "ld.global.b64"} < set(needs["memory"])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_only_what_an_operator_fuses_is_fused(compiled: Compiled, arch: str) -> None:
     """Two lerps of eight elements per thread take two each; a product and a sum of two operators stay apart."""
     assert compiled(arch)["prepare"]["fused"] == 2 * 2 * 8

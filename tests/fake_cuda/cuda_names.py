@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -109,6 +110,7 @@ NAMED: dict[str, Callable[..., Any]] = {
     "graph": recording,
     "graph_pool_handle": lambda: (0, next(HANDLES)),
     "is_current_stream_capturing": is_capturing,
+    "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=2),
     "synchronize": lambda device=None: own(device).finish_all(),
 }
 

@@ -2,7 +2,9 @@
 
 Run in a process of its own, without TRITON_INTERPRET: Triton reads that when it decorates a kernel.
 
-    python tests/kernels/ahead.py [ARCH ...]
+    python tests/kernels/ahead.py ARCH [chosen]
+
+chosen: only what dispatch chooses where nothing was measured.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from canzona_compile.kernels.dispatch import CANDIDATES, Choice, Operation, Tile
+from canzona_compile.kernels.candidates import CANDIDATES
+from canzona_compile.kernels.dispatch import RULES, SQUARE, WIDE, Choice, Operation, Tile
 from canzona_compile.kernels.gemm_axpby_pointer import gemm_axpby_pointer
 from canzona_compile.kernels.gemm_axpby_tma import gemm_axpby_tma
+from canzona_compile.kernels.sym_gemm_persistent import sym_gemm_persistent
 from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
 from canzona_compile.kernels.sym_gemm_tma import sym_gemm_tma
 
-ARCHITECTURES = (80, 90, 100)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MATRIX = r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)"
 COPIES = r"\b(?:cp\.async\.c[ag]|cp\.async\.bulk\.tensor)"
@@ -52,8 +55,9 @@ class Case:
 class Built:
     """What a case compiled to.
 
-    spilled: bytes of stack and local memory per thread; scratch: bytes of global memory that a launch would have to
-    allocate; boxes: what one copy by each descriptor moves, in elements; width: bytes of their rows at most.
+    spilled: bytes of stack and local memory per thread; columns: of tensor memory (sm_100); scratch: bytes of global
+    memory that a launch would have to allocate; boxes: what one copy by each descriptor moves, in elements; width: at
+    most so many bytes has a row of them.
     """
 
     op: str
@@ -65,6 +69,7 @@ class Built:
     threads: int
     shared: int
     spilled: int
+    columns: int
     scratch: int
     boxes: list[list[int]]
     width: int
@@ -81,7 +86,7 @@ def pointer_case(arch: int, choice: Choice, tile: Tile, turned: bool, kind: str 
     unit = dict.fromkeys(("a_row", "b_row") if turned else ("a_col", "b_col"), 1) | {"c_col": 1, "d_col": 1}
     strides = [f"{x}_{dim}" for x in "abcd" for dim in ("batch", "row", "col")]
     types |= {s: "i64" if s.endswith("batch") else "i32" for s in strides if s not in unit}
-    constants = {"BLOCK": tile.m, "BLOCK_K": tile.k, "BAND": tile.band, "HAS_C": True, "UPCAST": False}
+    constants = {"ROWS": tile.m, "COLS": tile.n, "BLOCK_K": tile.k, "BAND": tile.band, "HAS_C": True, "UPCAST": False}
     divisible = frozenset(name for name, kind in types.items() if kind != "fp32")
     return Case(
         "sym_gemm", arch, choice, "turned" if turned else "", sym_gemm_pointer, types, constants | unit, divisible
@@ -105,8 +110,12 @@ def tma_case(arch: int, choice: Choice, tile: Tile, turned: bool, kind: str = "b
     }
     constants = {"BLOCK": tile.m, "WIDE": tile.n // tile.m, "BLOCK_K": tile.k, "BAND": tile.band}
     constants |= {"A_TURNED": turned, "B_TURNED": turned, "HAS_C": True, "UPCAST": False}
+    constants |= {"SPECIALIZED": tile.specialized}
     divisible = frozenset({"M", "K"})
-    return Case("sym_gemm", arch, choice, "turned" if turned else "", sym_gemm_tma, types, constants, divisible)
+    kernel = sym_gemm_tma
+    if choice.kernel == "persistent":
+        kernel, types = sym_gemm_persistent, types | {"stack": "i32"}
+    return Case("sym_gemm", arch, choice, "turned" if turned else "", kernel, types, constants, divisible)
 
 
 def axpby_case(arch: int, choice: Choice, tile: Tile, turned: bool) -> Case:
@@ -136,19 +145,27 @@ def axpby_tma_case(arch: int, choice: Choice, tile: Tile, turned: bool) -> Case:
     return Case("gemm_axpby", arch, choice, variant, gemm_axpby_tma, types, constants, frozenset({"M", "N", "K"}))
 
 
-def cases(arch: int) -> Iterator[Case]:
-    """All that dispatch can choose on an architecture."""
+def chosen(op: Operation, arch: int, choice: Choice) -> bool:
+    """Tell whether published figures may choose a kernel."""
+    rules = {(rule.op, rule.arch, rule.kernel) for rule in RULES}
+    return (op, arch, choice.kernel) in rules and choice.tile in (SQUARE, WIDE)
+
+
+def cases(arch: int, only_chosen: bool = False) -> Iterator[Case]:
+    """All that dispatch can choose on an architecture, after measurements or without any."""
     for (op, where), choices in CANDIDATES.items():
         if where != arch:
             continue
         for choice in choices:
+            if only_chosen and not chosen(op, arch, choice):
+                continue
             assert choice.tile is not None
             for turned in (False, True):
                 if op == "gemm_axpby" and choice.kernel == "tma":
                     yield axpby_tma_case(arch, choice, choice.tile, turned)
                 elif op == "gemm_axpby":
                     yield axpby_case(arch, choice, choice.tile, turned)
-                elif choice.kernel == "tma":
+                elif choice.kernel in ("tma", "persistent"):
                     yield tma_case(arch, choice, choice.tile, turned)
                 else:
                     yield pointer_case(arch, choice, choice.tile, turned)
@@ -182,6 +199,7 @@ def build(case: Case) -> Built:
         32 * compiled.metadata.num_warps,
         compiled.metadata.shared,
         usage["STACK"] + usage["LOCAL"],
+        compiled.metadata.tmem_size or 0,
         compiled.metadata.global_scratch_size + compiled.metadata.profile_scratch_size,
         [list(own["block_size"]) for own in described],
         max((own["block_size"][-1] * own["elem_size"] for own in described), default=0),
@@ -205,9 +223,9 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def main() -> None:
-    for arch in [int(x) for x in sys.argv[1:]] or ARCHITECTURES:
-        for case in cases(arch):
-            print(json.dumps(asdict(build(case))), flush=True)
+    arch, *only = sys.argv[1:]
+    for case in cases(int(arch), bool(only)):
+        print(json.dumps(asdict(build(case))), flush=True)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ class Guarded:
 def name_of(choice: Choice) -> str:
     """For test ids."""
     tile = choice.tile
-    return choice.kernel if tile is None else f"{choice.kernel}-{tile.m}x{tile.n}x{tile.k}x{tile.stages}"
+    return choice.kernel if tile is None else f"{choice.kernel}-{tile.m}x{tile.n}x{tile.k}x{tile.stages}w{tile.warps}"
 
 
 def label(value: object) -> str:

@@ -19,9 +19,8 @@ import torch
 
 from canzona_compile.__main__ import main
 from canzona_compile.kernels import tensor_args, tuning_cache
+from canzona_compile.kernels.candidates import CANDIDATES, DEEP
 from canzona_compile.kernels.dispatch import (
-    CANDIDATES,
-    DEEP,
     SQUARE,
     WIDE,
     Choice,
@@ -39,7 +38,7 @@ from tests.harness.marks import first
 from tests.kernels.kernel_cases import interpreted
 
 HALF = torch.bfloat16
-HERE = GpuKind(90, "a card")
+HERE = GpuKind(90, "a card", 132)
 POINTER = Choice("pointer", Tile(16, 16, 16, warps=4, stages=2))
 
 
@@ -191,8 +190,8 @@ def test_verdicts_of_other_machines_and_sources_do_not_hold(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuning_cache.store(HERE, square(1024), Choice("tma", WIDE), {})
-    assert tuning_cache.load(GpuKind(90, "another card")) == {}
-    assert tuning_cache.load(GpuKind(100, "a card")) == {}
+    assert tuning_cache.load(GpuKind(90, "another card", 132)) == {}
+    assert tuning_cache.load(GpuKind(100, "a card", 132)) == {}
     monkeypatch.setattr(tuning_cache, "source_digest", lambda: "of changed kernels")
     assert tuning_cache.load(HERE) == {}
 

@@ -9,13 +9,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
 
 from canzona_compile.kernels.dispatch import Choice, Tile, recorded, triangle
 from canzona_compile.kernels.sym_gemm import reference, sym_gemm
 from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
-from canzona_compile.kernels.triangle import triangle_row, triangle_tile
 from tests.harness.marks import crossed, first
 from tests.kernels.kernel_cases import (
     ALIGNED,
@@ -38,8 +35,12 @@ LIBRARY = Choice("library")
 POINTER = Choice("pointer", Tile(16, 16, 16, warps=4, stages=2, band=2))
 TMA = Choice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2))
 PAIRS = Choice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2))
-KERNELS = (LIBRARY, POINTER, TMA, PAIRS)
-TRITON = (POINTER, TMA, PAIRS)
+FLAT = Choice("pointer", Tile(16, 32, 16, warps=4, stages=2, band=2))
+TALL = Choice("pointer", Tile(64, 16, 16, warps=4, stages=2, band=2))
+LOOP = Choice("persistent", Tile(16, 16, 16, warps=4, stages=2, band=2))
+LOOP_PAIRS = Choice("persistent", Tile(16, 32, 16, warps=4, stages=2, band=2))
+KERNELS = (LIBRARY, POINTER, TMA, PAIRS, LOOP, FLAT)
+TRITON = (POINTER, TMA, PAIRS, LOOP, LOOP_PAIRS, FLAT, TALL)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 each_kernel = pytest.mark.parametrize("choice", KERNELS, ids=name_of)
@@ -51,14 +52,16 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "trans"),
-    crossed([(1, 1, 5), (2, 33, 17), (1, 71, 3), (3, 16, 16), (1, 15, 40)], DTYPES, [False, True]),
-    ids=str,
+    ("shape", "dtype", "trans", "choice"),
+    crossed(
+        [(1, 1, 5), (2, 33, 17), (1, 71, 3), (3, 16, 16), (1, 15, 40)], DTYPES, [False, True], [POINTER, FLAT, TALL]
+    ),
+    ids=label,
 )
-def test_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype, trans: bool) -> None:
+def test_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype, trans: bool, choice: Choice) -> None:
     batch, m, k = shape
     a = random(batch, *((k, m) if trans else (m, k)), dtype=dtype)
-    result = sym_gemm(a, trans=trans, choice=POINTER)
+    result = sym_gemm(a, trans=trans, choice=choice)
     close(result, *product(a, None, None, 1, 0, 0, trans))
     assert torch.equal(result, result.mT)
 
@@ -96,7 +99,7 @@ def test_any_strides(dtype: torch.dtype, layout: str) -> None:
 @pytest.mark.parametrize(
     "layouts", [*itertools.product(("gapped", "turned"), repeat=2), ("repeated", "repeated")], ids=str
 )
-@pytest.mark.parametrize("choice", first([TMA, PAIRS]), ids=name_of)
+@pytest.mark.parametrize("choice", first([TMA, PAIRS, LOOP]), ids=name_of)
 def test_layouts_of_descriptors(choice: Choice, layouts: tuple[str, str]) -> None:
     assert set(layouts) <= set(ALIGNED)
     a = LAYOUTS[layouts[0]](random(2, 40, 24, dtype=torch.float16))
@@ -147,7 +150,7 @@ def test_batch_offsets_are_64_bits_wide() -> None:
     operand, plain = (far, size, 1), result.stride()
     sym_gemm_pointer[(3 * triangle(1),)](
         stack[0], stack[0], result, result, 1.0, 0.0, 0.0, size, size, *operand, *operand, *plain, *plain,
-        BLOCK=16, BLOCK_K=16, BAND=1, HAS_C=False, UPCAST=True,
+        ROWS=16, COLS=16, BLOCK_K=16, BAND=1, HAS_C=False, UPCAST=True,
     )  # fmt: skip
     close(result, *product(values, None, None, 1, 0, 0))
     del stack, place
@@ -217,7 +220,7 @@ def test_products_of_commuting_polynomials(choice: Choice) -> None:
 def test_out_is_written_inside_and_not_outside(choice: Choice, dtype: torch.dtype) -> None:
     a = random(2, 40, 24, dtype=dtype)
     target = Guarded.like((2, 40, 40), dtype)
-    base = target.around if choice.kernel != "tma" else None
+    base = target.around if choice.kernel not in ("tma", "persistent") else None
     out = target.inner if base is not None else target.around[..., :40, :40]
     result = sym_gemm(a, out=out, choice=choice)
     assert result is out
@@ -306,6 +309,13 @@ def test_a_kernel_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatc
         sym_gemm(torch.zeros(2, 8, 8), choice=POINTER)
 
 
+def test_sides_that_do_not_fit_are_refused() -> None:
+    a = torch.zeros(2, 8, 8)
+    for choice in (Choice("pointer", Tile(32, 48, 16, 4, 2)), Choice("tma", Tile(32, 16, 16, 4, 2))):
+        with pytest.raises(ValueError, match=r"multiple of the other|one or two squares"):
+            sym_gemm(a, choice=choice)
+
+
 @each_kernel
 def test_launches_are_recorded(choice: Choice) -> None:
     a = torch.zeros(2, 8, 16)
@@ -317,39 +327,3 @@ def test_launches_are_recorded(choice: Choice) -> None:
     assert [launch.choice for launch in outer] == [choice]
     assert [launch.choice.kernel for launch in inner] == ["library"]
     assert (outer[0].problem.batch, outer[0].problem.m, outer[0].problem.k) == (2, 8, 16)
-
-
-# -- tiles of a triangle --------------------------------------------------------------------------
-
-
-@triton.jit
-def tiles_of(i, j, side, SIZE: tl.constexpr, BAND: tl.constexpr):
-    n = tl.arange(0, SIZE)
-    row, column = triangle_tile(tl.minimum(n, side * (side + 1) // 2 - 1), side, BAND)
-    tl.store(i + n, row)
-    tl.store(j + n, column)
-
-
-@triton.jit
-def rows_of(n, row, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(row + at, triangle_row(tl.load(n + at)))
-
-
-@pytest.mark.parametrize("band", [1, 2, 8])
-@pytest.mark.parametrize("side", [1, 2, 7, 8, 9, 31, 44])
-def test_each_tile_of_the_triangle_once(side: int, band: int) -> None:
-    i, j = torch.zeros(1024, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
-    tiles_of[(1,)](i, j, side, SIZE=1024, BAND=band)
-    seen = list(zip(i.tolist(), j.tolist(), strict=True))[: triangle(side)]
-    assert sorted(seen) == [(row, column) for row in range(side) for column in range(row + 1)]
-
-
-def test_rows_are_right_where_square_roots_are_rounded() -> None:
-    """At both ends of rows; rows of 8191 tiles of 128 are matrices of a million rows."""
-    rows = torch.arange(1, 8192)
-    ends = torch.cat([rows * (rows + 1) // 2 - 1, rows * (rows + 1) // 2]).to(torch.int32)
-    ends = torch.cat([ends, ends.new_zeros(2)])
-    found = torch.zeros_like(ends)
-    rows_of[(1,)](ends, found, SIZE=ends.numel())
-    assert torch.equal(found[:-2], torch.cat([rows - 1, rows]).to(torch.int32))

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from canzona_compile.kernels import tensor_args, tuning_cache
-from canzona_compile.kernels.dispatch import CANDIDATES, Problem
+from canzona_compile.kernels.candidates import CANDIDATES
+from canzona_compile.kernels.dispatch import Problem
 from tests.harness.layouts import Case
 from tests.harness.marks import only
 from tests.harness.ranks import run
@@ -76,7 +77,7 @@ def test_ranks_that_differ(case: Case, differ: tuple[dict[str, Any], list[str]])
 
 def tuned_on_one_rank(folder: str) -> Outcome:
     """The first step on GPUs of one kind, where one rank's cache folder holds a verdict of the tuner."""
-    machine = tuning_cache.GpuKind(90, "H200")
+    machine = tuning_cache.GpuKind(90, "H200", 132)
     with (
         mock.patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/{dist.get_rank()}"),
         mock.patch.object(tensor_args, "machine", return_value=machine),

@@ -11,7 +11,8 @@ import torch
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.kernels import tuning_cache
-from canzona_compile.kernels.dispatch import CANDIDATES, Choice, Operation
+from canzona_compile.kernels.candidates import candidates
+from canzona_compile.kernels.dispatch import Choice, Operation
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
 from canzona_compile.kernels.tune import Trial, Verdict, cuda_clock, tune
 
@@ -50,11 +51,11 @@ def run(given: Namespace) -> int:
     here = machine(device)
     if here is None:
         raise CanzonaError("Triton is not installed, or this is no NVIDIA GPU; all products are the library's")
-    if not any(arch == here.arch for _, arch in CANDIDATES):
+    if not candidates("sym_gemm", here.arch):
         raise CanzonaError(f"there are no kernels for sm_{here.arch}; all products are the library's")
     dtypes = list(DTYPES.values()) if given.dtype is None else [DTYPES[given.dtype]]
     for (op, shape), dtype in itertools.product(problems(shapes), dtypes):
-        verdict = tune(op, shape, dtype, device, CANDIDATES[op, here.arch], cuda_clock, rounds=given.rounds)
+        verdict = tune(op, shape, dtype, device, candidates(op, here.arch), cuda_clock, rounds=given.rounds)
         print(describe(verdict), flush=True)
         if not given.dry_run:
             path = tuning_cache.store(

@@ -1,0 +1,60 @@
+"""The kernels that may be chosen: the tuner tries these, a verdict has to be one of these, the tests compile these."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+from canzona_compile.kernels.dispatch import SQUARE, WIDE, Choice, Operation, Tile
+
+QUACK = Choice("quack")
+
+DEEP = Tile(128, 256, 64, warps=8, stages=4)
+AHEAD = Tile(128, 128, 64, warps=8, stages=4)
+SMALL = Tile(64, 64, 64, warps=4, stages=4)
+LOW = Tile(64, 128, 128, warps=8, stages=4)  # fewer idle processors where there are few tiles
+LIGHT = Tile(64, 128, 64, warps=4, stages=3)  # three of them on a processor
+FOUR = Tile(128, 128, 64, warps=4, stages=3)
+# Warps that only copy and warps that only multiply. For sm_90, Triton 3.7 ignores that.
+SQUARE_ROLES = replace(SQUARE, specialized=True)
+WIDE_ROLES = replace(WIDE, specialized=True)
+
+# By operation and architecture. Others spilled registers in the ahead-of-time test: for sm_80 pointers to 128 x 128
+# with four warps, for sm_100 persistent specialised 128 x 256 and gemm_axpby of 64 x 128 x 128.
+CANDIDATES: Mapping[tuple[Operation, int], tuple[Choice, ...]] = {
+    ("sym_gemm", 80): tuple(Choice("pointer", tile) for tile in (SQUARE, AHEAD, SMALL, LOW, LIGHT)),
+    ("sym_gemm", 90): (
+        *(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, SMALL, LOW, LIGHT, FOUR)),
+        *(Choice("persistent", tile) for tile in (AHEAD, WIDE)),
+        Choice("pointer", SQUARE),
+    ),
+    ("sym_gemm", 100): (
+        *(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, LOW, FOUR, SQUARE_ROLES, WIDE_ROLES)),
+        *(Choice("persistent", tile) for tile in (AHEAD, SQUARE_ROLES)),
+    ),
+    ("gemm_axpby", 80): tuple(Choice("pointer", tile) for tile in (SQUARE, AHEAD, LOW)),
+    ("gemm_axpby", 90): (
+        *(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, LOW, LIGHT, FOUR)),
+        Choice("pointer", SQUARE),
+    ),
+    ("gemm_axpby", 100): tuple(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, FOUR)),
+}
+
+
+def candidates(op: Operation, arch: int) -> tuple[Choice, ...]:
+    """Return what may run on this machine: our kernels, and those of packages that are installed here.
+
+    Args:
+        op: the operation.
+        arch: ten times the compute capability's major number plus the minor one.
+    """
+    ours = CANDIDATES.get((op, arch), ())
+    return (*ours, QUACK) if ours and op == "sym_gemm" and has_quack() else ours
+
+
+@cache
+def has_quack() -> bool:
+    """Tell whether quack-kernels is installed, without an import of it, which takes seconds."""
+    return importlib.util.find_spec("quack") is not None
