@@ -11,7 +11,7 @@ import json
 import random
 import re
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,17 +84,24 @@ def places(
 
 
 class Finder:
-    """Follows containers and objects down to their leaves."""
+    """Follows containers and objects down to their leaves.
+
+    Attributes:
+        found: the leaves, by path.
+        holders: the containers and objects that hold something, by path.
+    """
 
     def __init__(self, param: Tensor) -> None:
         self.param = param
         self.found: dict[str, KeptPlace] = {}
+        self.holders: dict[str, Any] = {}
         self._names: set[str] = set()
         self._seen: dict[int, Any] = {}
         self._memory = memory_of(param)
 
     def look_at_attributes(self, optimizer: Optimizer, names: Container[str]) -> None:
         """Look at some attributes of an optimizer."""
+        self.holders["self"] = optimizer
         for name, value in vars(optimizer).items():
             if name in names:
                 self.look(("self", name), value, partial(setattr, optimizer, name))
@@ -114,8 +121,27 @@ class Finder:
             if isinstance(value, Tensor) and value.is_leaf and value.grad is not None:
                 self.look((*path, "grad"), value.grad, partial(setattr, value, "grad"))
             return
+        self.holders["/".join(path)] = value
         for key, entry, replace in entries(value):
             self.look((*path, spelled(key, self.param)), entry, replace)
+
+    def take_over(self, path: str, other: Finder) -> None:
+        """Put the value that another object has at a path at the same path here, also if nothing is there yet.
+
+        Args:
+            path: leads to a value there. What holds the value is here, too.
+            other: has looked into the other object.
+        """
+        value = plain(other.found[path].value)
+        if path in self.found:
+            put(self.found[path], value)
+            return
+        parent, _, last = path.rpartition("/")
+        here = self.holders.get(parent)
+        if isinstance(here, MutableMapping):
+            here[next(key for key in other.holders[parent] if spelled(key, other.param) == last)] = value
+        elif here is not None:
+            put_attribute(here, last, value)
 
     def _is_param(self, value: Any) -> bool:
         if not isinstance(value, Tensor) or value.layout is not torch.strided:

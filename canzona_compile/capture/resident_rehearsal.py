@@ -267,6 +267,8 @@ def shared_in(whole: StepsTogether, parts: RehearsedSteps, recipe: Recipe, param
             if place not in whole.first and held.get(place) == [value] * objects and in_a_list(place):
                 raise Dependent(f"it adds {place}, which belongs to no parameter")
             if held.get(place) == [value] * objects:
+                if place not in whole.first and not is_held(place, whole.first, last):
+                    raise Dependent(f"it makes what holds {place} in its step")
                 found.add(path_of(place))
     return frozenset(found)
 
@@ -284,6 +286,13 @@ def in_a_map_of_parameters(place: str, last: Contents, held: dict[str, list[Any]
         if place in last and place in held and last[place] not in held[place]:
             return True
     return False
+
+
+def is_held(place: str, first: Contents, last: Contents) -> bool:
+    """Tell whether what holds a place was there before the first step, and is of the same kind in the end."""
+    holder = re.sub(r"(\[[^\[\]]*\]|\.\w+)$", "", place)
+    kinds = [v[0] if isinstance(v, tuple) else v for v in (found.get(holder) for found in (first, last))]
+    return "." not in holder or (kinds[0] is not None and kinds[0] == kinds[1])
 
 
 def in_a_list(place: str) -> bool:

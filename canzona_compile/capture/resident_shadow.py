@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.construction import atoms_of
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.external_counters import tiny
-from canzona_compile.capture.kept import Finder, plain, put
+from canzona_compile.capture.kept import Finder
 from canzona_compile.capture.randomness import MatrixGenerators
 from canzona_compile.capture.resident import Recipe
 from canzona_compile.capture.twin import hypers, step_plainly
@@ -57,11 +57,11 @@ class ResidentShadow:
             step_plainly(self._object)
         for own, group in zip(self._object.param_groups, real.param_groups, strict=True):
             group.update({k: own[k] for k in recipe.hyperparameters if k in own})
-        mine, theirs = (self._places(optimizer) for optimizer in (self._object, real))
-        for path in recipe.shared & mine.keys() & theirs.keys():
-            put(theirs[path], plain(mine[path].value))
+        mine, theirs = (self._looked_into(optimizer) for optimizer in (self._object, real))
+        for path in sorted(recipe.shared & mine.found.keys()):
+            theirs.take_over(path, mine)
 
-    def _places(self, optimizer: Optimizer) -> Any:
+    def _looked_into(self, optimizer: Optimizer) -> Finder:
         finder = Finder(self._params[0])
         finder.look_at_attributes(optimizer, {path.split("/")[1] for path in self.recipe.shared})
-        return finder.found
+        return finder
