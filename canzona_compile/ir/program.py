@@ -7,11 +7,11 @@ of buffers, numbers and process groups that the runtime binds to them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.program_ops import Index
@@ -27,6 +27,12 @@ class View:
     dtype: torch.dtype
     shape: Shape
     index: tuple[slice, ...] | None = None
+
+    def of(self, slots: Sequence[Tensor]) -> Tensor:
+        """Make this view of slots, which are uint8 tensors [size]."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        whole = slots[self.slot][self.offset : self.offset + size].view(self.dtype).view(self.shape)
+        return whole if self.index is None else whole[self.index]
 
     def rows(self) -> tuple[View, ...]:
         """The entries of a stack [n, ...] as n views."""

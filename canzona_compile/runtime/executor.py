@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -145,9 +144,7 @@ class Executor:
 
     def view(self, view: View) -> Tensor:
         """Make a view of this program's memory."""
-        size = math.prod(view.shape) * view.dtype.itemsize
-        whole = self.slots[view.slot][view.offset : view.offset + size].view(view.dtype).view(view.shape)
-        return whole if view.index is None else whole[view.index]
+        return view.of(self.slots)
 
     def _bound(self, value: Input) -> Any:
         """The argument for an input that is the same on every step."""

@@ -6,7 +6,6 @@ those of other ranks.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from canzona_compile.ir.program import (
     Input,
     Residents,
     ScalarInput,
-    View,
     Views,
     Whole,
 )
@@ -95,9 +93,9 @@ class ProgramTensors:
         """The argument for an input; None for process groups and what waits for them."""
         match value:
             case Views(views):
-                return [self.view(v) for v in views]
+                return [v.of(self.slots) for v in views]
             case Whole(view):
-                return self.view(view)
+                return view.of(self.slots)
             case Indices(index):
                 return list(index)
             case Bytes(counts):
@@ -109,12 +107,6 @@ class ProgramTensors:
             case ScalarInput():
                 return NUMBER
         return None
-
-    def view(self, view: View) -> Tensor:
-        """Make a view of a slot."""
-        size = math.prod(view.shape) * view.dtype.itemsize
-        whole = self.slots[view.slot][view.offset : view.offset + size].view(view.dtype).view(view.shape)
-        return whole if view.index is None else whole[view.index]
 
     def leaf(self, name: str, task: str, whole: bool) -> Tensor:
         """Make a leaf of a task: this rank's fragment of it, or all of it.

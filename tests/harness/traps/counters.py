@@ -162,37 +162,6 @@ class InDefaultArgument(Counting):
         return self.advance()
 
 
-class InCounter(Counting):
-    """A Counter on the optimizer."""
-
-    def begin(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def tick(self) -> Any:
-        self.counts["steps"] += 1
-        return self.counts["steps"]
-
-
-class InLateAttribute(Counting):
-    """An attribute that the first step makes."""
-
-    def tick(self) -> Any:
-        self.late = getattr(self, "late", 0) + 1
-        return self.late
-
-
-class InLateDict(Counting):
-    """An entry of a dict that the first step makes."""
-
-    def begin(self) -> None:
-        self.stats: dict[str, dict[str, int]] = {}
-
-    def tick(self) -> Any:
-        own = self.stats.setdefault("all", {"steps": 0})
-        own["steps"] += 1
-        return own["steps"]
-
-
 class InList(Counting):
     """A list of one number."""
 
@@ -390,16 +359,6 @@ def start_again(optimizer: Any, params: Params, step: int) -> None:
 
 TRAPS = (
     Trap("count-in-object", FAMILY, InObject, "either", ("clock",), seen=lambda o: o.clock.ticks),
-    Trap("count-in-counter", FAMILY, InCounter, "either", ("counts",), seen=lambda o: o.counts["steps"]),
-    Trap(
-        "count-in-attribute-made-late",
-        FAMILY,
-        InLateAttribute,
-        "either",
-        ("late",),
-        seen=lambda o: getattr(o, "late", None),
-    ),
-    Trap("count-in-dict-made-late", FAMILY, InLateDict, "either", ("stats",), seen=lambda o: str(o.stats)),
     Trap("count-in-object-elementwise", FAMILY, InObjectElementwise, "either", ("clock",)),
     Trap("count-in-object-on-host", FAMILY, InObjectOnHost, "either", ("clock",)),
     Trap("count-in-class", FAMILY, InClass, "either", ("ticks",), seen=lambda o: InClass.ticks),
