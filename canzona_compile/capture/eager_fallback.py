@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import enum
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -99,14 +101,15 @@ class TakeStep:
 
 
 class Part(enum.Enum):
-    """The two templates of a parameter that steps with all others."""
+    """The templates of a parameter that steps with all others. Two of them run, one after the other."""
 
+    WHOLE = "whole"  # stands for both in plans and reports
     BRING = "bring"
     TAKE = "take"
 
 
-def joint_templates(name: str, spec: ParameterSpec, reason: str) -> dict[Part, Template]:
-    """Make the two templates of a parameter whose owner steps all parameters at once.
+def joint_templates(name: str, spec: ParameterSpec, reason: str) -> Mapping[Any, Template]:
+    """Make the templates of a parameter whose owner steps all parameters at once.
 
     Args:
         name: of the templates.
@@ -114,13 +117,14 @@ def joint_templates(name: str, spec: ParameterSpec, reason: str) -> dict[Part, T
         reason: why the step is not compiled, for reports.
 
     Returns:
-        BRING with the leaves `task`, `param` and `grad`, which writes nothing, and TAKE with the leaves `task`
-        and `param`, which writes `param`.
+        WHOLE as `interpreted_template` makes it; BRING with the leaves `task`, `param` and `grad`, which writes
+        nothing; TAKE with the leaves `task` and `param`, which writes `param`.
     """
     task = Leaf(Role.TASK, "task")
     param = Leaf(Role.PARAM, "param", spec.shape, spec.dtype)
     leaves = {Part.BRING: (task, param, Leaf(Role.GRAD, "grad", spec.shape, spec.grad_dtype)), Part.TAKE: (task, param)}
-    found: dict[Part, Template] = {}
+    whole = interpreted_template(name, spec, reason)
+    found = {Part.WHOLE: replace(whole, family=name, joint=True)}
     for part, inputs in leaves.items():
         graph = fx.Graph()
         nodes = [placeholder(graph, leaf) for leaf in inputs]
@@ -133,7 +137,7 @@ def joint_templates(name: str, spec: ParameterSpec, reason: str) -> dict[Part, T
             graph.output((new,))
         writes = ("param",) if part is Part.TAKE else ()
         own = Template(f"{name}_{part.value}", spec.shape, spec.dtype, inputs, writes, graph, reason)
-        found[part] = replace(own, family=f"{name}_{Part.BRING.value}", joint=True)
+        found[part] = replace(own, family=name, joint=True)
     return found
 
 

@@ -305,7 +305,8 @@ class StepDriver:
             if self._joint is None:
                 self._program(ready).executor.run()
             else:
-                self._joint.step(ready, lambda lineup: self._program(ready, lineup).executor.run())
+                self._joint.step(ready, lambda lineup: self.programs.get(ProgramKey(ready, lineup)).executor.run())
+                self._program(ready)  # reports show both of its programs as one
             if self._audit is not None:
                 self._audit.after(expected)
             self.cohorts.show_counters()
@@ -341,9 +342,9 @@ class StepDriver:
         for stand_in in self._stand_ins:
             stand_in.give_back()
 
-    def _program(self, names: Names, lineup: Lineup | None = None) -> BoundProgram:
-        """Return the program in which these tasks take the chosen variants, or others; make it if it is new."""
-        program = self.last = self.programs.get(ProgramKey(names, self._lineup if lineup is None else lineup))
+    def _program(self, names: Names) -> BoundProgram:
+        """Return the program in which these tasks take the chosen variants; make it if it is new."""
+        program = self.last = self.programs.get(ProgramKey(names, self._lineup))
         return program
 
     def _first_steps(self, fresh: Names) -> None:
