@@ -28,11 +28,13 @@ class Joint:
 
     Attributes:
         reason: why it has to.
+        hint: what its author can do about it.
         attributes: the attributes that its steps change.
         hyperparameters: the hyperparameters that they change.
     """
 
     reason: str
+    hint: str = ""
     attributes: frozenset[str] = frozenset()
     hyperparameters: frozenset[str] = frozenset()
 

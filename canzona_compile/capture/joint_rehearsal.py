@@ -28,13 +28,16 @@ from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.errors import UnsupportedOptimizer
 
 
-def rehearse_jointly(optimizer: Optimizer, refused: UnsupportedOptimizer, names: NamesByGroup = ()) -> Rehearsal:
+def rehearse_jointly(
+    optimizer: Optimizer, refused: UnsupportedOptimizer, names: NamesByGroup = (), advice: str = ""
+) -> Rehearsal:
     """Rehearse an optimizer that steps all parameters at once. Every rank gets the same, without communication.
 
     Args:
         optimizer: the optimizer.
         refused: why parameters cannot be stepped one by one.
         names: those of its parameters by group, for errors.
+        advice: what its author can do about it.
 
     Raises:
         UnsupportedOptimizer: `refused`, with the reason why this is no way out.
@@ -61,6 +64,7 @@ def rehearse_jointly(optimizer: Optimizer, refused: UnsupportedOptimizer, names:
         rounds_in_foreach=any(one.rounds_in_foreach for one in found),
         joint=Joint(
             refused.problem,
+            advice,
             frozenset().union(*(joint.attributes for joint in joints)),
             frozenset().union(*(joint.hyperparameters for joint in joints)),
         ),
@@ -116,7 +120,7 @@ def kept_by(whole: RehearsedSteps, refused: UnsupportedOptimizer) -> Joint:
         places = changed(one, other)
         attributes |= {attribute_of(place) for place in places} - {""}
         hyperparameters |= {p.partition("['")[2].partition("']")[0] for p in places if p.startswith("param_groups")}
-    return Joint(refused.problem, frozenset(attributes), frozenset(hyperparameters))
+    return Joint(refused.problem, "", frozenset(attributes), frozenset(hyperparameters))
 
 
 def at_once(optimizer: Optimizer, scenario: Scenario, joint: Joint) -> RehearsedSteps:

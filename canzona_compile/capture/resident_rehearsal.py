@@ -59,7 +59,7 @@ class Residency:
             try:
                 return self._rehearse_residents(refused, names)
             except UnsupportedOptimizer as twice:
-                return rehearse_jointly(self.optimizer, twice, names)
+                return rehearse_jointly(self.optimizer, twice, names, refused.hint or "")
 
     def of(self, manner: Any, known: Iterable[Rehearsal]) -> Rehearsal | None:
         """Find the rehearsal by which parameters are resident, or step all at once; None if they do neither.

@@ -54,9 +54,10 @@ class JointStep:
         check_whole(plan.bound)
         if self.here and len(self.ranks) > 1:
             size = sum(math.prod(t.shape) * first.param.element_size() for t in plan.owned.tasks)
+            advice = f"; to let every rank step its share, {self.joint.hint}" if self.joint.hint else ""
             warnings.warn(
                 f"rank {rank} alone steps all parameters of {plain_class(optimizer).__name__} and keeps their state "
-                f"({len(plan.bound)} parameters, {size / 2**20:.3g} MiB), because {self.joint.reason}",
+                f"({len(plan.bound)} parameters, {size / 2**20:.3g} MiB), because {self.joint.reason}{advice}",
                 stacklevel=2,
             )
 

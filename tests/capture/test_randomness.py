@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
-from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.errors import CanzonaError
 from tests.harness.layouts import Case, Laid, full
 from tests.harness.marks import first
 from tests.harness.ranks import run
