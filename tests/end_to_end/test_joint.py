@@ -214,7 +214,7 @@ def fails() -> str:
 
 @pytest.mark.ranks
 def test_an_error_of_the_step_reaches_every_rank() -> None:
-    assert all(said.startswith("3: ") and "the fourth step" in said for said in run(2, fails))
+    assert all(said.startswith("3: ") and "the fourth step" in said for said in run(2, fails, fresh=True))
 
 
 def test_what_cannot_be_shown_is_refused() -> None:

@@ -209,7 +209,7 @@ def test_the_losses_gradients_are_checked() -> None:
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        ("by_address", "ByAddress.step asks which object its parameter is"),
+        ("by_address", "ByAddress.step does something else on copies of its parameters"),
         ("another_every_time", "build() does not make the same values every time\n  at:   0.weight"),
     ],
 )
