@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.report.schema import LoadReport
-from canzona_compile.tools.simulation.figures import Simulation, Span
+from canzona_compile.simulation.figures import Simulation, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ from canzona_compile.report.units import (
     format_shape,
     plural,
 )
+from canzona_compile.simulation.figures import COMPUTE, STREAMS
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.zero1_table import PLANS, phases, plans
-from canzona_compile.tools.simulation.figures import COMPUTE, STREAMS
 
 MOST_LANES = 4  # ranks of the timeline
 

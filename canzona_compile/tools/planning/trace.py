@@ -12,8 +12,8 @@ from itertools import count, groupby
 from operator import attrgetter
 from typing import Any
 
+from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
 from canzona_compile.tools.planning.figures import Forecast
-from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
 
 SCHEMA = 1
 MOST_NAMES = 100  # how many names a span lists; the rest is a number
