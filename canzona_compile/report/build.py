@@ -1,7 +1,8 @@
 """The figures of a plan: for people (rich prints them) and for machines (`to_json`).
 
-`make_report` computes all figures from a step and measures none. It counts the FLOPs of the graphs that run; it counts
-symmetric products in full, and no padding. `canzona_compile.analysis.step_time` predicts seconds from rates.
+`make_report` computes all figures from a step but those that `measure()` found. It counts the FLOPs of the graphs that
+run; it counts symmetric products in full, and no padding. `canzona_compile.analysis.step_time` predicts seconds from
+rates.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from canzona_compile.ir.step import (
     Task,
 )
 from canzona_compile.report.data_parallel import data_parallel_report
+from canzona_compile.report.measured import measured_report
 from canzona_compile.report.schema import (
     Facts,
     Figures,
@@ -131,6 +133,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         schedule=schedule,
         profile=facts.profile,
         data_parallel=data_parallel_report(step.buckets),
+        measured=measured_report(facts.measurement, step),
     )
 
 

@@ -31,7 +31,9 @@ from canzona_compile.ir.step import Role
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.cuda_graph import Replay
 from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.runtime.step_clock import StepClock
 from canzona_compile.runtime.streams import streams_for
+from canzona_compile.runtime.timed_program import TimedProgram
 
 
 class Tensors(Protocol):
@@ -98,6 +100,7 @@ class Executor:
         wanted = next((v for v in program.inputs.values() if isinstance(v, StreamSet)), None)
         self.streams = streams_for(wanted, device)
         self.replay: Replay | None = None
+        self._timed: TimedProgram | None = None
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if device.type == "cuda":
             self.replay = Replay(program, device, self.streams.entered, wanted=cuda_graphs)
@@ -120,13 +123,21 @@ class Executor:
             self._arguments[i] = lookup()
         return self._arguments
 
-    def run(self) -> None:
-        """Run the program once. It writes parameters and state in place."""
+    def run(self, clock: StepClock | None = None) -> None:
+        """Run the program once. It writes parameters and state in place.
+
+        Args:
+            clock: notes when which act of the schedule runs. A program for CUDA runs call by call then.
+        """
+        timed = None if clock is None else self.timed()
         arguments = self.arguments()
         precision = torch.get_float32_matmul_precision()
         try:
             with torch.no_grad(), self._guard:
-                if self.replay is None:
+                if clock is not None and timed is not None:
+                    with self.streams.entered():
+                        timed.run(clock, arguments)
+                elif self.replay is None:
                     self.program.module(*arguments)
                 else:
                     self.replay.run(arguments)
@@ -136,6 +147,12 @@ class Executor:
         finally:
             for i, _ in self._lookups:  # gradients must not stay alive between steps
                 arguments[i] = None
+
+    def timed(self) -> TimedProgram:
+        """The program that runs with a clock, made on first use."""
+        if self._timed is None:
+            self._timed = TimedProgram(self.program)
+        return self._timed
 
     @property
     def how(self) -> str:
