@@ -123,24 +123,30 @@ class Executor:
             self._arguments[i] = lookup()
         return self._arguments
 
-    def run(self, clock: StepClock | None = None) -> None:
-        """Run the program once. It writes parameters and state in place.
+    def run(self) -> None:
+        """Run the program once. It writes parameters and state in place."""
+        self._run(self.program.module if self.replay is None else self._replayed)
 
-        Args:
-            clock: notes when which act of the schedule runs. A program for CUDA runs call by call then.
-        """
-        timed = None if clock is None else self.timed()
+    def _replayed(self, *arguments: Any) -> None:
+        assert self.replay is not None
+        self.replay.run(arguments)
+
+    def run_timed(self, clock: StepClock) -> None:
+        """Run the program once, with a clock that notes when which act runs. On CUDA it runs call by call."""
+        timed = self.timed()
+
+        def launch(*arguments: Any) -> None:
+            with self.streams.entered():
+                timed.run(clock, arguments)
+
+        self._run(launch)
+
+    def _run(self, launch: Callable[..., None]) -> None:
         arguments = self.arguments()
         precision = torch.get_float32_matmul_precision()
         try:
             with torch.no_grad(), self._guard:
-                if clock is not None and timed is not None:
-                    with self.streams.entered():
-                        timed.run(clock, arguments)
-                elif self.replay is None:
-                    self.program.module(*arguments)
-                else:
-                    self.replay.run(arguments)
+                launch(*arguments)
         except BaseException:
             torch.set_float32_matmul_precision(precision)  # the program may have been about to put it back
             raise

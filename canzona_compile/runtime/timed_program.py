@@ -70,11 +70,13 @@ def turns(program: Program) -> Iterator[tuple[fx.Node, list[tuple[str, int, str]
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
-        if node.op == "output" or node.target is program_ops.on_stream:
+        if node.op == "output":
+            yield node, [(OTHER, -1, lane)]
+            continue
+        if node.target is program_ops.on_stream:
             yield node, [("", -1, lane)]
             present = ("", -1)
-            if node.op != "output":
-                lane = COMPUTE if node.args[1] in (CALLER, COMPUTE) else str(node.args[1])
+            lane = COMPUTE if node.args[1] in (CALLER, COMPUTE) else str(node.args[1])
             continue
         if node.target is program_ops.wait:
             wanted = (WAIT, following[node][1])

@@ -304,7 +304,7 @@ class StepDriver:
             expected = [] if self._audit is None else self._audit.before(ready)
             with during(self.clock, "plan"):
                 program = self._program(ready)
-            program.executor.run(self.clock)
+            self._run(program)
             if self._audit is not None:
                 self._audit.after(expected)
             self.cohorts.show_counters()
@@ -349,7 +349,13 @@ class StepDriver:
     def _first_steps(self, fresh: Names) -> None:
         """Create the state of these tasks by running the optimizer's own code."""
         with self.store.first_steps(fresh):
-            self._maker.of_first_steps(fresh).executor.run(self.clock)
+            self._run(self._maker.of_first_steps(fresh))
+
+    def _run(self, program: BoundProgram) -> None:
+        if self.clock is None:
+            program.executor.run()
+        else:
+            program.executor.run_timed(self.clock)
 
     def _foresee(self, ready: Names, fresh: Names) -> None:
         """Make the program of the next step now, because the report shows it."""

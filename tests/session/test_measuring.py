@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -201,7 +202,8 @@ def calls_of_a_step(optimizer: Any) -> Counter[str]:
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            found[f"{frame.f_code.co_filename} {frame.f_code.co_qualname}"] += 1
+            file = re.sub(r"<eval_with_key>.\d+", "a graph", frame.f_code.co_filename)  # torch numbers what it compiles
+            found[f"{file} {frame.f_code.co_qualname}"] += 1
         elif event == "c_call":
             found[getattr(argument, "__qualname__", str(argument))] += 1
 
@@ -222,7 +224,8 @@ def test_a_step_that_is_not_measured_makes_the_calls_of_one_that_never_was() -> 
     assert not [name for name in before if "timed_program" in name or "perf_counter" in name]
     optimizer.canzona.measure(1)
     assert calls_of_a_step(optimizer)["perf_counter"] > 0
-    assert calls_of_a_step(optimizer) == before
+    after = calls_of_a_step(optimizer)
+    assert (after - before, before - after) == (Counter(), Counter())
 
 
 # -- zero1 -------------------------------------------------------------------------------------------
@@ -289,7 +292,7 @@ def test_a_clock_is_told_of_every_act_on_every_stream(shards: int) -> None:
         if node.target is on_stream:
             assert open_act == ""
             lane = "compute" if node.args[1] in ("caller", "compute") else node.args[1]
-    assert open_act == ""
+    assert (lane, open_act) == ("compute", "other")
     acts = {(str(event.act), event.micro_group) for event in program.events.values()}
     assert acts <= seen
     graph = TimedProgram(program).module.graph
