@@ -1,14 +1,14 @@
 """Times the parts of a step while it is measured: by the host's clock on CPU, by events on CUDA.
 
 Every moment of a lane belongs to one act. A lane is what one stream does; on CPU there is one. On CUDA the host waits
-for no event before `take`, which is called after a step.
+for no event before `read`, which is called after the last step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ class ActSpan:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What a clock saw since the last step that it measured.
+    """What a clock saw of a step, and since the step before.
 
     Attributes:
         seconds: of the step, and of what belongs to it before and after.
@@ -72,6 +72,19 @@ class Turn:
     group: int
     lane: str
     at: Any  # seconds on CPU, an event on CUDA
+
+
+@dataclass(frozen=True, slots=True)
+class NotedStep:
+    """What a clock has noted of a step.
+
+    Attributes:
+        turns: on all lanes, in the order of the host.
+        outer: the begin and end of each part of the step that lies in no other one.
+    """
+
+    turns: tuple[Turn, ...]
+    outer: tuple[tuple[Any, Any], ...]
 
 
 class StepClock:
@@ -119,32 +132,34 @@ class StepClock:
         event.record()
         return event
 
-    def take(self) -> MeasuredStep:
-        """Return what was noted since the last call. No act may be open. On CUDA the host waits for the last event."""
+    def take(self) -> NotedStep:
+        """Return what was noted since the last call. No act may be open. The host waits for nothing."""
         assert not self._acts
-        turns, outer = self._turns, self._outer
+        noted = NotedStep(tuple(self._turns), tuple(self._outer))
         self._turns, self._outer = [], []
-        if not outer:
-            return MeasuredStep(0.0, ())
-        begin = turns[0].at
+        return noted
+
+    def read(self, steps: Sequence[NotedStep]) -> list[MeasuredStep]:
+        """Turn moments into seconds. On CUDA the host waits for the device first."""
         if self.device.type == "cuda":
-            turns[-1].at.synchronize()
+            torch.cuda.synchronize(self.device)
+        return [self._measured(noted) for noted in steps]
 
-        def seconds(moment: Any) -> float:
-            return moment if self.device.type != "cuda" else begin.elapsed_time(moment) / 1e3  # type: ignore[no-any-return]
-
+    def _measured(self, noted: NotedStep) -> MeasuredStep:
         spans: list[ActSpan] = []
         last: dict[str, Turn] = {}
-        for one in turns:
+
+        def seconds(moment: Any) -> float:
+            if self.device.type != "cuda":
+                return float(moment)
+            return float(noted.turns[0].at.elapsed_time(moment)) / 1e3
+
+        for one in noted.turns:
             before = last.get(one.lane)
             if before is not None and before.act:
                 spans.append(ActSpan(before.act, before.group, before.lane, seconds(before.at), seconds(one.at)))
             last[one.lane] = one
-        return MeasuredStep(sum(seconds(end) - seconds(start) for start, end in outer), tuple(spans))
-
-    def drop(self) -> None:
-        """Forget what was noted since the last `take`."""
-        self._turns, self._outer = [], []
+        return MeasuredStep(sum((seconds(end) - seconds(start) for start, end in noted.outer), 0.0), tuple(spans))
 
 
 def during(clock: StepClock | None, act: str) -> AbstractContextManager[None]:

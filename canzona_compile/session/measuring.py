@@ -17,7 +17,7 @@ import torch
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Step
 from canzona_compile.runtime.meeting import Meeting, meet_all
-from canzona_compile.runtime.step_clock import OTHER, MeasuredStep, StepClock
+from canzona_compile.runtime.step_clock import OTHER, MeasuredStep, NotedStep, StepClock
 from canzona_compile.session.step_driver import StepDriver
 
 Ranks = tuple[int, ...]
@@ -102,7 +102,7 @@ class Measuring:
     clock: StepClock | None = None
     found: Measurement | None = None
     at_end: Callable[[], None] = lambda: None
-    _taken: list[MeasuredStep] = field(default_factory=list)
+    _taken: list[NotedStep] = field(default_factory=list)
     _steps: list[Step] = field(default_factory=list)
 
     def begin(self, steps: int, device: torch.device) -> StepClock:
@@ -174,14 +174,15 @@ class Measuring:
 
     def _exchange(self, session: MeasuredSession) -> None:
         """Bring the figures of all ranks together."""
-        own, sets = RankTimes.of(self._taken), session.sharing()
+        assert self.clock is not None
+        read = self.clock.read(self._taken)
+        own, sets = RankTimes.of(read), session.sharing()
         found = {session.rank: own}
         with session.telling():
             meet_all(dict.fromkeys(sets, "the last measured step"), session.meeting_of, "measure()")
             for ranks in sorted(sets):
                 texts = sets[ranks](own.to_json())
                 found |= {rank: RankTimes.from_json(text) for rank, text in zip(ranks, texts, strict=True)}
-        device = session.device.type
-        made = Measurement(device, dict(sorted(found.items())), tuple(self._steps), tuple(self._taken))
+        made = Measurement(self.clock.device.type, dict(sorted(found.items())), tuple(self._steps), tuple(read))
         self.end()
         self.found = made
