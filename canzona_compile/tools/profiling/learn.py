@@ -16,6 +16,7 @@ from canzona_compile.ir.hardware import Curve, Hardware, Link, hardware_from
 from canzona_compile.ir.step import Step
 from canzona_compile.report.measured import predicted
 from canzona_compile.report.schema import MeasuredReport
+from canzona_compile.report.units import plural
 from canzona_compile.tools.calibration.calibrate import ONE_NODE, processors, together
 
 ROUNDS = 20
@@ -59,7 +60,7 @@ def learn(report: MeasuredReport | None, steps: Sequence[Step], ranks: int) -> H
                 slower[name] = min(LARGEST, max(1 / LARGEST, slower[name] * wanted[name] / now))
     found = slowed(base, slower)
     names = [field for name, fields in FIELDS.items() for field in fields if matters(base, steps, name, field)]
-    how = f"learnt from {report.steps} steps of {len(steps[0].tasks)} matrices on {ranks} ranks, by profile"
+    how = f"learnt from {plural(report.steps, 'step')} of {len(steps[0].tasks)} matrices on {ranks} ranks, by profile"
     values = found.to_dict()
     measured: dict[str, Any] = {name: values[name] for name in (*names, "host")}
     shape = {
