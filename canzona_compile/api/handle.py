@@ -125,8 +125,8 @@ class Canzona:
     def measure(self, steps: int = 5) -> None:
         """Time the phases of the next steps; after the last of them `report()` shows the figures. Call it on all ranks.
 
-        Steps that make a plan do not count, and an error ends it. While it measures, ranks that do not measure the same
-        steps raise `RankMismatch`. A program for CUDA runs call by call meanwhile and is not replayed.
+        The first step, which makes the plan, does not count, and an error ends it. While it measures, ranks that do not
+        measure the same steps raise `RankMismatch`. A program for CUDA runs call by call meanwhile and is not replayed.
 
         Args:
             steps: how many to measure.

@@ -35,6 +35,7 @@ from canzona_compile.ir.step import (
 )
 from canzona_compile.report.data_parallel import data_parallel_report
 from canzona_compile.report.measured import measured_report
+from canzona_compile.report.measured_table import measured_remark
 from canzona_compile.report.schema import (
     Facts,
     Figures,
@@ -138,7 +139,12 @@ def make_report(step: Step, facts: Facts) -> Report:
 
 
 def headline(report: Report) -> str:
-    """The plan in one line, for the log."""
+    """The plan in one line, for the log, and what was measured of it."""
+    return "; ".join(filter(None, (plan_line(report), measured_remark(report.measured))))
+
+
+def plan_line(report: Report) -> str:
+    """The plan in one line."""
     count = plural(len(report.tasks), "matrix", "matrices")
     interpreted = f"{len(report.fallbacks)} interpreted"
     if not report.tasks:

@@ -28,7 +28,7 @@ ABOUT = {
     "reduce": "gradients to owners, during backward",
     "look": "what changed, which code runs, with which numbers",
     "agree": "ranks compare that, and wait for the last one to come",
-    "plan": "programs for new code",
+    "plan": "programs, or a plan, for what was not there before",
     "meet": "ranks that share no exchange wait for one another",
     "prepare": "elementwise work on fragments, and packing",
     "gather": "fragments to owners",

@@ -140,7 +140,8 @@ class Measuring:
     def step(self, session: MeasuredSession) -> bool:
         """Take a step and measure it. After the last one ranks exchange figures, which is a collective.
 
-        A step that makes a plan does not count. An error ends measuring.
+        The first step does not count, because it makes the plan. A later one that plans anew does: under ZeRO-1 ranks
+        plan anew on steps of their own, and have to measure equally many. An error ends measuring.
 
         Returns:
             Whether there is something new to report.
@@ -158,9 +159,10 @@ class Measuring:
             with clock.during(OTHER):
                 new = session.take_step()
             taken = clock.take()
-            if driver is not None and driver is session.driver and driver.last is not None:
+            ran = None if session.driver is None else session.driver.last
+            if driver is not None and ran is not None:
                 self._taken.append(taken)
-                self._steps.append(driver.last.step)
+                self._steps.append(ran.step)
             if len(self._taken) == self.wanted:
                 self._exchange(session)
                 new = True
@@ -168,8 +170,8 @@ class Measuring:
             self.end()
             raise
         finally:
-            if driver is not None:
-                driver.clock = None
+            if session.driver is not None:
+                session.driver.clock = None
         return new
 
     def _exchange(self, session: MeasuredSession) -> None:

@@ -144,8 +144,10 @@ class Session:
         driver = self.driver
         self._check_unbroken()
         if driver is None or self._must_replan(driver):
-            self.release()
-            driver = self.driver = self._start()
+            with during(self.measuring.clock, "plan"):
+                self.release()
+                driver = self.driver = self._start()
+            driver.clock = self.measuring.clock
             self._settle(driver, "", None)
         with self.telling():
             return driver.step() and driver.last is not None
@@ -340,9 +342,8 @@ class Session:
 
     def sharing(self) -> dict[Ranks, Callable[[str], list[str]]]:
         """Find the sets of ranks that this rank shares tasks with, and what gathers a text from all ranks of each."""
-        agreement, driver = self._agreement, self.driver
-        assert agreement is not None
-        return {} if driver is None else {r: partial(agreement.share, r) for r in driver.numbers()}
+        assert self._agreement is not None
+        return {} if self.driver is None else {r: partial(self._agreement.share, r) for r in self.driver.numbers()}
 
     def partners(self) -> dict[Ranks, str]:
         """Find the sets of ranks that portable state is gathered from, and what each gathers, as text."""

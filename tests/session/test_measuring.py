@@ -158,6 +158,18 @@ def test_a_new_plan_forgets_and_another_call_begins_anew() -> None:
     assert optimizer.canzona.report().measured is None
 
 
+def test_a_step_that_plans_anew_counts() -> None:
+    """Under ZeRO-1 ranks plan anew on steps of their own, and all of them have to come to the exchange."""
+    optimizer = alone()
+    step(optimizer)
+    optimizer.canzona.measure(2)
+    optimizer.add_param_group({"params": parameters([(3, 5)])})
+    for _ in range(2):
+        step(optimizer)
+    (plan,) = (phase for phase in optimizer.canzona.report().measured.phases if phase.name == "plan")
+    assert plan.worst > plan.median > 0
+
+
 @pytest.mark.parametrize("steps", [0, -1, True, 2.0], ids=str)
 def test_a_number_of_steps_that_is_none(steps: Any) -> None:
     optimizer = alone()
