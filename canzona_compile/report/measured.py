@@ -6,11 +6,14 @@ The host's bookkeeping is part of its prepare and is taken out of it here, becau
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from canzona_compile.analysis.roofline import hardware_of
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Step
 from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
@@ -81,6 +84,27 @@ def measured_report(measurement: Measurement | None, reported: Step) -> Measured
         assumed=hardware.assumed,
         phases=phases,
     )
+
+
+def read_measured(path: str | Path) -> MeasuredReport:
+    """Read the measured steps of a report that was written as JSON.
+
+    Raises:
+        CanzonaError: there is no such file, or it holds no report with measured steps.
+    """
+    hint = "write one with profile --json, or optimizer.canzona.report().to_json() after measure()"
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CanzonaError(f"it cannot be read: {error}", at=str(path), hint=hint) from error
+    measured = found.get("measured") if isinstance(found, dict) else None
+    if measured is None:
+        raise CanzonaError("it holds no measured steps", at=str(path), hint=hint)
+    try:
+        phases = tuple(MeasuredPhase(**one) for one in measured["phases"])
+        return MeasuredReport(**{**measured, "phases": phases, "assumed": tuple(measured["assumed"])})
+    except (TypeError, KeyError) as error:
+        raise CanzonaError(f"its measured steps have other fields: {error}", at=str(path), hint=hint) from error
 
 
 def by_phase(acts: Mapping[str, float]) -> dict[str, float]:
