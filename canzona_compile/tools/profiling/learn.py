@@ -73,7 +73,7 @@ def learn(report: MeasuredReport | None, steps: Sequence[Step], ranks: int) -> H
 def matters(hardware: Hardware, steps: Sequence[Step], group: str, field: str) -> bool:
     """Tell whether the predicted phases of a group depend on one of its rates."""
     other = slowed(hardware, {group: 2.0}, only=field)
-    before, after = (predicted(steps[:1], own)[0] for own in (hardware, other))
+    before, after = (predicted(steps, own)[0] for own in (hardware, other))
     return any(before.get(phase) != after.get(phase) for phase in PHASES[group])
 
 
