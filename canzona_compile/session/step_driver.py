@@ -355,6 +355,8 @@ class StepDriver:
         if self.clock is None:
             program.executor.run()
         else:
+            with self.clock.during("plan"):
+                program.executor.timed()
             program.executor.run_timed(self.clock)
 
     def _foresee(self, ready: Names, fresh: Names) -> None:

@@ -85,7 +85,7 @@ def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     out, err = capfd.readouterr()
     assert "── Measured ── 2 steps on 2 ranks" in out
     assert "step 1 of" not in err
-    assert main(["profile", *line[:4], "--json", "--hardware", str(rates)]) == 0
+    assert main(["profile", *line[:5], "--json", "--hardware", str(rates)]) == 0
     out, err = capfd.readouterr()
     assert "products" not in json.loads(out)["measured"]["assumed"]
     assert "step 1 of" in err

@@ -56,7 +56,7 @@ def profile(
     Args:
         build: returns (model, optimizer), as for `verify`; a loss is not used. A text "module:function" names one that
             only the processes import.
-        steps: how many to measure, after three others.
+        steps: how many to measure. As many, and three more, are taken before.
         ranks: how many processes to start on this machine.
         layout: "fsdp", "fsdp_columns", "hsdp" or "ddp", as for `verify`.
         seed: for `build` and for the gradients.

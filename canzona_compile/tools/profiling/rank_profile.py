@@ -28,7 +28,8 @@ from canzona_compile.tools.verification.workers import by_names_of_the_model
 
 log = logging.getLogger(__name__)
 
-WARM_UP = 3  # steps: the first is eager, the second is the first one of its program
+# Steps: the first is eager, the second is the first one of its program. As many more follow as are measured.
+WARM_UP = 3
 SIZE = 1e-2  # of random gradients
 
 
@@ -99,8 +100,9 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
     optimizer: Any = wrap(made.optimizer, replicate=shard(made.optimizer, order.layout), **order.options)
     grads = random_gradients(made, order.seed)
     measuring = optimizer.canzona.session.measuring
-    for number in range(WARM_UP + 4 * order.steps):  # steps that make new plans do not count
-        if number == WARM_UP:
+    before = WARM_UP + order.steps  # so that programs for work that is periodic are there
+    for number in range(before + order.steps):
+        if number == before:
             optimizer.canzona.measure(order.steps)
         for param, grad in zip(made.params, grads, strict=True):
             param.grad = None if grad is None else grad.clone()
@@ -108,12 +110,10 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
         with blamed(f"step {number + 1}"), by_names_of_the_model(made):
             optimizer.step()
         if rank == 0:
-            log.info("step %d of %d", number + 1, WARM_UP + order.steps)
-        if measuring.found is not None:
-            break
+            log.info("step %d of %d", number + 1, before + order.steps)
     found = measuring.found
     if found is None:
-        raise CanzonaError("nearly every step makes a new plan, so there is nothing to measure")
+        raise CanzonaError("the last step made a new plan, so there is nothing to show", hint="measure more steps")
     offset = offset_to_first()
     report = optimizer.canzona.report() if rank == 0 else None
     outcome = RankProfile(
