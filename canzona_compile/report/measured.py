@@ -63,7 +63,8 @@ def measured_report(measurement: Measurement | None, reported: Step) -> Measured
     hardware = hardware_of(reported.machine)
     taken = {rank: [by_phase(acts) for acts in own.acts] for rank, own in ranks.items()}
     names = {name for steps in taken.values() for own in steps for name in own}
-    expected, seconds = predicted((reported,) * count if reported.buckets else measurement.steps, hardware)
+    ran = () if reported.buckets else tuple(step for step in measurement.steps if step is not None)
+    expected, seconds = predicted(ran or (reported,), hardware)
     mean = statistics.fmean(s for own in ranks.values() for s in own.seconds)
     phases = tuple(
         measured_phase(name, {rank: [own.get(name, 0.0) for own in steps] for rank, steps in taken.items()}, expected)

@@ -62,13 +62,13 @@ class Measurement:
     Attributes:
         device: where they ran, "cpu" or "cuda".
         ranks: what each rank measured, by global rank: the ranks that share tasks with this one.
-        steps: the scheduled steps that ran, in order.
+        steps: the scheduled steps that ran, in order; None for one that made a plan and ran no program of it.
         own: what this rank did.
     """
 
     device: str
     ranks: Mapping[int, RankTimes]
-    steps: tuple[Step, ...]
+    steps: tuple[Step | None, ...]
     own: tuple[MeasuredStep, ...]
 
 
@@ -103,7 +103,7 @@ class Measuring:
     found: Measurement | None = None
     at_end: Callable[[], None] = lambda: None
     _taken: list[NotedStep] = field(default_factory=list)
-    _steps: list[Step] = field(default_factory=list)
+    _steps: list[Step | None] = field(default_factory=list)
 
     def begin(self, steps: int, device: torch.device) -> StepClock:
         """Measure the next steps, and forget what was measured before.
@@ -160,9 +160,9 @@ class Measuring:
                 new = session.take_step()
             taken = clock.take()
             ran = None if session.driver is None else session.driver.last
-            if driver is not None and ran is not None:
+            if driver is not None:
                 self._taken.append(taken)
-                self._steps.append(ran.step)
+                self._steps.append(None if ran is None else ran.step)
             if len(self._taken) == self.wanted:
                 self._exchange(session)
                 new = True

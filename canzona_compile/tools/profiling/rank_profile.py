@@ -119,12 +119,14 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
     outcome = RankProfile(
         rank=rank,
         steps=found.own,
-        transfers=tuple(transfers(step, rank) for step in found.steps),
-        computed=tuple(computed(step, rank) for step in found.steps),
+        transfers=tuple({} if step is None else transfers(step, rank) for step in found.steps),
+        computed=tuple({} if step is None else computed(step, rank) for step in found.steps),
         offset=offset,
         report=report,
         fingerprint=optimizer.canzona.plan().fingerprint,
-        learnt=learn(report.measured, found.steps, order.ranks) if report is not None and order.learns else None,
+        learnt=learn(report.measured, [s for s in found.steps if s], order.ranks)
+        if report is not None and order.learns
+        else None,
     )
     dist.barrier()  # nobody leaves while others may need its connections
     dist.destroy_process_group()
