@@ -116,6 +116,7 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
         raise CanzonaError("the last step made a new plan, so there is nothing to show", hint="measure more steps")
     offset = offset_to_first()
     report = optimizer.canzona.report() if rank == 0 else None
+    ran = [step for step in found.steps if step is not None]
     outcome = RankProfile(
         rank=rank,
         steps=found.own,
