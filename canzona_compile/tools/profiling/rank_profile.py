@@ -125,9 +125,7 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
         offset=offset,
         report=report,
         fingerprint=optimizer.canzona.plan().fingerprint,
-        learnt=learn(report.measured, [s for s in found.steps if s], order.ranks)
-        if report is not None and order.learns
-        else None,
+        learnt=learn(report.measured, ran, order.ranks) if report is not None and order.learns else None,
     )
     dist.barrier()  # nobody leaves while others may need its connections
     dist.destroy_process_group()
