@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class CanzonaError(RuntimeError):
@@ -53,3 +53,12 @@ def some(names: Iterable[str], limit: int = 3) -> str:
     listed = list(names)
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"
+
+
+def problem_of(check: Callable[[], None]) -> CanzonaError | None:
+    """The error that a check raises; None if it raises none."""
+    try:
+        check()
+    except CanzonaError as error:
+        return error
+    return None
