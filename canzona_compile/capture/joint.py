@@ -108,7 +108,7 @@ def check_plain(value: Any, place: str) -> None:
     Raises:
         NotPlain: it is not.
     """
-    if isinstance(value, nn.Parameter) or not isinstance(value, (Tensor, *PLAIN, list, tuple, dict, set, frozenset)):
+    if type(value) is not Tensor and not isinstance(value, (*PLAIN, list, tuple, dict, set, frozenset)):
         raise NotPlain(f"it changes {place}, where it keeps {type(value).__name__} objects")
     entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     for entry in entries:

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, difference, where
 from canzona_compile.capture.joint import JointUpdate, NotPlain, absent, check_shown, show, step_at_once, whole_copy
+from canzona_compile.capture.kept import Finder, NoPlace
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.randomness import seeded
@@ -23,8 +25,8 @@ from canzona_compile.capture.rehearsal import (
     scenarios,
 )
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, run, together
-from canzona_compile.capture.twin import marks_of, plain_class
-from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.capture.twin import NOT_COPIED, marks_of, odd_state, plain_class
+from canzona_compile.errors import UnsupportedOptimizer, some
 
 
 def rehearse_jointly(
@@ -45,6 +47,7 @@ def rehearse_jointly(
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     names = names or default_names(optimizer)
     try:
+        check_held(optimizer)
         found = [rehearse_one(optimizer, scenario, device, refused, names) for scenario in scenarios(counts)]
     except (NotPlain, UnsupportedOptimizer) as problem:
         hint = f"{refused.hint}; " if refused.hint else ""
@@ -67,6 +70,23 @@ def rehearse_jointly(
             frozenset().union(*(joint.hyperparameters for joint in joints)),
         ),
     )
+
+
+def check_held(optimizer: Optimizer) -> None:
+    """Raise if an optimizer holds fragments beside its parameter groups: a step of whole parameters would meet them.
+
+    Raises:
+        NotPlain: it does.
+    """
+    finder = Finder(torch.empty(0))
+    try:
+        finder.look_at_attributes(optimizer, {name for name in vars(optimizer) if name not in NOT_COPIED})
+        for key, value in odd_state(optimizer).items():
+            finder.look(("self", "state", str(key)), value, lambda _: None)
+    except NoPlace as error:
+        raise NotPlain(str(error)) from error
+    if sharded := [path for path, place in finder.found.items() if isinstance(place.value, DTensor)]:
+        raise NotPlain(f"it holds DTensors in {some(path.replace('/', '.') for path in sharded)}")
 
 
 def rehearse_one(

@@ -113,12 +113,12 @@ def check_whole(bound: Mapping[str, BoundParam]) -> None:
     """Raise unless every task is a whole parameter.
 
     Raises:
-        UnsupportedOptimizer: one is a piece of a parameter, or some entries of a stack.
+        UnsupportedOptimizer: one is a piece of a parameter, a plain fragment, or some entries of a stack.
     """
     for name, own in bound.items():
-        if own.division is not None or tuple(own.param.shape) != own.task.shape:
+        if own.division is not None or own.stand_in is not None or tuple(own.param.shape) != own.task.shape:
             raise UnsupportedOptimizer(
-                "the optimizer steps all parameters at once, and this is only a part of one",
+                "the optimizer steps all parameters at once, and this is only a part of one to it",
                 at=name,
-                hint="wrap without split=; stacks must not be cut between their matrices",
+                hint="wrap without split= and layout=; stacks must not be cut between their matrices",
             )
