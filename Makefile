@@ -19,10 +19,12 @@ VERSION := $(patsubst torch==%,%,$(TORCH))
 # The Triton that each torch was made with. Builds of torch for CUDA bring it, those for CPUs bring none. pyproject.toml
 # allows these minor versions of torch: of each, `make test-torch` has passed with its last release.
 TRITON_2.11 := 3.6.0
-TRITON_2.12 := 3.7.0
+TRITON_2.12 := 3.7.1
 TRITON_2.13 := 3.7.1
 TRITON_2.14 := 3.8.0
-TRITON ?= $(TRITON_$(word 1,$(subst ., ,$(VERSION))).$(word 2,$(subst ., ,$(VERSION))))
+BESIDE_2.11 := 'numpy<2.4' # Triton 3.6's interpreter needs it, which tests use
+MINOR := $(word 1,$(subst ., ,$(VERSION))).$(word 2,$(subst ., ,$(VERSION)))
+TRITON ?= $(TRITON_$(MINOR))
 EXTRAS ?= dev
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
@@ -102,7 +104,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "canzona_compile needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": set PYTHON=")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH) into $(VENV): minutes the first time, seconds afterwards"
-	@$(PIP) $(TORCH) $(if $(TRITON),'triton==$(TRITON); sys_platform == "linux"')
+	@$(PIP) $(TORCH) $(if $(TRITON),'triton==$(TRITON); sys_platform == "linux"') $(BESIDE_$(MINOR))
 	@echo "installing canzona_compile and its tools"
 	@$(PIP) --editable '.[$(EXTRAS)]'
 	@touch $@

@@ -29,8 +29,7 @@ CORE: dict[str, tuple[str, ...]] = {
     ),
     "layouts on ranks: FSDP2, TP, DDP, HSDP": (
         "tests/end_to_end/test_counts.py",
-        "tests/end_to_end/test_parity.py::test_layout",
-        "tests/end_to_end/test_parity.py::test_layouts_are_what_they_are_called",
+        "tests/end_to_end/test_parity.py",
         "tests/end_to_end/test_training.py",
     ),
     "ZeRO-1": (
