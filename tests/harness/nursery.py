@@ -157,8 +157,8 @@ def live(end: Connection, log: str) -> None:
     torch.set_num_threads(1)
     check_separability_once()
     if not torch.accelerator.is_available():
-        # The first backward decides how many threads autograd has. A later one could find a device: in a build for CUDA,
-        # the first fake tensor on such a device makes torch say that there is one.
+        # The first backward decides how many threads autograd has. A later one could find a device: in a build for
+        # CUDA, the first fake tensor on such a device makes torch say that there is one.
         torch.ones((), requires_grad=True).backward()
     children: dict[int, ForkProcess] = {}
     while True:
