@@ -145,9 +145,14 @@ def test_an_installed_wheel_works_without_the_repository(built: Built, tmp_path:
     version = elsewhere(command, "--version", path=packages, cwd=cwd)
     assert version == f"canzona-compile {canzona_compile.__version__}\n"
     (cwd / "shapes.json").write_text('{"layers.0.q": [64, 64], "layers.1.q": [64, 64]}')
-    plan = (command, "plan", "--params", "shapes.json", "--mesh", "fsdp=2", "--optimizer", "soap", "--no-alternatives")
-    for kind, beginning in {"table": "╭─ canzona plan", "json": "{", "html": "<!doctype html>"}.items():
-        assert elsewhere(*plan, "--format", kind, path=packages, cwd=cwd).startswith(beginning)
+    plan = (command, "plan", "--params", "shapes.json", "--mesh", "fsdp=2", "--no-alternatives")
+    for optimizer, kind, beginning in (
+        ("muon", "table", "╭─ canzona plan"),
+        ("canzona_compile.optimizers.normuon:NorMuon", "json", "{"),
+        ("muon", "html", "<!doctype html>"),
+    ):
+        options = ("--optimizer", optimizer, "--format", kind)
+        assert elsewhere(*plan, *options, path=packages, cwd=cwd).startswith(beginning)
     (cwd / "train.py").write_text(BUILT_BY_USERS)
     assert "equal" in elsewhere(command, "verify", "train:build", "--ranks", "2", path=packages, cwd=cwd)
 

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import canzona_compile
+from canzona_compile.__main__ import main
 from tests.harness.sources import ROOT, copy_sources
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -73,3 +74,9 @@ def test_one_version() -> None:
     assert re.findall(r"^version: (\S+)$", citation, re.MULTILINE) == [canzona_compile.__version__]
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.findall(r"^## \[(\S+)\]", changes, re.MULTILINE)[0] == canzona_compile.__version__
+
+
+def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"canzona-compile {canzona_compile.__version__}\n"
