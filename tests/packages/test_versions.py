@@ -76,6 +76,13 @@ def test_one_version() -> None:
     assert re.findall(r"^## \[(\S+)\]", changes, re.MULTILINE)[0] == canzona_compile.__version__
 
 
+def test_readers_are_told_the_same() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    said = re.findall(r"torch (2\.\d+) to (2\.\d+)", " ".join(" ".join(p.read_text("utf-8").split()) for p in pages))
+    oldest, *_, newest = TRITONS
+    assert set(said) == {(oldest, newest)}
+
+
 def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
