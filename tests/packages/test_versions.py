@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,6 @@ def would_install(folder: Path) -> Iterable[str]:
     return [found["metadata"]["name"] for found in json.loads(done.stdout)["install"]]
 
 
-@pytest.mark.skipif(find_spec("pip") is None, reason="needs pip")
 def test_the_torch_that_is_installed_stays(tmp_path: Path) -> None:
     assert would_install(copy_sources(tmp_path / "sources")) == ["canzona-compile"]
 
