@@ -5,6 +5,7 @@
 #   make test PYTEST_ARGS="-k muon -x"        options of pytest
 #   make test-all                             every test and combination, for much longer
 #   GOLDEN=accept make test                   rewrite tests/golden/
+#   make test-torch TORCH=2.11.0              the core tests with another torch, in an environment of its own
 #   make gpu-acceptance TORCH=torch           all that a GPU can show, first to last, in one page
 #   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
 #   make test-gpu VENV= PYTHON=python3        the same with a Python that has torch already: nothing is installed
@@ -12,8 +13,19 @@
 PYTHON ?= python3
 VENV ?= .venv
 # Exact, and installed by itself before everything else: a range would take whichever newer build
-# the index offers first, with several GB of GPU libraries.
+# the index offers first, with several GB of GPU libraries. The CPU build, where the index has one.
 TORCH ?= torch==2.13.0
+VERSION := $(patsubst torch==%,%,$(TORCH))
+# The Triton that each torch was made with. Builds of torch for CUDA bring it, those for CPUs bring none. pyproject.toml
+# allows these minor versions of torch: of each, `make test-torch` has passed with its last release.
+TRITON_2.11 := 3.6.0
+TRITON_2.12 := 3.7.1
+TRITON_2.13 := 3.7.1
+TRITON_2.14 := 3.8.0
+BESIDE_2.11 := 'numpy<2.4' # Triton 3.6's interpreter needs it, which tests use
+MINOR := $(word 1,$(subst ., ,$(VERSION))).$(word 2,$(subst ., ,$(VERSION)))
+TRITON ?= $(TRITON_$(MINOR))
+EXTRAS ?= dev
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 # Two workers: most of a test's time ranks wait for one another. A file stays on one worker, and its ranks and captures
@@ -35,7 +47,7 @@ export OMP_NUM_THREADS := 1
 # Some environments forbid Python to keep what it compiles. Then every rank and worker would compile all files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu lint types bench bench-gpu gpu-acceptance clean
+.PHONY: demo test test-all test-torch test-gpu lint types bench bench-gpu gpu-acceptance clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
@@ -47,6 +59,17 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
+
+# The core tests (tests/harness/core.py) with another torch: make test-torch TORCH=2.11.0. With another Python as well:
+# make test-torch TORCH=2.13.0 PYTHON=python3.12. An index with CPU builds saves several GB a version:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. To be free of the disk space remove .venv-torch-*.
+test-torch: VENV = .venv-torch-$(VERSION)$(filter-out -python3,-$(notdir $(PYTHON)))
+test-torch:
+	@$(MAKE) --no-print-directory core VENV=$(VENV) TORCH=torch==$(VERSION) EXTRAS=page,test
+
+core: $(INSTALLED)
+	@$(BIN)/python -c 'import sys, torch, triton; print("Python", sys.version.split()[0], "torch", torch.__version__, "triton", triton.__version__); sys.exit(torch.__version__.partition("+")[0] != "$(VERSION)" and "pyproject.toml does not allow torch $(VERSION), so pip replaced it")'
+	$(BIN)/python -m pytest $(XDIST) -m "not full" $$($(BIN)/python tests/harness/core.py) $(PYTEST_ARGS)
 
 # Kernels compiled for the device, not interpreted. Without one each test is skipped and says why. Only files with such
 # tests are imported: others may need packages that a GPU machine lacks.
@@ -75,13 +98,13 @@ gpu-acceptance: $(READY)
 # Keeps $(VENV), which takes minutes to fill.
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "canzona_compile needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": set PYTHON=")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH) into $(VENV): minutes the first time, seconds afterwards"
-	@$(PIP) $(TORCH)
+	@$(PIP) $(TORCH) $(if $(TRITON),'triton==$(TRITON); sys_platform == "linux"') $(BESIDE_$(MINOR))
 	@echo "installing canzona_compile and its tools"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[$(EXTRAS)]'
 	@touch $@

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from canzona_compile import __version__
 from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance import command as acceptance
 from canzona_compile.tools.calibration import command as calibration
@@ -74,6 +75,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     parser = argparse.ArgumentParser(prog="canzona-compile", description="Matrix optimizers on sharded models.")
+    parser.add_argument("--version", action="version", version=f"canzona-compile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         added = commands.add_parser(name, help=command.help, description=command.help)

@@ -27,6 +27,8 @@ COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()  # all tests, 
 def pytest_configure(config: pytest.Config) -> None:
     # Dynamo imports deprecated parts of torch; were that an error, every capture would fail.
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit:DeprecationWarning")
+    # The interpreter of Triton 3.6 makes loop bounds of arrays.
+    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim:DeprecationWarning")
     # Triton asks when it decorates a kernel, so this has to come before the first import of one. Ranks inherit it.
     # Nothing above imports ours or torch's, and nothing else may set it: tests on a GPU want kernels compiled.
     if config.option.markexpr.strip() != "gpu":

@@ -6,7 +6,7 @@ each, so that no rule passes because it looks at nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.conftest import COLLECTED
+from tests.harness.core import CORE
 from tests.harness.layouts import BUILDERS, Case
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +29,7 @@ FAILURES = {  # each test of these files is a way in which ranks can fail, or be
 END_TO_END = "tests/end_to_end/"
 NAMES = ("make", "name", "optimizer")  # of parameters that are optimizers there
 WORDS = (Case, str, torch.dtype)
+TORCH_FREE = {"benchmarks", "ownership", "packages"}  # folders of tests that need not be run with another torch
 DTYPES = {str(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 
 
@@ -142,3 +144,41 @@ def test_a_planted_violation_is_found(rule: Rule, collected: Tests) -> None:
     marked, lost = PLANTED[rule]
     changed = [Selected(t.file, t.function, t.full or marked(t), t.params) for t in collected]
     assert lost in rule(changed)
+
+
+# -- the core --------------------------------------------------------------------------------------
+
+
+def core(tests: Tests, kinds: Iterable[str] = CORE) -> Tests:
+    """What `make test-torch` runs."""
+    names = {name for kind in kinds for name in CORE[kind]}
+    return [t for t in fast(tests) if names & {t.file, f"{t.file}::{t.function}", t.file.rpartition("/")[0]}]
+
+
+def missing_in_core(tests: Tests, kinds: Iterable[str] = CORE) -> set[str]:
+    """Rooms, layouts and dtypes that the core has no test of."""
+    found = core(tests, kinds)
+    folders = {test.file.split("/")[1] for test in tests if test.file.count("/") > 1} - TORCH_FREE
+    within = {"stack_dim0", "tp_alone"}  # tests of test_parity.py have them without a parameter
+    return lost_kinds(found) - within | folders - {test.file.split("/")[1] for test in found}
+
+
+def test_the_core_has_every_room_layout_and_dtype(collected: Tests) -> None:
+    assert missing_in_core(collected) == set()
+
+
+def test_what_the_core_names_is_there(collected: Tests) -> None:
+    assert [kind for kind in CORE if not core(collected, [kind])] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"),
+    [
+        ("layouts on ranks: FSDP2, TP, DDP, HSDP", "hsdp_tp"),
+        ("ZeRO-1", "data_parallel"),
+        ("generated kernels", "codegen"),
+        ("the stand-in for a GPU", "fake_cuda"),
+    ],
+)
+def test_a_kind_that_the_core_lacks_is_found(kind: str, lost: str, collected: Tests) -> None:
+    assert lost in missing_in_core(collected, CORE.keys() - {kind})

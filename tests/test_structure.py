@@ -116,6 +116,7 @@ def room_of(module: str) -> str:
 def upward_imports(sources: Sources) -> list[str]:
     """Imports of a room that comes after the importer's own in the list."""
     order = {room: i for i, room in enumerate(rooms())}
+    order[""] = order["__main__"]  # the package itself
     return [
         f"{name} imports {other}"
         for name, source in sources.items()

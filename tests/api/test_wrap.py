@@ -218,7 +218,7 @@ def test_one_profiler_range_per_step() -> None:
     for step in range(2):
         feed(wrapped, step)
         wrapped.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         wrapped.step()
     ranges = {e.key: e.count for e in profile.key_averages() if e.key.startswith("Optimizer.step")}
     assert ranges == {"Optimizer.step#CanzonaMuon.step": 1}

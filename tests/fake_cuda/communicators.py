@@ -14,6 +14,9 @@ from tests.fake_cuda.device import FakeDevice, current_device
 from tests.fake_cuda.scheduler import DeviceError, Item, Queue, Scheduler
 from tests.fake_cuda.tensors import DeviceTensor, plainly
 
+# Torch 2.13 gave it a new name.
+ALL_TO_ALL = "all_to_all_single" if hasattr(threaded.ProcessLocalGroup, "all_to_all_single") else "alltoall_base"
+
 
 @dataclass(eq=False)
 class Exchange:
@@ -96,7 +99,7 @@ class DeviceGroup(threaded.ProcessLocalGroup):
         self, received: Tensor, sent: Tensor, received_sizes: Any, sent_sizes: Any, opts: Any = None
     ) -> Any:
         if not isinstance(received, DeviceTensor) or not isinstance(sent, DeviceTensor):
-            return super().all_to_all_single(received, sent, received_sizes, sent_sizes)
+            return getattr(super(), ALL_TO_ALL)(received, sent, received_sizes, sent_sizes)
         even = [received.shape[0] // self.size()] * self.size()
         sizes = list(received_sizes or even), list(sent_sizes or even)
         for tensor, split in zip((received, sent), sizes, strict=True):

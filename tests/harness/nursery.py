@@ -156,6 +156,10 @@ def live(end: Connection, log: str) -> None:
     write_to(log)
     torch.set_num_threads(1)
     check_separability_once()
+    if not torch.accelerator.is_available():
+        # The first backward decides how many threads autograd has. A later one could find a device: in a build for
+        # CUDA, the first fake tensor on such a device makes torch say that there is one.
+        torch.ones((), requires_grad=True).backward()
     children: dict[int, ForkProcess] = {}
     while True:
         try:
@@ -168,7 +172,8 @@ def live(end: Connection, log: str) -> None:
                 with warnings.catch_warnings():
                     if strictly:
                         warnings.simplefilter("error")
-                        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # as in tests/conftest.py
+                        for known in ("`torch.jit", "Conversion of an array with ndim"):  # as in tests/conftest.py
+                            warnings.filterwarnings("ignore", known, DeprecationWarning)
                     well, said = answer(call)
                 end.send((well, None if well else said))
                 gc.collect()

@@ -26,8 +26,8 @@ def no_interpreter() -> str:
         triton, numpy = (tuple(map(int, importlib.metadata.version(x).split(".")[:2])) for x in ("triton", "numpy"))
     except importlib.metadata.PackageNotFoundError:
         return "needs Triton"
-    if triton < (3, 7) and numpy >= (1, 25):
-        return "the interpreter of Triton 3.6 makes loop bounds in a way that numpy warns of or refuses"
+    if triton < (3, 7) and numpy >= (2, 4):
+        return "the interpreter of Triton 3.6 makes loop bounds in a way that numpy 2.4 refuses: install numpy<2.4"
     return ""
 
 
