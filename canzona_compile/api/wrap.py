@@ -22,6 +22,7 @@ from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrappe
 from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options, StrategyOption
@@ -162,13 +163,13 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], .
         optimizer: the optimizer.
 
     Returns:
-        For each parameter group, the names of its parameters in order. They are kept by position and not by
-        parameter, because frameworks replace parameters later.
+        For each parameter group, the canonical names of its parameters in order. They are kept by position and not
+        by parameter, because frameworks replace parameters later.
 
     Raises:
         CanzonaError: the model lacks one of the parameters.
     """
-    known = {id(param): name for name, param in model.named_parameters()}
+    known = {id(param): name for name, param in canonical_params(model).items()}
     for g, group in enumerate(optimizer.param_groups):
         for i, param in enumerate(group["params"]):
             if id(param) not in known:

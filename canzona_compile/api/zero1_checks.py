@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from canzona_compile.api.wrapped_class import check_wrappable, is_wrapped
 from canzona_compile.data_parallel.reduction import MARK
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
+from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.layout import local_part
 
 
@@ -64,7 +65,7 @@ def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
     """
     if not params:
         raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
-    for name, param in model.named_parameters():
+    for name, param in canonical_params(model).items():
         if param.requires_grad and name not in params:
             raise CanzonaError(
                 "it requires a gradient, but none of the optimizers has it, so nothing would reduce its gradient",

@@ -77,7 +77,7 @@ def captured_step(
     """Make the step of all matrices of a model on a mesh, as binding makes it on real ranks.
 
     Args:
-        optimizer: its code is captured, with the hyperparameters of its first parameter group.
+        optimizer: its code is captured, with the hyperparameters of each weight's parameter group.
         dtype: of parameters and gradients.
         everything: whether it has tasks for the parameters that another optimizer updates elementwise, too.
 
@@ -86,31 +86,34 @@ def captured_step(
     """
     check(mesh, model)
     capture = Capture(optimizer)
-    group = optimizer.param_groups[0]
     sharding = WeightSharding(mesh, model.layers, model.experts)
-    kinds: dict[tuple[int, ...], ParamKind] = {}
+    kinds: dict[tuple[Shape, int], ParamKind] = {}
 
-    def kind_of(shape: Shape, name: str) -> ParamKind:
-        return capture.kind_of(group, ParameterSpec(shape, dtype, dtype, torch.device("cpu")), name)
+    def kind_of(shape: Shape, g: int, name: str) -> ParamKind:
+        spec = ParameterSpec(shape, dtype, dtype, torch.device("cpu"))
+        return capture.kind_of(optimizer.param_groups[g], spec, name)
 
     tasks: list[Task] = []
     # One comparison of a graph with an eager step holds for all sizes, so small matrices of the same kind come first.
-    for shape in dict.fromkeys(miniature(weight.shape) for weight in model.weights):
-        kind_of(shape, "a small matrix")
+    for shape, g in dict.fromkeys((miniature(weight.shape), weight.group) for weight in model.weights):
+        kind_of(shape, g, "a small matrix")
     others: dict[Shape, Template] = {}
-    used: set[Shape] = set()
+    used: set[tuple[Shape, int]] = set()
     for weight in model.everything if everything else model.weights:
         for part, layout in parts(weight, sharding):
             if weight.elementwise:
                 template = others.setdefault(layout.shape, elementwise_template(layout.shape, dtype))
             else:
-                if layout.shape not in kinds:
-                    kinds[layout.shape] = kind_of(layout.shape, weight.name)
-                template = kinds[layout.shape].template
-                used.add(layout.shape)
-            tasks.append(Task(weight.name + part, len(tasks), int(weight.elementwise), template.name, layout))
-    templates = [t for shape, kind in kinds.items() if shape in used for t in kind.templates.values()]
-    return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, (*templates, *others.values()), tuple(tasks))
+                key = layout.shape, weight.group
+                if key not in kinds:
+                    kinds[key] = kind_of(*key, weight.name)
+                template = kinds[key].template
+                used.add(key)
+            g = int(weight.elementwise) or weight.group
+            tasks.append(Task(weight.name + part, len(tasks), g, template.name, layout))
+    found = {t.name: t for key, kind in kinds.items() if key in used for t in kind.templates.values()}
+    templates = (*found.values(), *others.values())
+    return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, templates, tuple(tasks))
 
 
 def elementwise_template(shape: Shape, dtype: torch.dtype) -> Template:
