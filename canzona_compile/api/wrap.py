@@ -107,10 +107,7 @@ def wrap(
             The first `step` checks what depends on parameters and gradients.
     """
     if not isinstance(optimizer, Optimizer):
-        raise CanzonaError(
-            f"wrap takes a torch.optim.Optimizer, not a {type(optimizer).__name__}",
-            hint="pass the optimizer itself, before frameworks wrap it",
-        )
+        raise no_optimizer(optimizer)
     names = () if model is None else names_in(model, optimizer)
     if planner == "exact":
         raise CanzonaError(
@@ -179,6 +176,21 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], .
                     hint="pass the model whose parameters the optimizer was given",
                 )
     return tuple(tuple(known[id(p)] for p in group["params"]) for group in optimizer.param_groups)
+
+
+def no_optimizer(given: object) -> CanzonaError:
+    """The error for what `wrap` cannot take, with the call that takes it."""
+    problem = f"wrap takes a torch.optim.Optimizer, not a {type(given).__name__}"
+    hint = "pass the optimizer itself, before frameworks wrap it"
+    if isinstance(given, type) and issubclass(given, Optimizer):
+        problem = f"wrap takes an optimizer, and {given.__name__} is a class of optimizers"
+        hint = (
+            f"wrap({given.__name__}(parameters, ...)), or, where a framework takes a class, wrap_cls({given.__name__})"
+        )
+    elif isinstance(given, list | tuple) and given and all(isinstance(one, Optimizer) for one in given):
+        problem = f"wrap takes one optimizer, not a {type(given).__name__} of {len(given)}"
+        hint = "wrap each: [wrap(optimizer) for optimizer in optimizers]; zero1(model, optimizers) takes several"
+    return CanzonaError(problem, at="wrap", hint=hint)
 
 
 def unwrap(optimizer: Opt) -> Opt:

@@ -16,6 +16,7 @@ from canzona_compile.data_parallel.reduction import MARK
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.layout import local_part
+from canzona_compile.session.param_checks import check_usable
 
 
 def check(
@@ -76,6 +77,7 @@ def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
     if len(devices) > 1:
         raise CanzonaError(f"the parameters lie on several devices: {', '.join(map(str, devices))}", at="zero1()")
     for name, own in params.items():
+        check_usable(name, own)
         if hasattr(own, MARK):
             raise CanzonaError(
                 "its gradient is reduced by another call of zero1",

@@ -132,7 +132,8 @@ def test_patterns_reach_parameters_below_wrappers() -> None:
     model.add_module("_orig_mod", checkpoint_wrapper(nn.Sequential(nn.Linear(8, 24, bias=False))))
     optimizer: Any = torch.optim.Muon(model.parameters())
     canzona_compile.wrap(optimizer, model=model, split={"[0-9].weight": {"q": 8, "k": 8, "v": 8}})
-    assert [e.name for e in canzona_compile.explain(optimizer).parameters] == [
+    found = [row.name for row in canzona_compile.explain(optimizer).parameters]
+    assert found == [
         "0.weight[q]",
         "0.weight[k]",
         "0.weight[v]",
