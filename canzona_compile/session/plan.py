@@ -64,14 +64,19 @@ class Plan:
         Returns:
             A copy of the owned step. Tasks that the lineup does not name keep their template.
         """
-        cuts = {(p.template.name, p.kind): p.name for p in self.owned.placed}
-        taken = {name: (template, label) for template, label, names in lineup for name in names}
-        tasks = []
-        for task in self.owned.tasks:
-            template, label = taken.get(task.name, (task.template, task.param_group))
-            placed = cuts[template, self.placed(task.name).kind]
-            tasks.append(replace(task, template=template, placed=placed, param_group=label))
-        return replace(self.owned, tasks=tuple(tasks))
+        return taking(self.owned, lineup)
+
+
+def taking(owned: Step, lineup: Iterable[tuple[str, int, Sequence[str]]]) -> Step:
+    """Return an owned step with the variants that its tasks take on one step, see `Plan.taking`."""
+    cuts = {(p.template.name, p.kind): p.name for p in owned.placed}
+    taken = {name: (template, label) for template, label, names in lineup for name in names}
+    tasks = []
+    for task in owned.tasks:
+        template, label = taken.get(task.name, (task.template, task.param_group))
+        placed = cuts[template, owned.placed_of(task).kind]
+        tasks.append(replace(task, template=template, placed=placed, param_group=label))
+    return replace(owned, tasks=tuple(tasks))
 
 
 def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) -> Machine:

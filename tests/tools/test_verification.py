@@ -150,6 +150,17 @@ def test_a_planted_bug_is_found_and_named(capsys: pytest.CaptureFixture[str]) ->
     assert different[0]["max_relative"] > 1e-4
 
 
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_small_matrices_are_compared_with_owners_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks would compute them all; larger ones, for whose sake users verify, have owners."""
+    assert main(["verify", f"{BUILDS}:sabotaged_owners", "--steps", "2", "--quiet"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 of 4 leaves differ" in printed
+    assert "only where owners compute" in printed
+    assert "where every rank computes 2 matrices, and with owners for all of them" in printed
+
+
 # -- what cannot be compared -----------------------------------------------------------------------
 
 

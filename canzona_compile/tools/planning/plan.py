@@ -25,11 +25,13 @@ from canzona_compile.tools.planning.gc_pause import paused
 from canzona_compile.tools.planning.held import held_by, with_held
 from canzona_compile.tools.planning.lowered import LoweredPlan, Lowering, check_zero1
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
-from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
+from canzona_compile.tools.planning.offline import captured_with_periods, optimizer_named, optimizer_of
 from canzona_compile.tools.planning.passes import TOKENS, Passes
+from canzona_compile.tools.planning.period import period_forecast
 from canzona_compile.tools.planning.request import Request
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, hidden_matrix, parse_split, preset
+from canzona_compile.tools.simulation.simulate import simulate
 
 Updates = Literal["ddp", "zero1"]
 ALTERNATIVES = ("static", "alpha", "lpt", "joint", "permuted")
@@ -116,7 +118,7 @@ def plan(
     )
     say("capturing the optimizer's step")
     apart = updates == "zero1"
-    captured = captured_step(found, sizes, code, machine_of(rates, sizes), everything=apart)
+    captured, periods = captured_with_periods(found, sizes, code, machine_of(rates, sizes), everything=apart)
     say(f"planning {len(captured.tasks)} parameters on {sizes.ranks} ranks")
     owned, _ = run(captured, planning_passes(options))
     if capacity is not None:
@@ -130,7 +132,12 @@ def plan(
     if alternatives and any(t.layout.grid.size > 1 for t in owned.tasks):
         others = alternative_plans(lowering, options)
     file = PlanFile.of(made.scheduled)
-    return OfflinePlan(made.scheduled, file, forecast(made, file.fingerprint, request, others, say))
+    figures = forecast(made, file.fingerprint, request, others, say)
+    say("simulating the steps of a period")
+    period = period_forecast(
+        owned, periods, lambda step: simulate(lowering.scheduled(step, options).scheduled, rates).seconds
+    )
+    return OfflinePlan(made.scheduled, file, replace(figures, period=period))
 
 
 def model_of(
