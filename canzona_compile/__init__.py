@@ -16,6 +16,7 @@ from canzona_compile.errors import (
     UnsupportedOptimizer,
 )
 from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.logs import set_up
 from canzona_compile.options import Options
 from canzona_compile.report.build import Report
 from canzona_compile.report.explain import Explanation
@@ -25,6 +26,8 @@ from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.verification import Verification, verify
 
 __version__ = "0.1.0"
+
+set_up()
 
 __all__ = [
     "CanzonaError",

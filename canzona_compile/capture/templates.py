@@ -31,6 +31,7 @@ from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Leaf, Role, Template
+from canzona_compile.progress import tell
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ class Capture:
         if key in self.kinds:
             self._note_form_change(self.kinds[key], spec, state)
             return self.kinds[key]
+        tell(f"capturing the update of {'x'.join(map(str, spec.shape)) or 'a scalar'} {dtype_name(spec.dtype)}, {name}")
         manner = (key[1], len(spec.shape))
         resident = self.residency.of(manner, self._rehearsals.values())
         if resident is None and manner not in self._separable:
@@ -186,6 +188,7 @@ class Capture:
         groups = self.optimizer.param_groups
         cast = tuple((len(group["params"]), signature(group, self.group_counters())) for group in groups)
         if cast not in self._rehearsals:
+            tell(f"rehearsing {plain_class(self.optimizer).__name__} in miniature")
             self._rehearsals[cast] = rehearsal = self.residency.rehearse(names)
             self.counts.update(rehearsal.counters)
         return self.residency.with_habits(self._rehearsals[cast])

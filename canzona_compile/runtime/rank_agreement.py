@@ -11,6 +11,7 @@ from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
+from canzona_compile.progress import tell
 from canzona_compile.runtime.equal_copies import Copy, Digest, difference, digests
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.process_groups import Groups
@@ -79,6 +80,7 @@ class RankAgreement:
             InvalidGradient: some ranks have gradients that others lack. All ranks of the set raise.
             RankMismatch: the plans differ. All ranks of the set raise.
         """
+        tell("comparing the plan with those of other ranks")
         grids = {t.layout.grid.members() for t in owned.tasks if t.layout.grid.size > 1}
         error: CanzonaError | None = None
         for ranks in sorted(grids):

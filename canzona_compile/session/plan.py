@@ -16,6 +16,7 @@ from canzona_compile.ir.pipeline import Observer, PassHistory, run
 from canzona_compile.ir.step import Form, Placed, Step, Task, Template
 from canzona_compile.options import Options
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
+from canzona_compile.progress import tell
 from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.division import Division
 from canzona_compile.session.fused_params import Fused
@@ -128,6 +129,7 @@ def make_plan(
         CanzonaError: a pass cannot handle a task, or the optimizer's work is elementwise on some pieces of a fused
             parameter and not on others.
     """
+    tell(f"planning {len(bound)} parameters")
     captured = captured_step(bound, optimizer, options)
     owned, history = run(captured, planning_passes(options, owned_as), observers)
     by_name = {b.task.name: b for b in bound}

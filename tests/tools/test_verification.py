@@ -20,6 +20,7 @@ from torch.optim import SGD, Adagrad
 import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
+from canzona_compile.progress import heard_by
 from canzona_compile.tools.processes import ProcessCall, run
 from canzona_compile.tools.verification import LeafDifference
 from canzona_compile.tools.verification.check import OPTIONS
@@ -42,6 +43,7 @@ from tests.tools.user_builds import (
     quits,
     raises,
     sleeps,
+    tells,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -306,6 +308,14 @@ def test_results_come_in_order_and_standard_output_stays_clean(capfd: pytest.Cap
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("not data") == 2
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_processes_tell_is_told_here() -> None:
+    heard: list[tuple[str, int, int]] = []
+    with heard_by(lambda words, done=0, total=0: heard.append((words, done, total))):
+        assert run([ProcessCall("one", tells, (1,))], 100.0) == [1]
+    assert heard == [("half of it", 1, 2)]
 
 
 # -- sharding --------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Step, Strategy, Template
 from canzona_compile.passes import Canonicalize
+from canzona_compile.progress import tell
 from canzona_compile.session.step_driver import StepDriver
 from tests.harness.resident_optimizers import MomentsByParameter
 from tests.harness.toy_optimizers import GlobalNorm
@@ -200,3 +201,9 @@ def sleeps(path: Path) -> None:
 def pid() -> int:
     print("not data")
     return os.getpid()
+
+
+def tells(done: int) -> int:
+    """Work of a process that says how far it is."""
+    tell("half of it", done, 2)
+    return done

@@ -15,6 +15,7 @@ import torch
 from rich.console import RenderableType
 
 from canzona_compile.options import NOT_YET_OPTIONS, Options
+from canzona_compile.progress import tell
 from canzona_compile.tools.processes import ProcessCall, run
 from canzona_compile.tools.verification.failure import CannotVerify
 from canzona_compile.tools.verification.findings import Findings, merged, of_both_plans
@@ -89,6 +90,7 @@ def verify(
     options = dict(options or {})
     check_arguments(steps, ranks, layout, limit, options)
     begin, source = time.monotonic(), packed(build)
+    tell("starting processes", 0, steps)
     log.info("verify %s: %d ranks and the plain optimizer, %d steps", name_of(build), ranks, steps)
     with tempfile.TemporaryDirectory(prefix="canzona-journal-") as folder:
         order = Order(source, steps, ranks, layout, seed, options, limit, folder)

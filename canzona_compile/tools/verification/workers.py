@@ -16,6 +16,7 @@ from torch import Tensor
 from canzona_compile.api.wrap import explain, wrap
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.step import Strategy
+from canzona_compile.progress import tell
 from canzona_compile.session.gradient_checks import check_gradient
 from canzona_compile.session.param_names import named_params
 from canzona_compile.tools.processes import join_ranks
@@ -146,6 +147,7 @@ def run_wrapped(rank: int, order: Order) -> RankOutcome:
         if beside is not None:
             compare_step(beside, page, step, owned, given)
         if rank == 0:
+            tell(f"step {step} of {order.steps}", step, order.steps)
             rows = (*tally.rows, *owned.rows)
             differing = list(dict.fromkeys(f"{row.parameter} {row.leaf}" for row in rows if not row.equal))
             log.info("step %d of %d: %s", step, order.steps, f"differs: {some(differing)}" if differing else "equal")
