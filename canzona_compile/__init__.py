@@ -16,8 +16,8 @@ from canzona_compile.errors import (
     UnsupportedOptimizer,
 )
 from canzona_compile.ir.plan_file import PlanFile
-from canzona_compile.logs import set_up
 from canzona_compile.options import Options
+from canzona_compile.progress.logs import set_up
 from canzona_compile.report.build import Report
 from canzona_compile.report.explain import Explanation
 from canzona_compile.split import Split

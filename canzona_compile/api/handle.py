@@ -15,7 +15,7 @@ from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
-from canzona_compile.progress import SOON, shown
+from canzona_compile.progress.telling import SOON, shown
 from canzona_compile.report.build import Report, headline, make_report
 from canzona_compile.report.explain import Explanation, explain_session
 from canzona_compile.report.run_facts import facts_of

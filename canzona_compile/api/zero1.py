@@ -30,7 +30,7 @@ from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options
-from canzona_compile.progress import SOON, shown
+from canzona_compile.progress.telling import SOON, shown
 from canzona_compile.runtime.store_agreement import StoreAgreement, Subject
 from canzona_compile.session.given_layout import check_layout_patterns, check_marked, shardings_of
 from canzona_compile.split import Split, check_patterns, fitting, splits_of

@@ -31,7 +31,7 @@ from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Leaf, Role, Template
-from canzona_compile.progress import tell
+from canzona_compile.progress.telling import tell
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
-from canzona_compile.progress import tell
+from canzona_compile.progress.telling import tell
 from canzona_compile.runtime.equal_copies import Copy, Digest, difference, digests
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.process_groups import Groups

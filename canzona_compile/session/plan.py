@@ -16,7 +16,7 @@ from canzona_compile.ir.pipeline import Observer, PassHistory, run
 from canzona_compile.ir.step import Form, Placed, Step, Task, Template
 from canzona_compile.options import Options
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
-from canzona_compile.progress import tell
+from canzona_compile.progress.telling import tell
 from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.division import Division
 from canzona_compile.session.fused_params import Fused

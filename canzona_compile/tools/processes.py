@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.progress import heard_by, tell
+from canzona_compile.progress.telling import heard_by, tell
 
 # A forked process would inherit locks that are held and threads that it does not have. A fork server would keep the
 # environment and the standard error that the caller had when its first process started.

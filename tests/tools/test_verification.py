@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad
 import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
-from canzona_compile.progress import heard_by
+from canzona_compile.progress.telling import heard_by
 from canzona_compile.tools.processes import ProcessCall, run
 from canzona_compile.tools.verification import LeafDifference
 from canzona_compile.tools.verification.check import OPTIONS

@@ -21,7 +21,7 @@ from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Step, Strategy, Template
 from canzona_compile.passes import Canonicalize
-from canzona_compile.progress import tell
+from canzona_compile.progress.telling import tell
 from canzona_compile.session.step_driver import StepDriver
 from tests.harness.resident_optimizers import MomentsByParameter
 from tests.harness.toy_optimizers import GlobalNorm

@@ -17,7 +17,7 @@ from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.options import Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
-from canzona_compile.progress import shown, tell
+from canzona_compile.progress.telling import shown, tell
 from canzona_compile.tools.planning.difference import difference, difference_table
 from canzona_compile.tools.planning.page import check_installed
 from canzona_compile.tools.planning.passes import TOKENS

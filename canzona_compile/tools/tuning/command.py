@@ -15,7 +15,7 @@ from canzona_compile.kernels.candidates import candidates
 from canzona_compile.kernels.dispatch import Choice, Operation
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
 from canzona_compile.kernels.tune import Trial, Verdict, cuda_clock, tune
-from canzona_compile.progress import shown, tell
+from canzona_compile.progress.telling import shown, tell
 
 log = logging.getLogger(__name__)
 

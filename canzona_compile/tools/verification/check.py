@@ -15,7 +15,7 @@ import torch
 from rich.console import RenderableType
 
 from canzona_compile.options import NOT_YET_OPTIONS, Options
-from canzona_compile.progress import tell
+from canzona_compile.progress.telling import tell
 from canzona_compile.tools.processes import ProcessCall, run
 from canzona_compile.tools.verification.failure import CannotVerify
 from canzona_compile.tools.verification.findings import Findings, merged, of_both_plans

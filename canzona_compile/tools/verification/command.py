@@ -10,7 +10,7 @@ from rich.console import Console
 
 from canzona_compile.options import MissingGrads, Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
-from canzona_compile.progress import shown
+from canzona_compile.progress.telling import shown
 from canzona_compile.tools.verification.check import OPTIONS, verify
 from canzona_compile.tools.verification.layouts import LayoutName
 

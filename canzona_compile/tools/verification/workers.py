@@ -16,7 +16,7 @@ from torch import Tensor
 from canzona_compile.api.wrap import explain, wrap
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.step import Strategy
-from canzona_compile.progress import tell
+from canzona_compile.progress.telling import tell
 from canzona_compile.session.gradient_checks import check_gradient
 from canzona_compile.session.param_names import named_params
 from canzona_compile.tools.processes import join_ranks
