@@ -183,7 +183,7 @@ def no_optimizer(given: object) -> CanzonaError:
     problem = f"wrap takes a torch.optim.Optimizer, not a {type(given).__name__}"
     hint = "pass the optimizer itself, before frameworks wrap it"
     if isinstance(given, type) and issubclass(given, Optimizer):
-        problem = f"wrap takes an optimizer, and {given.__name__} is a class of optimizers"
+        problem = f"wrap takes a torch.optim.Optimizer, and {given.__name__} is a class of optimizers"
         hint = (
             f"wrap({given.__name__}(parameters, ...)), or, where a framework takes a class, wrap_cls({given.__name__})"
         )
