@@ -20,6 +20,20 @@ from canzona_compile.progress import telling as progress
 FOR_EVER = 1e6  # seconds
 
 
+@pytest.fixture(autouse=True)
+def quiet_loggers() -> Iterator[None]:
+    """Loggers as they are for users, whatever commands ran before in this process; afterwards as they were."""
+    root, part = (logging.getLogger(name) for name in (logs.ROOT, *logs.PARTS["capture"]))
+    before = list(root.handlers), root.propagate, root.level, part.level
+    root.handlers[:], root.propagate = [], True
+    root.setLevel(logging.WARNING)
+    part.setLevel(logging.NOTSET)
+    yield
+    root.handlers[:], root.propagate = before[:2]
+    root.setLevel(before[2])
+    part.setLevel(before[3])
+
+
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Console:
     monkeypatch.delenv(logs.VARIABLE, raising=False)
@@ -99,17 +113,6 @@ def test_levels_by_name() -> None:
         logs.levels("everything")
 
 
-@pytest.fixture
-def untouched() -> Iterator[None]:
-    """Loggers as they were before."""
-    root, part = (logging.getLogger(name) for name in (logs.ROOT, *logs.PARTS["capture"]))
-    before = list(root.handlers), root.propagate, part.level
-    yield
-    root.handlers[:], root.propagate = before[:2]
-    part.setLevel(before[2])
-
-
-@pytest.mark.usefixtures("untouched")
 def test_what_is_asked_for_goes_to_standard_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
