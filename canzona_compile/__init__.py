@@ -17,6 +17,7 @@ from canzona_compile.errors import (
 )
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.options import Options
+from canzona_compile.progress.logs import set_up
 from canzona_compile.report.build import Report
 from canzona_compile.report.explain import Explanation
 from canzona_compile.split import Split
@@ -25,6 +26,8 @@ from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.verification import Verification, verify
 
 __version__ = "0.1.0"
+
+set_up()
 
 __all__ = [
     "CanzonaError",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from canzona_compile import __version__
 from canzona_compile.errors import CanzonaError
+from canzona_compile.progress.logs import set_up
 from canzona_compile.tools.acceptance import command as acceptance
 from canzona_compile.tools.calibration import command as calibration
 from canzona_compile.tools.planning import command as planning
@@ -82,8 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         added.add_argument("--quiet", action="store_true", help="no progress on standard error")
         command.add_arguments(added)
     given = parser.parse_args(arguments)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("canzona_compile").setLevel(logging.WARNING if given.quiet else logging.INFO)
+    if not set_up():
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("canzona_compile").setLevel(logging.WARNING if given.quiet else logging.INFO)
     if os.getcwd() not in sys.path:  # an installed script has its own folder there instead
         sys.path.insert(0, os.getcwd())
     try:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.canonical_names import canonical_name
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ownership import planner_named
@@ -58,7 +59,8 @@ class GivenLayout:
             return cls(mesh=given)
         if isinstance(given, Mapping):
             meshes = {mesh for mesh in map(mesh_in, given.values()) if mesh is not None and mesh.ndim == 1}
-            return cls(tuple(given.items()), mesh=meshes.pop() if len(meshes) == 1 else None)
+            patterns = tuple((canonical_name(pattern), told) for pattern, told in given.items())
+            return cls(patterns, mesh=meshes.pop() if len(meshes) == 1 else None)
         if callable(given):
             return cls(function=given)
         raise CanzonaError(

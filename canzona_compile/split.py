@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
+from canzona_compile.ir.canonical_names import canonical_name
 from canzona_compile.ir.layout import Box, Layout
 
 WHERE = "wrap(..., split=)"
@@ -191,7 +192,8 @@ def chosen(splits: Sequence[tuple[str, Split]], name: str, shape: Sequence[int])
 
 def splits_of(given: Mapping[str, Split | Mapping[str, int]] | None) -> tuple[tuple[str, Split], ...]:
     """Return what users give as `split=` as pairs of a pattern and its split."""
-    return tuple((pattern, own if isinstance(own, Split) else Split(own)) for pattern, own in (given or {}).items())
+    pairs = (given or {}).items()
+    return tuple((canonical_name(pattern), own if isinstance(own, Split) else Split(own)) for pattern, own in pairs)
 
 
 def fitting(splits: Sequence[tuple[str, Split]], names: Sequence[str]) -> tuple[tuple[str, Split], ...]:

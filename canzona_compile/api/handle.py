@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
+from canzona_compile.progress.telling import SOON, shown
 from canzona_compile.report.build import Report, headline, make_report
 from canzona_compile.report.explain import Explanation, explain_session
 from canzona_compile.report.run_facts import facts_of
@@ -139,6 +141,11 @@ class Canzona:
     def explain(self) -> Explanation:
         """Per parameter: compiled, interpreted, local or refused, and why; see `canzona_compile.explain`."""
         return explain_session(self.session)
+
+    def shown(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the context of a step: rank 0 shows on a terminal what the first one does, if that takes a second."""
+        first = self.session.driver is None and self.session.rank == 0
+        return shown("canzona, first step", patience=SOON) if first else contextlib.nullcontext()
 
     def log_headline(self) -> None:
         """Log one line about the plan at work, on rank 0 alone."""

@@ -22,6 +22,7 @@ from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrappe
 from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options, StrategyOption
@@ -106,10 +107,7 @@ def wrap(
             The first `step` checks what depends on parameters and gradients.
     """
     if not isinstance(optimizer, Optimizer):
-        raise CanzonaError(
-            f"wrap takes a torch.optim.Optimizer, not a {type(optimizer).__name__}",
-            hint="pass the optimizer itself, before frameworks wrap it",
-        )
+        raise no_optimizer(optimizer)
     names = () if model is None else names_in(model, optimizer)
     if planner == "exact":
         raise CanzonaError(
@@ -162,13 +160,13 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], .
         optimizer: the optimizer.
 
     Returns:
-        For each parameter group, the names of its parameters in order. They are kept by position and not by
-        parameter, because frameworks replace parameters later.
+        For each parameter group, the canonical names of its parameters in order. They are kept by position and not
+        by parameter, because frameworks replace parameters later.
 
     Raises:
         CanzonaError: the model lacks one of the parameters.
     """
-    known = {id(param): name for name, param in model.named_parameters()}
+    known = {id(param): name for name, param in canonical_params(model).items()}
     for g, group in enumerate(optimizer.param_groups):
         for i, param in enumerate(group["params"]):
             if id(param) not in known:
@@ -178,6 +176,21 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], .
                     hint="pass the model whose parameters the optimizer was given",
                 )
     return tuple(tuple(known[id(p)] for p in group["params"]) for group in optimizer.param_groups)
+
+
+def no_optimizer(given: object) -> CanzonaError:
+    """The error for what `wrap` cannot take, with the call that takes it."""
+    problem = f"wrap takes a torch.optim.Optimizer, not a {type(given).__name__}"
+    hint = "pass the optimizer itself, before frameworks wrap it"
+    if isinstance(given, type) and issubclass(given, Optimizer):
+        problem = f"wrap takes a torch.optim.Optimizer, and {given.__name__} is a class of optimizers"
+        hint = (
+            f"wrap({given.__name__}(parameters, ...)), or, where a framework takes a class, wrap_cls({given.__name__})"
+        )
+    elif isinstance(given, list | tuple) and given and all(isinstance(one, Optimizer) for one in given):
+        problem = f"wrap takes one optimizer, not a {type(given).__name__} of {len(given)}"
+        hint = "wrap each: [wrap(optimizer) for optimizer in optimizers]; zero1(model, optimizers) takes several"
+    return CanzonaError(problem, at="wrap", hint=hint)
 
 
 def unwrap(optimizer: Opt) -> Opt:

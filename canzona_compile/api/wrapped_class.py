@@ -175,7 +175,9 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
             self.canzona.session.capture.check_closure()
             with torch.enable_grad():
                 loss = closure()
-        if self.canzona.session.step():
+        with self.canzona.shown():
+            new = self.canzona.session.step()
+        if new:
             self.canzona.log_headline()
         return loss
 

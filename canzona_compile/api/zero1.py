@@ -26,9 +26,11 @@ from canzona_compile.data_parallel.joint_plan import JointPlan, plan_jointly
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
+from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options
+from canzona_compile.progress.telling import SOON, shown
 from canzona_compile.runtime.store_agreement import StoreAgreement, Subject
 from canzona_compile.session.given_layout import check_layout_patterns, check_marked, shardings_of
 from canzona_compile.split import Split, check_patterns, fitting, splits_of
@@ -209,7 +211,7 @@ def zero1(
         for names in names_of
     ]
     trained = {id(p) for own in optimizers for g in own.param_groups for p in g["params"] if p.requires_grad}
-    params = {name: p for name, p in model.named_parameters() if id(p) in trained}
+    params = {name: p for name, p in canonical_params(model).items() if id(p) in trained}
     check_params(model, params)
     device = next(iter(params.values())).device
     check_marked(given, params.values())
@@ -225,9 +227,10 @@ def zero1(
     order = {name: i for i, name in enumerate(params)}
     error: CanzonaError | None = None
     try:
-        joint = plan_jointly(
-            optimizers, [s.capture for s in sessions], options, order, group.shard, ranks, own_rank(), bucket_bytes
-        )
+        with shown("canzona, zero1", patience=SOON, quiet=own_rank() != 0):
+            joint = plan_jointly(
+                optimizers, [s.capture for s in sessions], options, order, group.shard, ranks, own_rank(), bucket_bytes
+            )
     except CanzonaError as found:
         error = found
     if agreement is not None:
@@ -284,7 +287,7 @@ def group_of(mesh: DeviceMesh | ProcessGroup) -> tuple[DataParallelGroup, tuple[
 
 def described(model: nn.Module, params: Mapping[str, Tensor]) -> Iterable[str]:
     """One line per parameter of the model: what must be equal on all ranks."""
-    for name, param in model.named_parameters():
+    for name, param in canonical_params(model).items():
         trained = "trained" if name in params else "not trained"
         yield f"{name} {list(param.shape)} {param.dtype} requires_grad={param.requires_grad} {trained}"
 

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from canzona_compile.api.wrapped_class import check_wrappable, is_wrapped
 from canzona_compile.data_parallel.reduction import MARK
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
+from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.layout import local_part
+from canzona_compile.session.param_checks import check_usable
 
 
 def check(
@@ -64,7 +66,7 @@ def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
     """
     if not params:
         raise CanzonaError("no parameter of the optimizers requires a gradient", at="zero1()")
-    for name, param in model.named_parameters():
+    for name, param in canonical_params(model).items():
         if param.requires_grad and name not in params:
             raise CanzonaError(
                 "it requires a gradient, but none of the optimizers has it, so nothing would reduce its gradient",
@@ -75,6 +77,7 @@ def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
     if len(devices) > 1:
         raise CanzonaError(f"the parameters lie on several devices: {', '.join(map(str, devices))}", at="zero1()")
     for name, own in params.items():
+        check_usable(name, own)
         if hasattr(own, MARK):
             raise CanzonaError(
                 "its gradient is reduced by another call of zero1",

@@ -31,6 +31,7 @@ from canzona_compile.capture.ways import open_oracle
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Role, Template
+from canzona_compile.progress.telling import tell
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class Capture:
         if key in self.kinds:
             self._note_form_change(self.kinds[key], spec, state)
             return self.kinds[key]
+        tell(f"capturing the update of {'x'.join(map(str, spec.shape)) or 'a scalar'} {dtype_name(spec.dtype)}, {name}")
         manner = (key[1], len(spec.shape))
         shown = self.residency.of(manner, self._rehearsals.values())
         if shown is None and manner not in self._separable:
@@ -140,6 +142,7 @@ class Capture:
         """
         self._watch.begin(self._counting())
         if (cast := self._cast()) not in self._rehearsals:
+            tell(f"rehearsing {plain_class(self.optimizer).__name__} in miniature")
             self._rehearsals[cast] = rehearsal = self.residency.rehearse(names)
             self.counts.update(rehearsal.counters)
             self._rehearsals[self._cast()] = rehearsal  # without the counters that it found

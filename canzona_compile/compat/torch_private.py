@@ -30,6 +30,9 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 # Tensors with shapes and without values. Documented, under this path only.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+# Whether FSDP1 has put a parameter into a flat one, or it is one.
+from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_flattened
+
 # How FSDP2 shards a dim that tensor parallelism has cut before.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
@@ -51,6 +54,7 @@ __all__ = [
     "StridedShard",
     "TCPStore",
     "TorchDispatchMode",
+    "is_flattened",
     "is_non_overlapping_and_dense_or_false",
     "no_dispatch",
     "pytree",

@@ -164,13 +164,18 @@ class Machine:
         device: "cpu" or "cuda".
         backend: of the process group: "gloo" or "nccl"; empty if there is none.
         threads: CPU threads per rank.
-        rates: the rates of the hardware; None stands for those that are assumed for the device.
+        rates: the rates of the hardware; None stands for those that are assumed for the device. Who names the assumed
+            ones has the same machine: plans for it have one fingerprint.
     """
 
     device: str
     backend: str
     threads: int
     rates: Hardware | None = None
+
+    def __post_init__(self) -> None:
+        if self.rates is not None and self.rates == assumed_hardware(self.device):
+            object.__setattr__(self, "rates", None)
 
 
 RATES = (
@@ -206,6 +211,11 @@ def named_hardware(name: str) -> Hardware:
     if not isinstance(found, dict):
         raise CanzonaError("it holds no JSON object", at=str(path), hint=ANEW)
     return hardware_from(found, str(path))
+
+
+def assumed_hardware(device: str) -> Hardware:
+    """Return the rates that are assumed for a kind of device, "cpu" or "cuda"."""
+    return named_hardware("cpu" if device == "cpu" else "h100")
 
 
 def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:

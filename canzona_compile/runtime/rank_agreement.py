@@ -11,6 +11,7 @@ from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
+from canzona_compile.progress.telling import tell
 from canzona_compile.runtime.equal_copies import Copy, Digest, difference, digests
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.process_groups import Groups
@@ -76,19 +77,28 @@ class RankAgreement:
                 "a first gradient" or "no gradient".
 
         Raises:
+            InvalidGradient: some ranks have gradients that others lack. All ranks of the set raise.
             RankMismatch: the plans differ. All ranks of the set raise.
         """
+        tell("comparing the plan with those of other ranks")
         grids = {t.layout.grid.members() for t in owned.tasks if t.layout.grid.size > 1}
         error: CanzonaError | None = None
         for ranks in sorted(grids):
             own = [t for t in owned.tasks if t.layout.grid.members() == ranks]
             names = {t.name for t in own}
-            lines = [options, *(f"{name} has {what}" for name, what in present.items() if name in names)]
+            here = {name: what for name, what in present.items() if name in names}
+            bare = [name for name, what in here.items() if what.startswith("no gradient")]
+            lines = [options, *(f"{name} has {what}" for name, what in here.items())]
             if len(own) == len(owned.tasks):
                 lines.append(show(owned))
             else:
                 lines += [f"{t.name} {list(t.shape)} {t.placed} {t.layout.placements} owner {t.owner}" for t in own]
-            error = self._agree(ranks, "\n".join(lines), error)
+            error = self._agree(
+                ranks,
+                "\n".join(lines),
+                error,
+                f"no gradient for {', '.join(bare)}" if bare else "every gradient is there",
+            )
         if error is not None:
             raise error
 
@@ -125,13 +135,13 @@ class RankAgreement:
         if error is not None:
             raise error
 
-    def _agree(self, ranks: Ranks, text: str, error: CanzonaError | None) -> CanzonaError | None:
+    def _agree(self, ranks: Ranks, text: str, error: CanzonaError | None, missing: str = "") -> CanzonaError | None:
         """Agree within one set of ranks and return the error that it raises, or None.
 
         The caller passes this error on to the next set, whose ranks may not be members of this one.
         """
         try:
-            self._agreement_of(ranks).agree(text, error)
+            self._agreement_of(ranks).agree(text, error, missing)
         except CanzonaError as found:
             return found
         return None

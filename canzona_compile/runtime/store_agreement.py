@@ -85,12 +85,13 @@ class StoreAgreement:
             dist.all_gather_object(values, value, group=self.group)
         return [v or "" for v in values]
 
-    def agree(self, text: str, error: CanzonaError | None) -> None:
+    def agree(self, text: str, error: CanzonaError | None, missing: str = "") -> None:
         """Compare the plans of all members before the first step of a plan. This is a collective.
 
         Args:
             text: the plan as text, line by line.
             error: the error that kept this rank from making a plan; None if it made one.
+            missing: what `about` names that this rank lacks; the plan as text differs where this does.
 
         Raises:
             CanzonaError: a member failed, or the plans differ. Every member raises.
@@ -103,7 +104,10 @@ class StoreAgreement:
                 raise RankMismatch(f"rank {rank} cannot run this step:\n{failure}")
         if len(set(self.share(str(hash_of(text))))) == 1:
             return
-        texts = [json.loads(t) for t in self.share(json.dumps(text))]
+        told = [json.loads(t) for t in self.share(json.dumps([text, missing]))]
+        if len({lacking for _, lacking in told}) > 1:
+            raise self._disagreement({rank: own for rank, (_, own) in zip(self.ranks, told, strict=True)})
+        texts = [own for own, _ in told]
         raise RankMismatch(
             "ranks made different plans; " + first_difference(self.ranks, texts),
             hint="build the optimizer from the same parameters, in the same order, with the same options on every rank",

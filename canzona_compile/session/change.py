@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+import logging
 from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
 
 
 class ChangeKind(enum.Enum):
@@ -29,4 +32,5 @@ class StepChange:
     @classmethod
     def replan(cls, reason: str) -> StepChange:
         """Make the change that requires a new plan, for this reason."""
+        log.info("a new plan: %s", reason)
         return cls(ChangeKind.REPLAN, f"re-plan: {reason}")

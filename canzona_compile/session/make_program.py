@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.step import Step
 from canzona_compile.options import Options
+from canzona_compile.progress.telling import tell
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor, Sources
 from canzona_compile.session.plan import Plan, emit, lower
@@ -63,6 +64,7 @@ class ProgramMaker:
         return self._make(self.plan.first, tasks, SharedSlots())
 
     def _make(self, owned: Step, tasks: Names, memory: SharedSlots) -> BoundProgram:
+        tell(f"making the program of {len(tasks)} matrices")
         symmetric = self.store.symmetric() if owned.machine.device == "cuda" else frozenset[tuple[str, str]]()
         scheduled, history = lower(owned, tasks, self.options, self.observers, symmetric)
         emitted, last = emit(scheduled, self.rank, self.observers)

@@ -7,22 +7,32 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.ir.canonical_names import DDP, canonical_name, canonical_names
+
 
 def named_params(optimizer: Optimizer, names: Sequence[Sequence[str]] = ()) -> list[tuple[str, int, Tensor]]:
-    """Name every parameter of an optimizer, with unique names.
+    """Name every parameter of an optimizer, with unique names that are the same whatever wraps the model's modules.
 
     Args:
         optimizer: the optimizer.
-        names: the names of the parameters in each parameter group that has no `param_names`.
+        names: the canonical names that the model gives to the parameters of each group, for groups without
+            `param_names`; empty if the model is not known.
 
     Returns:
         For each parameter its name, the index of its parameter group, and the parameter.
     """
+    own = [list(map(str, group.get("param_names") or ())) for group in optimizer.param_groups]
+    if not names:  # else the model tells whether DDP gave them a prefix
+        plain = iter(canonical_names(name for group_names in own for name in group_names))
+        own = [[next(plain) for _ in group_names] for group_names in own]
     found = []
     for g, group in enumerate(optimizer.param_groups):
-        known = group.get("param_names") or (names[g] if g < len(names) else ())
+        given = names[g] if g < len(names) else ()
         for i, param in enumerate(group["params"]):
-            found.append((printable(str(known[i])) if i < len(known) else f"group{g}.param{i}", g, param))
+            name = given[i] if i < len(given) else ""
+            if i < len(own[g]) and (said := canonical_name(own[g][i])) != DDP + name:
+                name = said
+            found.append((printable(name) if name else f"group{g}.param{i}", g, param))
     counts: dict[str, int] = {}
     unique = []
     for name, g, p in found:

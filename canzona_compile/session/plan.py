@@ -16,6 +16,7 @@ from canzona_compile.ir.pipeline import Observer, PassHistory, run
 from canzona_compile.ir.step import Form, Placed, Step, Task, Template
 from canzona_compile.options import Options
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
+from canzona_compile.progress.telling import tell
 from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.division import Division
 from canzona_compile.session.fused_params import Fused
@@ -64,14 +65,19 @@ class Plan:
         Returns:
             A copy of the owned step. Tasks that the lineup does not name keep their template.
         """
-        cuts = {(p.template.name, p.kind): p.name for p in self.owned.placed}
-        taken = {name: (template, label) for template, label, names in lineup for name in names}
-        tasks = []
-        for task in self.owned.tasks:
-            template, label = taken.get(task.name, (task.template, task.param_group))
-            placed = cuts[template, self.placed(task.name).kind]
-            tasks.append(replace(task, template=template, placed=placed, param_group=label))
-        return replace(self.owned, tasks=tuple(tasks))
+        return taking(self.owned, lineup)
+
+
+def taking(owned: Step, lineup: Iterable[tuple[str, int, Sequence[str]]]) -> Step:
+    """Return an owned step with the variants that its tasks take on one step, see `Plan.taking`."""
+    cuts = {(p.template.name, p.kind): p.name for p in owned.placed}
+    taken = {name: (template, label) for template, label, names in lineup for name in names}
+    tasks = []
+    for task in owned.tasks:
+        template, label = taken.get(task.name, (task.template, task.param_group))
+        placed = cuts[template, owned.placed_of(task).kind]
+        tasks.append(replace(task, template=template, placed=placed, param_group=label))
+    return replace(owned, tasks=tuple(tasks))
 
 
 def machine_of(params: Iterable[torch.Tensor], rates: Hardware | None = None) -> Machine:
@@ -123,6 +129,7 @@ def make_plan(
         CanzonaError: a pass cannot handle a task, or the optimizer's work is elementwise on some pieces of a fused
             parameter and not on others.
     """
+    tell(f"planning {len(bound)} parameters")
     captured = captured_step(bound, optimizer, options)
     owned, history = run(captured, planning_passes(options, owned_as), observers)
     by_name = {b.task.name: b for b in bound}

@@ -30,8 +30,8 @@ from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
 from canzona_compile.session.gathered import Consolidated, Ranks, partners, shown
 from canzona_compile.session.given_layout import check_marked, shardings_of
-from canzona_compile.session.gradient_checks import check_gradient
 from canzona_compile.session.measuring import Measuring
+from canzona_compile.session.param_checks import check_params, notice_data_parallel
 from canzona_compile.session.param_names import named_params
 from canzona_compile.session.plan import Plan, make_plan, whole
 from canzona_compile.session.step_driver import StepDriver
@@ -252,12 +252,12 @@ class Session:
         """
         binder = Binder(self.optimizer, self.options, self.capture)
         binder.exchange()  # before anything that may raise, because other ranks wait for it
-        for name, _, param in named_params(self.optimizer, self.options.names):
-            if param.grad is not None:
-                check_gradient(param, name, param.grad.dtype)
+        check_params(named_params(self.optimizer, self.options.names))
         bound = binder.bind()
         check_marked(self.options.layout, [b.origin for b in bound])
         plan = make_plan(bound, plain_class(self.optimizer).__name__, self.options, self.observers)
+        if self.number == 1 and distributed() and self.options.replicate is None:
+            notice_data_parallel(plan.owned, plan.params)
         if self.options.plan is not None:
             self.options.plan.check_followed(whole(plan, self.options))
         return plan

@@ -8,6 +8,7 @@ find one another.
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import os
 import pickle
@@ -28,11 +29,14 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.progress.telling import heard_by, tell
 
 # A forked process would inherit locks that are held and threads that it does not have. A fork server would keep the
 # environment and the standard error that the caller had when its first process started.
 START_METHOD = "spawn"
 GRACE = 1.0  # seconds that the others have to fail as well: the first process that ends need not be the cause
+NEWS = 0.2  # seconds after which the caller looks for what processes tell
+HEARD = "heard"  # the file that has the last words of progress
 LAST_WORDS = 2.0  # seconds that processes have to say where they are once the limit is over
 UNGUARDED = "if a script starts this, do so below `if __name__ == '__main__':`; what the process said is above"
 
@@ -79,7 +83,9 @@ def run(jobs: Sequence[ProcessCall], limit: float) -> list[Any]:
         done = False
         try:
             while not done:
-                done = context.join(max(0.0, deadline + LAST_WORDS - time.monotonic()), GRACE)
+                left = max(0.0, deadline + LAST_WORDS - time.monotonic())
+                done = context.join(min(left, NEWS), GRACE)
+                pass_on(Path(folder, HEARD))
                 for job, process, path in zip(jobs, context.processes, answers, strict=True):
                     if process.exitcode == 0 and not path.exists():
                         raise death(job, 0)
@@ -141,6 +147,15 @@ def late(jobs: Sequence[ProcessCall], answers: Sequence[Path], limit: float) -> 
     return CanzonaError(f"no result within {limit:g} seconds", at=names, hint=hint)
 
 
+def pass_on(path: Path) -> None:
+    """Tell what a process has told last, if there is anything new."""
+    if not path.exists():
+        return
+    words, done, total = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    tell(words, done, total)
+
+
 # -- in a process ----------------------------------------------------------------------------------
 
 
@@ -153,11 +168,19 @@ def serve(index: int, jobs: Sequence[ProcessCall], folder: str, deadline: float,
     os.dup2(2, 1)
     faulthandler.dump_traceback_later(max(0.01, deadline - time.monotonic()), exit=True)
     logging.basicConfig(level=level, format="%(message)s")
+
+    def hear(words: str, done: int = 0, total: int = 0) -> None:
+        """Leave the words where the caller looks for them, in one piece."""
+        said = Path(folder, f"{HEARD}.{index}")
+        said.write_text(json.dumps([words, done, total]), encoding="utf-8")
+        said.rename(Path(folder, HEARD))
+
     torch.set_num_threads(1)  # exactness is promised for equally many threads
     job, code = jobs[index], 0
     try:
         try:
-            answer = pickle.dumps(job.function(*job.args))
+            with heard_by(hear):
+                answer = pickle.dumps(job.function(*job.args))
         except CanzonaError as error:
             answer, code = pickle.dumps(error), 1
     except (Exception, SystemExit) as error:

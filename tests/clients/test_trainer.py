@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,12 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.runtime import meeting
 from tests.end_to_end.test_published_optimizers import MuonAndAdam
+from tests.harness.layouts import full
+from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
 
 transformers = pytest.importorskip("transformers")
@@ -56,14 +60,14 @@ def data() -> list[dict[str, Tensor]]:
     return [{"input_ids": t, "labels": t} for t in tokens]
 
 
-def trainer_of(folder: Path, steps: int = STEPS, **optimizer: Any) -> Any:
+def trainer_of(folder: Path, steps: int = STEPS, save: str = "steps", **optimizer: Any) -> Any:
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=4,
         learning_rate=0.02,
         lr_scheduler_type="linear",
-        save_strategy="steps",
+        save_strategy=save,
         save_steps=3,
         report_to="none",
         use_cpu=True,
@@ -149,14 +153,26 @@ class Consolidate(transformers.TrainerCallback):  # type: ignore[misc]
     on_epoch_end = on_step_end
 
 
-def saved_under_ddp(folder: str, callbacks: list[type[Any]]) -> str:
-    """Train and save on this rank; rank 0 compares the checkpoint with what all ranks gather at the end."""
+@contextlib.contextmanager
+def as_launched() -> Iterator[None]:
+    """Inside this context, ranks have the environment that a launcher gives; Accelerate forgets itself afterwards."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    before, meeting.PATIENCE = meeting.PATIENCE, meeting.timedelta(seconds=2)
     with mock.patch.dict(os.environ, ranks):
+        try:
+            yield
+        finally:
+            PartialState._reset_state()
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def saved_under_ddp(folder: str, callbacks: list[type[Any]]) -> str:
+    """Train and save on this rank; rank 0 compares the checkpoint with what all ranks gather at the end."""
+    before, meeting.PATIENCE = meeting.PATIENCE, meeting.timedelta(seconds=2)
+    with as_launched():
         try:
             kind = canzona_compile.wrap_cls(Mixed, replicate=dist.group.WORLD, strategy="owner")
             trainer = trainer_of(Path(folder), callbacks=[made() for made in callbacks], **by_class(kind))
@@ -174,11 +190,58 @@ def saved_under_ddp(folder: str, callbacks: list[type[Any]]) -> str:
             return "equal" if same and saved.keys() == expected.keys() else "different"
         finally:
             meeting.PATIENCE = before
-            PartialState._reset_state()
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
 
 
 @pytest.mark.ranks
 def test_under_ddp(tmp_path: Path) -> None:
     assert run(2, saved_under_ddp, str(tmp_path), [Consolidate], fresh=True) == ["equal", "equal"]
+
+
+# -- under FSDP2 -------------------------------------------------------------------------------------
+
+
+class Beside(transformers.TrainerCallback):  # type: ignore[misc]
+    """Steps the plain optimizer on whole tensors with the gradients and the rate that the Trainer's own step gets."""
+
+    def __init__(self) -> None:
+        self.whole = [nn.Parameter(p.detach().clone()) for p in model_of().parameters()]
+        self.plain: Any = Mixed(self.whole)
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
+    ) -> None:
+        for group in self.plain.param_groups:
+            group["lr"] = optimizer.param_groups[0]["lr"]
+        for param, sharded in zip(self.whole, model.parameters(), strict=True):
+            param.grad = full(sharded.grad)
+        self.plain.step()
+
+
+def train_sharded(folder: str) -> tuple[list[int], int, list[str]]:
+    """The parameters that differ at the end, the number of ranks, and how matrices are computed."""
+    import accelerate
+
+    beside = Beside()
+    kind = canzona_compile.wrap_cls(Mixed, strategy="owner")
+    with as_launched():
+        trainer = trainer_of(Path(folder), save="no", callbacks=[beside], **by_class(kind))
+        plugin = accelerate.FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            cpu_ram_efficient_loading=False,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+        state, fsdp = trainer.accelerator.state, accelerate.DistributedType.FSDP
+        accelerate.PartialState().distributed_type = fsdp  # where there are only CPUs it would take FSDP for DDP
+        state.distributed_type, state.fsdp_plugin, trainer.is_fsdp_enabled = fsdp, plugin, True
+        trainer.train()
+        report = wrapped_inside(trainer).canzona.report()
+        pairs = zip(trainer.model.parameters(), beside.whole, strict=True)
+        wrong = [i for i, (sharded, param) in enumerate(pairs) if not same_bits(full(sharded.detach()), param.detach())]
+    return wrong, report.world_size, sorted({task.strategy for task in report.tasks})
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+def test_under_fsdp2(tmp_path: Path) -> None:
+    assert run(2, train_sharded, str(tmp_path), fresh=True) == [([], 2, ["owner"])] * 2

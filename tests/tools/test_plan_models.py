@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.tools.planning.plan import hidden_matrix
 from canzona_compile.tools.planning.weights import (
     Model,
     ModelWeight,
     from_config,
     from_module,
     from_shapes,
+    hidden_matrix,
     parse_split,
     preset,
     presets,

@@ -16,8 +16,8 @@ from canzona_compile.ir.bucket import Bucket, BucketSlice
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.simulation.bucket_traffic import Transfer, gathering, reduction
 from canzona_compile.simulation.model_passes import BucketLoad, backward_pass, forward_pass
-from canzona_compile.tools.planning.plan import matrices_of
-from canzona_compile.tools.planning.weights import from_module, from_shapes, preset
+from canzona_compile.tools.planning.plan import model_of
+from canzona_compile.tools.planning.weights import from_shapes, preset
 
 H100 = named_hardware("h100")
 RANKS = (0, 8, 16, 24)
@@ -126,11 +126,11 @@ def test_the_parameters_that_an_optimizer_holds_are_its_matrices() -> None:
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     module = nn.Sequential(first, second)
     held = torch.optim.Muon([second.weight])
-    model = from_module(module, matrices_of(module, held))
+    model = model_of(module, "none", held, "zero1")
     assert [w.name for w in model.weights] == ["1.weight"]
     assert [w.name for w in model.everything] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     stranger = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))])
-    assert [w.name for w in from_module(module, matrices_of(module, stranger)).weights] == ["0.weight", "1.weight"]
+    assert [w.name for w in model_of(module, "none", stranger, "zero1").weights] == ["0.weight", "1.weight"]
 
 
 def test_elementwise_shapes() -> None:

@@ -20,6 +20,7 @@ from torch.optim import SGD, Adagrad
 import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
+from canzona_compile.progress.telling import heard_by
 from canzona_compile.tools.processes import ProcessCall, run
 from canzona_compile.tools.verification import LeafDifference
 from canzona_compile.tools.verification.check import OPTIONS
@@ -42,6 +43,7 @@ from tests.tools.user_builds import (
     quits,
     raises,
     sleeps,
+    tells,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +150,17 @@ def test_a_planted_bug_is_found_and_named(capsys: pytest.CaptureFixture[str]) ->
     assert different[0]["ranks"] == [0, 1]
     assert different[0]["max_ulps"] > 1000
     assert different[0]["max_relative"] > 1e-4
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_small_matrices_are_compared_with_owners_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks would compute them all; larger ones, for whose sake users verify, have owners."""
+    assert main(["verify", f"{BUILDS}:sabotaged_owners", "--steps", "2", "--quiet"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 of 4 leaves differ" in printed
+    assert "only where owners compute" in printed
+    assert "where every rank computes 2 matrices, and with owners for all of them" in printed
 
 
 # -- what cannot be compared -----------------------------------------------------------------------
@@ -303,6 +316,14 @@ def test_results_come_in_order_and_standard_output_stays_clean(capfd: pytest.Cap
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("not data") == 2
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_processes_tell_is_told_here() -> None:
+    heard: list[tuple[str, int, int]] = []
+    with heard_by(lambda words, done=0, total=0: heard.append((words, done, total))):
+        assert run([ProcessCall("one", tells, (1,))], 100.0) == [1]
+    assert heard == [("half of it", 1, 2)]
 
 
 # -- sharding --------------------------------------------------------------------------------------

@@ -18,8 +18,11 @@ from torch.optim import LBFGS, AdamW, Muon, Optimizer
 
 import canzona_compile
 from canzona_compile.ir.fx_utils import outputs
-from canzona_compile.ir.step import Step, Template
+from canzona_compile.ir.layout import local_part
+from canzona_compile.ir.step import Step, Strategy, Template
 from canzona_compile.passes import Canonicalize
+from canzona_compile.progress.telling import tell
+from canzona_compile.session.step_driver import StepDriver
 from tests.harness.resident_optimizers import MomentsByParameter
 from tests.harness.toy_optimizers import GlobalNorm, PerParameter, State
 
@@ -75,6 +78,22 @@ def sabotaged() -> Plain:
             return replace(step, templates=tuple(map(scaled, step.templates)))
 
         Canonicalize.__call__ = broken  # type: ignore[method-assign]
+    return muon()
+
+
+def sabotaged_owners() -> Plain:
+    """On ranks, steps that are wrong where a matrix has one owner."""
+    if dist.is_initialized():
+        original = StepDriver.step
+
+        def broken(self: StepDriver) -> bool:
+            new = original(self)
+            if any(task.strategy is Strategy.OWNER for task in self.plan.owned.tasks):
+                with torch.no_grad():
+                    local_part(self.plan.params[0]).add_(1)
+            return new
+
+        StepDriver.step = broken  # type: ignore[method-assign]
     return muon()
 
 
@@ -194,3 +213,9 @@ def sleeps(path: Path) -> None:
 def pid() -> int:
     print("not data")
     return os.getpid()
+
+
+def tells(done: int) -> int:
+    """Work of a process that says how far it is."""
+    tell("half of it", done, 2)
+    return done

@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.progress.telling import shown
 from canzona_compile.tools.calibration.calibrate import calibrate
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ def run(given: Namespace) -> int:
     """Measure, and write the file that `plan --hardware` and `wrap(hardware=)` read; the exit code is 0."""
     if given.output and not Path(given.output).absolute().parent.is_dir():
         raise CanzonaError("there is no such folder", at=given.output, hint="make it first: measuring takes a while")
-    hardware, shows = calibrate(device=given.device, base=given.base, ranks=given.ranks, quick=given.quick)
+    with shown("calibrate", quiet=given.quiet):
+        hardware, shows = calibrate(device=given.device, base=given.base, ranks=given.ranks, quick=given.quick)
     if not shows:
         return 0
     if given.output:

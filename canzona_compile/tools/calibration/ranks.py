@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Link
+from canzona_compile.progress.telling import tell
 from canzona_compile.tools.calibration import links, measure
 from canzona_compile.tools.calibration.bookkeeping import bookkeeping
 from canzona_compile.tools.calibration.clock import Clock
@@ -54,17 +55,48 @@ class Measured:
     network: Link | None = None
 
 
-def alone(clock: Clock, extent: MeasurementSizes, dtypes: Sequence[torch.dtype]) -> Measured:
+class Stages:
+    """Tells which of some measurements is taken, on one of the ranks.
+
+    Args:
+        total: how many there are.
+        tells: whether this rank is the one.
+    """
+
+    def __init__(self, total: int, tells: bool) -> None:
+        self.total, self.tells, self.begun = total, tells, 0
+
+    def next(self, words: str) -> None:
+        """Begin the next measurement."""
+        if self.tells:
+            tell(words, self.begun, self.total)
+            log.info("%d of %d: %s", self.begun + 1, self.total, words)
+        self.begun += 1
+
+
+def number_of(clock: Clock, dtypes: Sequence[torch.dtype]) -> int:
+    """How many measurements `alone` takes."""
+    return len(dtypes) + len(operators_on(clock.device)) + 1
+
+
+def operators_on(device: torch.device) -> tuple[str, ...]:
+    """The factorizations that are measured on a device."""
+    return measure.ALONE if device.type == "cpu" else (*measure.ALONE, *measure.STACKED)
+
+
+def alone(clock: Clock, extent: MeasurementSizes, dtypes: Sequence[torch.dtype], stages: Stages) -> Measured:
     """Measure everything that a rank can measure by itself."""
     found = {}
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
-        log.info("products of %s", name)
+        stages.next(f"products of {name}")
         found[name] = measure.products(clock, dtype, extent.products, extent.cold)
-    operators = measure.ALONE if clock.device.type == "cpu" else (*measure.ALONE, *measure.STACKED)
-    log.info(", ".join(operators))
-    decomposed = {name: measure.factorization(clock, name, extent.factorizations) for name in operators}
-    log.info("memory, launches")
+    operators = operators_on(clock.device)
+    decomposed = {}
+    for name in operators:
+        stages.next(name)
+        decomposed[name] = measure.factorization(clock, name, extent.factorizations)
+    stages.next("memory, launches")
     turned = measure.transposed(clock, extent.transposed)
     return Measured(
         found, decomposed, measure.bandwidth(clock, extent.cold), turned, measure.launch(clock, extent.cold)
@@ -129,17 +161,18 @@ def cpu_rank(rank: int, ranks: int, extent: MeasurementSizes, folder: str) -> Me
     """Measure in one of the processes; every rank returns the same."""
     level = log.getEffectiveLevel()
     logging.getLogger().setLevel(logging.WARNING)
-    log.setLevel(logging.WARNING if rank else level)  # one rank tells the progress of all
+    log.setLevel(level)
     join_ranks(rank, ranks, folder, TIMEOUT)
     clock, device = Clock(torch.device("cpu"), extent.repetitions), torch.device("cpu")
     dist.barrier()
     everybody: list[Measured | None] = [None] * ranks
-    dist.all_gather_object(everybody, alone(clock, extent, CPU_DTYPES))
+    stages = Stages(number_of(clock, CPU_DTYPES) + 1 + (ranks > 1), rank == 0)
+    dist.all_gather_object(everybody, alone(clock, extent, CPU_DTYPES, stages))
     found = merged([one for one in everybody if one is not None])
     if ranks > 1:
-        log.info("all-to-alls")
+        stages.next("all-to-alls")
         found = replace(found, node=link_among([range(ranks)], device, extent.repetitions))
-    log.info("bookkeeping of a step")
+    stages.next("bookkeeping of a step")
     seconds = bookkeeping(init_device_mesh("cpu", (ranks,)), extent.cold, STEPS * extent.repetitions)
     host = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(host)
@@ -190,13 +223,15 @@ def cuda(extent: MeasurementSizes) -> tuple[int, Measured]:
     started = ranks > 1 and not dist.is_initialized()
     if started:
         dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-    found = alone(Clock(device, extent.repetitions), extent, CUDA_DTYPES)
+    clock = Clock(device, extent.repetitions)
+    stages = Stages(number_of(clock, CUDA_DTYPES) + (ranks > 1), int(os.environ.get("RANK", "0")) == 0)
+    found = alone(clock, extent, CUDA_DTYPES, stages)
     if ranks == 1:
         return 0, found
     everybody: list[Measured | None] = [None] * ranks
     dist.all_gather_object(everybody, found)
     found = merged([one for one in everybody if one is not None])
-    log.info("all-to-alls")
+    stages.next("all-to-alls")
     near = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     if near > 1:
         nodes = [range(first, first + near) for first in range(0, ranks, near)]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError
@@ -21,6 +18,7 @@ from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.options import Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
+from canzona_compile.progress.telling import shown, tell
 from canzona_compile.report.measured import read_measured
 from canzona_compile.tools.planning.difference import difference, difference_table
 from canzona_compile.tools.planning.page import check_installed
@@ -77,7 +75,7 @@ def run(given: Namespace) -> int:
     if given.output is not None:
         check_output(given.output)  # before planning, because a large plan takes a while
     measured = None if given.measured is None else read_measured(given.measured)
-    with progress(given.quiet) as say:
+    with shown("plan", quiet=given.quiet):
         made = plan(
             model_of(given),
             mesh=given.mesh,
@@ -96,7 +94,7 @@ def run(given: Namespace) -> int:
             gather=given.gather,
             rank=given.rank,
             alternatives=not given.no_alternatives,
-            say=say,
+            say=tell,
         )
     if measured is not None:
         made = replace(made, forecast=replace(made.forecast, measured=measured))
@@ -163,19 +161,6 @@ def check_output(path: str) -> None:
 def unwritable(path: str, why: str) -> CanzonaError:
     hint = "name a file in a folder that exists and may be written to"
     return CanzonaError(f"it cannot be written: {why}", at=f"-o {path}", hint=hint)
-
-
-@contextmanager
-def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show the progress on standard error: a bar on a terminal, else nothing."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _: None
-        return
-    shown = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*shown, console=console, transient=True) as bar:
-        task = bar.add_task("planning", total=None)
-        yield lambda words: bar.update(task, description=words)
 
 
 def add_diff_arguments(parser: ArgumentParser) -> None:

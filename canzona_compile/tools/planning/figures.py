@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.report.schema import LoadReport, MeasuredReport
 from canzona_compile.simulation.figures import Simulation, Span
+from canzona_compile.tools.planning.period import PeriodForecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,8 @@ class Forecast:
         mesh: size of each dim, in order.
         options: the options of the request, by name, as text.
         zero1: the buckets and what happens before and after the step; None unless updates are "zero1".
+        period: the seconds of the steps of a period; None if every step does the same. All other figures are those of
+            the heaviest step.
         assumptions: what the predictions assume beside the rates, in words.
         measured: what a run measured, to be shown beside; None if nothing was given.
     """
@@ -216,4 +219,5 @@ class Forecast:
     alternatives: tuple[Alternative, ...]
     assumptions: tuple[str, ...]
     zero1: Zero1Forecast | None = None
+    period: PeriodForecast | None = None
     measured: MeasuredReport | None = None

@@ -9,7 +9,8 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Step
 from canzona_compile.options import Options
-from canzona_compile.passes import lowering_passes, planning_passes, zero1_passes
+from canzona_compile.passes import planning_passes, zero1_passes
+from canzona_compile.session.plan import lower
 from canzona_compile.tools.planning.mesh import Mesh
 
 DIMS = ("dp", "tp")  # of a mesh for ZeRO-1
@@ -49,7 +50,7 @@ class Lowering:
     def scheduled(self, owned: Step, options: Options) -> LoweredPlan:
         """Lower a step that has owners."""
         if self.bucket_bytes is None:
-            return LoweredPlan(owned, run(owned, lowering_passes(options))[0])
+            return LoweredPlan(owned, lower(owned, [task.name for task in owned.tasks], options)[0])
         ranks = data_parallel_ranks(self.mesh)
         joint, _ = run(owned, zero1_passes(ranks, self.bucket_bytes, frozenset(), ranks[0]))
         return LoweredPlan(owned, schedule_of(joint, [[t.name for t in joint.tasks]], options))

@@ -27,8 +27,16 @@ def lines(forecast: Forecast) -> Iterator[str]:
     yield f"## {forecast.optimizer}, {forecast.model} on {mesh}"
     yield ""
     exposed = max((r.exposed for r in forecast.simulation.ranks), default=0.0)
+    step = f"Predicted step **{format_seconds(forecast.simulation.seconds)}** on {forecast.hardware.name}"
+    if (period := forecast.period) is not None:
+        yield (
+            f"Predicted mean of {len(period.seconds)} steps **{format_seconds(period.mean)}** on "
+            f"{forecast.hardware.name}. All other figures are those of the heaviest step."
+        )
+        yield ""
+        step = f"Heaviest step **{format_seconds(period.worst)}**"
     yield (
-        f"Predicted step **{format_seconds(forecast.simulation.seconds)}** on {forecast.hardware.name}, of which "
+        f"{step}, of which "
         f"{format_seconds(exposed)} are exposed communication; {forecast.matrices} matrices, max/mean load "
         f"{forecast.imbalance:.2f}, buffers {format_bytes(forecast.memory.buffers)}, plan "
         f"`{forecast.fingerprint[:12]}`."
@@ -65,7 +73,7 @@ def lines(forecast: Forecast) -> Iterator[str]:
 def plain_plans(forecast: Forecast) -> Iterator[str]:
     """Compare the plan with others."""
     yield from rows(
-        ("plan", "step", "max/mean", "exposed", "wire", "buffers"),
+        ("plan", "step" if forecast.period is None else "heaviest step", "max/mean", "exposed", "wire", "buffers"),
         (
             (
                 f"**{one.name}**" if one.chosen else one.name,

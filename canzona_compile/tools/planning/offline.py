@@ -16,6 +16,7 @@ from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.capture.variant import ParameterSpec
+from canzona_compile.capture.variant_period import VariantPeriod
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Layout, Shape
@@ -75,43 +76,64 @@ def captured_step(
     dtype: torch.dtype = torch.float32,
     everything: bool = False,
 ) -> Step:
+    """Make the step that `captured_with_periods` makes."""
+    return captured_with_periods(model, mesh, optimizer, machine, dtype, everything)[0]
+
+
+def captured_with_periods(
+    model: Model,
+    mesh: Mesh,
+    optimizer: Optimizer,
+    machine: Machine,
+    dtype: torch.dtype = torch.float32,
+    everything: bool = False,
+) -> tuple[Step, dict[str, VariantPeriod]]:
     """Make the step of all matrices of a model on a mesh, as binding makes it on real ranks.
 
     Args:
-        optimizer: its code is captured, with the hyperparameters of its first parameter group.
+        optimizer: its code is captured, with the hyperparameters of each weight's parameter group.
         dtype: of parameters and gradients.
         everything: whether it has tasks for the parameters that another optimizer updates elementwise, too.
+
+    Returns:
+        The step, and by task how its code continues from step to step, where that is known.
 
     Raises:
         CanzonaError: the mesh does not fit the model, or the optimizer cannot be distributed.
     """
     check(mesh, model)
     capture = Capture(optimizer)
-    group = optimizer.param_groups[0]
     sharding = WeightSharding(mesh, model.layers, model.experts)
-    kinds: dict[tuple[int, ...], ParamKind] = {}
+    kinds: dict[tuple[Shape, int], ParamKind] = {}
 
-    def kind_of(shape: Shape, name: str) -> ParamKind:
-        return capture.kind_of(group, ParameterSpec(shape, dtype, dtype, torch.device("cpu")), name)
+    def kind_of(shape: Shape, g: int, name: str) -> ParamKind:
+        spec = ParameterSpec(shape, dtype, dtype, torch.device("cpu"))
+        return capture.kind_of(optimizer.param_groups[g], spec, name)
 
     tasks: list[Task] = []
+    periods: dict[str, VariantPeriod] = {}
     # One comparison of a graph with an eager step holds for all sizes, so small matrices of the same kind come first.
-    for shape in dict.fromkeys(miniature(weight.shape) for weight in model.weights):
-        kind_of(shape, "a small matrix")
+    for shape, g in dict.fromkeys((miniature(weight.shape), weight.group) for weight in model.weights):
+        kind_of(shape, g, "a small matrix")
     others: dict[Shape, Template] = {}
-    used: set[Shape] = set()
+    used: set[tuple[Shape, int]] = set()
     for weight in model.everything if everything else model.weights:
         for part, layout in parts(weight, sharding):
             if weight.elementwise:
                 template = others.setdefault(layout.shape, elementwise_template(layout.shape, dtype))
             else:
-                if layout.shape not in kinds:
-                    kinds[layout.shape] = kind_of(layout.shape, weight.name)
-                template = kinds[layout.shape].template
-                used.add(layout.shape)
-            tasks.append(Task(weight.name + part, len(tasks), int(weight.elementwise), template.name, layout))
-    templates = [t for shape, kind in kinds.items() if shape in used for t in kind.templates.values()]
-    return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, (*templates, *others.values()), tuple(tasks))
+                key = layout.shape, weight.group
+                if key not in kinds:
+                    kinds[key] = kind_of(*key, weight.name)
+                template = kinds[key].template
+                used.add(key)
+                if (period := kinds[key].variant_period) is not None:
+                    periods[weight.name + part] = period
+            g = int(weight.elementwise) or weight.group
+            tasks.append(Task(weight.name + part, len(tasks), g, template.name, layout))
+    found = {t.name: t for key, kind in kinds.items() if key in used for t in kind.templates.values()}
+    templates = (*found.values(), *others.values())
+    return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, templates, tuple(tasks)), periods
 
 
 def elementwise_template(shape: Shape, dtype: torch.dtype) -> Template:

@@ -20,15 +20,18 @@ from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.options import Numerics, Options, StrategyOption
 from canzona_compile.passes import planning_passes
+from canzona_compile.simulation.simulate import simulate
 from canzona_compile.tools.planning.forecast import forecast
 from canzona_compile.tools.planning.gc_pause import paused
+from canzona_compile.tools.planning.held import held_by, with_held
 from canzona_compile.tools.planning.lowered import LoweredPlan, Lowering, check_zero1
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
-from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
+from canzona_compile.tools.planning.offline import captured_with_periods, optimizer_named, optimizer_of
 from canzona_compile.tools.planning.passes import TOKENS, Passes
+from canzona_compile.tools.planning.period import period_forecast
 from canzona_compile.tools.planning.request import Request
 from canzona_compile.tools.planning.result import OfflinePlan
-from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
+from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, hidden_matrix, parse_split, preset
 
 Updates = Literal["ddp", "zero1"]
 ALTERNATIVES = ("static", "alpha", "lpt", "joint", "permuted")
@@ -63,12 +66,13 @@ def plan(
     """Plan a step as the runtime would, and predict it.
 
     Args:
-        model: a preset ("qwen3-32b"), {name: shape} of the matrices, or a module, for example on the meta device. Its
-            matrices are the parameters of two or more dims that `optimizer` holds; if it holds none of the module, all
-            except embeddings and the head. With ZeRO-1 the other parameters lie in buckets too.
+        model: a preset ("qwen3-32b"), {name: shape} of the matrices, or a module, for example on the meta device. An
+            optimizer plans the parameters that it holds: of this module, or of another copy, known by names or shapes.
+            Without an optimizer, or if it holds none of them, these are the parameters of two or more dims except
+            embeddings and the head. With ZeRO-1 the other parameters lie in buckets too.
         mesh: sizes of named dims, "fsdp=32,tp=8": dp, hsdp, fsdp, ep, tp, pp.
-        optimizer: "muon", "soap", "shampoo", "module:Class", a class, or an optimizer; the plan takes the
-            hyperparameters of its first parameter group.
+        optimizer: "muon", "soap", "shampoo", "module:Class", a class, or an optimizer; parameters that it does not
+            hold get the hyperparameters of its first parameter group.
         arguments: the arguments of the class, beside the parameters.
         hardware: a name (h100, h200, gb300, a100, cpu), or a file that `canzona-compile calibrate` wrote.
         split: the fused weights of a preset to take apart into matrices: "qkv", "gate-up", both, or "none".
@@ -91,7 +95,7 @@ def plan(
     """
     sizes = parse_mesh(mesh)
     rates = hardware if isinstance(hardware, Hardware) else named_hardware(str(hardware))
-    found = model_of(model, split, optimizer)
+    found = model_of(model, split, optimizer, updates)
     code = optimizer_from(optimizer, arguments or {})
     if updates not in get_args(Updates):
         raise CanzonaError(f"updates={updates!r} is none of {', '.join(map(repr, get_args(Updates)))}", at="plan")
@@ -114,7 +118,7 @@ def plan(
     )
     say("capturing the optimizer's step")
     apart = updates == "zero1"
-    captured = captured_step(found, sizes, code, machine_of(rates, sizes), everything=apart)
+    captured, periods = captured_with_periods(found, sizes, code, machine_of(rates, sizes), everything=apart)
     say(f"planning {len(captured.tasks)} parameters on {sizes.ranks} ranks")
     owned, _ = run(captured, planning_passes(options))
     if capacity is not None:
@@ -128,36 +132,29 @@ def plan(
     if alternatives and any(t.layout.grid.size > 1 for t in owned.tasks):
         others = alternative_plans(lowering, options)
     file = PlanFile.of(made.scheduled)
-    return OfflinePlan(made.scheduled, file, forecast(made, file.fingerprint, request, others, say))
+    figures = forecast(made, file.fingerprint, request, others, say)
+    say("simulating the steps of a period")
+    period = period_forecast(
+        owned, periods, lambda step: simulate(lowering.scheduled(step, options).scheduled, rates).seconds
+    )
+    return OfflinePlan(made.scheduled, file, replace(figures, period=period))
 
 
-def model_of(given: str | nn.Module | Mapping[str, Any] | Model, split: str, optimizer: object) -> Model:
+def model_of(
+    given: str | nn.Module | Mapping[str, Any] | Model, split: str, optimizer: object, updates: Updates = "ddp"
+) -> Model:
+    """Return the facts of a model; of a module, the weights are those that the optimizer holds."""
     if isinstance(given, Model):
         return given
     if isinstance(given, str):
         return preset(given, parse_split(split))
     if isinstance(given, nn.Module):
-        return from_module(given, matrices_of(given, optimizer))
+        held = held_by(optimizer, given) if isinstance(optimizer, Optimizer) else None
+        if held is None:
+            return from_module(given, hidden_matrix)
+        model = from_module(given, lambda name, _: name in held)
+        return with_held(model, held) if updates == "ddp" else model
     return from_shapes(given, "shapes", "model")
-
-
-def matrices_of(module: nn.Module, optimizer: object) -> Callable[[str, nn.Parameter], bool]:
-    """Return a function that tells whether a parameter is one of the optimizer's.
-
-    An optimizer that holds no parameter of the module stands for its kind; then names tell.
-    """
-    if isinstance(optimizer, Optimizer):
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if any(id(p) in held for p in module.parameters()):
-            return lambda _, param: id(param) in held
-    return hidden_matrix
-
-
-def hidden_matrix(name: str, _: nn.Parameter) -> bool:
-    """Tell by the usual names whether a parameter is neither an embedding nor the head."""
-    parts = name.lower().split(".")
-    known = ("lm_head", "wte", "wpe")
-    return parts[0] not in ("output", "head") and not any(part in known or "embed" in part for part in parts)
 
 
 def optimizer_from(given: str | type[Optimizer] | Optimizer, arguments: Mapping[str, Any]) -> Optimizer:
@@ -167,9 +164,8 @@ def optimizer_from(given: str | type[Optimizer] | Optimizer, arguments: Mapping[
 
 
 def machine_of(rates: Hardware, mesh: Mesh) -> Machine:
-    """Describe this hardware as a run on it would; leave out rates that the run would assume anyway."""
-    assumed = rates in (named_hardware("cpu"), named_hardware("h100"))
-    return Machine(rates.device, rates.backend if mesh.ranks > 1 else "", 1, None if assumed else rates)
+    """Describe this hardware as a run on it would."""
+    return Machine(rates.device, rates.backend if mesh.ranks > 1 else "", 1, rates)
 
 
 def check_capacity(owned: Step, capacity: int) -> None:

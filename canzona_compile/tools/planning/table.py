@@ -74,8 +74,15 @@ def table(forecast: Forecast) -> RenderableType:
 def headline(forecast: Forecast) -> Panel:
     """Frame the plan's main figures."""
     exposed = max((r.exposed for r in forecast.simulation.ranks), default=0.0)
+    period = forecast.period
+    steps = [(format_seconds(forecast.simulation.seconds), "predicted\nstep")]
+    if period is not None:
+        steps = [
+            (format_seconds(period.mean), f"mean of\n{plural(len(period.seconds), 'step')}"),
+            (format_seconds(period.worst), "heaviest\nstep"),
+        ]
     figures = (
-        (format_seconds(forecast.simulation.seconds), "predicted\nstep"),
+        *steps,
         (str(forecast.matrices), "matrices"),
         (f"{forecast.imbalance:.2f}", "max / mean\nload"),
         (format_seconds(exposed), "exposed\ncommunication"),
@@ -83,6 +90,7 @@ def headline(forecast: Forecast) -> Panel:
     )
     how = "by the owners of their slices" if forecast.zero1 else "without communication"
     remarks = (
+        "steps are predicted; below, and beside them, is the heaviest one" if period is not None else "",
         beside(forecast),
         f"{plural(forecast.elementwise, 'parameter')} updated elementwise, {how}" if forecast.elementwise else "",
         f"plan {forecast.fingerprint[:12]}",
@@ -111,7 +119,8 @@ def alternatives(forecast: Forecast) -> Iterator[RenderableType]:
             choice(table, chosen, *cells)
         yield table
         return
-    table = columns("", "plan", ">step", ">max/mean", ">exposed", ">wire", ">buffers", ">micro-groups")
+    step = ">step" if forecast.period is None else ">heaviest step"
+    table = columns("", "plan", step, ">max/mean", ">exposed", ">wire", ">buffers", ">micro-groups")
     for one in forecast.alternatives:
         choice(
             table,

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.canonical_names import canonical_params
 
 PRESETS = Path(__file__).parents[2] / "data" / "qwen3.json"
 SPLITS = ("qkv", "gate-up")
@@ -40,6 +41,7 @@ class ModelWeight:
         expert: the expert that the matrix belongs to, which decides its coordinate of expert parallelism.
         experts: whether its first dim counts experts.
         elementwise: whether another optimizer updates it, elementwise: embeddings, head, norms, biases.
+        group: the index of the optimizer's parameter group whose hyperparameters it has.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ModelWeight:
     expert: int | None = None
     experts: bool = False
     elementwise: bool = False
+    group: int = 0
 
     @property
     def lookup(self) -> bool:
@@ -342,7 +345,7 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
 
 def from_module(module: nn.Module, keep: Callable[[str, nn.Parameter], bool]) -> Model:
     """Make a model of a module on any device; its matrices are those for which `keep` returns True."""
-    named = dict(module.named_parameters())
+    named = canonical_params(module)
     shapes: dict[str, Any] = {n: tuple(p.shape) for n, p in named.items() if p.ndim >= 2 and keep(n, p)}
     shapes = {
         n: shapes.get(n) or {"shape": tuple(p.shape), "elementwise": True}
@@ -351,6 +354,13 @@ def from_module(module: nn.Module, keep: Callable[[str, nn.Parameter], bool]) ->
     }
     model = from_shapes(shapes, type(module).__name__, "the module")
     return replace(model, others=sum(p.numel() for p in module.parameters()) - model.elements)
+
+
+def hidden_matrix(name: str, _: nn.Parameter) -> bool:
+    """Tell by the usual names whether a parameter is neither an embedding nor the head."""
+    parts = name.lower().split(".")
+    known = ("lm_head", "wte", "wpe")
+    return parts[0] not in ("output", "head") and not any(part in known or "embed" in part for part in parts)
 
 
 def layer_of(name: str) -> int:

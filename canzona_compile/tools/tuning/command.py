@@ -15,6 +15,7 @@ from canzona_compile.kernels.candidates import candidates
 from canzona_compile.kernels.dispatch import Choice, Operation
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
 from canzona_compile.kernels.tune import Trial, Verdict, cuda_clock, tune
+from canzona_compile.progress.telling import shown, tell
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,11 @@ def run(given: Namespace) -> int:
     if not candidates("sym_gemm", here.arch):
         raise CanzonaError(f"there are no kernels for sm_{here.arch}; all products are the library's")
     dtypes = list(DTYPES.values()) if given.dtype is None else [DTYPES[given.dtype]]
-    for (op, shape), dtype in itertools.product(problems(shapes), dtypes):
-        verdict = tune(op, shape, dtype, device, candidates(op, here.arch), cuda_clock, rounds=given.rounds)
+    work = list(itertools.product(problems(shapes), dtypes))
+    for i, ((op, shape), dtype) in enumerate(work):
+        with shown("tune", quiet=given.quiet):  # not around `print`, which would break the line
+            tell(f"{op} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}", i, len(work))
+            verdict = tune(op, shape, dtype, device, candidates(op, here.arch), cuda_clock, rounds=given.rounds)
         print(describe(verdict), flush=True)
         if not given.dry_run:
             path = tuning_cache.store(

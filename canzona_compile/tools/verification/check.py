@@ -15,9 +15,10 @@ import torch
 from rich.console import RenderableType
 
 from canzona_compile.options import NOT_YET_OPTIONS, Options
+from canzona_compile.progress.telling import tell
 from canzona_compile.tools.processes import ProcessCall, run
 from canzona_compile.tools.verification.failure import CannotVerify
-from canzona_compile.tools.verification.findings import Findings, merged
+from canzona_compile.tools.verification.findings import Findings, merged, of_both_plans
 from canzona_compile.tools.verification.layouts import LayoutName
 from canzona_compile.tools.verification.table import table
 from canzona_compile.tools.verification.user_model import Build, name_of, packed
@@ -59,7 +60,8 @@ def verify(
 
     This starts `ranks` + 1 processes of one thread. One runs the plain optimizer on whole tensors. The others shard the
     parameters, wrap the optimizer, take the plain run's gradients, and compare their part of each parameter and of each
-    leaf of `state_dict()` after every step.
+    leaf of `state_dict()` after every step. Where the plan has every rank compute a matrix, because it is small, they
+    take all steps a second time with an owner for each matrix, as larger ones have, unless `options` say how to plan.
 
     Args:
         build: a function that returns (model, optimizer) or (model, optimizer, loss). The model is not sharded, the
@@ -88,6 +90,7 @@ def verify(
     options = dict(options or {})
     check_arguments(steps, ranks, layout, limit, options)
     begin, source = time.monotonic(), packed(build)
+    tell("starting processes", 0, steps)
     log.info("verify %s: %d ranks and the plain optimizer, %d steps", name_of(build), ranks, steps)
     with tempfile.TemporaryDirectory(prefix="canzona-journal-") as folder:
         order = Order(source, steps, ranks, layout, seed, options, limit, folder)
@@ -111,7 +114,8 @@ def verify(
         joint=first.joint,
         local=first.local,
         idle=first.idle,
-        leaves=merged([outcome.leaves for outcome in outcomes]),
+        leaves=of_both_plans(*(merged([getattr(o, plan) for o in outcomes]) for plan in ("leaves", "owned"))),
+        everywhere=first.everywhere,
     )
     if json is not None:
         Path(json).write_text(f"{found.to_json()}\n", encoding="utf-8")

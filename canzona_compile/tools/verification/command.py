@@ -10,6 +10,7 @@ from rich.console import Console
 
 from canzona_compile.options import MissingGrads, Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
+from canzona_compile.progress.telling import shown
 from canzona_compile.tools.verification.check import OPTIONS, verify
 from canzona_compile.tools.verification.layouts import LayoutName
 
@@ -43,15 +44,16 @@ def add_options_of_wrap(parser: ArgumentParser) -> None:
 def run(given: Namespace) -> int:
     """Verify, print the result, and return the exit code: 0 if all is equal, 1 if not."""
     options = {name: value for name in OPTIONS if (value := getattr(given, name)) is not None}
-    found = verify(
-        given.build,
-        steps=given.steps,
-        ranks=given.ranks,
-        layout=given.layout,
-        seed=given.seed,
-        options=options,
-        limit=given.limit,
-    )
+    with shown("verify", quiet=given.quiet):
+        found = verify(
+            given.build,
+            steps=given.steps,
+            ranks=given.ranks,
+            layout=given.layout,
+            seed=given.seed,
+            options=options,
+            limit=given.limit,
+        )
     if given.json:
         print(found.to_json())
     else:

@@ -78,6 +78,8 @@ class Findings:
         local: parameters whose ranks updated their fragments by themselves, and why.
         idle: parameters that never had a gradient.
         leaves: in the order of the optimizer's parameters.
+        everywhere: matrices that every rank computed in the first of two plans; all of them had owners in the second
+            one. Empty if there was one plan only.
     """
 
     build: str
@@ -96,6 +98,7 @@ class Findings:
     local: Mapping[str, str] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     leaves: tuple[LeafDifference, ...] = ()
+    everywhere: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -154,3 +157,19 @@ def merged(ranks: Sequence[Sequence[LeafDifference]]) -> tuple[LeafDifference, .
             one = EQUAL if row.equal else Distance(False, row.max_ulps, row.max_relative, row.remark)
             rows[key] = whole.seen(one, row.first_step, row.ranks)
     return tuple(rows.values())
+
+
+def of_both_plans(planned: Sequence[LeafDifference], owned: Sequence[LeafDifference]) -> tuple[LeafDifference, ...]:
+    """One row per leaf from those of the plan and those of owners for all matrices; none of the latter if there is one.
+
+    A row that differs in one of them only says in which.
+    """
+    if not owned:
+        return tuple(planned)
+    first, second = ({(row.parameter, row.leaf): row for row in rows} for rows in (planned, owned))
+    for rows, others, where in ((first, second, "where every rank computes"), (second, first, "where owners compute")):
+        for key, row in rows.items():
+            if not row.equal and key in others and others[key].equal:
+                remark = f"{row.remark}, only {where}" if row.remark else f"only {where}"
+                rows[key] = replace(row, remark=remark)
+    return merged([tuple(first.values()), tuple(second.values())])

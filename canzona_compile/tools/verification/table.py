@@ -48,6 +48,9 @@ def sections(findings: Findings) -> Iterator[RenderableType]:
         ("local", f.local),
     ):
         yield from by_reason(word, found)
+    if f.everywhere:
+        every = plural(len(f.everywhere), "matrix", "matrices")
+        yield role("2 plans", 2, f"as planned, where every rank computes {every}, and with owners for all of them")
     if f.idle:
         yield role("idle", len(f.idle), f"never had a gradient: {some(f.idle)}")
     yield Text(f"torch {f.torch}, seed {f.seed}, {f.seconds:.1f} s", "dim")

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.capture.twin import check_step_signature
 from canzona_compile.compat.torch_private import pytree
+from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.session.param_names import named_params
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
 
@@ -160,7 +161,7 @@ def loaded(build: str | bytes) -> Build:
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
     """The model's names of the parameters; the optimizer's where the model does not have a parameter."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in canonical_params(model).items()}
     return tuple(names.get(id(p), name) for name, _, p in named_params(optimizer))
 
 

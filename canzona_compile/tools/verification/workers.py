@@ -15,6 +15,8 @@ from torch import Tensor
 
 from canzona_compile.api.wrap import explain, wrap
 from canzona_compile.errors import CanzonaError, some
+from canzona_compile.ir.step import Strategy
+from canzona_compile.progress.telling import tell
 from canzona_compile.session.gradient_checks import check_gradient
 from canzona_compile.session.param_names import named_params
 from canzona_compile.tools.processes import join_ranks
@@ -54,6 +56,8 @@ class RankOutcome:
 
     optimizer: str
     leaves: tuple[LeafDifference, ...]
+    owned: tuple[LeafDifference, ...]
+    everywhere: tuple[str, ...]
     compiled: tuple[str, ...]
     interpreted: dict[str, str]
     resident: dict[str, str]
@@ -131,23 +135,44 @@ def run_wrapped(rank: int, order: Order) -> RankOutcome:
     kind = type(made.optimizer).__name__
     check_same_start(made.leaves(), read_together(journal, 0).leaves)
     wrap(made.optimizer, replicate=shard(made.optimizer, order.layout), **order.options)
-    tally, given = Tally(rank), set[str]()
+    tally, given, owned = Tally(rank), set[str](), Tally(rank)
+    everywhere: tuple[str, ...] = ()
+    beside: Built | None = None  # the same with an owner for every matrix
     for step in range(1, order.steps + 1):
         page = read_together(journal, step)
         given.update(name for name, grad in zip(made.names, page.grads, strict=True) if grad is not None)
-        for param, grad in zip(made.params, page.grads, strict=True):
-            param.grad = None if grad is None else like(grad, param)
-        with blamed(f"step {step} of the wrapped optimizer"), by_names_of_the_model(made):
-            made.optimizer.step()
-        resident = roles(made, given)["resident"]
-        tally.add(step, comparable(made.leaves(), resident), comparable(page.leaves, resident))
+        compare_step(made, page, step, tally, given)
+        if step == 1 and not {"strategy", "plan"} & order.options.keys() and (everywhere := computed_everywhere(made)):
+            beside = built(order.build, order.seed)
+            wrap(beside.optimizer, replicate=shard(beside.optimizer, order.layout), strategy="owner", **order.options)
+        if beside is not None:
+            compare_step(beside, page, step, owned, given)
         if rank == 0:
-            differing = [f"{row.parameter} {row.leaf}" for row in tally.rows if not row.equal]
+            tell(f"step {step} of {order.steps}", step, order.steps)
+            rows = (*tally.rows, *owned.rows)
+            differing = list(dict.fromkeys(f"{row.parameter} {row.leaf}" for row in rows if not row.equal))
             log.info("step %d of %d: %s", step, order.steps, f"differs: {some(differing)}" if differing else "equal")
-    outcome = RankOutcome(kind, tally.rows, **roles(made, given))
+    outcome = RankOutcome(kind, tally.rows, owned.rows, everywhere, **roles(made, given))
     dist.barrier()  # nobody leaves while others may need its connections
     dist.destroy_process_group()
     return outcome
+
+
+def compare_step(made: Built, page: Page, step: int, tally: Tally, given: set[str]) -> None:
+    """Take one step of a wrapped optimizer with the gradients of a page, and compare its leaves with the page."""
+    for param, grad in zip(made.params, page.grads, strict=True):
+        param.grad = None if grad is None else like(grad, param)
+    with blamed(f"step {step} of the wrapped optimizer"), by_names_of_the_model(made):
+        made.optimizer.step()
+    resident = roles(made, given)["resident"]
+    tally.add(step, comparable(made.leaves(), resident), comparable(page.leaves, resident))
+
+
+def computed_everywhere(made: Built) -> tuple[str, ...]:
+    """The matrices that every rank computes in the plan of a wrapped optimizer: small ones, where that is faster."""
+    optimizer: Any = made.optimizer
+    tasks = optimizer.canzona.session.driver.plan.owned.tasks
+    return tuple(task.name for task in tasks if task.strategy is Strategy.REPLICATED)
 
 
 def comparable(leaves: Leaves, resident: Collection[str]) -> Leaves:

@@ -1,0 +1,32 @@
+"""Names of parameters without what wrappers of modules put into them, as torch.distributed.checkpoint has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+DDP = "module."
+
+
+def canonical_name(name: str) -> str:
+    """Leave out of a name, or of a pattern of names, what torch.compile, activation checkpointing and FSDP add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def canonical_names(names: Iterable[str]) -> list[str]:
+    """Do the same with all names of a model, and leave out the prefix that DDP gives to all of them.
+
+    Args:
+        names: of all parameters, because only a prefix that all of them have can be that of DDP.
+    """
+    found = [canonical_name(name) for name in names]
+    return [name.removeprefix(DDP) for name in found] if all(name.startswith(DDP) for name in found) else found
+
+
+def canonical_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model by their canonical names, in the order of the model."""
+    named = list(model.named_parameters())
+    names = canonical_names(name for name, _ in named)
+    return {name: param for name, (_, param) in zip(names, named, strict=True)}

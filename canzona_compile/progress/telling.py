@@ -1,0 +1,140 @@
+"""What long work is doing: a line on a terminal that goes away again, and lines of the log.
+
+Work says what it does by `tell`, wherever it is in the code. Who waits for it opens `shown` around it, as the first
+step and the commands do, or `heard_by`, as processes do that pass the words on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from canzona_compile.progress.logs import ROOT, VARIABLE
+
+log = logging.getLogger(__name__)
+ours = logging.getLogger(ROOT)
+
+SOON = 1.0  # seconds after which people at a terminal want to know what takes so long
+
+
+class Hear(Protocol):
+    """What hears of the progress of some work."""
+
+    def __call__(self, words: str, done: int = 0, total: int = 0) -> None:
+        """Hear what is being done.
+
+        Args:
+            words: what it is.
+            done: how many of the parts of the work are done.
+            total: how many there are; 0 if nobody knows.
+        """
+
+
+def ignore(words: str, done: int = 0, total: int = 0) -> None:
+    """Hear nothing."""
+
+
+_hears: ContextVar[Hear] = ContextVar("hears", default=ignore)
+
+
+def tell(words: str, done: int = 0, total: int = 0) -> None:
+    """Say what this work is doing, to who waits for it and to the log; see `Hear` for the arguments."""
+    log.debug("%s", words)
+    _hears.get()(words, done, total)
+
+
+@contextlib.contextmanager
+def heard_by(hear: Hear) -> Iterator[Hear]:
+    """Inside this context, `hear` gets what is told."""
+    token = _hears.set(hear)
+    try:
+        yield hear
+    finally:
+        _hears.reset(token)
+
+
+@contextlib.contextmanager
+def shown(title: str, *, patience: float = 0.0, quiet: bool = False, console: Console | None = None) -> Iterator[Hear]:
+    """Inside this context, show on a terminal what is told; elsewhere, or within another such context, do nothing.
+
+    Standard output is not touched. INFO lines of the log would break the line. A command, which asked for them itself,
+    leaves them out inside; where others asked for them, and `patience` is not 0, they are there and the line is not.
+
+    Args:
+        title: what the line begins with.
+        patience: seconds until the line appears; 0 for commands.
+        quiet: whether to show nothing.
+        console: the terminal; standard error by default.
+    """
+    console = console or Console(stderr=True)
+    logged = ours.isEnabledFor(logging.INFO)
+    if quiet or not console.is_terminal or console.is_dumb_terminal or _hears.get() is not ignore:
+        yield _hears.get()
+        return
+    if os.environ.get(VARIABLE) or (patience and logged):
+        yield ignore
+        return
+    line = ProgressLine(title, console)
+    timer = threading.Timer(patience, line.begin)
+    timer.daemon = True
+    timer.start()
+    before = ours.level
+    if logged:
+        ours.setLevel(logging.WARNING)
+    try:
+        with heard_by(line.hear):
+            yield line.hear
+    finally:
+        ours.setLevel(before)
+        timer.cancel()
+        line.end()
+
+
+class ProgressLine:
+    """One line with a spinner, words, a bar where the number of parts is known, and the seconds so far.
+
+    Args:
+        title: what the line begins with.
+        console: the terminal.
+    """
+
+    def __init__(self, title: str, console: Console) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
+        self._bar = Progress(
+            *(*columns, TimeElapsedColumn()),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._title = title
+        self._task = self._bar.add_task(escape(title), total=None)
+        self._lock = threading.Lock()  # the line begins in the thread of a timer
+        self._ended = False
+
+    def hear(self, words: str, done: int = 0, total: int = 0) -> None:
+        """Show these words from now on; see `Hear`."""
+        self._bar.update(self._task, description=escape(f"{self._title}: {words}"))
+        if total:  # words without a count belong to the part that was begun before
+            self._bar.update(self._task, completed=done, total=total)
+
+    def begin(self) -> None:
+        """Show the line, unless the work has ended."""
+        with self._lock:
+            if not self._ended:
+                self._bar.start()
+
+    def end(self) -> None:
+        """Take the line away, or let it never appear."""
+        with self._lock:
+            self._ended = True
+            self._bar.stop()

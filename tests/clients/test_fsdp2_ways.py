@@ -1,0 +1,173 @@
+"""Ways in which models run under FSDP2, each beside the plain optimizer on whole tensors with the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.optim import Muon
+
+import canzona_compile
+from tests.harness.layouts import full
+from tests.harness.optimizers import share_captures
+from tests.harness.pairs import same_bits
+from tests.harness.ranks import run
+
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 20, bias=False), nn.Linear(20, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(x)))
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def loss_of(model: Any, step: int) -> Tensor:
+    """On all ranks the same, so that an average over two of them is exact."""
+    inputs = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+    return model(inputs).float().square().mean()
+
+
+# -- ways --------------------------------------------------------------------------------------------
+
+
+def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    for block in model:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def mixed_precision() -> Any:
+    return sharded(model_of(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+
+
+def not_resharded() -> Any:
+    return sharded(model_of(), reshard_after_forward=False)
+
+
+def offloaded() -> Any:
+    return sharded(model_of(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def checkpointed() -> Any:
+    model = model_of()
+    for i, block in enumerate(model):
+        model[i] = checkpoint_wrapper(block)
+    return sharded(model)
+
+
+def compiled() -> Any:
+    return torch.compile(sharded(model_of()), backend="aot_eager")
+
+
+def compiled_in_place() -> Any:
+    model = model_of()
+    for block in model:
+        block.compile(backend="aot_eager")
+    return sharded(model)
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    way.__name__: way for way in (mixed_precision, not_resharded, offloaded, checkpointed, compiled, compiled_in_place)
+}
+
+
+# -- training ----------------------------------------------------------------------------------------
+
+
+def muon(params: Any, wrap: bool) -> Any:
+    optimizer = Muon(params, lr=0.1)
+    if wrap:
+        share_captures(canzona_compile.wrap(optimizer))
+    return optimizer
+
+
+def alone() -> None:
+    model = model_of()
+    optimizer = muon(model.named_parameters(), wrap=True)
+    for step in range(2):
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def train(way: str) -> tuple[list[str], list[str]]:
+    """What differs from the plain optimizer after each step, and the names of the tasks."""
+    model, whole = WAYS[way](), [p.detach().clone() for p in model_of().parameters()]
+    params = list(model.parameters())
+    optimizer, plain = muon(model.named_parameters(), wrap=True), muon(whole, wrap=False)
+    wrong: list[str] = []
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        for one, param in zip(whole, params, strict=True):
+            one.grad = full(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.step()
+        wrong += [
+            f"parameter {i} after step {step}"
+            for i, (one, param) in enumerate(zip(whole, params, strict=True))
+            if not same_bits(full(param.detach()), one.detach())
+        ]
+    report = optimizer.canzona.report()
+    assert report.fallbacks == {}
+    return wrong, [task.name for task in report.tasks]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way(way: str) -> None:
+    names = [f"{i}.{layer}.weight" for i in range(2) for layer in ("up", "down")]
+    assert run(2, train, way, after=partial(alone)) == [([], names)] * 2
+
+
+# -- steps inside of backward ------------------------------------------------------------------------
+
+
+def train_in_backward() -> list[str]:
+    """One optimizer per parameter, which steps as soon as its gradient is complete."""
+    model = sharded(model_of())
+    params, whole = list(model.parameters()), [p.detach().clone() for p in model_of().parameters()]
+    plain = {param: muon([one], wrap=False) for param, one in zip(params, whole, strict=True)}
+    own = {param: muon([(name, param)], wrap=True) for name, param in model.named_parameters()}
+    stepped: list[Any] = []
+
+    def step(param: Any) -> None:
+        (one,) = plain[param].param_groups[0]["params"]
+        one.grad = full(param.grad)
+        own[param].step()
+        plain[param].step()
+        own[param].zero_grad()
+        stepped.append(param)
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(step)
+    wrong: list[str] = []
+    for number in range(STEPS):
+        loss_of(model, number).backward()
+        wrong += [
+            f"parameter {i} after step {number}"
+            for i, (one, param) in enumerate(zip(whole, params, strict=True))
+            if not same_bits(full(param.detach()), one)
+        ]
+    assert len(stepped) == STEPS * len(params)
+    return wrong
+
+
+@pytest.mark.ranks
+def test_optimizers_in_backward() -> None:
+    assert run(2, train_in_backward, after=partial(alone)) == [[], []]

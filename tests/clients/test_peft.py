@@ -1,0 +1,77 @@
+"""peft's LoRA adapters under FSDP2: only they are trained, by Muon, beside the plain optimizer on whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Muon
+
+import canzona_compile
+from tests.harness.layouts import full
+from tests.harness.pairs import same_bits
+from tests.harness.ranks import run
+
+peft = pytest.importorskip("peft", reason="the package peft is not installed")
+STEPS = 3
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.v_proj = nn.Linear(16, 24), nn.Linear(16, 24)
+        self.o_proj = nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.o_proj(torch.sigmoid(self.q_proj(x)) * self.v_proj(x))
+        return out
+
+
+def adapted() -> Any:
+    torch.manual_seed(0)
+    model = peft.get_peft_model(Decoder(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():  # B begins at zero, and A would have no gradient
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_()
+    return model
+
+
+def trained(model: Any) -> list[tuple[str, Any]]:
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+
+
+def train() -> tuple[list[str], list[str]]:
+    """What differs from the plain optimizer after each step, and the names of the tasks."""
+    whole = [nn.Parameter(param.detach().clone()) for _, param in trained(adapted())]
+    model = fully_shard(adapted())
+    pairs = trained(model)
+    optimizer: Any = canzona_compile.wrap(Muon(pairs, lr=0.1), strategy="owner")
+    plain = Muon(whole, lr=0.1)
+    wrong: list[str] = []
+    for step in range(STEPS):
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        model(inputs).square().mean().backward()
+        for one, (_, param) in zip(whole, pairs, strict=True):
+            one.grad = full(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.step()
+        wrong += [
+            f"{name} after step {step}"
+            for one, (name, param) in zip(whole, pairs, strict=True)
+            if not same_bits(full(param.detach()), one.detach())
+        ]
+    return wrong, [task.name for task in optimizer.canzona.report().tasks]
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+def test_adapters() -> None:
+    names = [name for name, _ in trained(adapted())]
+    assert len(names) == 4
+    assert all("lora" in name for name in names)
+    assert run(2, train) == [([], names)] * 2

@@ -1,0 +1,155 @@
+"""A plan of a given optimizer is the plan of its run: its parameters, whatever their names and wrappers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+
+import canzona_compile
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.canonical_names import canonical_name, canonical_names
+from canzona_compile.ir.hardware import Machine, named_hardware
+from canzona_compile.session.param_names import named_params
+from canzona_compile.tools.planning.held import held_by
+from canzona_compile.tools.planning.plan import model_of
+from tests.end_to_end.test_published_optimizers import MuonAndAdam
+from tests.harness.ranks import run
+from tests.session.test_planned_runs import give_gradients
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False)
+        self.norm = nn.LayerNorm(32, bias=False)
+
+
+class Decoder(nn.Module):
+    """A module whose embeddings have none of the usual names; the head has the shape of a hidden matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(64, 32), nn.Embedding(16, 32)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(32, 48, bias=False)
+
+
+def optimizer_of(model: nn.Module, named: bool) -> Any:
+    """Hidden matrices under Muon, in another order than the model's, and all else under Adam."""
+    pairs = [(n, p) if named else p for n, p in model.named_parameters()]
+    hidden = [p.ndim == 2 and "layers" in n for n, p in model.named_parameters()]
+    muon = [pair for pair, is_hidden in zip(pairs, hidden, strict=True) if is_hidden]
+    adam = [pair for pair, is_hidden in zip(pairs, hidden, strict=True) if not is_hidden]
+    return MuonAndAdam([{"params": muon[::-1], "use_muon": True}, {"params": adam, "use_muon": False}])
+
+
+def planned(model: nn.Module, optimizer: Any) -> str:
+    made = canzona_compile.plan(model, mesh="fsdp=2", optimizer=optimizer, hardware="cpu", alternatives=False)
+    return made.file.fingerprint
+
+
+def alone() -> None:
+    with torch.device("meta"):
+        model = Decoder()
+    planned(model, optimizer_of(model, named=False))
+
+
+def planned_and_run() -> dict[str, str]:
+    """The fingerprint of a run of a model under three wrappers, and of the plans that its user can make of it."""
+    torch.manual_seed(0)
+    model: Any = Decoder()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = fully_shard(checkpoint_wrapper(layer))
+    model = torch.compile(fully_shard(model))
+    optimizer = optimizer_of(model, named=True)
+    canzona_compile.wrap(optimizer, hardware="cpu")
+    for _ in range(2):
+        give_gradients(list(model.parameters()))
+        optimizer.step()
+    with torch.device("meta"):
+        meta = Decoder()
+    return {
+        "run": optimizer.canzona.plan().fingerprint,
+        "its model": planned(model, optimizer),
+        "its optimizer, by names": planned(meta, optimizer),
+        "on the meta device": planned(meta, optimizer_of(meta, named=False)),
+    }
+
+
+@pytest.mark.ranks
+def test_the_plan_of_an_optimizer_is_that_of_its_run() -> None:
+    for found in run(2, planned_and_run, after=partial(alone)):
+        assert set(found.values()) == {found["run"]}
+
+
+def names(given: nn.Module, optimizer: Any) -> list[str]:
+    return [weight.name for weight in model_of(given, "none", optimizer).weights]
+
+
+def test_the_parameters_of_the_optimizer_decide() -> None:
+    model = Decoder()
+    hidden = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
+    expected = ["layers.1.up.weight", "tok.weight", "layers.0.down.weight"]
+    own = torch.optim.Muon([hidden[2], model.tok.weight, hidden[1]])
+    assert names(model, own) == expected
+    named = torch.optim.Muon(
+        [("_orig_mod.module." + n, p) for n, p in zip(expected, own.param_groups[0]["params"], strict=True)]
+    )
+    with torch.device("meta"):
+        copy = Decoder()
+    assert names(copy, named) == expected
+
+
+def test_without_names_shapes_tell() -> None:
+    model = Decoder()
+    with torch.device("meta"):
+        copy = Decoder()
+    downs = [layer.down.weight for layer in model.layers]
+    assert names(copy, torch.optim.Muon([*downs, model.pos.weight])) == [
+        *("layers.0.down.weight", "layers.1.down.weight", "pos.weight")
+    ]
+    ups = [layer.up.weight for layer in model.layers]  # the head, which has their shape, is known by its name
+    assert names(copy, torch.optim.Muon(ups)) == ["layers.0.up.weight", "layers.1.up.weight"]
+    with pytest.raises(CanzonaError, match=r"holds 1 parameters of shape \[48, 32\], the module has 3"):
+        held_by(torch.optim.Muon([ups[0], downs[0], downs[1]]), copy)
+    assert held_by(torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]), copy) is None
+
+
+def test_names_without_wrappers() -> None:
+    assert canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.q.weight") == "layers.0.q.weight"
+    assert canonical_names(["module._orig_mod.a", "_orig_mod.module.b"]) == ["a", "b"]
+    assert canonical_names(["module.a", "head"]) == ["module.a", "head"]
+
+
+def test_patterns_reach_parameters_below_wrappers() -> None:
+    model = nn.Sequential()
+    model.add_module("_orig_mod", checkpoint_wrapper(nn.Sequential(nn.Linear(8, 24, bias=False))))
+    optimizer: Any = torch.optim.Muon(model.parameters())
+    canzona_compile.wrap(optimizer, model=model, split={"[0-9].weight": {"q": 8, "k": 8, "v": 8}})
+    found = [row.name for row in canzona_compile.explain(optimizer).parameters]
+    assert found == [
+        "0.weight[q]",
+        "0.weight[k]",
+        "0.weight[v]",
+    ]
+
+
+def test_names_of_groups_and_of_the_model_are_the_same() -> None:
+    pairs = [(name, nn.Parameter(torch.zeros(2, 2))) for name in ("module.a", "module._orig_mod.b")]
+    optimizer = torch.optim.Muon(pairs)
+    assert [name for name, _, _ in named_params(optimizer)] == ["a", "b"]
+    assert [name for name, _, _ in named_params(optimizer, [["a", "b"]])] == ["a", "b"]
+    assert [name for name, _, _ in named_params(optimizer, [["module.a", "module.b"]])] == ["module.a", "module.b"]
+
+
+@pytest.mark.parametrize(("device", "name"), [("cpu", "cpu"), ("cuda", "h100")])
+def test_rates_that_are_assumed_anyway_are_no_other_machine(device: str, name: str) -> None:
+    rates = named_hardware(name)
+    assert Machine(device, "gloo", 1, rates) == Machine(device, "gloo", 1)
+    assert Machine("cpu", "gloo", 1, named_hardware("h100")).rates is not None

@@ -1,0 +1,71 @@
+"""Optimizers that do some work every few steps: a plan shows the mean of a period, and the heaviest step by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import canzona_compile
+
+EVERY = 4
+
+
+class Refreshed(Optimizer):
+    """A preconditioner that is renewed on every fourth step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad, state = param.grad, self.state[param]
+                if not state:
+                    state.update(step=0, left=torch.eye(param.shape[0]))
+                if state["step"] % EVERY == 0:
+                    state["left"].copy_(renewed(grad))
+                state["step"] += 1
+                param.add_(state["left"] @ grad, alpha=-group["lr"])
+
+
+def renewed(grad: Tensor) -> Tensor:
+    gram = grad @ grad.T
+    for _ in range(8):
+        gram = gram @ gram / (1 + gram.norm())
+    return gram
+
+
+def planned(optimizer: Any) -> canzona_compile.OfflinePlan:
+    shapes = {f"layers.{i}": [256, 512] for i in range(4)}
+    return canzona_compile.plan(
+        shapes, mesh="fsdp=2", optimizer=optimizer, hardware="cpu", strategy="owner", alternatives=False
+    )
+
+
+def test_the_steps_of_a_period() -> None:
+    made = planned(Refreshed)
+    period = made.forecast.period
+    assert period is not None
+    light, heavy = min(period.seconds), max(period.seconds)
+    assert sorted(period.seconds) == [*[light] * (EVERY - 1), heavy]
+    assert heavy > 2 * light
+    assert period.worst == heavy == made.forecast.simulation.seconds
+    assert period.mean == pytest.approx((heavy + light * (EVERY - 1)) / EVERY)
+    text = made.to_text()
+    assert all(words in text for words in ("mean of", f"{EVERY} steps", "heaviest"))
+    assert f"Predicted mean of {EVERY} steps" in made.to_markdown()
+    assert json.loads(made.to_json())["forecast"]["period"]["worst"] == heavy
+    assert "heaviest step" in made.to_html()
+
+
+def test_steps_alike_have_no_period() -> None:
+    made = planned(torch.optim.Muon)
+    assert made.forecast.period is None
+    assert "mean of" not in made.to_text()
+    assert "heaviest" not in made.to_text() + made.to_markdown()
