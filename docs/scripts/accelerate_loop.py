@@ -13,7 +13,7 @@ accelerator = Accelerator(cpu=not on_gpus, fsdp_plugin=plugin, gradient_accumula
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 96, bias=False), nn.GELU(), nn.Linear(96, 32, bias=False))
 
-# Under FSDP2 the layout is read off the parameters that `prepare` puts into the optimizer. Under DDP say who has copies.
+# Under FSDP2 the layout is read off the parameters that `prepare` makes. Under DDP say which ranks have copies.
 optimizer = torch.optim.Muon(model.named_parameters(), lr=2e-2)
 optimizer = canzona_compile.wrap(optimizer, replicate=None if on_gpus else dist.group.WORLD)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)

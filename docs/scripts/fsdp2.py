@@ -17,8 +17,9 @@ for layer in hidden:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 
-muon = torch.optim.Muon(hidden.named_parameters(), lr=2e-2)
-adamw = torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()], lr=1e-2)
+named = list(model.named_parameters())
+muon = torch.optim.Muon([(name, p) for name, p in named if name.startswith("1.")], lr=2e-2)
+adamw = torch.optim.AdamW([(name, p) for name, p in named if not name.startswith("1.")], lr=1e-2)
 muon = canzona_compile.wrap(muon)  # the line; it returns the same object
 
 torch.manual_seed(dist.get_rank())  # other data on every rank

@@ -14,8 +14,9 @@ hidden = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32, bias=False), nn.GELU())
 model = nn.Sequential(nn.Embedding(256, 32), hidden, nn.Linear(32, 256))
 
 # --8<-- [start:zero1]
-muon = torch.optim.Muon(hidden.named_parameters(), lr=2e-2)
-adamw = torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()], lr=1e-2)
+named = list(model.named_parameters())
+muon = torch.optim.Muon([(name, p) for name, p in named if name.startswith("1.")], lr=2e-2)
+adamw = torch.optim.AdamW([(name, p) for name, p in named if not name.startswith("1.")], lr=1e-2)
 muon, adamw = canzona_compile.zero1(model, [muon, adamw], mesh=mesh["dp"])  # the same objects; no DDP(model)
 # --8<-- [end:zero1]
 
