@@ -129,11 +129,13 @@ def python(words: list[str]) -> None:
     if words[0] == "-m":
         return canzona(words[2:]) if words[1] == "canzona_compile" else None
     script, *options = words
-    source = (ROOT / script).read_text(encoding="utf-8")
+    assert (ROOT / script).exists()
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / script).parent.glob("*.py"))
     if script.startswith("docs/scripts/"):
         assert Path(script).stem in SCRIPTS
     for option in options:
-        assert not option.startswith("--") or f'"{option}"' in source, f"{script} has no {option}"
+        named = (f'"{option}"', f'"{option.removeprefix("--")}"')  # or put together from a table
+        assert not option.startswith("--") or any(name in source for name in named), f"{script} has no {option}"
     return None
 
 
