@@ -24,6 +24,7 @@ NEEDED = {
     "torchtitan_optimizers": "torchtitan",
 }
 STEPS = 5  # at least, of every script that trains
+TRAINING = [name for name in SCRIPTS if name not in ALONE | {"checkpoints", "planning", "graphs"}]
 
 
 def test_all_scripts_are_here_and_short() -> None:
@@ -33,7 +34,7 @@ def test_all_scripts_are_here_and_short() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", first([name for name in SCRIPTS if name not in ALONE | {"planning", "graphs"}]))
+@pytest.mark.parametrize("name", first(TRAINING))
 def test_a_training(name: str) -> None:
     if find_spec(NEEDED.get(name, "torch")) is None:
         pytest.skip(f"{NEEDED[name]} is not installed")
@@ -41,7 +42,14 @@ def test_a_training(name: str) -> None:
     assert [differing for _, _, differing in found] == [[]] * SCRIPTS[name]
     assert all(compared >= STEPS for _, compared, _ in found)
     losses = re.findall(r"loss\D*([\d.]+)", "".join(said for said, _, _ in found))
-    assert name == "checkpoints" or len(losses) >= STEPS
+    assert len(losses) >= STEPS
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_training_goes_on_from_a_checkpoint() -> None:
+    """The script compares by itself: with a training that nothing broke."""
+    assert "equal bits" in ran(path_of("checkpoints"), SCRIPTS["checkpoints"])[0][0]
 
 
 @pytest.mark.full
