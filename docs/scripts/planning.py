@@ -17,7 +17,7 @@ def build() -> nn.Module:
 with torch.device("meta"):  # shapes are enough
     model = build()
 optimizer = torch.optim.Muon(model.named_parameters(), lr=2e-2)
-plan = canzona_compile.plan(model, mesh={"fsdp": 2}, optimizer=optimizer)
+plan = canzona_compile.plan(model, mesh={"fsdp": 2}, optimizer=optimizer, hardware="cpu")
 # --8<-- [end:plan]
 
 dist.init_process_group("gloo")

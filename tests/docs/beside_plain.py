@@ -5,6 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -36,9 +37,24 @@ class BesidePlain:
     def close(self) -> None:
         self._handle.remove()
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Torch's hook; it may change the arguments. A closure makes the gradients, so its turn is first."""
         if "canzona" not in vars(optimizer):
-            return
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._step(optimizer)
+            return None
+
+        def then_step() -> Any:
+            loss = closure()
+            with torch.no_grad():
+                self._step(optimizer)
+            return loss
+
+        return args[:1], {"closure": then_step}
+
+    def _step(self, optimizer: Any) -> None:
         whole = [[self._whole(optimizer, g, i, p) for i, p in params_of(g)] for g in optimizer.param_groups]
         if id(optimizer) not in self.plain:
             self.seen.append(optimizer)
