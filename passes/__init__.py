@@ -11,6 +11,7 @@ steps of another:
     gram               placed    -> placed     iterations on small Gram matrices (fast numerics)
     assign-owners      placed    -> owned      which rank computes each matrix, or that every rank does
       follow-owners    placed    -> owned      ... as a plan file says
+    one-owner          owned     -> owned      that one rank steps all parameters at once, if they depend on another
     ZeRO-1: once per model, for all of its optimizers
     form-buckets       owned     -> owned      where gradients and parameters lie when ranks reduce and gather them
     owner-replica      owned     -> owned      that only the owner's replica updates a matrix
@@ -54,6 +55,7 @@ from canzona_compile.passes.form_buckets import FormBuckets
 from canzona_compile.passes.fuse_collectives import FuseCollectives
 from canzona_compile.passes.gram import GramIterations
 from canzona_compile.passes.micro_group import FormMicroGroups
+from canzona_compile.passes.one_owner import OneOwner
 from canzona_compile.passes.owner_replica import OwnerReplica
 from canzona_compile.passes.padding import Padding
 from canzona_compile.passes.place import Place
@@ -74,6 +76,7 @@ __all__ = [
     "FuseCollectives",
     "GramIterations",
     "InheritOwners",
+    "OneOwner",
     "OwnerReplica",
     "Padding",
     "Place",
@@ -109,6 +112,7 @@ def planning_passes(options: Options, owned_as: Step | None = None) -> list[Pass
         Place(exact=exact),
         *([] if exact else [GramIterations()]),
         assign,
+        OneOwner(),
     ]
 
 

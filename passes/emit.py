@@ -223,7 +223,7 @@ class ProgramWriter(ProgramBuilder):
             for b, batch in enumerate(g.group.batches)
             if batch.owner in (None, g.at)
             for placed in self.step.placed
-            if placed.name == batch.placed and (placed.scatter or placed.owner_writes)  # other variants are elementwise
+            if placed.name == batch.placed and placed.computes  # other variants are elementwise
         ]
         if self.kernels is None:
             for b, batch, placed in own:

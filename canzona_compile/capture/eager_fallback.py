@@ -7,7 +7,11 @@ code creates the state.
 
 from __future__ import annotations
 
+import enum
 import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -75,6 +79,76 @@ class ResidentStep:
         return (task.context.step_resident(task.name, param, grad),)
 
 
+class BringStep:
+    """Target of a graph node: (task, param, grad) -> nothing. The owner keeps both until all parameters step."""
+
+    __name__ = __qualname__ = "bring"
+    has_effect = True
+
+    def __call__(self, task: EagerTask, param: Tensor, grad: Tensor) -> None:
+        """Keep copies of the parameter and the gradient; the arguments are those of `EagerStep`."""
+        task.context.bring(task.name, param, grad)
+
+
+class TakeStep:
+    """Target of a graph node: task -> new param, once the owner has stepped all parameters."""
+
+    __name__ = __qualname__ = "take"
+
+    def __call__(self, task: EagerTask) -> Tensor:
+        """Return the new value of the task's parameter."""
+        return task.context.take(task.name)
+
+
+class Part(enum.Enum):
+    """The templates of a parameter that steps with all others. Two of them run, one after the other."""
+
+    WHOLE = "whole"  # stands for both in plans and reports
+    BRING = "bring"
+    TAKE = "take"
+
+
+def joint_templates(name: str, spec: ParameterSpec, reason: str) -> Mapping[Any, Template]:
+    """Make the templates of a parameter whose owner steps all parameters at once.
+
+    Args:
+        name: of the templates.
+        spec: shape and dtypes of the parameter and its gradient.
+        reason: why the step is not compiled, for reports.
+
+    Returns:
+        WHOLE as `interpreted_template` makes it; BRING with the leaves `task`, `param` and `grad`, which writes
+        nothing; TAKE with the leaves `task` and `param`, which writes `param`.
+    """
+    task = Leaf(Role.TASK, "task")
+    param = Leaf(Role.PARAM, "param", spec.shape, spec.dtype)
+    leaves = {Part.BRING: (task, param, Leaf(Role.GRAD, "grad", spec.shape, spec.grad_dtype)), Part.TAKE: (task, param)}
+    whole = interpreted_template(name, spec, reason)
+    found = {Part.WHOLE: replace(whole, family=name, joint=True)}
+    for part, inputs in leaves.items():
+        graph = fx.Graph()
+        nodes = [placeholder(graph, leaf) for leaf in inputs]
+        if part is Part.BRING:
+            graph.call_function(BringStep(), tuple(nodes))
+            graph.output(())
+        else:
+            new = graph.call_function(TakeStep(), (nodes[0],))
+            new.meta["val"] = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            graph.output((new,))
+        writes = ("param",) if part is Part.TAKE else ()
+        own = Template(f"{name}_{part.value}", spec.shape, spec.dtype, inputs, writes, graph, reason)
+        found[part] = replace(own, family=name, joint=True)
+    return found
+
+
+def placeholder(graph: fx.Graph, leaf: Leaf) -> fx.Node:
+    """Add the placeholder of a leaf to a graph."""
+    node = graph.placeholder(leaf.name)
+    if leaf.dtype is not None:
+        node.meta["val"] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return node
+
+
 def _getitem(graph: fx.Graph, node: fx.Node, index: int, example: Tensor) -> fx.Node:
     item = graph.call_function(operator.getitem, (node, index))
     item.meta["val"] = example  # set by hand, because the eager step cannot run on fake tensors
@@ -103,10 +177,7 @@ def interpreted_template(
         Leaf(Role.PARAM, "param", spec.shape, spec.dtype),
         Leaf(Role.GRAD, "grad", spec.shape, spec.grad_dtype),
     )
-    nodes = [graph.placeholder(leaf.name) for leaf in leaves]
-    for node, leaf in zip(nodes, leaves, strict=True):
-        if leaf.dtype is not None:
-            node.meta["val"] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    nodes = [placeholder(graph, leaf) for leaf in leaves]
     target = ResidentStep() if resident else EagerStep(tuple(leaf.name for leaf in state))
     step = graph.call_function(target, tuple(nodes))
     written = (leaves[1], *state)

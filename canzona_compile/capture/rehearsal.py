@@ -21,6 +21,7 @@ from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, difference, refusal, tensors_kept
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.external_counters import Counter
+from canzona_compile.capture.joint import Joint
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import Company
@@ -50,6 +51,7 @@ class Rehearsal:
         skipped: why the optimizer cannot be rehearsed; empty if it was.
         resident: why it runs as residents, one object per matrix; empty if it does not.
         recipe: how to make a resident, if it runs as such.
+        joint: what it does if one rank steps all parameters at once; None if it does not run like that.
     """
 
     counters: frozenset[Counter] = frozenset()
@@ -62,6 +64,7 @@ class Rehearsal:
     skipped: str = ""
     resident: str = ""
     recipe: Recipe | None = None
+    joint: Joint | None = None
 
 
 def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:

@@ -20,6 +20,7 @@ from canzona_compile.capture.construction import Construction, NotConstructible,
 from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, where
 from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.capture.joint_rehearsal import rehearse_jointly
 from canzona_compile.capture.rehearsal import Rehearsal, default_names, rehearse, scenarios, takes_foreach
 from canzona_compile.capture.resident import Recipe
 from canzona_compile.capture.resident_trial import Dependent, StepsTogether, apart, is_value, kept_in, together
@@ -44,27 +45,31 @@ class Residency:
         self._counting: set[str] = set()  # the attributes of the optimizer that show what residents count
 
     def rehearse(self, names: NamesByGroup = ()) -> Rehearsal:
-        """Rehearse the optimizer; where it is refused, rehearse it as residents.
+        """Rehearse the optimizer; where it is refused, rehearse it as residents, and then all parameters at once.
 
         Args:
             names: those of its parameters by group, for errors.
 
         Raises:
-            UnsupportedOptimizer: it is refused, and residents are no way out.
+            UnsupportedOptimizer: it is refused, and neither is a way out.
         """
         try:
             return rehearse(self.optimizer, names)
         except UnsupportedOptimizer as refused:
-            return self._rehearse_residents(refused, names)
+            try:
+                return self._rehearse_residents(refused, names)
+            except UnsupportedOptimizer as twice:
+                return rehearse_jointly(self.optimizer, twice, names, refused.hint or "")
 
     def of(self, manner: Any, known: Iterable[Rehearsal]) -> Rehearsal | None:
-        """Find the rehearsal by which parameters are resident; None if they are not, as far as is known.
+        """Find the rehearsal by which parameters are resident, or step all at once; None if they do neither.
 
         Args:
             manner: the key of what these parameters have in common.
             known: the rehearsals of the whole optimizer.
         """
-        return next((rehearsal for rehearsal in known if rehearsal.resident), None) or self._drawing.get(manner)
+        shown = (rehearsal for rehearsal in known if rehearsal.resident or rehearsal.joint is not None)
+        return next(shown, None) or self._drawing.get(manner)
 
     def check_rehearsed(self, manner: Any, name: str, rehearsal: Rehearsal) -> Rehearsal | None:
         """Raise unless a rehearsal has shown that parameters are independent, which no graph shows.

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.attributes import AttributeWatch
 from canzona_compile.capture.coupling import NamesByGroup
-from canzona_compile.capture.eager_fallback import interpreted_template
+from canzona_compile.capture.eager_fallback import Part, interpreted_template, joint_templates
 from canzona_compile.capture.eager_parity import holistic, same_bits
 from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
+from canzona_compile.capture.joint import Joint
 from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leaves
 from canzona_compile.capture.oracle import Oracle
 from canzona_compile.capture.randomness import draws
@@ -50,12 +51,13 @@ class ParamKind:
     """
 
     oracle: Oracle | None
-    templates: dict[Variant | None, Template]
+    templates: dict[Variant | Part | None, Template]
     state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
     python_state: Mapping[str, Any]  # its other leaves then
     variant_period: VariantPeriod | None = None
     passing: bool = False  # whether the next step is interpreted because it changes the form of the state
     recipe: Recipe | None = None  # how to make its optimizer objects, if it is resident
+    joint: Joint | None = None  # what the step of all parameters at once does, if that is how it steps
 
     @property
     def template(self) -> Template:
@@ -157,13 +159,13 @@ class Capture:
             self._note_form_change(self.kinds[key], spec, state)
             return self.kinds[key]
         manner = (key[1], len(spec.shape))
-        resident = self.residency.of(manner, self._rehearsals.values())
-        if resident is None and manner not in self._separable:
+        shown = self.residency.of(manner, self._rehearsals.values())
+        if shown is None and manner not in self._separable:
             if not check_separable(self.optimizer, group, spec, name, state):
-                resident = self.residency.check_rehearsed(manner, name, self.rehearse())
+                shown = self.residency.check_rehearsed(manner, name, self.rehearse())
             self._separable.add(manner)
-        if resident is not None:
-            self.kinds[key] = self._resident(spec, resident)
+        if shown is not None:
+            self.kinds[key] = self._resident(spec, shown) if shown.joint is None else self._joint(spec, shown.joint)
             return self.kinds[key]
         self.kinds[key] = kind = self._capture(group, spec, state)
         reason = self._look_ahead(kind, group, spec)
@@ -207,7 +209,11 @@ class Capture:
     def _counting(self) -> set[str]:
         """The attributes of the optimizer in which the step counts."""
         shown = {path.split("/")[1] for r in self._rehearsals.values() if r.recipe for path in r.recipe.shared}
+        shown |= {name for joint in self._joints() for name in joint.attributes}
         return shown | {counter.key for counter in self.counts if counter.home == "self"}
+
+    def _joints(self) -> list[Joint]:
+        return [rehearsal.joint for rehearsal in self._rehearsals.values() if rehearsal.joint is not None]
 
     def check_closure(self) -> None:
         """Raise unless `step(closure)` may call the closure before all else.
@@ -224,8 +230,9 @@ class Capture:
             )
 
     def group_counters(self) -> frozenset[str]:
-        """Return the keys of parameter groups in which the step counts."""
-        return frozenset(counter.key for counter in self.counts if counter.home == "group")
+        """Return the keys of parameter groups in which the step counts, or keeps what belongs to all parameters."""
+        counts = frozenset(counter.key for counter in self.counts if counter.home == "group")
+        return counts.union(*(joint.hyperparameters for joint in self._joints()))
 
     def elsewhere(self) -> Counts:
         """Return the current counters that are neither in a parameter group nor in the state of a parameter."""
@@ -355,6 +362,11 @@ class Capture:
         template = interpreted_template(self._label(spec), spec, why, resident=True)
         log.info("%s is resident: %s", template.name, why)
         return ParamKind(None, {None: template}, (), {}, recipe=rehearsal.recipe)
+
+    def _joint(self, spec: ParameterSpec, joint: Joint) -> ParamKind:
+        """Make a kind whose owner rank steps all parameters at once."""
+        why = f"one rank steps all parameters at once, because {joint.reason}"
+        return ParamKind(None, {**joint_templates(self._label(spec), spec, why)}, (), {}, joint=joint)
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed import ProcessGroup
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.templates import Capture, ParamKind
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.capture.variant import ParameterSpec
-from canzona_compile.errors import CanzonaError
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.bucket import ALIGNMENT
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
@@ -77,6 +77,7 @@ def plan_jointly(
         # What stands for a piece may be a copy of its rows, which nobody needs here.
         light = [b if b.division is None else replace(b, param=b.division.whole) for b in bare]
         found = [b for b in light if b.origin.requires_grad]
+        check_independent(found)
         if unknown := [b.name for b in found if b.name not in order]:
             raise CanzonaError(
                 "the optimizer knows the parameter by this name, the model by another one",
@@ -103,6 +104,21 @@ def plan_jointly(
     if (plan := options[0].plan) is not None:
         plan.check_followed(made.scheduled(options[0]))
     return made
+
+
+def check_independent(bound: Iterable[BoundParam]) -> None:
+    """Raise if an optimizer steps all parameters at once, because then gradients cannot go to several owners.
+
+    Raises:
+        UnsupportedOptimizer: it does.
+    """
+    for b in bound:
+        if b.kind.joint is not None:
+            raise UnsupportedOptimizer(
+                f"zero1 gives every matrix to another owner, but {b.kind.joint.reason}",
+                at=b.name,
+                hint="use DistributedDataParallel and wrap(optimizer, replicate=mesh): one rank steps all of them then",
+            )
 
 
 def in_model_order(

@@ -91,6 +91,7 @@ class Template:
     family: str = ""  # templates of one family are variants of one step: their state lives in the same places
     state: tuple[Leaf, ...] = ()  # all tensors of the state, also those that this variant does not touch
     precision: str = ""  # the float32 matmul precision that the step sets for its products; empty if it sets none
+    joint: bool = False  # whether one rank takes the step of all parameters at once
 
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.inputs if leaf.name == name)
@@ -153,6 +154,11 @@ class Placed:
     def elementwise(self) -> bool:
         """Whether every rank can update its own fragment, because nothing needs the whole matrix."""
         return not self.scatter and not self.gather and not self.resident
+
+    @property
+    def computes(self) -> bool:
+        """Whether the owner has something to do. A variant without periodic work may be elementwise."""
+        return bool(self.gather or self.scatter or self.owner_writes)
 
     @property
     def counts(self) -> bool:

@@ -25,7 +25,14 @@ from canzona_compile.session.param_names import named_params
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
 
-STYLES = {"compiled": "green", "interpreted": "yellow", "resident": "yellow", "local": "cyan", "refused": "red"}
+STYLES = {
+    "compiled": "green",
+    "interpreted": "yellow",
+    "resident": "yellow",
+    "joint": "yellow",
+    "local": "cyan",
+    "refused": "red",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +43,9 @@ class ExplainedParameter:
         name: its name; "name[part]" for a part of a parameter that is split.
         shape: of the whole parameter, or of the part.
         how: "compiled" (a graph computes its update), "interpreted" (the optimizer's own eager step computes it
-            on the gathered matrix), "resident" (an optimizer object of its own does, for the whole run),
-            "local" (elementwise: each rank updates its fragment) or "refused".
+            on the gathered matrix), "resident" (an optimizer object of its own does, for the whole run), "joint"
+            (one rank steps all parameters at once, because they depend on one another), "local" (elementwise: each
+            rank updates its fragment) or "refused".
         why: the rank that computes it, or the reason, with the line of the optimizer's code that led to it.
     """
 
@@ -125,6 +133,8 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
         reason, shape = bound.kind.template.interpreted, bound.task.shape
         if name not in owned:
             yield ExplainedParameter(name, shape, "local", "elementwise: each rank updates its fragment")
+        elif bound.kind.joint is not None:
+            yield ExplainedParameter(name, shape, "joint", reason)
         elif bound.kind.recipe is not None:
             yield ExplainedParameter(name, shape, "resident", reason)
         elif reason:

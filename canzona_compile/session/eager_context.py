@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.errors import DrawsRandomNumbers, UnsupportedOptimizer
+from canzona_compile.session.joint_step import JointStep
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.residents import ResidentTasks
 from canzona_compile.session.state import StateStore
@@ -23,10 +24,13 @@ class PlanContext:
         plan: the plan.
         store: the tensors of the plan's tasks.
         residents: the optimizer objects of the plan's resident tasks.
+        joint: steps all parameters at once; None if they step one by one.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, store: StateStore, residents: ResidentTasks) -> None:
-        self.optimizer, self.plan, self.store, self.residents = optimizer, plan, store, residents
+    def __init__(
+        self, optimizer: Optimizer, plan: Plan, store: StateStore, residents: ResidentTasks, joint: JointStep | None
+    ) -> None:
+        self.optimizer, self.plan, self.store, self.residents, self.joint = optimizer, plan, store, residents, joint
         self._warned = False
 
     def eager_optimizer(self) -> Optimizer:
@@ -48,6 +52,16 @@ class PlanContext:
     def step_resident(self, task: str, param: Tensor, grad: Tensor) -> Tensor:
         """Take the step of a task by its own optimizer object; return the new parameter."""
         return self.residents.step(task, param, grad)
+
+    def bring(self, task: str, param: Tensor, grad: Tensor) -> None:
+        """Keep a whole parameter and its gradient until all of them step at once."""
+        assert self.joint is not None
+        self.joint.bring(task, param, grad)
+
+    def take(self, task: str) -> Tensor:
+        """Return the new parameter, once they have stepped."""
+        assert self.joint is not None
+        return self.joint.take(task)
 
     def drew_random_numbers(self, task: str) -> None:
         """Warn, once per plan, that the step of a task drew random numbers.

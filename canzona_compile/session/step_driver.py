@@ -23,6 +23,7 @@ from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.eager_context import PlanContext
 from canzona_compile.session.gradient_checks import check_attributes, check_gradient, check_main_gradients
 from canzona_compile.session.held import HeldParameters, HeldState
+from canzona_compile.session.joint_step import JointStep
 from canzona_compile.session.local_step import LocalStep
 from canzona_compile.session.make_program import ProgramMaker
 from canzona_compile.session.plan import Plan
@@ -84,7 +85,9 @@ class StepDriver:
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
         self._residents = ResidentTasks(capture, plan, self.store)
-        context = PlanContext(optimizer, plan, self.store, self._residents)
+        joint = any(bound.kind.joint for bound in plan.bound.values())
+        self._joint = JointStep(optimizer, plan, groups, rank, watch) if joint else None
+        context = PlanContext(optimizer, plan, self.store, self._residents, self._joint)
         sources = Sources(device, groups, watch, self.store, self.cohorts, context)
         self._maker = ProgramMaker(plan, options, rank, observers, self.store, sources)
         self.programs = ProgramCache(self._maker.of_variants)
@@ -299,7 +302,11 @@ class StepDriver:
         if ready:
             self._met.add(self._shared_lineup)
             expected = [] if self._audit is None else self._audit.before(ready)
-            self._program(ready).executor.run()
+            if self._joint is None:
+                self._program(ready).executor.run()
+            else:
+                self._joint.step(ready, lambda lineup: self.programs.get(ProgramKey(ready, lineup)).executor.run())
+                self._program(ready)  # reports show both of its programs as one
             if self._audit is not None:
                 self._audit.after(expected)
             self.cohorts.show_counters()

@@ -215,39 +215,30 @@ def test_interpreted_tasks_keep_their_state_in_copies_and_checkpoints() -> None:
     assert [s["tally"].steps for s in pair.wrapped.state.values()] == [6, 6]
 
 
-# -- optimizers that are refused ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [toys.GlobalNorm, toys.GlobalNormOnHost, toys.CountingPerParameter])
-def test_coupled_parameters_are_refused_by_name(kind: type[Optimizer]) -> None:
-    names = ["first.weight", "second.weight"]
-    wrapped = canzona_compile.wrap(kind(list(zip(names, parameters(), strict=True))))  # type: ignore[call-arg]
-    feed(wrapped, 0)
-    before = values_of(wrapped)
-    with pytest.raises(UnsupportedOptimizer, match="couples parameters") as caught:
-        wrapped.step()
-    assert caught.value.at in names
-    assert "clip_grad_norm_" in str(caught.value)
-    assert all(map(same_bits, before, params_of(wrapped)))
+# -- optimizers whose parameters depend on one another, or that keep what belongs to none ---------
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
+    ("kind", "why"),
     [
-        (toys.CountingInAList, "self.norms.0"),
-        (toys.AveragingOnItself, "self.average"),
+        (toys.GlobalNorm, "couples parameters"),
+        (toys.GlobalNormOnHost, "couples parameters"),
+        (toys.CountingPerParameter, "couples parameters"),
+        (toys.CountingInAList, "changes self.norms[0]"),
+        (toys.AveragingOnItself, "changes self.average"),
     ],
 )
-def test_what_belongs_to_no_parameter_must_not_change(kind: type[Optimizer], what: str) -> None:
-    """Such counters would stand still, or run ahead, without a word."""
-    wrapped: Any = canzona_compile.wrap(kind(parameters()))  # type: ignore[call-arg]
-    feed(wrapped, 0)
-    before = values_of(wrapped)
-    with pytest.raises(UnsupportedOptimizer, match=rf"changes {what}.* belong to no parameter") as caught:
-        wrapped.step()
-    assert "self.state[param]" in str(caught.value)
-    assert all(map(same_bits, before, params_of(wrapped)))
-    assert getattr(wrapped, "norms", []) == []
+def test_all_parameters_step_at_once(kind: type[Optimizer], why: str) -> None:
+    pair = Pair(kind)  # type: ignore[arg-type]
+    pair.steps(3)
+    for name in ("norms", "average"):
+        assert str(getattr(pair.wrapped, name, None)) == str(getattr(pair.plain, name, None))
+    for row in pair.wrapped.canzona.explain().parameters:
+        assert row.how == "joint"
+        assert why in row.why
+
+
+# -- optimizers that are refused ---------------------------------------------------------------
 
 
 def test_caches_of_an_optimizer_are_no_counters() -> None:

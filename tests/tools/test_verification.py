@@ -209,7 +209,7 @@ def test_the_losses_gradients_are_checked() -> None:
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        ("coupled", "GlobalNorm couples parameters: the update of one depends on others\n  at:   0.weight"),
+        ("by_address", "ByAddress.step does something else on copies of its parameters"),
         ("another_every_time", "build() does not make the same values every time\n  at:   0.weight"),
     ],
 )
@@ -219,6 +219,14 @@ def test_usage_errors_on_ranks(build: str, says: str, before: Children, capfd: p
     assert out == ""
     assert says in err[err.index("error: ") :]
     assert set(multiprocessing.active_children()) == before
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_all_parameters_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{BUILDS}:coupled", "--steps", "2"]) == 0
+    assert "couples parameters" in capfd.readouterr().out
 
 
 def test_usage_errors_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.step import Step, Template
 from canzona_compile.passes import Canonicalize
 from tests.harness.resident_optimizers import MomentsByParameter
-from tests.harness.toy_optimizers import GlobalNorm
+from tests.harness.toy_optimizers import GlobalNorm, PerParameter, State
 
 Plain = tuple[nn.Module, Optimizer]
 
@@ -98,6 +98,18 @@ def another_every_time() -> Plain:
     with torch.no_grad():
         model[0].weight.fill_(float(os.getpid()))
     return model, Muon(model.parameters())
+
+
+class ByAddress(PerParameter):
+    """Reads where its parameter lies."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.sub_(grad, alpha=group["lr"] * (1 + param.data_ptr() % 7))
+
+
+def by_address() -> Plain:
+    model = net(4, 6, 4)
+    return model, ByAddress(model.parameters())
 
 
 def coupled() -> Plain:

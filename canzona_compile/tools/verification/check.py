@@ -108,6 +108,7 @@ def verify(
         compiled=first.compiled,
         interpreted=first.interpreted,
         resident=first.resident,
+        joint=first.joint,
         local=first.local,
         idle=first.idle,
         leaves=merged([outcome.leaves for outcome in outcomes]),

@@ -74,6 +74,7 @@ class Findings:
         interpreted: parameters whose owner ran the optimizer's own eager step, and why.
         resident: parameters that an optimizer object of their own stepped, and why. Their state, which no plain
             optimizer has, is not compared.
+        joint: parameters that one rank stepped together with all others, and why.
         local: parameters whose ranks updated their fragments by themselves, and why.
         idle: parameters that never had a gradient.
         leaves: in the order of the optimizer's parameters.
@@ -91,6 +92,7 @@ class Findings:
     compiled: tuple[str, ...] = ()
     interpreted: Mapping[str, str] = field(default_factory=dict)
     resident: Mapping[str, str] = field(default_factory=dict)
+    joint: Mapping[str, str] = field(default_factory=dict)
     local: Mapping[str, str] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     leaves: tuple[LeafDifference, ...] = ()

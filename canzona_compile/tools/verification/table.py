@@ -41,7 +41,12 @@ def sections(findings: Findings) -> Iterator[RenderableType]:
     yield Text()
     if f.compiled:
         yield role("compiled", len(f.compiled), "captured graphs from the second step on")
-    for word, found in (("interpreted", f.interpreted), ("resident", f.resident), ("local", f.local)):
+    for word, found in (
+        ("interpreted", f.interpreted),
+        ("resident", f.resident),
+        ("joint", f.joint),
+        ("local", f.local),
+    ):
         yield from by_reason(word, found)
     if f.idle:
         yield role("idle", len(f.idle), f"never had a gradient: {some(f.idle)}")

@@ -57,6 +57,7 @@ class RankOutcome:
     compiled: tuple[str, ...]
     interpreted: dict[str, str]
     resident: dict[str, str]
+    joint: dict[str, str]
     local: dict[str, str]
     idle: tuple[str, ...]
 
@@ -190,6 +191,7 @@ def roles(made: Built, given: set[str]) -> dict[str, Any]:
         "compiled": tuple(name for name, row in rows.items() if row.how == "compiled"),
         "interpreted": {name: row.why for name, row in rows.items() if row.how == "interpreted"},
         "resident": {name: row.why for name, row in rows.items() if row.how == "resident"},
+        "joint": {name: row.why for name, row in rows.items() if row.how == "joint"},
         "local": {name: row.why for name, row in rows.items() if row.how == "local"},
         "idle": tuple(name for name in made.names if name not in given),
     }

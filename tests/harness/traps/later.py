@@ -268,15 +268,15 @@ NAN = at(2, 1, one_nan)
 ZERO = at(3, 0, torch.zeros_like)
 
 TRAPS = (
-    Trap("coupled-from-step-5", FAMILY, FromStepFive, "refused", steps=7),
-    Trap("coupled-from-step-13", FAMILY, FromStepThirteen, "refused", steps=15),
-    Trap("coupled-at-step-31", FAMILY, AtStepThirtyOne, "refused", steps=33),
+    Trap("coupled-from-step-5", FAMILY, FromStepFive, "equal", steps=7),
+    Trap("coupled-from-step-13", FAMILY, FromStepThirteen, "equal", steps=15),
+    Trap("coupled-at-step-31", FAMILY, AtStepThirtyOne, "equal", steps=33),
     Trap("slightly-coupled-at-step-22", FAMILY, SlightlyAtStepTwentyTwo, "either", steps=24),
-    Trap("coupled-every-7", FAMILY, EverySeven, "refused", steps=9),
-    Trap("coupled-below-rate", FAMILY, BelowRate, "refused", steps=5, edit=set_group("lr", 0.01, at=3)),
-    Trap("coupled-when-asked", FAMILY, WhenAsked, "refused", steps=5, edit=set_group("coupled", True, at=3)),
-    Trap("coupled-at-large-gradient", FAMILY, AtLargeGradient, "refused", steps=6, grads=LARGE),
-    Trap("coupled-at-zero-gradient", FAMILY, AtZeroGradient, "refused", steps=5, grads=ZERO),
+    Trap("coupled-every-7", FAMILY, EverySeven, "equal", steps=9),
+    Trap("coupled-below-rate", FAMILY, BelowRate, "equal", steps=5, edit=set_group("lr", 0.01, at=3)),
+    Trap("coupled-when-asked", FAMILY, WhenAsked, "equal", steps=5, edit=set_group("coupled", True, at=3)),
+    Trap("coupled-at-large-gradient", FAMILY, AtLargeGradient, "equal", steps=6, grads=LARGE),
+    Trap("coupled-at-zero-gradient", FAMILY, AtZeroGradient, "equal", steps=5, grads=ZERO),
     Trap("largest-rate-later", FAMILY, lambda p: LateRate(halves(p, {"lr": 0.1}, {"lr": 0.02})), "either", steps=6),
     Trap("last-of-group-later", FAMILY, LateLast, "either", steps=6),
     Trap("nan-skips-all", FAMILY, SkipAll, "either", grads=NAN),

@@ -222,8 +222,8 @@ TRAPS = (
     Trap("names-in-group", FAMILY, GivenNames, "either"),
     # FSDP2 takes no parameter that lies in columns.
     Trap("strides", FAMILY, Strided, "either", start=lie_in_columns, layouts=(PLAIN, DDP)),
-    Trap("value-of-neighbour", FAMILY, Neighbour, "refused"),
-    Trap("gradient-of-neighbour", FAMILY, GradientOfNeighbour, "refused"),
-    Trap("buffer-by-shape", FAMILY, BufferByShape, "refused", ("buffers",)),
+    Trap("value-of-neighbour", FAMILY, Neighbour, "equal"),
+    Trap("gradient-of-neighbour", FAMILY, GradientOfNeighbour, "equal"),
+    Trap("buffer-by-shape", FAMILY, BufferByShape, "either", ("buffers",)),
     Trap("constant-by-shape", FAMILY, ConstantByShape, "either", ("identities",)),
 )
