@@ -74,6 +74,10 @@ class CanzonaWarning(UserWarning):
         return f"{super().__str__()}\n{page_of(type(self))}"
 
 
+class OneRankSteps(CanzonaWarning):
+    """One rank steps all parameters of the optimizer, which depend on one another, and keeps their state."""
+
+
 class DrawsRandomNumbers(CanzonaWarning):
     """The optimizer draws random numbers, and not those that the plain optimizer would draw on one device."""
 

@@ -1,4 +1,4 @@
-"""Five optimizers, and how each of them runs: python docs/scripts/any_optimizer.py"""
+"""Six optimizers, and how each of them runs: python docs/scripts/any_optimizer.py"""
 
 import torch
 from torch import nn
@@ -64,9 +64,9 @@ class Keeping(Spectral):
 
 
 # --8<-- [end:resident]
-# --8<-- [start:refused]
+# --8<-- [start:joint]
 class Coupled(Spectral):
-    """Scales by the norm of all gradients together: no rank alone has them."""
+    """Scales by the norm of all gradients together: one rank has to see all of them."""
 
     def step(self, closure=None) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
@@ -74,11 +74,8 @@ class Coupled(Spectral):
         super().step()
 
 
-# --8<-- [end:refused]
-for kind in (Spectral, Recorded, Branching, Keeping, Coupled):
+# --8<-- [end:joint]
+for kind in (Spectral, Recorded, Branching, Keeping, Coupled, torch.optim.LBFGS):
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
-    try:
-        for row in canzona_compile.explain(kind(model.parameters())).parameters[:1]:
-            print(f"{kind.__name__}: {row.how}. {row.why}")
-    except canzona_compile.CanzonaError as error:
-        print(f"{kind.__name__}: {type(error).__name__}. {error.problem}")
+    for row in canzona_compile.explain(kind(model.parameters())).parameters[:1]:
+        print(f"{kind.__name__}: {row.how}. {row.why}")
