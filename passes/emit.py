@@ -78,6 +78,11 @@ class Emit:
         return replace(step, form=Form.EMITTED, program=program)
 
 
+def has_work(placed: Placed) -> bool:
+    """Whether the owner has something to compute."""
+    return bool(placed.gather or placed.scatter or placed.owner_writes)
+
+
 def is_stacked(placed: Placed, batch: Batch, place: int) -> bool:
     """Whether a batch computes result `place` as one tensor [n, ...] and not as a list of n tensors."""
     return batch.stacked and placed.stacked is not None and placed.stacked.outputs[place]
@@ -223,7 +228,7 @@ class ProgramWriter(ProgramBuilder):
             for b, batch in enumerate(g.group.batches)
             if batch.owner in (None, g.at)
             for placed in self.step.placed
-            if placed.name == batch.placed and placed.computes  # other variants are elementwise
+            if placed.name == batch.placed and has_work(placed)  # other variants are elementwise
         ]
         if self.kernels is None:
             for b, batch, placed in own:

@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.S
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
+class JointUpdate:
     """What an optimizer does that steps all of its parameters at once.
 
     Attributes:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, difference, where
-from canzona_compile.capture.joint import Joint, NotPlain, absent, check_shown, show, step_at_once, whole_copy
+from canzona_compile.capture.joint import JointUpdate, NotPlain, absent, check_shown, show, step_at_once, whole_copy
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.randomness import seeded
@@ -62,7 +62,7 @@ def rehearse_jointly(
         needs_gradients=any(one.needs_gradients for one in found),
         asks_frozen=any(one.asks_frozen for one in found),
         rounds_in_foreach=any(one.rounds_in_foreach for one in found),
-        joint=Joint(
+        joint=JointUpdate(
             refused.problem,
             advice,
             frozenset().union(*(joint.attributes for joint in joints)),
@@ -112,7 +112,7 @@ def rehearse_one(
     )
 
 
-def kept_by(whole: RehearsedSteps, refused: UnsupportedOptimizer) -> Joint:
+def kept_by(whole: RehearsedSteps, refused: UnsupportedOptimizer) -> JointUpdate:
     """Find the attributes and hyperparameters that steps changed."""
     attributes: set[str] = set()
     hyperparameters: set[str] = set()
@@ -120,10 +120,10 @@ def kept_by(whole: RehearsedSteps, refused: UnsupportedOptimizer) -> Joint:
         places = changed(one, other)
         attributes |= {attribute_of(place) for place in places} - {""}
         hyperparameters |= {p.partition("['")[2].partition("']")[0] for p in places if p.startswith("param_groups")}
-    return Joint(refused.problem, "", frozenset(attributes), frozenset(hyperparameters))
+    return JointUpdate(refused.problem, "", frozenset(attributes), frozenset(hyperparameters))
 
 
-def at_once(optimizer: Optimizer, scenario: Scenario, joint: Joint) -> RehearsedSteps:
+def at_once(optimizer: Optimizer, scenario: Scenario, joint: JointUpdate) -> RehearsedSteps:
     """Step whole copies of all parameters on a twin, as the rank does that steps them all.
 
     Raises:

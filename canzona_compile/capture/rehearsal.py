@@ -21,7 +21,7 @@ from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, difference, refusal, tensors_kept
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.external_counters import Counter
-from canzona_compile.capture.joint import Joint
+from canzona_compile.capture.joint import JointUpdate
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import Company
@@ -64,7 +64,7 @@ class Rehearsal:
     skipped: str = ""
     resident: str = ""
     recipe: Recipe | None = None
-    joint: Joint | None = None
+    joint: JointUpdate | None = None
 
 
 def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:

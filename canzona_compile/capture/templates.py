@@ -12,79 +12,33 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.attributes import AttributeWatch
 from canzona_compile.capture.coupling import NamesByGroup
-from canzona_compile.capture.eager_fallback import Part, interpreted_template, joint_templates
+from canzona_compile.capture.eager_fallback import interpreted_template, joint_templates
 from canzona_compile.capture.eager_parity import holistic, same_bits
 from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
-from canzona_compile.capture.joint import Joint
-from canzona_compile.capture.leaves import LeafPaths, python_leaves, state_leaves
+from canzona_compile.capture.joint import JointUpdate
+from canzona_compile.capture.leaves import python_leaves
 from canzona_compile.capture.oracle import Oracle
+from canzona_compile.capture.param_kind import ParamKind, after_first_step, held
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.rehearsal import Rehearsal, closure_problem
-from canzona_compile.capture.resident import Recipe
 from canzona_compile.capture.resident_rehearsal import Residency
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.twin import plain_class, signature
-from canzona_compile.capture.variant import FormChange, ParameterSpec, StepInputs, Untraceable, Variant
-from canzona_compile.capture.variant_period import VariantPeriod, variant_period_of
+from canzona_compile.capture.variant import FormChange, ParameterSpec, StepInputs, Untraceable
+from canzona_compile.capture.variant_period import variant_period_of
 from canzona_compile.capture.variant_template import state_leaf, template_of
 from canzona_compile.capture.ways import open_oracle
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.printer import dtype_name
-from canzona_compile.ir.step import Leaf, Role, Template
+from canzona_compile.ir.step import Role, Template
 
 log = logging.getLogger(__name__)
 
 KindKey = tuple[Any, ...]
-Held = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
 LOOKAHEAD = 128  # steps; periodic work with a longer period is captured when it comes, which costs a new plan
 MOST_FORM_CHANGES = 8  # if a state changes its form more often, its steps are interpreted for good
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
 COMPILED_BY_USERS = "its step calls functions that the user compiled, which round in a way of their own"
-
-
-@dataclass(eq=False)
-class ParamKind:
-    """A kind of parameters: one oracle (None if the step is interpreted) and one template per variant.
-
-    Variants are added when the step's control flow first takes them, such as with and without periodic work.
-    """
-
-    oracle: Oracle | None
-    templates: dict[Variant | Part | None, Template]
-    state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
-    python_state: Mapping[str, Any]  # its other leaves then
-    variant_period: VariantPeriod | None = None
-    passing: bool = False  # whether the next step is interpreted because it changes the form of the state
-    recipe: Recipe | None = None  # how to make its optimizer objects, if it is resident
-    joint: Joint | None = None  # what the step of all parameters at once does, if that is how it steps
-
-    @property
-    def template(self) -> Template:
-        """The template of the variant that was captured first."""
-        return next(iter(self.templates.values()))
-
-    @property
-    def held(self) -> frozenset[Held]:
-        """What its state holds, as the function `held` tells of a real one."""
-        tensors = {(leaf.name, leaf.shape, leaf.dtype, leaf.stride) for leaf in self.state}
-        return frozenset(tensors | {(name, None, None, None) for name in self.python_state})
-
-    @property
-    def structure(self) -> Mapping[str, Any]:
-        """The containers of the state."""
-        return {} if self.oracle is None else self.oracle.structure
-
-    @property
-    def paths(self) -> LeafPaths:
-        """Where in the state its leaves are."""
-        return {} if self.oracle is None else self.oracle.paths
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        dtype = self.template.leaf("grad").dtype
-        assert dtype is not None
-        return dtype
 
 
 @dataclass(eq=False)
@@ -185,12 +139,15 @@ class Capture:
             UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
         """
         self._watch.begin(self._counting())
-        groups = self.optimizer.param_groups
-        cast = tuple((len(group["params"]), signature(group, self.group_counters())) for group in groups)
-        if cast not in self._rehearsals:
+        if (cast := self._cast()) not in self._rehearsals:
             self._rehearsals[cast] = rehearsal = self.residency.rehearse(names)
             self.counts.update(rehearsal.counters)
+            self._rehearsals[self._cast()] = rehearsal  # without the counters that it found
         return self.residency.with_habits(self._rehearsals[cast])
+
+    def _cast(self) -> Any:
+        counters = self.group_counters()
+        return tuple((len(group["params"]), signature(group, counters)) for group in self.optimizer.param_groups)
 
     def notice(self) -> None:
         """Follow attributes of the optimizer that users changed since the last step.
@@ -212,7 +169,7 @@ class Capture:
         shown |= {name for joint in self._joints() for name in joint.attributes}
         return shown | {counter.key for counter in self.counts if counter.home == "self"}
 
-    def _joints(self) -> list[Joint]:
+    def _joints(self) -> list[JointUpdate]:
         return [rehearsal.joint for rehearsal in self._rehearsals.values() if rehearsal.joint is not None]
 
     def check_closure(self) -> None:
@@ -363,7 +320,7 @@ class Capture:
         log.info("%s is resident: %s", template.name, why)
         return ParamKind(None, {None: template}, (), {}, recipe=rehearsal.recipe)
 
-    def _joint(self, spec: ParameterSpec, joint: Joint) -> ParamKind:
+    def _joint(self, spec: ParameterSpec, joint: JointUpdate) -> ParamKind:
         """Make a kind whose owner rank steps all parameters at once."""
         why = f"one rank steps all parameters at once, because {joint.reason}"
         return ParamKind(None, {**joint_templates(self._label(spec), spec, why)}, (), {}, joint=joint)
@@ -380,20 +337,3 @@ class Capture:
 def is_torch_s_own(optimizer: Optimizer) -> bool:
     """Tell whether torch wrote the optimizer. If not, its `foreach` may select another formula."""
     return plain_class(optimizer).__module__.startswith("torch.optim")
-
-
-def after_first_step(kind: ParamKind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> StepInputs:
-    """Return what the code will see when a parameter that has no state yet takes its second step."""
-    own = {counter.key: value for counter, value in oracle.counts.items() if counter.home == "group"}
-    elsewhere = {counter: value for counter, value in oracle.counts.items() if counter.home != "group"}
-    return StepInputs({**group, **own}, spec, kind.python_state, elsewhere)
-
-
-def held(state: Mapping[str, Any]) -> frozenset[Held]:
-    """Return the names, shapes, dtypes and strides of the leaves of a state, as far as they are not contiguous."""
-    return frozenset(
-        (name, tuple(v.shape), v.dtype, state_leaf(name, v).stride)
-        if isinstance(v, torch.Tensor)
-        else (name, None, None, None)
-        for name, v in state_leaves(state)
-    )

@@ -1,9 +1,8 @@
 """The intermediate representation: one frozen `Step`, lowered form by form.
 
-A step is a list of *tasks* (one matrix update each) that share *templates* (functional graphs). The
-passes add what they decide: where the graphs are cut, who owns a task, which tasks travel together,
-in which order. Nothing here refers to real tensors, process groups or devices; up to SCHEDULED a
-step is the same on every rank.
+A step is a list of *tasks* (one matrix update each) that share *templates* (functional graphs). The passes add what
+they decide: where graphs are cut, who owns a task, which tasks travel together, in which order. Nothing here refers to
+real tensors, process groups or devices; up to SCHEDULED a step is the same on every rank.
 
 Graphs are `torch.fx` graphs over ATen operators, treated as immutable. `node.meta["val"]`, FX's own record of an
 operator's result (a fake tensor or a symbolic number), is the only meta entry that is read.
@@ -154,11 +153,6 @@ class Placed:
     def elementwise(self) -> bool:
         """Whether every rank can update its own fragment, because nothing needs the whole matrix."""
         return not self.scatter and not self.gather and not self.resident
-
-    @property
-    def computes(self) -> bool:
-        """Whether the owner has something to do. A variant without periodic work may be elementwise."""
-        return bool(self.gather or self.scatter or self.owner_writes)
 
     @property
     def counts(self) -> bool:

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 from torch.optim import Optimizer
 
-from canzona_compile.capture.templates import Capture, ParamKind
+from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Shape

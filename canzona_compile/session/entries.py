@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.eager_parity import holistic
-from canzona_compile.capture.templates import ParamKind
+from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.step import Template

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.eager_fallback import Part
-from canzona_compile.capture.joint import Joint, absent, show, step_at_once, whole_copy
+from canzona_compile.capture.joint import JointUpdate, absent, show, step_at_once, whole_copy
 from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.errors import OneRankSteps, UnsupportedOptimizer
 from canzona_compile.ir.program_ops import Watch
@@ -49,7 +49,7 @@ class JointStep:
         self.here = self.owner == rank
         first = next(iter(plan.bound.values()))
         assert first.kind.joint is not None
-        self.joint: Joint = first.kind.joint
+        self.joint: JointUpdate = first.kind.joint
         self.device = first.param.device
         check_whole(plan.bound)
         if self.here and len(self.ranks) > 1:

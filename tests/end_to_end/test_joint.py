@@ -18,7 +18,7 @@ from tests.harness.checkpoint_routes import LOAD, SAVE
 from tests.harness.checkpointing import Holder
 from tests.harness.joint_optimizers import MAKERS
 from tests.harness.layouts import Case, Laid, full, mesh_of, replicate_of
-from tests.harness.marks import first, only
+from tests.harness.marks import only
 from tests.harness.pairs import feed, parameters, params_of, same_bits
 from tests.harness.ranks import run
 
@@ -102,7 +102,7 @@ def train(name: str, case: Case, missing: bool = False, **options: Any) -> tuple
 GOOD = ([], "one rank steps all parameters at once, bec", True, ["joint"] * 4)
 
 
-@pytest.mark.parametrize("name", first(MAKERS, 2))
+@pytest.mark.parametrize("name", MAKERS)
 def test_in_one_process(name: str) -> None:
     assert train(name, ALONE) == GOOD
 

@@ -25,6 +25,11 @@ OPTIMIZERS = {
         Published("SOAP", {"lr": 0.01}),
         Published("PSGDKron", {"lr": 0.01}, DRAWN, shapes=((16, 24), (24, 8))),
     ),
+    "pytorch_optimizer.optimizer": (
+        *(Published(name, {"lr": 0.01}) for name in ("AdaGC", "Adai", "AdamS", "ASGD", "AvaGrad")),
+        *(Published(name, {"lr": 1.0}) for name in ("DAdaptAdam", "DAdaptSGD", "Prodigy")),
+        Published("Ranger21", {"lr": 0.01, "num_iterations": 100}),
+    ),
     "schedulefree": (
         Published("AdamWScheduleFree", {"lr": 0.01, "foreach": False}),
         Published("SGDScheduleFree", {"lr": 0.01, "foreach": False}),

@@ -12,7 +12,8 @@ from torch import fx
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from canzona_compile.capture.templates import Capture, ParamKind
+from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import CanzonaError

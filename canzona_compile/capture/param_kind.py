@@ -1,0 +1,83 @@
+"""Kinds of parameters: the graphs that their step is, and what their state holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from canzona_compile.capture.eager_fallback import Part
+from canzona_compile.capture.joint import JointUpdate
+from canzona_compile.capture.leaves import LeafPaths, state_leaves
+from canzona_compile.capture.oracle import Oracle
+from canzona_compile.capture.resident import Recipe
+from canzona_compile.capture.variant import ParameterSpec, StepInputs, Variant
+from canzona_compile.capture.variant_period import VariantPeriod
+from canzona_compile.capture.variant_template import state_leaf
+from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import Leaf, Template
+
+Held = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
+
+
+@dataclass(eq=False)
+class ParamKind:
+    """A kind of parameters: one oracle (None if the step is interpreted) and one template per variant.
+
+    Variants are added when the step's control flow first takes them, such as with and without periodic work.
+    """
+
+    oracle: Oracle | None
+    templates: dict[Variant | Part | None, Template]
+    state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
+    python_state: Mapping[str, Any]  # its other leaves then
+    variant_period: VariantPeriod | None = None
+    passing: bool = False  # whether the next step is interpreted because it changes the form of the state
+    recipe: Recipe | None = None  # how to make its optimizer objects, if it is resident
+    joint: JointUpdate | None = None  # what the step of all parameters at once does, if that is how it steps
+
+    @property
+    def template(self) -> Template:
+        """The template of the variant that was captured first."""
+        return next(iter(self.templates.values()))
+
+    @property
+    def held(self) -> frozenset[Held]:
+        """What its state holds, as the function `held` tells of a real one."""
+        tensors = {(leaf.name, leaf.shape, leaf.dtype, leaf.stride) for leaf in self.state}
+        return frozenset(tensors | {(name, None, None, None) for name in self.python_state})
+
+    @property
+    def structure(self) -> Mapping[str, Any]:
+        """The containers of the state."""
+        return {} if self.oracle is None else self.oracle.structure
+
+    @property
+    def paths(self) -> LeafPaths:
+        """Where in the state its leaves are."""
+        return {} if self.oracle is None else self.oracle.paths
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        dtype = self.template.leaf("grad").dtype
+        assert dtype is not None
+        return dtype
+
+
+def after_first_step(kind: ParamKind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> StepInputs:
+    """Return what the code will see when a parameter that has no state yet takes its second step."""
+    own = {counter.key: value for counter, value in oracle.counts.items() if counter.home == "group"}
+    elsewhere = {counter: value for counter, value in oracle.counts.items() if counter.home != "group"}
+    return StepInputs({**group, **own}, spec, kind.python_state, elsewhere)
+
+
+def held(state: Mapping[str, Any]) -> frozenset[Held]:
+    """Return the names, shapes, dtypes and strides of the leaves of a state, as far as they are not contiguous."""
+    return frozenset(
+        (name, tuple(v.shape), v.dtype, state_leaf(name, v).stride)
+        if isinstance(v, torch.Tensor)
+        else (name, None, None, None)
+        for name, v in state_leaves(state)
+    )
