@@ -21,7 +21,6 @@ from canzona_compile.capture.rehearsal import (
     check_returned,
     default_names,
     scenarios,
-    takes_foreach,
 )
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, run, together
 from canzona_compile.capture.twin import marks_of, plain_class
@@ -61,7 +60,6 @@ def rehearse_jointly(
         drops_gradients=any(one.drops_gradients for one in found),
         needs_gradients=any(one.needs_gradients for one in found),
         asks_frozen=any(one.asks_frozen for one in found),
-        rounds_in_foreach=any(one.rounds_in_foreach for one in found),
         joint=JointUpdate(
             refused.problem,
             advice,
@@ -74,7 +72,7 @@ def rehearse_jointly(
 def rehearse_one(
     optimizer: Optimizer, scenario: Scenario, device: torch.device, refused: UnsupportedOptimizer, names: NamesByGroup
 ) -> Rehearsal:
-    """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`.
+    """Rehearse one scenario; if need be without a frozen parameter or missing gradients.
 
     Raises:
         UnsupportedOptimizer: the step does something else on whole copies, draws random numbers, or fails.
@@ -83,8 +81,6 @@ def rehearse_one(
     kind = plain_class(optimizer).__name__
     thawed = replace(scenario, frozen=None)
     variants = [scenario, thawed, replace(scenario, missing={}), replace(thawed, missing={})]
-    if takes_foreach(optimizer):
-        variants += [replace(variant, loops=True) for variant in variants]
     for one in variants:
         with seeded(device) as dice:
             whole = together(optimizer, one)
@@ -102,7 +98,6 @@ def rehearse_one(
                 drops_gradients=not whole.keeps_gradients,
                 needs_gradients=one.missing != scenario.missing,
                 asks_frozen=one.frozen != scenario.frozen,
-                rounds_in_foreach=one.loops,
                 joint=joint,
             )
     if copies.error is not None and whole.error is None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from canzona_compile.session.session import Session
-from tests.fake_cuda.trainings import Script, plain_training, run_script, wrong
+from tests.fake_cuda.trainings import RankResult, Script, plain_training, run_script, wrong
 from tests.harness.layouts import Case
 from tests.harness.marks import also, first
 
@@ -53,23 +53,54 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("script", first(SCRIPTS))
 @pytest.mark.parametrize("seeds", [range(1), *also([range(1, 3)])], ids=str)
 def test_bits_of_the_plain_optimizer(name: str, case: Case, script: str, seeds: range) -> None:
-    chosen = Script(name, case, **SCRIPTS[script])
-    plain = plain_training(chosen)
+    right = Right(name, case, script)
     for seed in seeds:
-        results = run_script(chosen, seed, plain)
-        # SOAP's float32 products are symmetric ones of ours on CUDA, which round otherwise, and so may what is planned
-        # anew for loaded state: these have the bits of the same programs in the order in which they are written.
-        if name == "soap" or "reload" in script:
-            prompt = run_script(chosen, None, plain)
-            for found, right in zip(results, prompt, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(found.values, right.values, strict=True))
-        else:
-            assert wrong(results) == []
+        results = run_script(right.script, seed, right.plain)
+        assert right.wrong(results) == []
         if name == "muon":  # the others decompose, and torch looks at error codes
             assert all(result.waits == 0 for result in results)
             assert "recorded once" in results[0].how[-1]
         if script == "one rank records":  # gradients of rank 1 are elsewhere on every step
             assert all("call by call" in result.how[-1] for result in results[1:2])
+
+
+class Right:
+    """What a training has to give in any order."""
+
+    def __init__(self, name: str, case: Case, script: str) -> None:
+        self.script = Script(name, case, **SCRIPTS[script])
+        self.plain = plain_training(self.script)
+        # SOAP's float32 products are symmetric ones of ours on CUDA, which round otherwise, and so may what is planned
+        # anew for loaded state: these have the bits of the same programs in the order in which they are written.
+        self._prompt: list[RankResult] | None = None
+        if name == "soap" or "reload" in script:
+            self._prompt = run_script(self.script, None, self.plain)
+
+    def wrong(self, results: list[RankResult]) -> list[str]:
+        """What differs on any rank."""
+        if self._prompt is None:
+            return wrong(results)
+        ranks = enumerate(zip(results, self._prompt, strict=True))
+        return [f"rank {rank}" for rank, (a, b) in ranks if not all(map(torch.equal, a.values, b.values))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_many_orders(case: Case) -> None:
+    """Twenty-five orders of each layout, 200 in all, over all optimizers and all that happens meanwhile."""
+    scripts = [(name, script) for script in SCRIPTS for name in ("muon", "shampoo", "soap")]
+    known: dict[tuple[str, str], Right] = {}
+    bad: list[str] = []
+    for i, seed in enumerate(range(1000, 1025)):
+        name, script = chosen = scripts[(i + CASES.index(case)) % len(scripts)]
+        if chosen not in known:
+            known[chosen] = Right(name, case, script)
+        right, where = known[chosen], f"{name}, {script}, seed {seed}"
+        try:
+            bad += [f"{where}: {what}" for what in right.wrong(run_script(right.script, seed, right.plain))]
+        except Exception as error:  # such as a poisoned read
+            bad.append(f"{where}: {error}")
+    assert bad == []
 
 
 @pytest.mark.full
