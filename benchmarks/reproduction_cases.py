@@ -15,12 +15,12 @@ from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Form, Step, Strategy
 from canzona_compile.options import Options
 from canzona_compile.passes import OwnerReplica, lowering_passes, planning_passes
+from canzona_compile.simulation.simulate import simulate
 from canzona_compile.tools.planning.figures import Alternative
 from canzona_compile.tools.planning.mesh import parse_mesh
 from canzona_compile.tools.planning.offline import captured_step, optimizer_of
 from canzona_compile.tools.planning.plan import machine_of
 from canzona_compile.tools.planning.weights import Decoder, Model, parse_split, preset
-from canzona_compile.tools.simulation.simulate import simulate
 
 HARDWARE = named_hardware("h100")
 # What the paper's abstract and its appendix say of Qwen3-32B on 256 GPUs.

@@ -22,14 +22,14 @@ import canzona_compile
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.tools.simulation.bucket_traffic import Transfer
-from canzona_compile.tools.simulation.model_passes import (
+from canzona_compile.simulation.bucket_traffic import Transfer
+from canzona_compile.simulation.model_passes import (
     BucketLoad,
     backward_pass,
     bucket_load,
     forward_pass,
 )
-from canzona_compile.tools.simulation.simulate import simulate
+from canzona_compile.simulation.simulate import simulate
 from latency_cases import CASES, Case, Shape
 from latency_results import spread
 from latency_rounds import Sample, random_matrices

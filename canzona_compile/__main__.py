@@ -18,6 +18,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance import command as acceptance
 from canzona_compile.tools.calibration import command as calibration
 from canzona_compile.tools.planning import command as planning
+from canzona_compile.tools.profiling import command as profiling
 from canzona_compile.tools.tuning import command as tuning
 from canzona_compile.tools.verification import command as verify
 
@@ -56,6 +57,11 @@ COMMANDS = {
         "compare the wrapped optimizer with the plain one on your model; exit code 1 if a bit differs",
         verify.add_arguments,
         verify.run,
+    ),
+    "profile": Command(
+        "measure real steps of your model on this machine: phases, a trace, rates for the planner",
+        profiling.add_arguments,
+        profiling.run,
     ),
     "accept": Command(
         "try everything on this machine's GPUs, what may hang or be wrong first; exit code 1 if a step fails",

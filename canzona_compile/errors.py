@@ -6,7 +6,7 @@ Each has four parts: the problem, where it is, what to do about it, and where th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 PAGE = "docs/troubleshooting.md"  # has a section per class, headed by its name
 
@@ -104,3 +104,12 @@ def some(names: Iterable[str], limit: int = 3) -> str:
     listed = list(names)
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"
+
+
+def problem_of(check: Callable[[], None]) -> CanzonaError | None:
+    """The error that a check raises; None if it raises none."""
+    try:
+        check()
+    except CanzonaError as error:
+        return error
+    return None

@@ -6,7 +6,8 @@
 The line is `optimizer = canzona_compile.wrap(torch.optim.Muon(...), ...)` in `train`. Everything
 around it is plain PyTorch: gloo ranks that this script starts itself, a decoder spread over them,
 a schedule, clipping. During the first steps plain Muon runs beside it in one process; the script
-exits with 1 if a single bit of a weight differs, or if the loss did not fall.
+exits with 1 if a single bit of a weight differs, or if the loss did not fall. After the tenth step
+it shows how long each phase of the optimizer's steps took.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ OPTIMIZERS: dict[str, Callable[[NamedParameters, float], Optimizer]] = {
     "muon": lambda named, lr: torch.optim.Muon(named, lr=lr, adjust_lr_fn="match_rms_adamw"),
     "adamw": lambda named, lr: torch.optim.AdamW(named, lr=lr, betas=(0.9, 0.95)),
 }
+WARM_UP, MEASURED = 5, 5  # steps before those that are timed, and how many are: then the report shows their phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,8 @@ def train(options: Options) -> bool:
             verify = step <= options.verify
             if verify:
                 plain.step()
+            if step == WARM_UP + 1:
+                optimizer.canzona.measure(MEASURED)  # type: ignore[attr-defined]
             step_begin = time.perf_counter()
             optimizer.step()
             seconds = time.perf_counter() - step_begin
@@ -176,7 +180,7 @@ def train(options: Options) -> bool:
             note = f"gradient {norm:.2f}  {options.optimizer} {1000 * seconds:.0f} ms"
             if verify:
                 note += f"  {verdict(plain, history)}"
-            if step == 1:
+            if step in (1, WARM_UP + MEASURED):
                 display.say(optimizer.canzona.report())  # type: ignore[attr-defined]
             learning_rate = float(schedules[0].get_last_lr()[0])
             display.advance(history.losses[-1], learning_rate, note, always=verify)

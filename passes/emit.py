@@ -112,7 +112,7 @@ class ProgramWriter(ProgramBuilder):
             Act.WAIT_EXCHANGE: lambda g: self.finish(g, Phase.EXCHANGE),
             Act.APPLY: self.apply,
         }
-        group = self.views[event.micro_group]
+        group, self.event = self.views[event.micro_group], event
         with self.on(self.lane(event.act, group)):
             actions[event.act](group)
 

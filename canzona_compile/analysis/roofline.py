@@ -3,7 +3,7 @@
 There are two models of time. This is the first one, which computes seconds from FLOPs and bytes in closed form.
 `analysis.step_time` adds them up to a step, as far as a decision needs. Every rank evaluates this model by itself and
 has to come to the same decision, so it is cheap and depends on the step and the rates alone. The second model is
-`tools.simulation`: it plays every rank of a finished plan, and decides nothing.
+`simulation`: it plays every rank of a finished plan, and decides nothing.
 
 A graph takes the sum of the seconds of its nodes. Arithmetic or memory bounds each node, whichever takes longer. Every
 operator also costs a launch: on a CPU that is the way from Python to the kernel, which views take too, and a product

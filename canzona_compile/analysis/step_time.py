@@ -3,7 +3,7 @@
 This completes the first of the two models of time (see `analysis.roofline`). The passes decide by it: which tasks every
 rank computes, how many micro-groups there are. The report shows it as the timeline of a step. Only the busiest rank
 counts, an owner of a group computes its FLOPs at one rate, and elementwise work takes no time. What single ranks do,
-and how they wait for one another, is the question of the second model, `tools.simulation`.
+and how they wait for one another, is the question of the second model, `simulation`.
 """
 
 from __future__ import annotations

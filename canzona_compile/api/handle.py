@@ -122,6 +122,20 @@ class Canzona:
         """
         return make_report(self.session.reported(), facts_of(self.session))
 
+    def measure(self, steps: int = 5) -> None:
+        """Time the phases of the next steps; after the last of them `report()` shows the figures. Call it on all ranks.
+
+        The first step, which makes the plan, does not count, and an error ends it. While it measures, ranks that do not
+        measure the same steps raise `RankMismatch`. A program for CUDA runs call by call meanwhile and is not replayed.
+
+        Args:
+            steps: how many to measure.
+
+        Raises:
+            CanzonaError: `steps` is not positive.
+        """
+        self.session.measuring.begin(steps, self.session.device)
+
     def explain(self) -> Explanation:
         """Per parameter: compiled, interpreted, local or refused, and why; see `canzona_compile.explain`."""
         return explain_session(self.session)

@@ -69,6 +69,16 @@ class Zero1Canzona(Canzona):
         """
         return PlanFile.of(self.joint.scheduled(self.session.options))
 
+    def measure(self, steps: int = 5) -> None:
+        """Time the next steps of this optimizer, and the reductions and gathers of the whole model around them.
+
+        The arguments and errors are those of `Canzona.measure`.
+        """
+        measuring = self.session.measuring
+        clock = measuring.begin(steps, self.session.device)
+        measuring.at_end = lambda: self.zero1.measure(None)
+        self.zero1.measure(clock)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradients of the whole model so that their norm is at most `max_norm`. This is a collective.
 

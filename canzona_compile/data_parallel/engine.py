@@ -23,6 +23,7 @@ from canzona_compile.data_parallel.numbers import StepNumbers
 from canzona_compile.data_parallel.reduction import MARK, Reduction
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
+from canzona_compile.runtime.step_clock import StepClock
 from canzona_compile.runtime.store_agreement import StoreAgreement, hash_of
 
 LONGEST_NOTE = 300  # letters of what ranks tell one another of scalings; the store keeps them
@@ -61,7 +62,11 @@ class Zero1:
         self.fragments, self.buckets, self.group, self.gather = filling.fragments, filling.buckets, group, gather
         self._agreement = agreement
         self._names = {session: frozenset(names) for session, names in sessions.items()}
-        self._numbers = StepNumbers(group, lambda: [session.optimizer for session in self._names])
+        self._numbers = StepNumbers(
+            group,
+            lambda: [session.optimizer for session in self._names],
+            lambda: "".join(session.measuring.text for session in self._names),
+        )
         self.reduction = Reduction(filling, group, wire, agreement, self, zeros, self._numbers)
         self.gathering = Gathering(filling, group, self.reduction.waiter)
         self._held = [frozenset(names) for names in filling.names]
@@ -160,6 +165,10 @@ class Zero1:
         """Wait until all parameters are whole on this rank. Every rank must call this, or run a forward pass."""
         self.flush()
         self.gathering.wait()
+
+    def measure(self, clock: StepClock | None) -> None:
+        """Let a clock note how long reductions and gathers take; None ends that."""
+        self.reduction.clock = self.gathering.clock = clock
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside this context, backward passes accumulate gradients on each rank and reduce nothing."""

@@ -15,6 +15,9 @@ from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.program_ops import Watch
+from canzona_compile.runtime.step_clock import StepClock, during
+
+RETURN = "gather params"  # the act of a measured step
 
 
 class Gathering:
@@ -24,10 +27,14 @@ class Gathering:
         filling: the buckets and their parameters.
         group: the ranks.
         watch: waits for collectives.
+
+    Attributes:
+        clock: notes how long gathers take; None while nothing is measured.
     """
 
     def __init__(self, filling: Filling, group: DataParallelGroup, watch: Watch) -> None:
         self.filling, self.group, self.watch = filling, group, watch
+        self.clock: StepClock | None = None
         self._waiting: deque[Bucket] = deque()  # updated by owners, not started
         self._pending: deque[Pending] = deque()
 
@@ -57,8 +64,9 @@ class Gathering:
     def _take(self) -> None:
         """Wait for the bucket that was started first, and copy what other ranks own to its place."""
         pending = self._pending[0]
-        for work in pending.works:
-            self.watch.wait(work)
+        with during(self.clock, f"wait {RETURN}"):
+            for work in pending.works:
+                self.watch.wait(work)
         self._pending.popleft()
         bucket = pending.bucket
         for part in bucket.slices if pending.works else ():
@@ -74,7 +82,7 @@ class Gathering:
         Raises:
             CanzonaError: another rank failed, or died.
         """
-        with torch.no_grad():
+        with torch.no_grad(), during(self.clock, RETURN):
             self.start()
             while self._pending:
                 self._take()
@@ -84,7 +92,7 @@ class Gathering:
         if not self._pending and not self._waiting:
             return
         needed = {index for name in names for index in self.filling.buckets_of[name]}
-        with torch.no_grad():
+        with torch.no_grad(), during(self.clock, RETURN):
             self.start()
             while self._pending and needed & self.outstanding:
                 self._take()
@@ -131,7 +139,8 @@ class ForwardHooks:
     def _begin(self) -> None:
         gathering = self.gathering
         if torch.is_grad_enabled():
-            gathering.start()
+            with during(gathering.clock, RETURN):
+                gathering.start()
         else:
             gathering.wait()  # no backward pass will tell whether a parameter was read too early
         late = gathering.outstanding

@@ -46,10 +46,13 @@ class StepNumbers:
     Args:
         group: the data-parallel ranks.
         optimizers: returns those that step.
+        measured: returns what is measured of their steps, as text.
     """
 
-    def __init__(self, group: DataParallelGroup, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        self._group, self._optimizers = group, optimizers
+    def __init__(
+        self, group: DataParallelGroup, optimizers: Callable[[], Sequence[Optimizer]], measured: Callable[[], str]
+    ) -> None:
+        self._group, self._optimizers, self._measured = group, optimizers, measured
         self._used: dict[Optimizer, str] = {}  # what the last step of each optimizer read
         self._text = ""  # what this rank told last
         self._late: ToldNumbers | None = None
@@ -65,7 +68,7 @@ class StepNumbers:
         """
         now = [lines_of("now", optimizer) for optimizer in self._optimizers()]
         used = [self._used.get(optimizer, "") for optimizer in self._optimizers()]
-        self._text = "\n".join([*now, *used])
+        self._text = "\n".join([*now, *used]) + self._measured()
         digest = hashlib.sha256(self._text.encode()).digest()[:DIGEST]
         return torch.tensor([*digest, *(LARGEST - byte for byte in digest)], dtype=torch.uint8, device=device)
 
@@ -98,7 +101,8 @@ class StepNumbers:
         texts = everybody(self._group, answer.text)
         raise RankMismatch(
             "the numbers of a step differ between data-parallel ranks; " + first_difference(*zip(*texts, strict=True)),
-            hint="set the hyperparameters of the optimizer to the same values on all ranks, before backward",
+            hint="set the hyperparameters of the optimizer to the same values, and call measure(), on all ranks, "
+            "before backward",
         )
 
 

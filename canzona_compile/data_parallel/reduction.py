@@ -19,9 +19,11 @@ from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
 from canzona_compile.data_parallel.numbers import StepNumbers
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
+from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.runtime.store_agreement import StoreAgreement, Waiter
 
 PEER_DIED = "a peer died or left; its shards of gradients and parameters are lost, so load a checkpoint to go on"
+REDUCE = "reduce"  # the act of a measured step
 MARK = "_canzona_zero1"  # on parameters whose gradients are reduced already
 
 
@@ -46,6 +48,7 @@ class Reduction:
         under_way: whether a backward pass has begun whose gradients are not all reduced.
         reduced: whether gradients are with their owners now.
         hooks: the handles of the hooks through which autograd calls this.
+        clock: notes how long reductions take; None while nothing is measured.
         check: called with the name of each parameter whose gradient arrives; it may raise.
         at_begin: called before the first bucket starts.
         at_finish: called when all gradients are reduced.
@@ -72,6 +75,7 @@ class Reduction:
         self.present: frozenset[str] = frozenset()
         self._paused = False
         self.under_way = False
+        self.clock: StepClock | None = None
         self.check: Callable[[str], None] = lambda _: None
         self.at_begin: Callable[[], None] = lambda: None
         self.at_finish: Callable[[], None] = lambda: None
@@ -171,7 +175,8 @@ class Reduction:
 
     def _start_complete(self) -> None:
         while self._next < len(self.buckets) and not self._missing[self._next]:
-            self._start(self.buckets[self._next])
+            with during(self.clock, REDUCE):
+                self._start(self.buckets[self._next])
 
     def _start(self, bucket: Bucket) -> None:
         """Copy the gradients of a bucket together, free those that no later one needs, and start to reduce it."""
@@ -207,10 +212,11 @@ class Reduction:
 
     def _take(self, pending: Pending) -> None:
         """Wait for a bucket and keep this rank's shard of it."""
-        for work in pending.works:
-            self.waiter.wait(work)
         shard = pending.result
-        all_reduce(shard, ReduceOp.SUM, (self.group.replicate,), self.waiter)
+        with during(self.clock, f"wait {REDUCE}"):
+            for work in pending.works:
+                self.waiter.wait(work)
+            all_reduce(shard, ReduceOp.SUM, (self.group.replicate,), self.waiter)
         self._shards[pending.bucket.index] = shard.to(pending.bucket.dtype)
 
     def held_bytes(self) -> int:
@@ -235,7 +241,7 @@ class Reduction:
         Raises:
             CanzonaError: another rank failed, died, or would step with other numbers.
         """
-        with self.told():
+        with self.told(), during(self.clock, REDUCE):
             if not self.under_way:
                 self._begin()
             while self._next < len(self.buckets):
@@ -261,7 +267,8 @@ class Reduction:
         param = self.fragments[names[0]].param
         flags = torch.ones(len(names), dtype=torch.uint8, device=param.device)
         flags[missing] = 0
-        found = largest(self.group, torch.cat([flags, self.numbers.told(param.device)]), self.waiter)
+        with during(self.clock, f"wait {REDUCE}"):
+            found = largest(self.group, torch.cat([flags, self.numbers.told(param.device)]), self.waiter)
         there, told = found[: len(names)], found[len(names) :]
         if not missing or self.zeros:
             return frozenset(names), told

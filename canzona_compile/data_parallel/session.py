@@ -81,16 +81,16 @@ class OwnerSession(Session):
 
     # -- steps -----------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
+    def take_step(self) -> bool:
         """Update what this rank owns, and see to it that the parameters are gathered, see `Zero1`.
 
         Raises:
             CanzonaError: there is no gradient, a rank failed, or gradients were scaled on some ranks only.
         """
         if is_dummy_step(self.optimizer):
-            return super().step()
+            return super().take_step()
         with self.around():
-            new = super().step()
+            new = super().take_step()
         if self._fragments and not self.optimizer.state:
             # Torch would take it for one that never stepped, and take a dummy step on this rank alone.
             self.optimizer.state[self._fragments[0].param] = {}
@@ -169,6 +169,11 @@ class OwnerSession(Session):
             names = "\n".join(fragment.name for fragment in self._fragments)
             found[self._whole.ranks] = f"{names}\n{found.get(self._whole.ranks, '')}"
         return found
+
+    def sharing(self) -> dict[Ranks, Callable[[str], list[str]]]:
+        """Find the sets of ranks that share tasks, or the model's buckets, with this one."""
+        whole = self._whole
+        return super().sharing() | ({} if whole is None else {whole.ranks: whole.share})
 
     def meeting_of(self, ranks: Ranks) -> Meeting:
         """Return the meetings of some ranks with which this rank shares state."""

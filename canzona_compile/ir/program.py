@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.program_ops import Index
-from canzona_compile.ir.step import Role
+from canzona_compile.ir.step import Event, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,8 @@ class Program:
         slots: the size of each memory slot on this rank, in bytes.
         collectives: how many collectives this rank starts per step.
         eager: in a program with generated kernels, the cuts whose elementwise work torch runs, each with the reason.
+        events: the event of the schedule that a call belongs to, by the name of its node. Calls that connect streams,
+            or index a list, have none.
     """
 
     module: fx.GraphModule
@@ -141,3 +143,4 @@ class Program:
     slots: tuple[int, ...]
     collectives: int
     eager: Mapping[str, str] = field(default_factory=dict)
+    events: Mapping[str, Event] = field(default_factory=dict)

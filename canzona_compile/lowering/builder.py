@@ -14,6 +14,7 @@ from torch import fx
 
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import Bytes, Indices, Input, Program, Views, Whole
+from canzona_compile.ir.step import Event
 from canzona_compile.lowering.stream_sync import CALLER, order_streams
 
 
@@ -26,6 +27,7 @@ class ProgramBuilder:
         inputs: the inputs so far, by the name of their placeholder.
         collectives: how many collectives the program starts so far.
         stream: the stream of the next calls.
+        event: the event of the schedule that the next calls belong to.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,8 @@ class ProgramBuilder:
         self.last_input: fx.Node | None = None
         self.collectives = 0
         self.stream = CALLER
+        self.event: Event | None = None
+        self.events: dict[fx.Node, Event] = {}
         self.streams: dict[fx.Node, str] = {}  # the stream of each call
         self.written: dict[fx.Node, list[fx.Node]] = {}  # for some calls, the arguments that they write
 
@@ -69,6 +73,8 @@ class ProgramBuilder:
     def placed(self, node: fx.Node) -> fx.Node:
         """Let a call run on the present stream, and return it."""
         self.streams[node] = self.stream
+        if self.event is not None:
+            self.events[node] = self.event
         return node
 
     @contextlib.contextmanager
@@ -125,4 +131,5 @@ class ProgramBuilder:
         module.graph.lint()
         order = [n.name for n in module.graph.nodes if n.op == "placeholder"]
         inputs = {name: self.inputs[name] for name in order}
-        return Program(module, inputs, slots, self.collectives)
+        events = {node.name: event for node, event in self.events.items()}
+        return Program(module, inputs, slots, self.collectives, events=events)

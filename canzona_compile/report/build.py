@@ -1,7 +1,8 @@
 """The figures of a plan: for people (rich prints them) and for machines (`to_json`).
 
-`make_report` computes all figures from a step and measures none. It counts the FLOPs of the graphs that run; it counts
-symmetric products in full, and no padding. `canzona_compile.analysis.step_time` predicts seconds from rates.
+`make_report` computes all figures from a step but those that `measure()` found. It counts the FLOPs of the graphs that
+run; it counts symmetric products in full, and no padding. `canzona_compile.analysis.step_time` predicts seconds from
+rates.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from canzona_compile.ir.step import (
     Task,
 )
 from canzona_compile.report.data_parallel import data_parallel_report
+from canzona_compile.report.measured import measured_report
+from canzona_compile.report.measured_table import measured_remark
 from canzona_compile.report.schema import (
     Facts,
     Figures,
@@ -131,11 +134,17 @@ def make_report(step: Step, facts: Facts) -> Report:
         schedule=schedule,
         profile=facts.profile,
         data_parallel=data_parallel_report(step.buckets),
+        measured=measured_report(facts.measurement, step),
     )
 
 
 def headline(report: Report) -> str:
-    """The plan in one line, for the log."""
+    """The plan in one line, for the log, and what was measured of it."""
+    return "; ".join(filter(None, (plan_line(report), measured_remark(report.measured))))
+
+
+def plan_line(report: Report) -> str:
+    """The plan in one line."""
     count = plural(len(report.tasks), "matrix", "matrices")
     interpreted = f"{len(report.fallbacks)} interpreted"
     if not report.tasks:

@@ -44,6 +44,7 @@ def facts_of(session: Session) -> Facts:
         value_bytes=value_bytes(driver.last),
         execution=driver.last.executor.how,
         profile=ProfileReport(both.together, both.apart, options.stagger) if both.together else None,
+        measurement=session.measuring.found,
     )
 
 

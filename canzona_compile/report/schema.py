@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Shape
+from canzona_compile.session.measuring import Measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,67 @@ class ProfileReport:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredPhase:
+    """What measured steps spent in one phase, in seconds.
+
+    Attributes:
+        name: "prepare", "gather", "compute", ...
+        about: what happens in it.
+        mean: over ranks and steps. The means of all phases add up to that of the step, less what streams do at once.
+        median: over steps, of the mean rank.
+        worst: of the longest step, of the mean rank. It differs from the mean where some steps do more than others.
+        slowest_rank: the global rank that takes longest in the mean step.
+        slowest: how long it takes.
+        skew: `slowest` over `mean`.
+        predicted: of the mean step; None where nothing predicts it.
+        error: predicted over `mean`, less 1.
+    """
+
+    name: str
+    about: str
+    mean: float
+    median: float
+    worst: float
+    slowest_rank: int
+    slowest: float
+    skew: float
+    predicted: float | None
+    error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredReport:
+    """Measured steps, with predictions beside. Seconds are means over ranks and steps.
+
+    Attributes:
+        steps, ranks: how many were measured.
+        clock: how.
+        seconds: of a step. Under ZeRO-1 the reductions before it and the gathers after it are included.
+        worst_seconds: of the longest step.
+        predicted_seconds: of a step, by the simulation of the steps that were measured.
+        error: predicted over measured, less 1.
+        exposed: in which computing waited for communication.
+        exposed_worst: the same of the rank that waits longest.
+        overlapped: in which streams of a device were in several phases at once; 0 on CPU.
+        assumed: names of the rates, among those that predictions use, that were not measured on this machine.
+        phases: in the order of a step.
+    """
+
+    steps: int
+    ranks: int
+    clock: str
+    seconds: float
+    worst_seconds: float
+    predicted_seconds: float
+    error: float | None
+    exposed: float
+    exposed_worst: float
+    overlapped: float
+    assumed: tuple[str, ...]
+    phases: tuple[MeasuredPhase, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """The figures that a step does not contain.
 
@@ -51,6 +113,7 @@ class Facts:
             `runtime.program_memory` predicts them for CUDA; 0 elsewhere, and where the optimizer's own code runs.
         execution: how the last of these programs runs on its device, call by call or as a CUDA graph, and why.
         profile: None where no work is periodic.
+        measurement: the steps that were measured last; None if there are none.
     """
 
     world_size: int = 1
@@ -65,6 +128,7 @@ class Facts:
     value_bytes: int = 0
     execution: str = ""
     profile: ProfileReport | None = None
+    measurement: Measurement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +296,7 @@ class Figures:
         predicted_seconds: seconds per step, without elementwise work.
         fallbacks: task name -> why it is interpreted.
         data_parallel: the buckets of ZeRO-1; None without it.
+        measured: what `measure()` found; None if it was not called, or not for this plan.
     """
 
     world_size: int
@@ -259,3 +324,4 @@ class Figures:
     schedule: tuple[PredictedEvent, ...]
     profile: ProfileReport | None
     data_parallel: DataParallelReport | None = None
+    measured: MeasuredReport | None = None

@@ -18,6 +18,7 @@ from canzona_compile.analysis.step_time import rates_of
 from canzona_compile.errors import some
 from canzona_compile.report.charts import event, load_chart, profile_chart, timeline
 from canzona_compile.report.data_parallel import bucket_table
+from canzona_compile.report.measured_table import measured_caption, measured_remark, measured_table
 from canzona_compile.report.schema import Figures, GridReport, TaskReport, TemplateReport
 from canzona_compile.report.sections import (
     MOST_ROWS,
@@ -60,6 +61,7 @@ def render(report: Figures) -> RenderableType:
     return page(
         headline(report),
         (
+            Section("Measured", measured_caption(report.measured), measured_table(report.measured)),
             Section("Load", "FLOPs of each rank per step", load_chart(report.loads, report.imbalance)),
             Section("Schedule", assumptions(report), schedule(report)),
             Section(
@@ -105,6 +107,7 @@ def headline(report: Figures) -> Panel:
     where = "/".join(filter(None, (machine.device, machine.backend)))
     shown = report.execution if machine.device != "cpu" else ""
     remarks = (
+        measured_remark(report.measured),
         f"predicted step {format_seconds(report.predicted_seconds)} on {where}, {report.numerics} numerics",
         f"{plural(report.captures, 'capture')}, {plural(report.variants, 'variant')}, "
         f"{plural(report.rank_programs, 'rank program')}, {len(report.fallbacks)} interpreted",

@@ -31,7 +31,9 @@ from canzona_compile.ir.step import Role
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.cuda_graph import Replay
 from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.runtime.step_clock import StepClock
 from canzona_compile.runtime.streams import streams_for
+from canzona_compile.runtime.timed_program import TimedProgram
 
 
 class Tensors(Protocol):
@@ -98,6 +100,7 @@ class Executor:
         wanted = next((v for v in program.inputs.values() if isinstance(v, StreamSet)), None)
         self.streams = streams_for(wanted, device)
         self.replay: Replay | None = None
+        self._timed: TimedProgram | None = None
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if device.type == "cuda":
             self.replay = Replay(program, device, self.streams.entered, wanted=cuda_graphs)
@@ -122,20 +125,40 @@ class Executor:
 
     def run(self) -> None:
         """Run the program once. It writes parameters and state in place."""
+        self._run(self.program.module if self.replay is None else self._replayed)
+
+    def _replayed(self, *arguments: Any) -> None:
+        assert self.replay is not None
+        self.replay.run(arguments)
+
+    def run_timed(self, clock: StepClock) -> None:
+        """Run the program once, with a clock that notes when which act runs. On CUDA it runs call by call."""
+        timed = self.timed()
+
+        def launch(*arguments: Any) -> None:
+            with self.streams.entered():
+                timed.run(clock, arguments)
+
+        self._run(launch)
+
+    def _run(self, launch: Callable[..., None]) -> None:
         arguments = self.arguments()
         precision = torch.get_float32_matmul_precision()
         try:
             with torch.no_grad(), self._guard:
-                if self.replay is None:
-                    self.program.module(*arguments)
-                else:
-                    self.replay.run(arguments)
+                launch(*arguments)
         except BaseException:
             torch.set_float32_matmul_precision(precision)  # the program may have been about to put it back
             raise
         finally:
             for i, _ in self._lookups:  # gradients must not stay alive between steps
                 arguments[i] = None
+
+    def timed(self) -> TimedProgram:
+        """The program that runs with a clock, made on first use."""
+        if self._timed is None:
+            self._timed = TimedProgram(self.program)
+        return self._timed
 
     @property
     def how(self) -> str:

@@ -94,3 +94,8 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     another, and NCCL does not run two ranks on one device.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def distributed() -> bool:
+    """Tell whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()

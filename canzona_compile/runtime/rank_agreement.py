@@ -161,6 +161,10 @@ class RankAgreement:
         """Return the meetings of some ranks."""
         return self._agreement_of(ranks).meeting
 
+    def share(self, ranks: Ranks, text: str) -> list[str]:
+        """Gather a text from every rank of a set, in the order of the ranks. This is a collective."""
+        return self._agreement_of(ranks).share(text)
+
     def fail(self, number: int | None, error: CanzonaError) -> None:
         """Tell all ranks that this rank raised an error, so that no rank waits for it.
 

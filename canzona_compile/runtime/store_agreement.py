@@ -141,7 +141,8 @@ class StoreAgreement:
         return RankMismatch(
             "the numbers that this step reads differ between ranks, and nothing was updated; "
             + first_difference(self.ranks, [own for _, _, own in found.values()]),
-            hint="set hyperparameters, state and attributes of the optimizer to the same values on all ranks",
+            hint="set hyperparameters, state and attributes of the optimizer to the same values on all ranks, and call "
+            "measure() on all of them",
         )
 
     # -- when something changes in a steady state ---------------------------------------------------

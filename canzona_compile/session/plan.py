@@ -227,6 +227,11 @@ def lower(
     return run(part, lowering_passes(options, symmetric), observers)
 
 
+def whole(plan: Plan, options: Options) -> Step:
+    """Return the scheduled step of a plan in which all tasks have gradients."""
+    return lower(plan.owned, [task.name for task in plan.owned.tasks], options)[0]
+
+
 def emit(step: Step, rank: int, observers: Sequence[Observer] = ()) -> tuple[Step, PassHistory]:
     """Emit the program of one rank from a scheduled step; return the step with it and the record of the passes."""
     return run(step, emission_passes(rank, step.machine), observers)

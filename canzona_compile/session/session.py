@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.error_origin import first_line
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.errors import CanzonaError, RankMismatch
+from canzona_compile.errors import CanzonaError, RankMismatch, problem_of
 from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
@@ -21,16 +22,18 @@ from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.meeting import Meeting, meet_all
-from canzona_compile.runtime.process_groups import Groups, current_device
+from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement
+from canzona_compile.runtime.step_clock import during
 from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
 from canzona_compile.session.gathered import Consolidated, Ranks, partners, shown
 from canzona_compile.session.given_layout import check_marked, shardings_of
 from canzona_compile.session.gradient_checks import check_gradient
+from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.param_names import named_params
-from canzona_compile.session.plan import Plan, lower, make_plan
+from canzona_compile.session.plan import Plan, make_plan, whole
 from canzona_compile.session.step_driver import StepDriver
 
 
@@ -50,6 +53,7 @@ class Session:
         groups: finds process groups by their ranks.
         driver: takes the steps of the current plan; None before the first step and after `close`.
         number: the number of steps that were begun.
+        measuring: measures steps when asked to.
         has_dummy_state: whether `optimizer.state` holds the state of a dummy step.
     """
 
@@ -62,6 +66,7 @@ class Session:
         self.observers: list[Observer] = []
         self.driver: StepDriver | None = None
         self.number = 0
+        self.measuring = Measuring()
         self.has_dummy_state = False
         self._agreement: RankAgreement | None = None
         self._consolidated: Consolidated | None = None
@@ -80,15 +85,20 @@ class Session:
         return next((param.device for param in params), torch.device("cpu"))
 
     def step(self) -> bool:
-        """Update all parameters once.
+        """Update all parameters once, and measure that if it is wanted.
 
         Returns:
-            Whether there is something new to report: the plan, or some of the parameters, took the first step.
+            Whether there is something new to report: the plan, or some of the parameters, took the first step, or
+            figures were measured.
 
         Raises:
             CanzonaError: the step cannot be taken. Every rank that shares tasks with this one raises. Nothing was
                 updated then, unless a collective broke: the micro-groups before that collective were updated.
         """
+        return self.measuring.step(self) if self.measuring.wanted else self.take_step()
+
+    def take_step(self) -> bool:
+        """Do what `step` does, and measure nothing else."""
         if self.lost:
             raise CanzonaError(
                 self.lost,
@@ -134,14 +144,16 @@ class Session:
         driver = self.driver
         self._check_unbroken()
         if driver is None or self._must_replan(driver):
-            self.release()
-            driver = self.driver = self._start()
+            with during(self.measuring.clock, "plan"):
+                self.release()
+                driver = self.driver = self._start()
+            driver.clock = self.measuring.clock
             self._settle(driver, "", None)
-        with self._telling():
+        with self.telling():
             return driver.step() and driver.last is not None
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def telling(self) -> Iterator[None]:
         """Inside this context, ranks communicate. An error ends that for good, and the others hear of it."""
         agreement = self._agreement
         assert agreement is not None
@@ -171,7 +183,8 @@ class Session:
         change: StepChange | None = None
         error: CanzonaError | None = None
         try:
-            change = driver.look()
+            with during(self.measuring.clock, "look"):
+                change = driver.look()
         except CanzonaError as found:
             error = found
         except Exception as found:  # whatever it is, the other ranks must hear of it instead of waiting
@@ -183,8 +196,8 @@ class Session:
     def _settle(self, driver: StepDriver, change: str, error: CanzonaError | None) -> None:
         """Raise unless every rank found what this rank found, reads the same numbers, and can take the step."""
         assert self._agreement is not None
-        with self._telling():
-            verdict = self._agreement.settle(driver.numbers(), change, error)
+        with self.telling(), during(self.measuring.clock, "agree"):
+            verdict = self._agreement.settle(self.measuring.marked(driver.numbers()), change, error)
         if verdict is not None:
             raise verdict
 
@@ -304,6 +317,7 @@ class Session:
         if self.driver is not None:
             self.driver.forget_programs()
         self.driver, self.has_dummy_state, self._consolidated = None, False, None
+        self.measuring.found = None
 
     # -- portable state between steps ----------------------------------------------------------------
 
@@ -325,6 +339,11 @@ class Session:
         """Return the meetings of some ranks with which this rank shares state."""
         assert self._agreement is not None
         return self._agreement.meeting_of(ranks)
+
+    def sharing(self) -> dict[Ranks, Callable[[str], list[str]]]:
+        """Find the sets of ranks that this rank shares tasks with, and what gathers a text from all ranks of each."""
+        assert self._agreement is not None
+        return {} if self.driver is None else {r: partial(self._agreement.share, r) for r in self.driver.numbers()}
 
     def partners(self) -> dict[Ranks, str]:
         """Find the sets of ranks that portable state is gathered from, and what each gathers, as text."""
@@ -379,22 +398,3 @@ class Session:
                 with current_device(self.device):
                     stack.enter_context(self.driver.store.shown_portably())
             yield
-
-
-def problem_of(check: Callable[[], None]) -> CanzonaError | None:
-    """The error that a check raises; None if it raises none."""
-    try:
-        check()
-    except CanzonaError as error:
-        return error
-    return None
-
-
-def whole(plan: Plan, options: Options) -> Step:
-    """Return the scheduled step of a plan in which all tasks have gradients."""
-    return lower(plan.owned, [task.name for task in plan.owned.tasks], options)[0]
-
-
-def distributed() -> bool:
-    """Tell whether there is a default process group."""
-    return dist.is_available() and dist.is_initialized()

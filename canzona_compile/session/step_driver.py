@@ -18,6 +18,7 @@ from canzona_compile.ir.program_ops import Watch
 from canzona_compile.options import Options
 from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.session.audit import Audit
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.eager_context import PlanContext
@@ -65,6 +66,7 @@ class StepDriver:
         plan: the plan.
         store: the tensors of its tasks.
         programs: the cache of programs.
+        clock: notes the acts of a step that is measured; None otherwise.
         last: the program that the next step runs if nothing changes; None if there is none yet, or if the plan does not
             know the code of that step.
     """
@@ -92,6 +94,7 @@ class StepDriver:
         self._maker = ProgramMaker(plan, options, rank, observers, self.store, sources)
         self.programs = ProgramCache(self._maker.of_variants)
         self.last: BoundProgram | None = None
+        self.clock: StepClock | None = None
         self._elementwise = LocalStep(optimizer, plan.elementwise)
         self._shadow = CounterShadow(optimizer)
         self._numbers = SharedNumbers(optimizer, plan)
@@ -302,18 +305,20 @@ class StepDriver:
         if ready:
             self._met.add(self._shared_lineup)
             expected = [] if self._audit is None else self._audit.before(ready)
+            with during(self.clock, "plan"):
+                program = self._program(ready)  # of a joint step, reports show both programs as one
             if self._joint is None:
-                self._program(ready).executor.run()
+                self._run(program)
             else:
-                self._joint.step(ready, lambda lineup: self.programs.get(ProgramKey(ready, lineup)).executor.run())
-                self._program(ready)  # reports show both of its programs as one
+                self._joint.step(ready, lambda lineup: self._run(self.programs.get(ProgramKey(ready, lineup))))
             if self._audit is not None:
                 self._audit.after(expected)
             self.cohorts.show_counters()
             self.store.interpreted(ready)
         if fresh:
             self._first_steps(fresh)
-        self._elementwise.step()
+        with during(self.clock, "local"):
+            self._elementwise.step()
         if self.capture.counts:
             self._shadow.count()
         self._residents.count()
@@ -350,7 +355,15 @@ class StepDriver:
     def _first_steps(self, fresh: Names) -> None:
         """Create the state of these tasks by running the optimizer's own code."""
         with self.store.first_steps(fresh):
-            self._maker.of_first_steps(fresh).executor.run()
+            self._run(self._maker.of_first_steps(fresh))
+
+    def _run(self, program: BoundProgram) -> None:
+        if self.clock is None:
+            program.executor.run()
+        else:
+            with self.clock.during("plan"):
+                program.executor.timed()
+            program.executor.run_timed(self.clock)
 
     def _foresee(self, ready: Names, fresh: Names) -> None:
         """Make the program of the next step now, because the report shows it."""

@@ -1,1 +1,1 @@
-"""What stands beside `step()`: planning without a cluster, simulation, calibration, verification, tuning."""
+"""What stands beside `step()`: planning without a cluster, calibration, verification, profiling, tuning."""

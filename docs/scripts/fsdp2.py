@@ -24,6 +24,10 @@ muon = canzona_compile.wrap(muon)  # the line; it returns the same object
 
 torch.manual_seed(dist.get_rank())  # other data on every rank
 for step in range(20):
+    # --8<-- [start:measure]
+    if step == 10:
+        muon.canzona.measure(steps=5)
+    # --8<-- [end:measure]
     tokens = torch.randint(256, (256,))
     loss = nn.functional.cross_entropy(model(tokens), (tokens + 1) % 256)
     loss.backward()

@@ -41,7 +41,8 @@ class FakeStream:
 class FakeEvent:
     """Stands in for `torch.cuda.Event`: what the stream had to do when the event was recorded."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self.timed, self.happened = enable_timing, 0
         self.items: list[Item] = []
         self.capture: Capture | None = None
         self.clock: dict[Queue, int] = {}
@@ -53,7 +54,16 @@ class FakeEvent:
         if capture is not None and stream.queue in capture.lanes:
             self.capture, self.clock = capture, capture.clock_of(stream.queue)
         else:
+            if self.timed:
+                scheduler = stream.device.scheduler
+                stream.device.put("a timed event", lambda: setattr(self, "happened", scheduler.count))
             self.items = stream.queue.tail
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Stands in for milliseconds: how many items all devices did between the two events."""
+        if any(not item.done for event in (self, end) for item in event.items):
+            raise RuntimeError("the event has not happened yet")
+        return float(end.happened - self.happened)
 
     def wait(self, stream: FakeStream | None = None) -> None:
         stream = stream or current_device().current

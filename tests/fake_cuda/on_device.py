@@ -63,9 +63,9 @@ class DeviceExecutor(Executor):
         with plainly():
             return super().arguments()
 
-    def run(self) -> None:
+    def _run(self, launch: Callable[..., None]) -> None:
         with self._operators():
-            super().run()
+            super()._run(launch)
 
 
 def settled(function: Callable[..., Any]) -> Callable[..., Any]:

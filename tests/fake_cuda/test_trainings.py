@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import canzona_compile
+from canzona_compile.runtime.step_clock import StepClock
 from canzona_compile.session.session import Session
+from tests.fake_cuda.device import current_device
 from tests.fake_cuda.trainings import RankResult, Script, plain_training, run_script, wrong
 from tests.harness.layouts import Case
 from tests.harness.marks import also, first
@@ -37,6 +41,13 @@ def rate(value: float) -> Any:
 def reload(optimizer: Any) -> None:
     """Load the optimizer's own state: its plan is given up, and recordings with it."""
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def measure(optimizer: Any) -> None:
+    """Measure two steps, by events of the device."""
+    if canzona_compile.is_wrapped(optimizer):
+        optimizer.canzona.measure(2)
+        optimizer.canzona.session.measuring.clock = StepClock(torch.device("cuda", current_device().index))
 
 
 SCRIPTS: dict[str, dict[str, Any]] = {
@@ -101,6 +112,27 @@ def test_many_orders(case: Case) -> None:
         except Exception as error:  # such as a poisoned read
             bad.append(f"{where}: {error}")
     assert bad == []
+
+
+@pytest.mark.parametrize("seed", [0, *also([1, 2])])
+def test_measured_steps(seed: int) -> None:
+    """The bits stay, recordings go on, and each lane does one thing after the other."""
+    options = {"micro_groups": 2, "strategy": "owner"}
+    script = Script("muon", CASES[0], steps=7, edits={3: measure}, options=options)
+    results = run_script(script, seed)
+    assert wrong(results) == []
+    for result in results:
+        assert result.waits == 0, "the host waits for the device once, after the last step"
+        assert "recorded" in result.how[-1]
+        assert len(result.measured) == 2
+        for taken in result.measured:
+            lanes = {lane: [s for s in taken.spans if s.lane == lane] for lane in ("compute", "pack")}
+            assert {"prepare", "apply", "wait gather"} <= {s.act for s in lanes["pack"]}
+            assert {"compute", "wait stream", "agree", "other"} <= {s.act for s in lanes["compute"]}
+            for spans in lanes.values():
+                assert all(s.start <= s.end for s in spans)
+                assert all(a.end <= b.start for a, b in pairwise(spans))
+            assert 0 < taken.exposed <= taken.seconds
 
 
 @pytest.mark.full

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
+from canzona_compile.runtime.step_clock import MeasuredStep
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.fake_cuda.device import current_device
@@ -78,6 +79,7 @@ class RankResult:
         how: after each step, how its program runs.
         waits: how often it waited for the device.
         steady: its calls of `torch.cuda` in the last step, if it is the only rank.
+        measured: what its clock saw of the steps that were measured.
     """
 
     different: list[str]
@@ -85,6 +87,7 @@ class RankResult:
     how: list[str]
     waits: int
     steady: Counter[str]
+    measured: tuple[MeasuredStep, ...] = ()
 
 
 def plain_training(script: Script) -> Plain:
@@ -152,7 +155,9 @@ def train(script: Script, plain: Plain, counts: Counter[str], rank: int) -> Rank
     waits = device.waits
     look()
     values = [local_of(param).clone() for param in laid.params]
-    return RankResult([*differences(plain, optimizer, laid)], values, how, waits, steady)
+    found = optimizer.canzona.session.measuring.found
+    measured = () if found is None else found.own
+    return RankResult([*differences(plain, optimizer, laid)], values, how, waits, steady, measured)
 
 
 def run_script(script: Script, seed: int | None, plain: Plain | None = None) -> list[RankResult]:

@@ -222,7 +222,7 @@ def test_json_has_the_fields_of_schema_1() -> None:
             "wire_bytes_per_element",
         ),
         *("imbalance", "predicted_seconds", "templates", "micro_groups", "tasks", "loads"),
-        *("local", "fallbacks", "suggestions", "schedule", "profile", "data_parallel"),
+        *("local", "fallbacks", "suggestions", "schedule", "profile", "data_parallel", "measured"),
     }
     assert set(found["tasks"][0]) == {
         *("name", "shape", "template", "layout", "owner", "micro_group", "strategy"),

@@ -41,6 +41,10 @@ def replace_leaf(trainer: Trainer) -> None:
     state["momentum_buffer"] = torch.zeros(24, 60)
 
 
+def measured(trainer: Trainer) -> None:
+    trainer.optimizer.canzona.measure()
+
+
 def wrong_gradient(trainer: Trainer) -> None:
     trainer.params[2].grad = None
     param = trainer.params[2]
@@ -67,6 +71,7 @@ DIFFERENCES = [
     (partial(set_hyper, name="lr", value=0.5), {"RankMismatch"}, ("lr=0.5", "lr=0.02")),
     (partial(set_hyper, name="weight_decay", value=0.7), {"RankMismatch"}, ("weight_decay=0.7",)),
     (partial(set_hyper, name="note", value="more"), {"RankMismatch"}, ("note",)),
+    (measured, {"RankMismatch"}, ("measure() has measured 0 of 5 steps",)),
     (tensor_rate, {"RankMismatch", "InvalidGradient"}, ()),
     (clear_state, {"InvalidGradient"}, ("rank 0: no change", "the state is gone of first")),
     (replace_leaf, {"RankMismatch", "CanzonaError"}, ("second", "replaced or removed")),

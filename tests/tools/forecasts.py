@@ -10,6 +10,7 @@ from itertools import pairwise
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.layout import Shape
 from canzona_compile.report.schema import LoadReport
+from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Memory, RankSummary, Simulation, Span
 from canzona_compile.tools.planning.figures import (
     Alternative,
     Forecast,
@@ -19,7 +20,6 @@ from canzona_compile.tools.planning.figures import (
     TaskForecast,
     TemplateForecast,
 )
-from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, Memory, RankSummary, Simulation, Span
 
 # What users may call a parameter, and what a page must survive.
 NASTY = (

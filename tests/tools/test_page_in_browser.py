@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from canzona_compile.simulation.figures import Simulation, Span
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.page import page
-from canzona_compile.tools.simulation.figures import Simulation, Span
 from tests.harness.marks import crossed
 from tests.tools.forecasts import NASTY, forecast, nasty
 

@@ -14,10 +14,10 @@ import canzona_compile
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket, BucketSlice
 from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.simulation.bucket_traffic import Transfer, gathering, reduction
+from canzona_compile.simulation.model_passes import BucketLoad, backward_pass, forward_pass
 from canzona_compile.tools.planning.plan import matrices_of
 from canzona_compile.tools.planning.weights import from_module, from_shapes, preset
-from canzona_compile.tools.simulation.bucket_traffic import Transfer, gathering, reduction
-from canzona_compile.tools.simulation.model_passes import BucketLoad, backward_pass, forward_pass
 
 H100 = named_hardware("h100")
 RANKS = (0, 8, 16, 24)

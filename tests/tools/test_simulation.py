@@ -27,8 +27,8 @@ from canzona_compile.passes import (
     Schedule,
 )
 from canzona_compile.report.build import wire_bytes
-from canzona_compile.tools.simulation.simulate import simulate, teams
-from canzona_compile.tools.simulation.traffic import Boxes, GroupTraffic, traffic
+from canzona_compile.simulation.simulate import simulate, teams
+from canzona_compile.simulation.traffic import Boxes, GroupTraffic, traffic
 from tests.harness.marks import also, crossed
 from tests.harness.samples import grid_of, muon_step, toy_step
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_compile.tools.simulation.engine import (
+from canzona_compile.simulation.engine import (
     Collective,
     CollectiveShare,
     ComputeOp,
@@ -19,7 +19,7 @@ from canzona_compile.tools.simulation.engine import (
     Start,
     Wait,
 )
-from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE
+from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE
 from tests.harness.untimed import untimed
 
 

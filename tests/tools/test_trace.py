@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Memory, Simulation, Span
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.trace import MOST_ARROWS, MOST_NAMES, micro, trace, tracks
-from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, Memory, Simulation, Span
 from tests.tools.forecasts import NASTY, forecast, ordered
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "data" / "chrome_trace.schema.json").read_text(encoding="utf-8"))

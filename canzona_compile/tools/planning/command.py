@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import get_args
@@ -20,6 +21,7 @@ from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.options import Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
+from canzona_compile.report.measured import read_measured
 from canzona_compile.tools.planning.difference import difference, difference_table
 from canzona_compile.tools.planning.page import check_installed
 from canzona_compile.tools.planning.passes import TOKENS
@@ -60,6 +62,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--bucket-bytes", type=int, default=BUCKET_BYTES, metavar="BYTES", help="zero1: a bucket's size (%(default)s)")
     add("--tokens", type=int, default=TOKENS, metavar="N", help="zero1: of a dp rank in a step (%(default)s)")
     add("--gather", choices=get_args(GatherAt), default="step", help="zero1: parameters, when (%(default)s)")
+    add("--measured", metavar="FILE", help="a report of a run, as JSON: its measured steps are shown beside the plan")
     add("--rank", type=int, metavar="N", help="a rank whose timeline is wanted")
     add("--no-alternatives", action="store_true", help="predict this plan alone")
     add("--format", choices=FORMATS, default="table", help="(%(default)s)")
@@ -73,6 +76,7 @@ def run(given: Namespace) -> int:
         check_installed()
     if given.output is not None:
         check_output(given.output)  # before planning, because a large plan takes a while
+    measured = None if given.measured is None else read_measured(given.measured)
     with progress(given.quiet) as say:
         made = plan(
             model_of(given),
@@ -94,6 +98,8 @@ def run(given: Namespace) -> int:
             alternatives=not given.no_alternatives,
             say=say,
         )
+    if measured is not None:
+        made = replace(made, forecast=replace(made.forecast, measured=measured))
     if given.format == "table" and given.output is None:
         Console(width=None if sys.stdout.isatty() else 120).print(made)
         return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.report.schema import LoadReport
-from canzona_compile.tools.simulation.figures import Simulation, Span
+from canzona_compile.report.schema import LoadReport, MeasuredReport
+from canzona_compile.simulation.figures import Simulation, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +192,7 @@ class Forecast:
         options: the options of the request, by name, as text.
         zero1: the buckets and what happens before and after the step; None unless updates are "zero1".
         assumptions: what the predictions assume beside the rates, in words.
+        measured: what a run measured, to be shown beside; None if nothing was given.
     """
 
     fingerprint: str
@@ -215,3 +216,4 @@ class Forecast:
     alternatives: tuple[Alternative, ...]
     assumptions: tuple[str, ...]
     zero1: Zero1Forecast | None = None
+    measured: MeasuredReport | None = None

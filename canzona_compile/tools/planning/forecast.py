@@ -1,6 +1,6 @@
 """Makes a forecast of a scheduled step: simulates the step and its alternatives, and sums up the figures.
 
-Seconds of whole steps come from the simulation (`tools.simulation`). Seconds of one matrix by itself, and of
+Seconds of whole steps come from the simulation (`simulation`). Seconds of one matrix by itself, and of
 strategies, come from the FLOPs and bytes of its graphs (`analysis.roofline`).
 """
 
@@ -24,6 +24,8 @@ from canzona_compile.passes import relowering_passes
 from canzona_compile.report.build import rank_loads
 from canzona_compile.report.schema import LoadReport
 from canzona_compile.report.units import format_flops
+from canzona_compile.simulation.figures import Simulation
+from canzona_compile.simulation.simulate import simulate
 from canzona_compile.tools.planning.figures import (
     Alternative,
     Forecast,
@@ -36,8 +38,6 @@ from canzona_compile.tools.planning.lowered import LoweredPlan
 from canzona_compile.tools.planning.request import Request
 from canzona_compile.tools.planning.strategies import strategies
 from canzona_compile.tools.planning.zero1_figures import zero1_assumptions, zero1_forecast
-from canzona_compile.tools.simulation.figures import Simulation
-from canzona_compile.tools.simulation.simulate import simulate
 
 ABOUT = {
     "static": "the rank in whose share of the buffer a matrix starts (Canzona's equation 1)",

@@ -19,6 +19,7 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from canzona_compile.ir.hardware import RATES, Curve, Hardware, Link
+from canzona_compile.report.measured_table import error_text, measured_caption, rates_text
 from canzona_compile.report.units import format_bytes, format_flops, plural
 from canzona_compile.tools.planning.figures import Alternative, Forecast
 from canzona_compile.tools.planning.page_charts import charts, metrics
@@ -46,7 +47,8 @@ def document(forecast: Forecast) -> str:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     environment.filters |= {"period": period, "bytes": format_bytes, "flops": format_flops, "share": share}
-    environment.filters |= {"formula": formula, "against": against}
+    environment.filters |= {"formula": formula, "against": against, "error": error_text}
+    environment.filters |= {"caption": measured_caption, "rates_text": rates_text}
     environment.globals |= {"plural": plural, "digest": digest, "strategy_words": STRATEGY_WORDS}
     figures = {name: figure.to_plotly_json() for name, figure in charts(forecast).items()}
     template = environment.from_string(

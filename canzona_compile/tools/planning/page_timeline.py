@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import plotly.graph_objects as go
 
 from canzona_compile.report.units import format_bytes, plural
+from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
 from canzona_compile.tools.planning.page_style import (
     BLUE,
     GREEN,
@@ -22,7 +23,6 @@ from canzona_compile.tools.planning.page_style import (
     share,
 )
 from canzona_compile.tools.planning.trace import tracks
-from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
 
 MOST_DRAWN = 2500  # bars in one chart
 MOST_NAMES = 8  # of matrices in the text at the pointer; a click lists all

@@ -10,15 +10,15 @@ from canzona_compile.analysis.roofline import TYPICAL
 from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.tools.planning.mesh import Mesh
-from canzona_compile.tools.planning.weights import Model, ModelWeight
-from canzona_compile.tools.simulation.model_passes import (
+from canzona_compile.simulation.model_passes import (
     BucketLoad,
     SimulatedPass,
     backward_pass,
     bucket_load,
     forward_pass,
 )
+from canzona_compile.tools.planning.mesh import Mesh
+from canzona_compile.tools.planning.weights import Model, ModelWeight
 
 TOKENS = 8192  # of a data-parallel rank in a step: 4 sequences of 2048
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from canzona_compile.ir.hardware import Curve, Hardware, Link
 from canzona_compile.report.charts import FILLS, event, load_chart, timeline
+from canzona_compile.report.measured_table import measured_caption, measured_table
 from canzona_compile.report.sections import (
     MicroGroupRow,
     Section,
@@ -31,9 +32,9 @@ from canzona_compile.report.units import (
     format_shape,
     plural,
 )
+from canzona_compile.simulation.figures import COMPUTE, STREAMS
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.zero1_table import PLANS, phases, plans
-from canzona_compile.tools.simulation.figures import COMPUTE, STREAMS
 
 MOST_LANES = 4  # ranks of the timeline
 
@@ -57,6 +58,7 @@ def table(forecast: Forecast) -> RenderableType:
                 "backward, step, next forward pass, simulated; their numbers are buckets",
                 phases(forecast),
             ),
+            Section("Measured", measured_caption(forecast.measured), measured_table(forecast.measured)),
             Section("Load", "FLOPs of each rank per step", load_chart(forecast.loads, forecast.imbalance)),
             Section("Timeline", f"simulated{some_ranks}", simulated(forecast)),
             Section("Strategies", "of each template's matrices, alone on their ranks", strategies(forecast)),

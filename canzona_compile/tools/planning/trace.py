@@ -1,4 +1,4 @@
-"""A forecast as a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+"""A forecast, or measured steps, as a trace in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 
 The trace has a process per rank and a thread per stream. Arrows join the transfers of one collective, and a counter
 shows the buffers.
@@ -7,13 +7,14 @@ shows the buffers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, groupby
 from operator import attrgetter
 from typing import Any
 
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
 from canzona_compile.tools.planning.figures import Forecast
-from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
 
 SCHEMA = 1
 MOST_NAMES = 100  # how many names a span lists; the rest is a number
@@ -26,23 +27,36 @@ TraceEvent = dict[str, Any]
 
 def trace(forecast: Forecast) -> dict[str, Any]:
     """Return the simulated step as the object form of a trace: `json.dump` it to a file."""
-    simulation = forecast.simulation
+    other = {
+        "fingerprint": forecast.fingerprint,
+        "model": forecast.model,
+        "optimizer": forecast.optimizer,
+        "ranks": len(forecast.simulation.ranks),
+    }
+    return written(forecast.simulation, forecast.hardware, other)
+
+
+def written(simulation: Simulation, hardware: Hardware, other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return spans, simulated or measured, as the object form of a trace.
+
+    Args:
+        simulation: the spans.
+        hardware: the machine.
+        other: what else to say of them.
+    """
     rows = tracks(simulation.spans)
     timed = [*spans(simulation, rows), *arrows(simulation, rows), *buffers(simulation)]
     # A stable sort: an arrow must come after the span that it starts in.
     timed.sort(key=lambda event: event["ts"])
     return {
-        "traceEvents": [*names(forecast, rows), *timed],
+        "traceEvents": [*names(simulation, hardware, rows), *timed],
         "displayTimeUnit": "ms" if simulation.seconds >= 1e-3 else "ns",
         "otherData": {
             "schema": SCHEMA,
-            "fingerprint": forecast.fingerprint,
-            "model": forecast.model,
-            "optimizer": forecast.optimizer,
-            "hardware": forecast.hardware.name,
-            "assumed_rates": list(forecast.hardware.assumed),
+            **other,
+            "hardware": hardware.name,
+            "assumed_rates": list(hardware.assumed),
             "seconds": simulation.seconds,
-            "ranks": len(simulation.ranks),
             "shown": list(simulation.shown),
         },
     }
@@ -65,14 +79,13 @@ def tracks(all_spans: Sequence[Span]) -> list[int]:
     return rows
 
 
-def names(forecast: Forecast, rows: Sequence[int]) -> Iterator[TraceEvent]:
+def names(simulation: Simulation, hardware: Hardware, rows: Sequence[int]) -> Iterator[TraceEvent]:
     """Name the processes and threads, and order them."""
-    simulation = forecast.simulation
     used = {(s.rank, thread(s, row)): s.stream for s, row in zip(simulation.spans, rows, strict=True)}
     for rank in simulation.shown:
         yield named(rank, 0, "process_name", name=f"rank {rank}")
         yield named(rank, 0, "process_sort_index", sort_index=rank)
-        yield named(rank, 0, "process_labels", labels=f"node {rank // forecast.hardware.ranks_per_node}")
+        yield named(rank, 0, "process_labels", labels=f"node {rank // hardware.ranks_per_node}")
     for (rank, tid), stream in sorted(used.items()):
         yield named(rank, tid, "thread_name", name=TITLES[stream])
         yield named(rank, tid, "thread_sort_index", sort_index=tid)
@@ -84,6 +97,11 @@ def named(pid: int, tid: int, what: str, /, **args: object) -> TraceEvent:
 
 def thread(span: Span, row: int) -> int:
     return 1 + TRACKS * STREAMS.index(span.stream) + row
+
+
+def title(span: Span) -> str:
+    """The act and the micro-group, if it is of one."""
+    return f"{span.act.removeprefix('start ')} {span.group if span.group >= 0 else ''}".rstrip()
 
 
 def micro(seconds: float) -> float:
@@ -107,7 +125,7 @@ def spans(simulation: Simulation, rows: Sequence[int]) -> Iterator[TraceEvent]:
             "tid": thread(span, row),
             "ts": start,
             "dur": max(0.0, round(micro(span.end) - start, 6)),
-            "name": f"{span.act.removeprefix('start ')} {span.group}",
+            "name": title(span),
             "cat": "computation" if span.stream == COMPUTE else "communication",
             "args": args,
         }
@@ -128,7 +146,7 @@ def arrows(simulation: Simulation, rows: Sequence[int]) -> Iterator[TraceEvent]:
             if pair[0].rank != first.rank:
                 others.setdefault(pair[0].rank, pair)
         for other, other_row in list(others.values())[:MOST_ARROWS]:
-            number, name = next(numbers), f"{first.act.removeprefix('start ')} {first.group}"
+            number, name = next(numbers), title(first)
             yield arrow("s", number, name, first, row)
             yield arrow("f", number, name, other, other_row) | {"bp": "e"}
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.report.schema import LoadReport
+from canzona_compile.simulation.figures import Simulation
 from canzona_compile.tools.planning.figures import PhaseForecast, Zero1Forecast
 from canzona_compile.tools.planning.passes import Passes
-from canzona_compile.tools.simulation.figures import Simulation
 
 
 def zero1_forecast(

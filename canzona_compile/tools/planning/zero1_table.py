@@ -10,8 +10,8 @@ from rich.text import Text
 from canzona_compile.report.charts import event, timeline
 from canzona_compile.report.sections import columns
 from canzona_compile.report.units import format_bytes, format_flops, format_seconds, plural
+from canzona_compile.simulation.figures import STREAMS
 from canzona_compile.tools.planning.figures import Alternative, Forecast, Zero1Forecast
-from canzona_compile.tools.simulation.figures import STREAMS
 
 PHASES = ("phase", "time", "exposed", "data-parallel traffic", "collectives")
 PLANS = ("plan", "step", "max/mean", "makespan", "padding", "traffic", "exposed", "buffers")

@@ -24,6 +24,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of build and of random gradients (%(default)s)")
     add("--limit", type=float, default=600.0, metavar="SECONDS", help="until the processes are ended (%(default)s)")
     add("--json", action="store_true", help="print JSON instead of a table")
+    add_options_of_wrap(parser)
+
+
+def add_options_of_wrap(parser: ArgumentParser) -> None:
+    """Add the options of `wrap` that `verify` takes."""
     wrap = parser.add_argument_group("options of wrap")
     for name, kind in (("strategy", StrategyOption), ("numerics", Numerics), ("missing-grads", MissingGrads)):
         wrap.add_argument(f"--{name}", choices=get_args(kind))

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from canzona_compile.tools.simulation.figures import COMPUTE, NETWORK, NODE, Span
+from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Span
 
 
 @dataclass(frozen=True, slots=True)

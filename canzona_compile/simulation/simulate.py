@@ -18,7 +18,7 @@ from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Act, Buffer, BufferUse, Event, Form, Phase, Step
-from canzona_compile.tools.simulation.engine import (
+from canzona_compile.simulation.engine import (
     Collective,
     CollectiveShare,
     ComputeOp,
@@ -28,8 +28,8 @@ from canzona_compile.tools.simulation.engine import (
     Start,
     Wait,
 )
-from canzona_compile.tools.simulation.figures import Memory, RankSummary, Simulation
-from canzona_compile.tools.simulation.traffic import Boxes, GroupTraffic, traffic
+from canzona_compile.simulation.figures import Memory, RankSummary, Simulation
+from canzona_compile.simulation.traffic import Boxes, GroupTraffic, traffic
 
 MOST_SHOWN = 16  # how many ranks of a large job keep their spans
 
@@ -93,7 +93,8 @@ def simulate(
     )
     spans = tuple(sorted(outcome.spans, key=lambda s: (s.rank, s.start, s.stream)))
     sent = tuple((group, str(phase), total) for (group, phase), total in player.totals.items())
-    return Simulation(outcome.seconds, summaries, tuple(sorted(visible)), spans, tuple(memory), sent)
+    acts = tuple(seconds_by_act(player, outcome, visible).items())
+    return Simulation(outcome.seconds, summaries, tuple(sorted(visible)), spans, tuple(memory), sent, acts)
 
 
 def chosen(groups: Collection[GroupTraffic], ranks: int) -> frozenset[int]:
@@ -105,6 +106,15 @@ def chosen(groups: Collection[GroupTraffic], ranks: int) -> frozenset[int]:
     if ranks <= MOST_SHOWN:
         return frozenset(order)
     return frozenset(order[i * (ranks - 1) // (MOST_SHOWN - 1)] for i in range(MOST_SHOWN))
+
+
+def seconds_by_act(player: Player, outcome: SimulatedRun, visible: Collection[int]) -> dict[str, float]:
+    """Return how long each act of the schedule takes the mean visible rank. A rank does one thing after the other."""
+    found: dict[str, float] = defaultdict(float)
+    for (event, rank), place in player.position.items():
+        begin, end = outcome.moments[rank][place]
+        found[str(event.act)] += (end - begin) / len(visible)
+    return dict(found)
 
 
 class Player:
@@ -183,8 +193,8 @@ class Player:
             Collective("meet", event.micro_group, ranks, (CollectiveShare(0.0, 0.0),) * len(ranks), self.latency(ranks))
         )
         for rank in ranks:
-            self.add(event, rank, Start(len(self.collectives) - 1))
-            self.operations[rank].append(Wait(len(self.collectives) - 1))
+            self.operations[rank].append(Start(len(self.collectives) - 1))
+            self.add(event, rank, Wait(len(self.collectives) - 1))
 
     def latency(self, ranks: tuple[int, ...]) -> float:
         return exchange_seconds(self.hardware.link(ranks), 0.0, len(ranks))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.hardware import Hardware
-from canzona_compile.tools.simulation.bucket_traffic import Transfer, gathering, reduction
-from canzona_compile.tools.simulation.engine import (
+from canzona_compile.simulation.bucket_traffic import Transfer, gathering, reduction
+from canzona_compile.simulation.engine import (
     Collective,
     CollectiveShare,
     ComputeOp,
@@ -21,7 +21,7 @@ from canzona_compile.tools.simulation.engine import (
     Start,
     Wait,
 )
-from canzona_compile.tools.simulation.figures import Span
+from canzona_compile.simulation.figures import Span
 
 IN_FLIGHT = 2  # buckets whose collectives are under way at once, as in the runtime
 CALLS = 8  # operators that copy a slice, the views and the hook of its parameter among them

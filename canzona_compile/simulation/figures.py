@@ -76,6 +76,7 @@ class Simulation:
         ranks: a summary of each rank, in order.
         spans, memory: of the ranks in `shown` only.
         sent: (micro-group, phase, bytes that ranks send to other ranks).
+        acts: (act of the schedule, seconds that it takes the mean rank of those in `shown`, waiting included).
     """
 
     seconds: float
@@ -84,3 +85,4 @@ class Simulation:
     spans: tuple[Span, ...]
     memory: tuple[Memory, ...]
     sent: tuple[tuple[int, str, int], ...] = ()
+    acts: tuple[tuple[str, float], ...] = ()

@@ -1,0 +1,192 @@
+"""The figures of measured steps, with predictions beside them.
+
+The predictions are those of the simulation: it plays the steps that were measured, with the rates that the plan knows.
+The host's bookkeeping is part of its prepare and is taken out of it here, because a clock sees it elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from canzona_compile.analysis.roofline import hardware_of
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.step import Step
+from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
+from canzona_compile.session.measuring import Measurement
+from canzona_compile.simulation.model_passes import backward_pass, bucket_load, forward_pass
+from canzona_compile.simulation.simulate import simulate
+
+OTHER = "other"
+# In the order in which a step has them.
+ORDER = (
+    *("reduce", "look", "agree", "plan", "meet", "prepare", "gather", "compute", "scatter", "exchange", "apply"),
+    *("stream", "local", "gather params", OTHER),
+)
+ABOUT = {
+    "reduce": "gradients to owners, during backward",
+    "look": "what changed, which code runs, with which numbers",
+    "agree": "ranks compare that, and wait for the last one to come",
+    "plan": "programs, or a plan, for what was not there before",
+    "meet": "ranks that share no exchange wait for one another",
+    "prepare": "elementwise work on fragments, and packing",
+    "gather": "fragments to owners",
+    "compute": "owners' work, with unpacking and packing",
+    "scatter": "updates to fragments",
+    "exchange": "updates between replicas",
+    "apply": "parameters and state are written",
+    "stream": "a stream waits for another one",
+    "local": "parameters without communication",
+    "gather params": "parameters from owners to all ranks",
+    OTHER: "the rest of the step",
+}
+
+
+def measured_report(measurement: Measurement | None, reported: Step) -> MeasuredReport | None:
+    """Sum up a measurement.
+
+    Args:
+        measurement: the measured steps; None if nothing was measured.
+        reported: the step that the report shows. One with buckets stands for all measured ones.
+
+    Returns:
+        The figures; None if nothing was measured.
+    """
+    if measurement is None:
+        return None
+    ranks = measurement.ranks
+    count = len(measurement.steps)
+    hardware = hardware_of(reported.machine)
+    taken = {rank: [by_phase(acts) for acts in own.acts] for rank, own in ranks.items()}
+    names = {name for steps in taken.values() for own in steps for name in own}
+    ran = () if reported.buckets else tuple(step for step in measurement.steps if step is not None)
+    expected, seconds = predicted(ran or (reported,), hardware)
+    mean = statistics.fmean(s for own in ranks.values() for s in own.seconds)
+    phases = tuple(
+        measured_phase(name, {rank: [own.get(name, 0.0) for own in steps] for rank, steps in taken.items()}, expected)
+        for name in ORDER
+        if name in names
+    )
+    return MeasuredReport(
+        steps=count,
+        ranks=len(ranks),
+        clock="CUDA events, call by call" if measurement.device == "cuda" else "the clock of each rank",
+        seconds=mean,
+        worst_seconds=max(statistics.fmean(own.seconds[i] for own in ranks.values()) for i in range(count)),
+        predicted_seconds=seconds,
+        error=seconds / mean - 1 if mean else None,
+        exposed=statistics.fmean(s for own in ranks.values() for s in own.exposed),
+        exposed_worst=max(statistics.fmean(own.exposed) for own in ranks.values()),
+        overlapped=max(0.0, sum(p.mean for p in phases) - mean) if measurement.device == "cuda" else 0.0,
+        assumed=hardware.assumed,
+        phases=phases,
+    )
+
+
+def read_measured(path: str | Path) -> MeasuredReport:
+    """Read the measured steps of a report that was written as JSON.
+
+    Raises:
+        CanzonaError: there is no such file, or it holds no report with measured steps.
+    """
+    hint = "write one with profile --json, or optimizer.canzona.report().to_json() after measure()"
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CanzonaError(f"it cannot be read: {error}", at=str(path), hint=hint) from error
+    measured = found.get("measured") if isinstance(found, dict) else None
+    if measured is None:
+        raise CanzonaError("it holds no measured steps", at=str(path), hint=hint)
+    try:
+        phases = tuple(MeasuredPhase(**one) for one in measured["phases"])
+        return MeasuredReport(**{**measured, "phases": phases, "assumed": tuple(measured["assumed"])})
+    except (TypeError, KeyError) as error:
+        raise CanzonaError(f"its measured steps have other fields: {error}", at=str(path), hint=hint) from error
+
+
+def by_phase(acts: Mapping[str, float]) -> dict[str, float]:
+    """Add up acts by phase: "start gather" and "wait gather" are both of "gather"."""
+    found: dict[str, float] = defaultdict(float)
+    for act, seconds in acts.items():
+        found[phase_of(act)] += seconds
+    return dict(found)
+
+
+def phase_of(act: str) -> str:
+    """The phase of an act of a measured, or of a simulated, step."""
+    return act.removeprefix("start ").removeprefix("wait ")
+
+
+def measured_phase(name: str, taken: Mapping[int, Sequence[float]], expected: Mapping[str, float]) -> MeasuredPhase:
+    """Sum up one phase.
+
+    Args:
+        name: of the phase.
+        taken: by rank, its seconds in each step.
+        expected: predicted seconds by phase.
+    """
+    steps = [statistics.fmean(own) for own in zip(*taken.values(), strict=True)]
+    by_rank = {rank: statistics.fmean(own) for rank, own in taken.items()}
+    slowest = max(by_rank, key=by_rank.__getitem__)
+    mean = statistics.fmean(steps)
+    predicted = expected.get(name)
+    return MeasuredPhase(
+        name=name,
+        about=ABOUT[name],
+        mean=mean,
+        median=statistics.median(steps),
+        worst=max(steps),
+        slowest_rank=slowest,
+        slowest=by_rank[slowest],
+        skew=by_rank[slowest] / mean if mean else 1.0,
+        predicted=predicted,
+        error=None if predicted is None or not mean else predicted / mean - 1,
+    )
+
+
+def predicted(steps: Sequence[Step], hardware: Hardware) -> tuple[dict[str, float], float]:
+    """Predict the mean of some steps.
+
+    Args:
+        steps: the steps, of which many may be the same one.
+        hardware: the rates.
+
+    Returns:
+        Seconds by phase, and seconds of a whole step.
+    """
+    known: dict[int, tuple[dict[str, float], float]] = {}
+    total: dict[str, float] = defaultdict(float)
+    whole = 0.0
+    for step in steps:
+        if id(step) not in known:
+            known[id(step)] = predicted_step(step, hardware)
+        phases, seconds = known[id(step)]
+        whole += seconds / len(steps)
+        for name, own in phases.items():
+            total[name] += own / len(steps)
+    return dict(total), whole
+
+
+def predicted_step(step: Step, hardware: Hardware) -> tuple[dict[str, float], float]:
+    """Predict one step: seconds by phase, and of the whole step."""
+    found = simulate(step, hardware)
+    phases = by_phase(dict(found.acts))
+    held: dict[int, int] = defaultdict(int)  # by rank, how many matrices it keeps books of
+    for task in step.tasks:
+        for rank in task.layout.grid.members():
+            held[rank] += 1
+    if held and "prepare" in phases:
+        books = min(phases["prepare"], hardware.host * statistics.fmean(held.values()))
+        phases["prepare"] -= books
+        phases["look"] = books
+    seconds = found.seconds
+    if step.buckets:
+        loads, ranks = [bucket_load(b, 0.0, 0.0, hardware) for b in step.buckets], step.buckets[0].ranks
+        phases["reduce"] = backward_pass(loads, ranks, hardware).seconds
+        phases["gather params"] = forward_pass(loads, ranks, hardware, overlapped=False).seconds
+        seconds += phases["reduce"] + phases["gather params"]
+    return phases, seconds

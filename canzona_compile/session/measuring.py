@@ -1,0 +1,190 @@
+"""Measure some steps of a session, and bring the figures of all ranks together after the last one.
+
+Ranks have to measure the same steps. While they do, they compare that before every step, with the numbers that the
+step reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.step import Step
+from canzona_compile.runtime.meeting import Meeting, meet_all
+from canzona_compile.runtime.step_clock import OTHER, MeasuredStep, NotedStep, StepClock
+from canzona_compile.session.step_driver import StepDriver
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What one rank measured, by step.
+
+    Attributes:
+        seconds: of each step.
+        exposed: seconds of each step in which the rank waited for communication.
+        acts: seconds of each act of each step.
+    """
+
+    seconds: tuple[float, ...]
+    exposed: tuple[float, ...]
+    acts: tuple[Mapping[str, float], ...]
+
+    @classmethod
+    def of(cls, steps: list[MeasuredStep]) -> RankTimes:
+        """Those of the steps of this rank."""
+        return cls(
+            tuple(s.seconds for s in steps),
+            tuple(s.exposed for s in steps),
+            tuple(s.by_act() for s in steps),
+        )
+
+    def to_json(self) -> str:
+        return json.dumps([self.seconds, self.exposed, [dict(own) for own in self.acts]])
+
+    @classmethod
+    def from_json(cls, text: str) -> RankTimes:
+        seconds, exposed, acts = json.loads(text)
+        return cls(tuple(seconds), tuple(exposed), tuple(acts))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Measurement:
+    """Measured steps.
+
+    Attributes:
+        device: where they ran, "cpu" or "cuda".
+        ranks: what each rank measured, by global rank: the ranks that share tasks with this one.
+        steps: the scheduled steps that ran, in order; None for one that made a plan and ran no program of it.
+        own: what this rank did.
+    """
+
+    device: str
+    ranks: Mapping[int, RankTimes]
+    steps: tuple[Step | None, ...]
+    own: tuple[MeasuredStep, ...]
+
+
+class MeasuredSession(Protocol):
+    """What is asked of a session that is measured; see `Session`."""
+
+    driver: StepDriver | None
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def take_step(self) -> bool: ...
+    def telling(self) -> AbstractContextManager[None]: ...
+    def sharing(self) -> Mapping[Ranks, Callable[[str], list[str]]]: ...
+    def meeting_of(self, ranks: Ranks) -> Meeting: ...
+
+
+@dataclass(slots=True)
+class Measuring:
+    """Measures the next steps of a session.
+
+    Attributes:
+        wanted: how many steps to measure; 0 while nothing is measured.
+        clock: notes the acts of these steps; None while nothing is measured.
+        found: the last measurement; None if there is none of this plan.
+        at_end: called when measuring ends.
+    """
+
+    wanted: int = 0
+    clock: StepClock | None = None
+    found: Measurement | None = None
+    at_end: Callable[[], None] = lambda: None
+    _taken: list[NotedStep] = field(default_factory=list)
+    _steps: list[Step | None] = field(default_factory=list)
+
+    def begin(self, steps: int, device: torch.device) -> StepClock:
+        """Measure the next steps, and forget what was measured before.
+
+        Args:
+            steps: how many.
+            device: of the parameters.
+
+        Raises:
+            CanzonaError: `steps` is not positive.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise CanzonaError(f"steps is {steps!r}, not a positive integer", at="measure()", hint="5 steps say enough")
+        self.end()
+        self.wanted, self.found = steps, None
+        self.clock = StepClock(device)
+        return self.clock
+
+    def end(self) -> None:
+        """Stop to measure."""
+        self.wanted, self.clock = 0, None
+        self._taken, self._steps = [], []
+        self.at_end()
+
+    @property
+    def text(self) -> str:
+        """What ranks compare before a step; empty while nothing is measured."""
+        return f"\nmeasure() has measured {len(self._taken)} of {self.wanted} steps" if self.wanted else ""
+
+    def marked(self, numbers: dict[Ranks, str]) -> dict[Ranks, str]:
+        """Add what is measured to the numbers that ranks compare before a step."""
+        return {ranks: f"{text}{self.text}" for ranks, text in numbers.items()} if self.wanted else numbers
+
+    def step(self, session: MeasuredSession) -> bool:
+        """Take a step and measure it. After the last one ranks exchange figures, which is a collective.
+
+        The first step does not count, because it makes the plan. A later one that plans anew does: under ZeRO-1 ranks
+        plan anew on steps of their own, and have to measure equally many. An error ends measuring.
+
+        Returns:
+            Whether there is something new to report.
+
+        Raises:
+            CanzonaError: the step cannot be taken, or a rank did not come to the exchange.
+        """
+        clock, driver = self.clock, session.driver
+        assert clock is not None
+        if driver is not None:
+            driver.clock = clock
+            if driver.last is not None:
+                driver.last.executor.timed()  # made before the step, as its time is none of the step's
+        try:
+            with clock.during(OTHER):
+                new = session.take_step()
+            taken = clock.take()
+            ran = None if session.driver is None else session.driver.last
+            if driver is not None:
+                self._taken.append(taken)
+                self._steps.append(None if ran is None else ran.step)
+            if len(self._taken) == self.wanted:
+                self._exchange(session)
+                new = True
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            if session.driver is not None:
+                session.driver.clock = None
+        return new
+
+    def _exchange(self, session: MeasuredSession) -> None:
+        """Bring the figures of all ranks together."""
+        assert self.clock is not None
+        read = self.clock.read(self._taken)
+        own, sets = RankTimes.of(read), session.sharing()
+        found = {session.rank: own}
+        with session.telling():
+            meet_all(dict.fromkeys(sets, "the last measured step"), session.meeting_of, "measure()")
+            for ranks in sorted(sets):
+                texts = sets[ranks](own.to_json())
+                found |= {rank: RankTimes.from_json(text) for rank, text in zip(ranks, texts, strict=True)}
+        made = Measurement(self.clock.device.type, dict(sorted(found.items())), tuple(self._steps), tuple(read))
+        self.end()
+        self.found = made

@@ -1,0 +1,93 @@
+"""`profile`: real steps of a wrapped optimizer on gloo ranks of this machine, measured."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canzona_compile.analysis.roofline import hardware_of
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.report.build import Report
+from canzona_compile.tools.processes import ProcessCall, run
+from canzona_compile.tools.profiling.rank_profile import ProfileOrder, RankProfile, run_profiled
+from canzona_compile.tools.profiling.real_trace import real_trace
+from canzona_compile.tools.verification.check import check_arguments
+from canzona_compile.tools.verification.layouts import LayoutName
+from canzona_compile.tools.verification.user_model import Build, name_of, packed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """What `profile` found.
+
+    Attributes:
+        report: of rank 0, with the measured phases of all ranks.
+        ranks: what each rank did.
+        learnt: rates that explain it; None if they were not asked for.
+    """
+
+    report: Report
+    ranks: tuple[RankProfile, ...]
+    learnt: Hardware | None
+
+
+def profile(
+    build: Build | str,
+    *,
+    steps: int = 5,
+    ranks: int = 2,
+    layout: LayoutName = "fsdp",
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    trace: str | Path | None = None,
+    rates: str | Path | None = None,
+    limit: float = 600.0,
+) -> StepProfile:
+    """Take real steps with random gradients on gloo ranks of one thread, and measure their phases.
+
+    Args:
+        build: returns (model, optimizer), as for `verify`; a loss is not used. A text "module:function" names one that
+            only the processes import.
+        steps: how many to measure. As many, and three more, are taken before.
+        ranks: how many processes to start on this machine.
+        layout: "fsdp", "fsdp_columns", "hsdp" or "ddp", as for `verify`.
+        seed: for `build` and for the gradients.
+        options: options of `wrap`.
+        trace: a file to write a trace of the steps to, for ui.perfetto.dev.
+        rates: a file to write the rates to that explain the steps, for `plan --hardware` and `wrap(hardware=)`.
+        limit: seconds until the processes are ended.
+
+    Raises:
+        CanzonaError: `build` failed, `wrap` refuses the optimizer, a process died, or the limit is over.
+    """
+    options = dict(options or {})
+    if steps < 1:
+        raise CanzonaError(f"steps={steps} measures nothing", hint="5 steps say enough")
+    check_arguments(max(2, steps), ranks, layout, limit, options)
+    for path in (trace, rates):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise CanzonaError("there is no such folder", at=str(path), hint="make it first: measuring takes a while")
+    log.info("profile %s: %d ranks, %d steps", name_of(build), ranks, steps)
+    with tempfile.TemporaryDirectory(prefix="canzona-profile-") as folder:
+        order = ProfileOrder(packed(build), steps, ranks, layout, seed, options, limit, rates is not None, folder)
+        jobs = [ProcessCall(f"rank {rank}", run_profiled, (rank, order)) for rank in range(ranks)]
+        outcomes: list[RankProfile] = run(jobs, limit)
+    report = outcomes[0].report
+    assert report is not None
+    found = StepProfile(report, tuple(outcomes), outcomes[0].learnt)
+    if trace is not None:
+        made = real_trace(found.ranks, name_of(build), report.optimizer, hardware_of(report.machine))
+        Path(trace).write_text(json.dumps(made), encoding="utf-8")
+        log.info("%s: a trace of %d ranks; open it with ui.perfetto.dev", trace, ranks)
+    if rates is not None and found.learnt is not None:
+        Path(rates).write_text(found.learnt.to_json(), encoding="utf-8")
+        log.info("%s: learnt %s", rates, ", ".join(found.learnt.measured))
+    return found

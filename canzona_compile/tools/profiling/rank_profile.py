@@ -1,0 +1,172 @@
+"""What one rank of `profile` does: it builds the user's model, wraps the optimizer, and measures some steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from canzona_compile.api.wrap import wrap
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.step import Phase, Step
+from canzona_compile.report.build import Report
+from canzona_compile.runtime.step_clock import MeasuredStep
+from canzona_compile.simulation.simulate import teams
+from canzona_compile.tools.processes import join_ranks
+from canzona_compile.tools.profiling.alignment import ClockOffset, offset_to_first
+from canzona_compile.tools.profiling.learn import learn
+from canzona_compile.tools.verification.failure import blamed
+from canzona_compile.tools.verification.layouts import LayoutName, like, shard
+from canzona_compile.tools.verification.user_model import Built, built
+from canzona_compile.tools.verification.workers import by_names_of_the_model
+
+log = logging.getLogger(__name__)
+
+# Steps: the first is eager, the second is the first one of its program. As many more follow as are measured.
+WARM_UP = 3
+SIZE = 1e-2  # of random gradients
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOrder:
+    """What every rank has to know.
+
+    Attributes:
+        build: what `packed` returned.
+        steps, ranks, layout, seed, options, limit: the arguments of `profile`.
+        learns: whether to learn rates.
+        folder: where the ranks meet.
+    """
+
+    build: str | bytes
+    steps: int
+    ranks: int
+    layout: LayoutName
+    seed: int
+    options: Mapping[str, Any]
+    limit: float
+    learns: bool
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankTransfer:
+    """An exchange that a rank takes part in.
+
+    Attributes:
+        team: the global ranks that take part.
+        sent: bytes that this rank sends to others.
+    """
+
+    team: tuple[int, ...]
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankProfile:
+    """What a rank did.
+
+    Attributes:
+        rank: global.
+        steps: what its clock saw.
+        transfers: of each step, by micro-group and phase.
+        computed: of each step, the names of the matrices that it computes, by micro-group.
+        offset: to the clock of rank 0.
+        report: of the run; only from rank 0.
+        fingerprint: of the plan.
+        learnt: the rates that were learnt; only from rank 0, if they are wanted.
+    """
+
+    rank: int
+    steps: tuple[MeasuredStep, ...]
+    transfers: tuple[Mapping[tuple[int, str], RankTransfer], ...]
+    computed: tuple[Mapping[int, tuple[str, ...]], ...]
+    offset: ClockOffset
+    report: Report | None
+    fingerprint: str
+    learnt: Hardware | None
+
+
+def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
+    """Measure some steps on this rank."""
+    join_ranks(rank, order.ranks, order.folder, timedelta(seconds=order.limit))
+    made = built(order.build, order.seed)
+    optimizer: Any = wrap(made.optimizer, replicate=shard(made.optimizer, order.layout), **order.options)
+    grads = random_gradients(made, order.seed)
+    measuring = optimizer.canzona.session.measuring
+    before = WARM_UP + order.steps  # so that programs for work that is periodic are there
+    for number in range(before + order.steps):
+        if number == before:
+            optimizer.canzona.measure(order.steps)
+        for param, grad in zip(made.params, grads, strict=True):
+            param.grad = None if grad is None else grad.clone()
+        dist.barrier()  # as after a backward pass whose gradients were averaged
+        with blamed(f"step {number + 1}"), by_names_of_the_model(made):
+            optimizer.step()
+        if rank == 0:
+            log.info("step %d of %d", number + 1, before + order.steps)
+    found = measuring.found
+    if found is None:
+        raise CanzonaError("the last step made a new plan, so there is nothing to show", hint="measure more steps")
+    offset = offset_to_first()
+    report = optimizer.canzona.report() if rank == 0 else None
+    ran = [step for step in found.steps if step is not None]
+    outcome = RankProfile(
+        rank=rank,
+        steps=found.own,
+        transfers=tuple({} if step is None else transfers(step, rank) for step in found.steps),
+        computed=tuple({} if step is None else computed(step, rank) for step in found.steps),
+        offset=offset,
+        report=report,
+        fingerprint=optimizer.canzona.plan().fingerprint,
+        learnt=learn(report.measured, ran, order.ranks) if report is not None and order.learns else None,
+    )
+    dist.barrier()  # nobody leaves while others may need its connections
+    dist.destroy_process_group()
+    return outcome
+
+
+def random_gradients(made: Built, seed: int) -> list[torch.Tensor | None]:
+    """Draw a gradient for each parameter, as its fragment; ranks draw equal ones. None for frozen parameters."""
+    random = torch.Generator().manual_seed(seed)
+    found: list[torch.Tensor | None] = []
+    for param in made.params:
+        if not param.requires_grad:
+            found.append(None)
+            continue
+        whole = (torch.randn(param.shape, generator=random) * SIZE).to(param.dtype)
+        found.append(like(whole, param))
+    return found
+
+
+def transfers(step: Step, rank: int) -> dict[tuple[int, str], RankTransfer]:
+    """Find the exchanges of a step that a rank takes part in, by micro-group and phase."""
+    found = {}
+    for group in step.micro_groups:
+        grid = step.task(group.tasks[0]).layout.grid
+        if rank not in grid.members():
+            continue
+        at = grid.find(rank)
+        for exchange in group.exchanges:
+            team = next(team for team in teams(grid, Phase(exchange.phase)) if at in team)
+            sent = sum(exchange.block(at, other)[1] for other in team if other != at)
+            ranks = tuple(grid.ranks[r][s] for r, s in team)
+            found[group.index, str(exchange.phase)] = RankTransfer(ranks, sent)
+    return found
+
+
+def computed(step: Step, rank: int) -> dict[int, tuple[str, ...]]:
+    """Name the matrices that a rank computes, by micro-group."""
+    found = {}
+    for group in step.micro_groups:
+        tasks = [step.task(name) for name in group.tasks]
+        grid = tasks[0].layout.grid
+        if rank in grid.members():
+            found[group.index] = tuple(t.name for t in tasks if t.owner in (None, grid.find(rank)))
+    return found

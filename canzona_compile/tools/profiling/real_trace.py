@@ -1,0 +1,75 @@
+"""Measured steps as a trace, in the form of a forecast's: a process per rank, a thread per stream.
+
+Clocks are those of rank 0. The collectives of a step are spans of their own from their start to the end of the wait,
+joined by arrows among the ranks that take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.simulation.figures import COMPUTE, NODE, Simulation, Span
+from canzona_compile.tools.planning.trace import written
+from canzona_compile.tools.profiling.alignment import HOW
+from canzona_compile.tools.profiling.rank_profile import RankProfile
+
+START, WAIT = "start ", "wait "
+
+
+def real_trace(profiles: Sequence[RankProfile], model: str, optimizer: str, hardware: Hardware) -> dict[str, Any]:
+    """Return the measured steps as the object form of a trace: `json.dump` it to a file.
+
+    Args:
+        profiles: what the ranks did.
+        model: a name for the model.
+        optimizer: the class of the optimizer.
+        hardware: the rates with which the steps were planned.
+    """
+    flows: dict[tuple[Any, ...], int] = {}
+    found = [span for own in profiles for span in spans_of(own, flows)]
+    begin = min((span.start for span in found), default=0.0)
+    moved = tuple(
+        Span(s.rank, s.stream, s.act, s.group, s.start - begin, s.end - begin, s.tasks, s.bytes, s.flow) for s in found
+    )
+    seconds = max((span.end for span in moved), default=0.0)
+    ranks = tuple(sorted(own.rank for own in profiles))
+    bound = max((own.offset.bound for own in profiles), default=0.0)
+    return written(
+        Simulation(seconds, (), ranks, tuple(sorted(moved, key=lambda s: (s.rank, s.start, s.stream))), ()),
+        hardware,
+        {
+            "fingerprint": profiles[0].fingerprint,
+            "model": model,
+            "optimizer": optimizer,
+            "ranks": len(ranks),
+            "clock": f"that of rank 0, within {bound * 1e6:.0f} us: {HOW}",
+        },
+    )
+
+
+def spans_of(profile: RankProfile, flows: dict[tuple[Any, ...], int]) -> Iterator[Span]:
+    """Yield what a rank did, and below it its collectives, by the clock of rank 0.
+
+    Args:
+        profile: of the rank.
+        flows: the numbers of collectives, which all ranks share; new ones are added.
+    """
+    rank, offset = profile.rank, profile.offset.seconds
+    for number, step in enumerate(profile.steps):
+        begun: dict[tuple[int, str], float] = {}
+        for own in step.spans:
+            start, end = own.start + offset, own.end + offset
+            names = profile.computed[number].get(own.group, ()) if own.act == "compute" else ()
+            yield Span(rank, COMPUTE, own.act.replace(START, "begin "), own.group, start, end, names)
+            phase = own.act.removeprefix(START).removeprefix(WAIT)
+            transfer = profile.transfers[number].get((own.group, phase))
+            if transfer is None:
+                continue
+            if own.act.startswith(START):
+                begun[own.group, phase] = start
+            elif (own.group, phase) in begun:
+                flow = flows.setdefault((number, own.group, phase, transfer.team), len(flows))
+                first = begun.pop((own.group, phase))
+                yield Span(rank, NODE, f"{START}{phase}", own.group, first, end, (), transfer.sent, flow)

@@ -1,0 +1,168 @@
+"""`profile`: what it prints, the trace that it writes, and the rates that it learns."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canzona_compile.__main__ import main
+from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.hardware import Hardware, named_hardware
+from canzona_compile.ir.step import Step
+from canzona_compile.report.measured import predicted
+from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
+from canzona_compile.runtime.step_clock import ActSpan, MeasuredStep
+from canzona_compile.simulation.figures import COMPUTE, NODE
+from canzona_compile.tools.profiling.alignment import ClockOffset
+from canzona_compile.tools.profiling.learn import PHASES, learn, slowed
+from canzona_compile.tools.profiling.profile import StepProfile, profile
+from canzona_compile.tools.profiling.rank_profile import RankProfile, RankTransfer
+from canzona_compile.tools.profiling.real_trace import real_trace, spans_of
+from tests.harness.samples import grid_of
+from tests.report.test_report import scheduled
+from tests.tools.test_trace import checker, events
+from tests.tools.user_builds import muon
+
+RANKS = 4
+SPANS = {"look", "agree", "prepare", "begin gather", "wait gather", "compute", "begin scatter", "wait scatter", "apply"}
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_real_steps_of_four_ranks(tmp_path: Path) -> None:
+    trace, rates = tmp_path / "trace.json", tmp_path / "measured.json"
+    found = profile(muon, ranks=RANKS, steps=2, options={"strategy": "owner"}, trace=trace, rates=rates)
+    check_report(found)
+    check_trace(json.loads(trace.read_text()), found)
+    hardware = named_hardware(str(rates))
+    assert hardware == found.learnt
+    assert {"products", "node", "bandwidth", "host"} <= set(hardware.measured)
+    assert {"factorizations", "network", "memory"} <= set(hardware.assumed)
+
+
+def check_report(found: StepProfile) -> None:
+    measured = found.report.measured
+    assert measured is not None
+    assert (measured.steps, measured.ranks) == (2, RANKS)
+    assert sum(phase.mean for phase in measured.phases) == pytest.approx(measured.seconds)
+    assert "measured step" in found.report.to_text()
+
+
+def check_trace(made: dict[str, Any], found: StepProfile) -> None:
+    assert [error.message for error in checker().iter_errors(made)] == []
+    assert made["otherData"]["clock"].startswith("that of rank 0, within ")
+    assert made["otherData"]["fingerprint"] == found.ranks[0].fingerprint
+    names: dict[tuple[int, str], set[str]] = defaultdict(set)
+    collectives: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in events(made, "X"):
+        names[event["pid"], event["cat"]].add(event["name"].rstrip(" 0123456789"))
+        if "collective" in event["args"]:
+            collectives[event["args"]["collective"]].append(event)
+    for rank in range(RANKS):
+        owns = any(task.owner == rank for task in found.report.tasks)
+        assert names[rank, "computation"] >= SPANS - (set() if owns else {"compute"})
+        assert names[rank, "communication"] == {"gather", "scatter"}
+    assert len(collectives) == 2 * 2, "a gather and a scatter per step"
+    bound = 2e6 * max(own.offset.bound for own in found.ranks)
+    for own in collectives.values():
+        assert sorted(event["pid"] for event in own) == list(range(RANKS))
+        # Clocks are aligned: no rank is through with a collective before the last one has begun it.
+        assert max(e["ts"] for e in own) <= min(e["ts"] + e["dur"] for e in own) + bound
+    assert len(events(made, "s")) == len(collectives) * (RANKS - 1)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rates = tmp_path / "rates.json"
+    line = ["tests.tools.user_builds:muon", "--ranks", "2", "--steps", "2", "--quiet", "--rates", str(rates)]
+    assert main(["profile", *line]) == 0
+    out, err = capfd.readouterr()
+    assert "── Measured ── 2 steps on 2 ranks" in out
+    assert "step 1 of" not in err
+    assert main(["profile", *line[:5], "--json", "--hardware", str(rates)]) == 0
+    out, err = capfd.readouterr()
+    assert "products" not in json.loads(out)["measured"]["assumed"]
+    assert "step 1 of" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"steps": 0}, "steps=0 measures nothing"),
+        ({"ranks": 0}, "ranks=0 is not positive"),
+        ({"layout": "hsdp", "ranks": 3}, "hsdp halves the ranks"),
+        ({"trace": "/nowhere/at/all.json"}, "there is no such folder"),
+        ({"options": {"replicate": 1}}, "there is no option 'replicate' here"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(CanzonaError, match=said):
+        profile(muon, **options)
+
+
+# -- the trace ---------------------------------------------------------------------------------------
+
+
+def test_clocks_are_moved_to_that_of_the_first_rank() -> None:
+    transfer = {(0, "gather"): RankTransfer((0, 1), 8)}
+    spans = (
+        ActSpan("start gather", 0, "compute", 5.0, 6.0),
+        ActSpan("compute", 1, "compute", 6.0, 7.0),
+        ActSpan("wait gather", 0, "compute", 7.0, 9.0),
+    )
+
+    def of(rank: int, offset: float) -> RankProfile:
+        step = MeasuredStep(4.0, spans)
+        names = {0: ("a",), 1: ("b",)}
+        return RankProfile(rank, (step,), (transfer,), (names,), ClockOffset(offset, 0.0), None, "x", None)
+
+    flows: dict[tuple[Any, ...], int] = {}
+    first, second = (list(spans_of(of(rank, offset), flows)) for rank, offset in ((0, 0.0), (1, 10.0)))
+    assert [(s.stream, s.act, s.start, s.end) for s in first] == [
+        (COMPUTE, "begin gather", 5.0, 6.0),
+        (COMPUTE, "compute", 6.0, 7.0),
+        (COMPUTE, "wait gather", 7.0, 9.0),
+        (NODE, "start gather", 5.0, 9.0),
+    ]
+    assert [(s.start, s.flow, s.bytes) for s in (first[-1], second[-1])] == [(5.0, 0, 8), (15.0, 0, 8)]
+    assert first[1].tasks == ("b",)
+    made = real_trace([of(0, 0.0), of(1, 1.0)], "m", "Muon", named_hardware("cpu"))
+    assert checker().is_valid(made)
+    assert min(e["ts"] for e in events(made, "X")) == 0
+
+
+# -- rates -------------------------------------------------------------------------------------------
+
+
+def taken_on(hardware: Hardware, step: Step) -> MeasuredReport:
+    """What would be measured on a machine that is as the simulation thinks."""
+    phases, seconds = predicted([step], hardware)
+    rows = tuple(MeasuredPhase(n, "", s, s, s, 0, s, 1.0, None, None) for n, s in phases.items())
+    return MeasuredReport(1, 2, "", seconds, seconds, seconds, 0.0, 0.0, 0.0, 0.0, (), rows)
+
+
+@pytest.mark.parametrize("slower", [{"compute": 3.0, "elementwise": 0.5, "wires": 7.0}, {"compute": 0.2}], ids=str)
+def test_rates_that_explain_the_steps(slower: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canzona_compile.tools.profiling.learn.processors", lambda: 2)
+    step = scheduled(grid_of(1, 2), (64, 32), (64, 32), (48, 64))
+    base = replace(named_hardware("cpu"), ranks_per_node=1024)
+    report = taken_on(slowed(base, slower), step)
+    learnt = learn(report, [step], 2)
+    expected, seconds = predicted([step], learnt)
+    for phases in PHASES.values():
+        found, right = (sum(own[name] for name in phases if name in own) for own in (expected, by_name(report)))
+        assert found == pytest.approx(right, rel=0.02)
+    assert seconds == pytest.approx(report.seconds, rel=0.02)
+    assert "factorizations" in learnt.assumed
+    assert "learnt from 1 step of 3 matrices on 2 ranks" in dict(learnt.sources)["products"]
+
+
+def by_name(report: MeasuredReport) -> dict[str, float]:
+    return {phase.name: phase.mean for phase in report.phases}
