@@ -47,7 +47,7 @@ export OMP_NUM_THREADS := 1
 # Some environments forbid Python to keep what it compiles. Then every rank and worker would compile all files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-torch test-gpu lint types bench bench-gpu gpu-acceptance clean
+.PHONY: demo test test-all test-torch test-gpu lint types docs bench bench-gpu gpu-acceptance clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
@@ -83,6 +83,10 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
+# The site in build/site; `python -m http.server -d build/site` shows it. Without network once it is installed.
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/step_latency.py $(BENCH_ARGS)
 
@@ -107,4 +111,8 @@ $(INSTALLED): pyproject.toml
 	@$(PIP) $(TORCH) $(if $(TRITON),'triton==$(TRITON); sys_platform == "linux"') $(BESIDE_$(MINOR))
 	@echo "installing canzona_compile and its tools"
 	@$(PIP) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(VENV)/.docs: $(INSTALLED)
+	@$(PIP) --editable '.[docs]'
 	@touch $@

@@ -1,27 +1,36 @@
-"""The errors of canzona_compile. Each has three parts: the problem, where it is, and what to do about it."""
+"""The errors and warnings of canzona_compile.
+
+Each has four parts: the problem, where it is, what to do about it, and where the documentation says more.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+
+PAGE = "docs/troubleshooting.md"  # has a section per class, headed by its name
 
 
 class CanzonaError(RuntimeError):
     """Base of every error that canzona_compile raises on purpose.
 
     Args:
-        problem: what is wrong, in one sentence.
+        problem: what is wrong, in one sentence. It may quote another error, whose last line is left out.
         at: where it is wrong: a parameter name, a graph node or a task.
         hint: what the reader can do about it.
     """
 
     def __init__(self, problem: str, *, at: str | None = None, hint: str | None = None) -> None:
-        self.problem, self.at, self.hint = problem, at, hint
-        lines = [problem]
-        if at:
-            lines.append(f"  at:   {at}")
-        if hint:
-            lines.append(f"  hint: {hint}")
-        super().__init__("\n".join(lines))
+        self.problem, self.at, self.hint = without_pages(problem), at, hint and without_pages(hint)
+        super().__init__(self.problem)  # and nothing else: pickling calls the class with it
+
+    def __str__(self) -> str:
+        lines = [self.problem]
+        if self.at:
+            lines.append(f"  at:   {self.at}")
+        if self.hint:
+            lines.append(f"  hint: {self.hint}")
+        return "\n".join([*lines, page_of(type(self))])
 
 
 class UnsupportedOptimizer(CanzonaError):
@@ -46,6 +55,52 @@ class InvalidStep(CanzonaError):
 
 class PipelineError(CanzonaError):
     """The passes are in an order in which one of them cannot run."""
+
+
+# -- warnings --------------------------------------------------------------------------------------
+
+
+class CanzonaWarning(UserWarning):
+    """Base of every warning of canzona_compile, each given once.
+
+    Args:
+        problem: what is otherwise than the user may think.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{page_of(type(self))}"
+
+
+class OneRankSteps(CanzonaWarning):
+    """One rank steps all parameters of the optimizer, which depend on one another, and keeps their state."""
+
+
+class EveryRankComputes(CanzonaWarning):
+    """Every rank computes all updates of a model under DistributedDataParallel, although ranks could share them."""
+
+
+class DrawsRandomNumbers(CanzonaWarning):
+    """The optimizer draws random numbers, and not those that the plain optimizer would draw on one device."""
+
+
+class RoundsOtherwise(CanzonaWarning):
+    """Results have the bits of the optimizer with other options than those that it has."""
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def page_of(kind: type) -> str:
+    """The last line of a message: the section of the documentation about this class of errors or warnings."""
+    return f"  see:  {PAGE}#{kind.__name__.lower()}"
+
+
+def without_pages(text: str) -> str:
+    """A text without the last lines of the messages that it quotes."""
+    return re.sub(rf"\n  see:  {re.escape(PAGE)}#\w+", "", text)
 
 
 def some(names: Iterable[str], limit: int = 3) -> str:

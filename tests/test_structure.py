@@ -262,7 +262,7 @@ def test_every_file_says_what_it_is() -> None:
 
 
 def test_tests_lie_in_folders_like_the_rooms() -> None:
-    beside = {"harness", "end_to_end", "clients", "packages", "benchmarks", "fake_cuda"}
+    beside = {"harness", "end_to_end", "clients", "packages", "benchmarks", "fake_cuda", "docs"}
     whole = {"conftest.py", "test_selection.py", Path(__file__).name}  # of all tests
     folders = {p.relative_to(ROOT / "tests").parts[0] for p in python_files("tests")} - whole
     assert folders <= set(rooms()) | beside

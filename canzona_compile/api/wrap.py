@@ -67,9 +67,9 @@ def wrap(
         numerics: "exact" gives the bits of the plain optimizer on one CPU for the same gradients; on CUDA it keeps
             the algorithm and the precisions, and computes one half of symmetric products. "fast" also allows rewrites
             that change rounding.
-        capacity: the most bytes that one micro-group gathers to one rank.
+        capacity: the most bytes that one micro-group gathers to one rank; a larger matrix is a micro-group of its own.
         micro_groups: how many micro-groups to aim at; None chooses by predicted time.
-        depth: how many micro-groups are in flight at once.
+        depth: how many micro-groups are in flight at once; with 1 nothing overlaps.
         missing_grads: "skip" leaves parameters out whose `grad` is None, as the plain optimizer does; it is an
             error if a gradient is missing on some ranks only. "zero" takes a missing gradient as zeros.
         stagger: whether to spread the work that is done every k steps (eigendecompositions) over steps, so that no

@@ -160,7 +160,13 @@ def zero1(
         gather: "step" if parameters are whole when `step` returns; "forward" if each module waits for its own
             parameters just before it runs. Then all else that reads parameters must come after
             `optimizer.canzona.synchronize()`.
-        numerics, capacity, micro_groups, depth, hardware, stagger, cuda_graphs: as in `wrap`.
+        numerics: as in `wrap`.
+        capacity: as in `wrap`.
+        micro_groups: as in `wrap`.
+        depth: as in `wrap`.
+        hardware: as in `wrap`.
+        stagger: as in `wrap`.
+        cuda_graphs: as in `wrap`.
         split: as in `wrap`: the parameters that hold several matrices, each of which has an owner of its own.
             Patterns are those of the model's names.
         layout: as in `wrap`: how plain parameters are sharded over ranks of other mesh dims than `mesh`. Patterns are

@@ -29,7 +29,7 @@ from canzona_compile.capture.randomness import seeded
 from canzona_compile.capture.resident import Recipe
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, apart, contents_of, run, together
 from canzona_compile.capture.twin import plain_class, plain_step
-from canzona_compile.errors import UnsupportedOptimizer, some
+from canzona_compile.errors import RoundsOtherwise, UnsupportedOptimizer, some
 
 MOST_PARAMETERS = 64  # of all in the short scenario; the first ones and the last one of each group
 MOST_GROUPS = 16  # of the short scenario; the first ones and the last one. The long one has four
@@ -98,8 +98,10 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
         )
     if any(one.rounds_in_foreach for one in found):
         warnings.warn(
-            f"{plain_class(optimizer).__name__} with foreach stacks equal shapes, which rounds otherwise than "
-            "one by one; results have the bits of foreach=False.",
+            RoundsOtherwise(
+                f"{plain_class(optimizer).__name__} with foreach stacks equal shapes, which rounds otherwise than "
+                "one by one; results have the bits of foreach=False."
+            ),
             stacklevel=2,
         )
     return Rehearsal(

@@ -26,7 +26,7 @@ from canzona_compile.capture.resident import Recipe
 from canzona_compile.capture.resident_trial import Dependent, StepsTogether, apart, is_value, kept_in, together
 from canzona_compile.capture.trial import RehearsedSteps, Scenario
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.errors import UnsupportedOptimizer, some
+from canzona_compile.errors import DrawsRandomNumbers, UnsupportedOptimizer, some
 
 
 class Residency:
@@ -148,8 +148,11 @@ def rehearse_residents(
         ) from refused
     if any(one.draws for one in found):
         warnings.warn(
-            f"{plain_class(optimizer).__name__} draws random numbers. Every matrix has generators of its own, which "
-            "its name seeds, so that the number of ranks does not matter; the bits are not those of one device.",
+            DrawsRandomNumbers(
+                f"{plain_class(optimizer).__name__} draws random numbers. Every matrix has generators of its own, "
+                "which its name seeds, so that the number of ranks does not matter; the bits are not those of one "
+                "device."
+            ),
             stacklevel=2,
         )
     own = [one.recipe for one in found if one.recipe is not None]

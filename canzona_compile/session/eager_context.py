@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.twin import marks_of, plain_class
-from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.errors import DrawsRandomNumbers, UnsupportedOptimizer
 from canzona_compile.session.joint_step import JointStep
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.residents import ResidentTasks
@@ -82,7 +82,9 @@ class PlanContext:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{kind} draws random numbers (first for {task}). They come from the generator of the matrix's "
-                "owner, so the result is not, bit by bit, that of the plain optimizer on one device.",
+                DrawsRandomNumbers(
+                    f"{kind} draws random numbers (first for {task}). They come from the generator of the matrix's "
+                    "owner, so the result is not, bit by bit, that of the plain optimizer on one device."
+                ),
                 stacklevel=2,
             )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.eager_fallback import Part
 from canzona_compile.capture.joint import JointUpdate, absent, show, step_at_once, whole_copy
 from canzona_compile.capture.twin import marks_of, plain_class
-from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.errors import OneRankSteps, UnsupportedOptimizer
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.send_values import send_values
@@ -56,8 +56,10 @@ class JointStep:
             size = sum(math.prod(t.shape) * first.param.element_size() for t in plan.owned.tasks)
             advice = f"; to let every rank step its share, {self.joint.hint}" if self.joint.hint else ""
             warnings.warn(
-                f"rank {rank} alone steps all parameters of {plain_class(optimizer).__name__} and keeps their state "
-                f"({len(plan.bound)} parameters, {size / 2**20:.3g} MiB), because {self.joint.reason}{advice}",
+                OneRankSteps(
+                    f"rank {rank} alone steps all parameters of {plain_class(optimizer).__name__} and keeps their "
+                    f"state ({len(plan.bound)} parameters, {size / 2**20:.3g} MiB), because {self.joint.reason}{advice}"
+                ),
                 stacklevel=2,
             )
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from canzona_compile.compat.torch_private import is_flattened
-from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
+from canzona_compile.errors import CanzonaError, EveryRankComputes, UnsupportedLayout, some
 from canzona_compile.ir.step import Step
 from canzona_compile.session.gradient_checks import check_gradient
 
@@ -93,9 +93,11 @@ def notice_data_parallel(owned: Step, params: Sequence[Tensor]) -> None:
     own = {id(param) for param in params}
     if any(id(param) in own for model in live(DistributedDataParallel) for param in model.parameters()):
         warnings.warn(
-            "The parameters are those of a model under DistributedDataParallel, and every rank computes all of their "
-            "updates. To share the work: canzona_compile.wrap(optimizer, replicate=torch.distributed.group.WORLD), or "
-            "the mesh or process group that DDP was given.",
+            EveryRankComputes(
+                "The parameters are those of a model under DistributedDataParallel, and every rank computes all of "
+                "their updates. To share the work: canzona_compile.wrap(optimizer, "
+                "replicate=torch.distributed.group.WORLD), or the mesh or process group that DDP was given."
+            ),
             stacklevel=2,
         )
 

@@ -141,10 +141,13 @@ def test_order() -> None:
     check_order([], Form.EMITTED)
     assert order_error([Own()]) == (
         "own needs form placed, but the step given to it is of form captured\n"
-        "  hint: put a pass that ensures placed before own"
+        "  hint: put a pass that ensures placed before own\n"
+        "  see:  docs/troubleshooting.md#pipelineerror"
     )
     assert order_error([Cut(), Own(), Own()]) == (
-        "own needs form placed, but own leaves form owned\n  hint: put own before the passes that go beyond placed"
+        "own needs form placed, but own leaves form owned\n"
+        "  hint: put own before the passes that go beyond placed\n"
+        "  see:  docs/troubleshooting.md#pipelineerror"
     )
     assert "cut needs form captured, but cut leaves form placed" in order_error([Cut(), Cut()])
 
@@ -165,7 +168,8 @@ def test_a_broken_promise_names_the_pass_and_the_task() -> None:
     assert str(caught.value) == (
         "its owner (5, 5) is outside of grid 2x2{0,1,2,3}\n"
         "  at:   a, after pass own\n"
-        "  hint: a bug in own: the step before it was valid"
+        "  hint: a bug in own: the step before it was valid\n"
+        "  see:  docs/troubleshooting.md#invalidstep"
     )
     assert isinstance(caught.value.__cause__, InvalidStep)
 

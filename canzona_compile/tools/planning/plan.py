@@ -76,12 +76,18 @@ def plan(
         arguments: the arguments of the class, beside the parameters.
         hardware: a name (h100, h200, gb300, a100, cpu), or a file that `canzona-compile calibrate` wrote.
         split: the fused weights of a preset to take apart into matrices: "qkv", "gate-up", both, or "none".
-        strategy, planner, capacity, micro_groups, depth, numerics: options of `wrap`; the planner may also be "exact".
+        strategy: option of `wrap`.
+        planner: option of `wrap`; here also "exact".
+        capacity: option of `wrap`.
+        micro_groups: option of `wrap`.
+        depth: option of `wrap`.
+        numerics: option of `wrap`.
         alpha: the parameter of the planner "alpha", from 0 (even communication) to 1 (even load).
         updates: what happens over `dp`: every replica applies updates that travel within the step ("ddp", as under
             `wrap`), or the owner's replica alone, between a reduction of gradients and a gather ("zero1", as under
             `canzona_compile.zero1`; the mesh may have `dp` and `tp`, the strategy is "owner").
-        bucket_bytes, gather: options of `zero1`, for "zero1" alone.
+        bucket_bytes: option of `zero1`, for "zero1" alone.
+        gather: option of `zero1`, for "zero1" alone.
         tokens: how many a data-parallel rank trains on per step. "zero1" takes the time of the passes from it.
         rank: a rank whose timeline to show.
         alternatives: whether to predict the plans of other planners too.

@@ -1,0 +1,130 @@
+"""The pictures of docs/images that come from a run: `torchrun --nproc-per-node 4 docs/diagrams.py docs/images`.
+
+`report.svg` is the report of a wrapped Muon, `journey.svg` the way of its matrices, both of the step that ran.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import canzona_compile
+from canzona_compile.ir.step import Exchange, Phase, Step, Task
+
+WIDTHS = (64, 96, 48, 72, 64)  # of the layers: matrices of 96 x 64, 48 x 96, 72 x 48 and 64 x 72
+COLORS = ("#3f6fb5", "#d07a28", "#4a9a5b", "#a8489a")
+COLUMN, HEIGHT, LEFT, GAP = 200, 60, 110, 70  # a rank; a stage of matrices; the words beside; a stage of arrows
+SCALE = 0.45  # of an element
+
+
+def main(folder: Path) -> None:
+    """Train two steps on the ranks that there are; rank 0 draws."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(n, m, bias=False) for n, m in pairwise(WIDTHS)])
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = canzona_compile.wrap(torch.optim.Muon(model.named_parameters(), lr=2e-2), strategy="owner")
+    for _ in range(2):
+        model(torch.randn(8, WIDTHS[0])).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        (folder / "report.svg").write_text(report_picture(optimizer.canzona.report()), encoding="utf-8")
+        (folder / "journey.svg").write_text(journey_picture(optimizer.canzona.step), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def report_picture(report: canzona_compile.Report) -> str:
+    """The report as a terminal shows it."""
+    console = Console(record=True, width=96, file=io.StringIO(), color_system="truecolor", force_terminal=True)
+    console.print(report)
+    svg = console.export_svg(title="optimizer.canzona.report()", unique_id="report")
+    return re.sub(r"@font-face \{.*?\}\n", "", svg, flags=re.DOTALL)  # fonts that would be loaded from elsewhere
+
+
+def journey_picture(step: Step) -> str:
+    """Where the rows of each matrix lie before the step, on their owner, and after the step."""
+    ranks = step.tasks[0].layout.grid.shards
+    width, height = LEFT + ranks * COLUMN, 40 + 3 * HEIGHT + 2 * GAP
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    for rank in range(ranks):
+        lines.append(text(LEFT + rank * COLUMN + COLUMN / 2 - 8, 22, f"rank {rank}", "middle", bold=True))
+    tops = [40 + i * (HEIGHT + GAP) for i in range(3)]
+    for top, words in zip(tops, ("prepare\non fragments", "compute\non the owner", "apply\non fragments"), strict=True):
+        for i, word in enumerate(words.splitlines()):
+            lines.append(text(8, top + 26 + 16 * i, word, bold=i == 0))
+    for number, task in enumerate(step.tasks):
+        for rank in range(ranks):
+            start, rows = task.layout.boxes[rank].start[0], task.layout.boxes[rank].size[0]
+            for top in (tops[0], tops[2]):
+                lines += matrix(number, task, rank, top, start, rows)
+            assert task.owner is not None
+            if task.owner[1] == rank:
+                lines += matrix(number, task, rank, tops[1], 0, task.shape[0])
+    exchanges = {e.phase: e for group in step.micro_groups for e in group.exchanges}
+    for phase, top in ((Phase.GATHER, tops[0]), (Phase.SCATTER, tops[1])):
+        lines += arrows(step, exchanges[phase], top + HEIGHT, ranks)
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def matrix(number: int, task: Task, rank: int, top: float, start: int, rows: int) -> Iterator[str]:
+    """A matrix as an outline, with the rows that a rank has filled."""
+    wide, tall = SCALE * task.shape[1], SCALE * task.shape[0]
+    x = middle(rank, number) - wide / 2
+    yield f'<rect x="{x:.1f}" y="{top}" width="{wide:.1f}" height="{tall:.1f}" fill="none" stroke="#bbbbbb"/>'
+    yield (
+        f'<rect x="{x:.1f}" y="{top + SCALE * start:.1f}" width="{wide:.1f}" height="{SCALE * rows:.1f}" '
+        f'fill="{COLORS[number]}"><title>{escape(task.name)}: rows {start} to {start + rows}</title></rect>'
+    )
+    yield text(middle(rank, number), top + tall + 11, f"{task.shape[0]}x{task.shape[1]}", "middle", size=9)
+
+
+def arrows(step: Step, exchange: Exchange, top: float, ranks: int) -> Iterator[str]:
+    """What one all-to-all sends between ranks: an arrow per block, in the color of what travels."""
+    owned = {task.owner: number for number, task in enumerate(step.tasks)}
+    total = 0
+    for source in range(ranks):
+        for target in range(ranks):
+            size = exchange.block((0, source), (0, target))[1]
+            owner = target if exchange.phase is Phase.GATHER else source
+            if source == target or not size:
+                continue
+            total += size
+            number = owned[0, owner]
+            begin, end = middle(source, number), middle(target, number)
+            yield (
+                f'<path d="M {begin} {top} C {begin} {top + 40}, {end} {top + 24}, {end} {top + GAP - 4}" '
+                f'fill="none" stroke="{COLORS[number]}" stroke-width="1.6" opacity="0.8">'
+                f"<title>rank {source} to rank {target}: {size} B</title></path>"
+            )
+    yield text(8, top + 34, f"{exchange.phase}", bold=True)
+    yield text(8, top + 50, f"{total / 1024:.1f} KiB")
+
+
+def middle(rank: int, number: int) -> float:
+    """Where a rank's column has a matrix."""
+    return LEFT + rank * COLUMN + 26 + 46 * number
+
+
+def text(x: float, y: float, words: str, anchor: str = "start", bold: bool = False, size: int = 13) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}"{weight} fill="#222222">{words}</text>'
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,125 @@
+"""Every script of the pages runs, on real ranks, and trains with the bits of the plain optimizer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from canzona_compile.__main__ import main
+from tests.docs.scripts import ALONE, ROOT, SCRIPTS, path_of, ran
+from tests.harness.marks import first
+
+NEEDED = {
+    "accelerate_loop": "accelerate",
+    "fabric_loop": "lightning_fabric",
+    "lightning_trainer": "lightning",
+    "trainer": "transformers",
+    "torchtitan_optimizers": "torchtitan",
+}
+STEPS = 5  # at least, of every script that trains
+TRAINING = [name for name in SCRIPTS if name not in ALONE | {"checkpoints", "planning", "graphs"}]
+
+
+def test_all_scripts_are_here_and_short() -> None:
+    assert {path.stem for path in (ROOT / "docs" / "scripts").glob("*.py")} == set(SCRIPTS)
+    lines = {name: path_of(name).read_text(encoding="utf-8").splitlines() for name in SCRIPTS}
+    assert [name for name, text in lines.items() if len([line for line in text if "--8<--" not in line]) > 80] == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", first(TRAINING))
+def test_a_training(name: str) -> None:
+    if find_spec(NEEDED.get(name, "torch")) is None:
+        pytest.skip(f"{NEEDED[name]} is not installed")
+    found = ran(path_of(name), SCRIPTS[name])
+    assert [differing for _, _, differing in found] == [[]] * SCRIPTS[name]
+    assert all(compared >= STEPS for _, compared, _ in found)
+    losses = re.findall(r"loss\D*([\d.]+)", "".join(said for said, _, _ in found))
+    assert len(losses) >= STEPS
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_training_goes_on_from_a_checkpoint() -> None:
+    """The script compares by itself: with a training that nothing broke."""
+    assert "equal bits" in ran(path_of("checkpoints"), SCRIPTS["checkpoints"])[0][0]
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_plan_is_followed() -> None:
+    said = ran(path_of("planning"), 2)[0][0]
+    assert "Muon, the module on fsdp=2" in said or "canzona plan" in said
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_graphs_are_shown() -> None:
+    said = ran(path_of("graphs"), 2)[0][0]
+    for words in ("prepare", "start_all_to_all", "muon_48x48_f32_compute_stacked", "fuse-collectives"):
+        assert words in said
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_what_becomes_of_six_optimizers() -> None:
+    lines = ran(path_of("any_optimizer"), 1)[0][0].splitlines()
+    kinds = dict(line.split(". ")[0].split(": ") for line in lines)
+    expected = {"Spectral": "compiled", "Recorded": "compiled", "Branching": "interpreted", "Keeping": "resident"}
+    assert kinds == {**expected, "Coupled": "joint", "LBFGS": "refused"}
+    page = (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    assert [line for line in lines if line.split(". ")[0] not in page] == []
+    assert "captured by dispatch" in lines[1]
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_pass_changes_owners() -> None:
+    said = ran(path_of("a_pass"), 1)[0][0]
+    changed = [line for line in said.splitlines() if line.startswith(("-  ", "+  "))]
+    assert [re.findall(r"owner=(\(\d, \d\))", line)[0] for line in changed] == ["(0, 0)", "(0, 1)"] * 2
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_the_model_to_check_is_checked(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["verify", "docs.scripts.my_model:build", "--ranks", "2", "--layout", "fsdp", "--steps", "2"]) == 0
+    assert "4 leaves, every bit equal" in capfd.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_pictures_are_of_a_run(tmp_path: Path) -> None:
+    ran(ROOT / "docs" / "diagrams.py", 4, str(tmp_path))
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == ["journey.svg", "report.svg"]
+    for name in drawn:
+        words = " ".join("".join(node.itertext()) for node in ElementTree.parse(tmp_path / name).iter())
+        kept = (ROOT / "docs" / "images" / name).read_text(encoding="utf-8")
+        for word in ("rank\xa03", "96x64") if name == "report.svg" else ("rank 3", "0.weight: rows 0 to 24"):
+            assert word in words
+        assert "http" not in kept.replace("http://www.w3.org", "").replace("https://www.textualize.io", "")
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_the_script_of_the_readme_by_torchrun(tmp_path: Path) -> None:
+    """As somebody with the README alone runs it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "train.py").write_text(max(blocks, key=len), encoding="utf-8")
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0]
+    assert "canzona  Muon on 2 ranks" in done.stdout
