@@ -69,6 +69,12 @@ class EagerStep:
         return (own.detach(), *(found[name] for name in self.leaves))
 
 
+class WholeStep(EagerStep):
+    """The same in plans of joint steps, also for a scalar; it never runs."""
+
+    has_effect = True
+
+
 class ResidentStep:
     """Target of a graph node: (task, param, grad) -> (new param,), by the task's own optimizer object on the owner."""
 
@@ -80,13 +86,13 @@ class ResidentStep:
 
 
 class BringStep:
-    """Target of a graph node: (task, param, grad) -> nothing. The owner keeps both until all parameters step."""
+    """Target of a graph node: (task, param, grad or nothing) -> nothing. The owner keeps them until all step."""
 
     __name__ = __qualname__ = "bring"
     has_effect = True
 
-    def __call__(self, task: EagerTask, param: Tensor, grad: Tensor) -> None:
-        """Keep copies of the parameter and the gradient; the arguments are those of `EagerStep`."""
+    def __call__(self, task: EagerTask, param: Tensor, grad: Tensor | None = None) -> None:
+        """Keep copies of the parameter and its gradient, if it has one; the arguments are those of `EagerStep`."""
         task.context.bring(task.name, param, grad)
 
 
@@ -94,6 +100,7 @@ class TakeStep:
     """Target of a graph node: task -> new param, once the owner has stepped all parameters."""
 
     __name__ = __qualname__ = "take"
+    has_effect = True  # so that it runs once, on the owner, also for a scalar
 
     def __call__(self, task: EagerTask) -> Tensor:
         """Return the new value of the task's parameter."""
@@ -101,10 +108,11 @@ class TakeStep:
 
 
 class Part(enum.Enum):
-    """The templates of a parameter that steps with all others. Two of them run, one after the other."""
+    """The templates of a parameter that steps with all others. BRING or STILL runs first, and TAKE after it."""
 
     WHOLE = "whole"  # stands for both in plans and reports
     BRING = "bring"
+    STILL = "still"  # in the place of BRING for a parameter that has no gradient
     TAKE = "take"
 
 
@@ -118,17 +126,18 @@ def joint_templates(name: str, spec: ParameterSpec, reason: str) -> Mapping[Any,
 
     Returns:
         WHOLE as `interpreted_template` makes it; BRING with the leaves `task`, `param` and `grad`, which writes
-        nothing; TAKE with the leaves `task` and `param`, which writes `param`.
+        nothing; STILL, which is BRING without `grad`; TAKE with the leaves `task` and `param`, which writes `param`.
     """
     task = Leaf(Role.TASK, "task")
     param = Leaf(Role.PARAM, "param", spec.shape, spec.dtype)
-    leaves = {Part.BRING: (task, param, Leaf(Role.GRAD, "grad", spec.shape, spec.grad_dtype)), Part.TAKE: (task, param)}
-    whole = interpreted_template(name, spec, reason)
+    grad = Leaf(Role.GRAD, "grad", spec.shape, spec.grad_dtype)
+    leaves = {Part.BRING: (task, param, grad), Part.STILL: (task, param), Part.TAKE: (task, param)}
+    whole = interpreted_template(name, spec, reason, target=WholeStep())
     found = {Part.WHOLE: replace(whole, family=name, joint=True)}
     for part, inputs in leaves.items():
         graph = fx.Graph()
         nodes = [placeholder(graph, leaf) for leaf in inputs]
-        if part is Part.BRING:
+        if part is not Part.TAKE:
             graph.call_function(BringStep(), tuple(nodes))
             graph.output(())
         else:
@@ -156,7 +165,7 @@ def _getitem(graph: fx.Graph, node: fx.Node, index: int, example: Tensor) -> fx.
 
 
 def interpreted_template(
-    name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = (), resident: bool = False
+    name: str, spec: ParameterSpec, reason: str, state: tuple[Leaf, ...] = (), target: Any = None
 ) -> Template:
     """Make a template whose whole step is one opaque node.
 
@@ -166,7 +175,7 @@ def interpreted_template(
         reason: why the step is not compiled, for reports.
         state: tensor leaves that the step creates and the graph returns; the others stay in the
             owner's state.
-        resident: whether an optimizer object of the task's own takes the step.
+        target: what takes the step; None for an `EagerStep`.
 
     Returns:
         A template with the leaves `task`, `param` and `grad`, which writes `param` and `state`.
@@ -178,8 +187,7 @@ def interpreted_template(
         Leaf(Role.GRAD, "grad", spec.shape, spec.grad_dtype),
     )
     nodes = [placeholder(graph, leaf) for leaf in leaves]
-    target = ResidentStep() if resident else EagerStep(tuple(leaf.name for leaf in state))
-    step = graph.call_function(target, tuple(nodes))
+    step = graph.call_function(target or EagerStep(tuple(leaf.name for leaf in state)), tuple(nodes))
     written = (leaves[1], *state)
     results = [
         _getitem(graph, step, i, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -13,20 +15,19 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, difference, where
-from canzona_compile.capture.joint import JointUpdate, NotPlain, absent, check_shown, show, step_at_once, whole_copy
+from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.capture.joint import JointUpdate, attributes_of, show, step_at_once, whole_copy
 from canzona_compile.capture.kept import Finder, NoPlace
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.randomness import seeded
-from canzona_compile.capture.rehearsal import (
-    Rehearsal,
-    check_returned,
-    default_names,
-    scenarios,
-)
+from canzona_compile.capture.rehearsal import Rehearsal, check_returned, default_names, scenarios
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, run, together
-from canzona_compile.capture.twin import NOT_COPIED, marks_of, odd_state, plain_class
+from canzona_compile.capture.twin import odd_state, plain_class
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer, some
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def rehearse_jointly(
@@ -49,11 +50,11 @@ def rehearse_jointly(
     try:
         check_held(optimizer)
         found = [rehearse_one(optimizer, scenario, device, refused, names) for scenario in scenarios(counts)]
-    except (NotPlain, UnsupportedOptimizer) as problem:
-        hint = f"{refused.hint}; " if refused.hint else ""
-        told = problem.problem if isinstance(problem, UnsupportedOptimizer) else str(problem)
-        if told == refused.problem:
+    except UnsupportedOptimizer as problem:
+        if problem is refused or problem.problem == refused.problem:
             raise refused from None
+        hint = f"{refused.hint}; " if refused.hint else ""
+        told = f"{problem.problem} (at {problem.at})" if problem.at else problem.problem
         raise UnsupportedOptimizer(
             refused.problem, at=refused.at, hint=f"{hint}one rank cannot step all parameters at once either: {told}"
         ) from refused
@@ -62,7 +63,6 @@ def rehearse_jointly(
         writes_gradients=any(one.writes_gradients for one in found),
         drops_gradients=any(one.drops_gradients for one in found),
         needs_gradients=any(one.needs_gradients for one in found),
-        asks_frozen=any(one.asks_frozen for one in found),
         joint=JointUpdate(
             refused.problem,
             advice,
@@ -73,57 +73,60 @@ def rehearse_jointly(
 
 
 def check_held(optimizer: Optimizer) -> None:
-    """Raise if an optimizer holds fragments beside its parameter groups: a step of whole parameters would meet them.
+    """Raise if an optimizer holds what a step of whole parameters must not meet, or what ranks cannot be shown.
 
     Raises:
-        NotPlain: it does.
+        UnsupportedOptimizer: it holds fragments beside its parameter groups, or random generators.
     """
+    kind, own = plain_class(optimizer).__name__, {**attributes_of(optimizer), "state": odd_state(optimizer)}
     finder = Finder(torch.empty(0))
     try:
-        finder.look_at_attributes(optimizer, {name for name in vars(optimizer) if name not in NOT_COPIED})
-        for key, value in odd_state(optimizer).items():
-            finder.look(("self", "state", str(key)), value, lambda _: None)
+        for name, value in own.items():
+            finder.look(("self", name), value, lambda _: None)
     except NoPlace as error:
-        raise NotPlain(str(error)) from error
+        raise UnsupportedOptimizer(f"{kind} holds what cannot be told apart: {error}") from error
     if sharded := [path for path, place in finder.found.items() if isinstance(place.value, DTensor)]:
-        raise NotPlain(f"it holds DTensors in {some(path.replace('/', '.') for path in sharded)}")
+        raise UnsupportedOptimizer(f"{kind} holds DTensors in {some(path.replace('/', '.') for path in sharded)}")
+    leaves = [place.value for place in finder.found.values()] + pytree.tree_leaves(own)
+    if any(isinstance(leaf, GENERATORS) for leaf in leaves):
+        raise UnsupportedOptimizer(
+            f"{kind} draws from a random generator of its own, which only one rank would advance"
+        )
 
 
 def rehearse_one(
     optimizer: Optimizer, scenario: Scenario, device: torch.device, refused: UnsupportedOptimizer, names: NamesByGroup
 ) -> Rehearsal:
-    """Rehearse one scenario; if need be without a frozen parameter or missing gradients.
+    """Rehearse one scenario; if the plain step fails at missing gradients, without these.
 
     Raises:
-        UnsupportedOptimizer: the step does something else on whole copies, draws random numbers, or fails.
-        NotPlain: it changes what other ranks cannot be shown.
+        UnsupportedOptimizer: the step does something else on whole copies, draws random numbers, communicates or fails,
+            or changes what other ranks cannot be shown.
     """
     kind = plain_class(optimizer).__name__
-    thawed = replace(scenario, frozen=None)
-    variants = [scenario, thawed, replace(scenario, missing={}), replace(thawed, missing={})]
-    for one in variants:
+    for one in (scenario, replace(scenario, missing={})):
         with seeded(device) as dice:
             whole = together(optimizer, one)
-        if whole.error is not None and not whole.after:
-            raise refused
-        if dice.rolled:
-            raise UnsupportedOptimizer(f"{kind} draws random numbers")
-        check_returned(optimizer, whole)
-        joint = kept_by(whole, refused)
-        with seeded(device):
-            copies = at_once(optimizer, one, joint)
-        if not difference(whole, copies):
-            return Rehearsal(
-                writes_gradients=whole.writes_gradients,
-                drops_gradients=not whole.keeps_gradients,
-                needs_gradients=one.missing != scenario.missing,
-                asks_frozen=one.frozen != scenario.frozen,
-                joint=joint,
-            )
-    if copies.error is not None and whole.error is None:
-        raise UnsupportedOptimizer(f"{kind}.step fails on copies of its parameters: {copies.error}")
-    raise UnsupportedOptimizer(
-        f"{kind}.step does something else on copies of its parameters", at=where(difference(whole, copies), one, names)
+        if whole.error is None:
+            break
+    if whole.error is not None and not whole.after:
+        raise refused
+    if dice.rolled:
+        raise UnsupportedOptimizer(f"{kind} draws random numbers")
+    check_returned(optimizer, whole)
+    with seeded(device):
+        copies = at_once(optimizer, one)
+    if places := difference(whole, copies):
+        failed = copies.error if whole.error is None else None
+        reason = "" if failed is None else f": {first_line(failed)}{blamed(failed)}"
+        raise UnsupportedOptimizer(
+            f"{kind}.step does something else on copies of its parameters{reason}", at=where(places, one, names)
+        )
+    return Rehearsal(
+        writes_gradients=whole.writes_gradients,
+        drops_gradients=not whole.keeps_gradients,
+        needs_gradients=one.missing != scenario.missing,
+        joint=kept_by(whole, refused),
     )
 
 
@@ -131,48 +134,39 @@ def kept_by(whole: RehearsedSteps, refused: UnsupportedOptimizer) -> JointUpdate
     """Find the attributes and hyperparameters that steps changed."""
     attributes: set[str] = set()
     hyperparameters: set[str] = set()
-    for one, other in zip(whole.after, whole.after[1:], strict=False):
+    for one, other in zip([whole.first, *whole.after], whole.after, strict=False):
         places = changed(one, other)
         attributes |= {attribute_of(place) for place in places} - {""}
         hyperparameters |= {p.partition("['")[2].partition("']")[0] for p in places if p.startswith("param_groups")}
     return JointUpdate(refused.problem, "", frozenset(attributes), frozenset(hyperparameters))
 
 
-def at_once(optimizer: Optimizer, scenario: Scenario, joint: JointUpdate) -> RehearsedSteps:
+def at_once(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
     """Step whole copies of all parameters on a twin, as the rank does that steps them all.
 
     Raises:
-        NotPlain: the step changes what other ranks cannot be shown.
+        UnsupportedOptimizer: the step communicates, or changes what other ranks cannot be shown.
     """
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
     outside = Outside(optimizer, small.label)
-    groups = small.optimizer.param_groups
 
     def step() -> None:
-        copies = {param: copy_of(param) for param in small.params}
-        state = {own: small.optimizer.state.get(param) or {} for param, own in copies.items()}
+        real = small.optimizer
+        copies: dict[Tensor, Tensor] = {param: whole_copy(param, param.grad, param) for param in small.params}
+        state = {own: real.state[param] for param, own in copies.items() if param in real.state}
         with hidden(small.params):
-            by_group = [[copies[p] for p in group["params"]] for group in groups]
-            changes = step_at_once(small.optimizer, by_group, state, joint.attributes | joint.hyperparameters)
-        check_shown(changes)
-        show(changes, small.optimizer)
+            result = step_at_once(real, [[copies[p] for p in group["params"]] for group in real.param_groups], state)
+        show(result.homes, result.same, real)
         for param, own in copies.items():
-            if param.grad is not None:
-                param.data.copy_(own.detach())
-            if state[own]:
-                small.optimizer.state[param] = state[own]
+            param.data.copy_(own.detach())
+            real.state.pop(param, None)
+            if own in result.state:
+                real.state[param] = result.state[own]
 
     try:
         return run(small, scenario, step)
     finally:
         outside.restore()
-
-
-def copy_of(param: Tensor) -> Tensor:
-    """Make a whole copy of a parameter; one without values if it has no gradient."""
-    if param.grad is None:
-        return absent(tuple(param.shape), param.dtype, param.device, marks_of(param))
-    return whole_copy(param, param.grad, marks_of(param))
 
 
 @contextlib.contextmanager

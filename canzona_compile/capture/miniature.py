@@ -74,7 +74,7 @@ class Miniature:
             if group["params"] and not places:
                 continue  # code may take it for granted that a group has parameters
             params = [memo[id(group["params"][i])] for i in places]
-            made = {k: distinct(v, g) for k, v in copied(hypers(group), memo).items()}
+            made = {k: distinct(v, g, memo) for k, v in copied(hypers(group), memo).items()}
             if group.get("param_names"):
                 made["param_names"] = [group["param_names"][i] for i in places]
             if loops:
@@ -233,10 +233,13 @@ def translated(value: Any, known: Mapping[int, int], small_of: Mapping[int, Tens
     return value
 
 
-def distinct(value: Any, group: int) -> Any:
-    """A hyperparameter of a group, a little different from that of other groups if it is a float."""
+def distinct(value: Any, group: int, shared: dict[int, Any]) -> Any:
+    """A hyperparameter of a group, a little different from that of other groups if it is a float.
+
+    A tensor that several groups have stays one, and in attributes too.
+    """
     if isinstance(value, float) and math.isfinite(value):
         return value / (1.0 + 0.03 * group)
     if isinstance(value, Tensor) and value.is_floating_point():
-        return value / (1.0 + 0.03 * group)
+        return shared.setdefault(id(value), value / (1.0 + 0.03 * group) if group else value)
     return value

@@ -54,6 +54,7 @@ class RehearsedSteps:
     """What steps did.
 
     Attributes:
+        first: what the optimizer held before the first step.
         after: by step, everything that the optimizer held after it.
         counters: what they counted outside of the state of parameters.
         writes_gradients: whether one of them wrote a gradient.
@@ -63,6 +64,7 @@ class RehearsedSteps:
         error: what ended the run early; None if it took all steps.
     """
 
+    first: Contents = field(default_factory=dict)
     after: list[Contents] = field(default_factory=list)
     counters: set[Counter] = field(default_factory=set)
     writes_gradients: bool = False
@@ -119,7 +121,7 @@ def apart(optimizer: Optimizer, scenario: Scenario, company: Company, whole: Reh
 
 def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> RehearsedSteps:
     """Take the steps of a scenario."""
-    found = RehearsedSteps()
+    found = RehearsedSteps(contents_of(small))
     random = torch.Generator().manual_seed(0)
     for number in range(scenario.steps):
         factor = scenario.rates.get(number, 1.0)

@@ -112,7 +112,7 @@ def from_numbers(graph: fx.Graph, barred: Collection[str] = ()) -> set[fx.Node]:
     for node in graph.nodes:
         value = tensor_value(node)
         small = node.op != "output" and (value is None or value.ndim == 0)
-        if isinstance(node.target, CompiledCall):  # users' functions run once, on the owner
+        if isinstance(node.target, CompiledCall) or has_effect(node):  # users' functions run once, on the owner
             continue
         inputs_free = node.target not in barred if node.op == "placeholder" else found.issuperset(node.all_input_nodes)
         if small and inputs_free:

@@ -35,8 +35,8 @@ class EagerContext(Protocol):
     def step_resident(self, task: str, param: Tensor, grad: Tensor) -> Tensor:
         """Take the step of a task by its own optimizer object; return the new parameter."""
 
-    def bring(self, task: str, param: Tensor, grad: Tensor) -> None:
-        """Keep a whole parameter and its gradient until all of them step at once."""
+    def bring(self, task: str, param: Tensor, grad: Tensor | None) -> None:
+        """Keep a whole parameter, and its gradient if it has one, until all of them step at once."""
 
     def take(self, task: str) -> Tensor:
         """Return the new parameter, once they have stepped."""

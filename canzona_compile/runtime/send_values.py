@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.program_ops import Watch
 
 
@@ -33,14 +35,20 @@ def send_values(values: Any, source: int, group: dist.ProcessGroup, device: torc
     return values if here else unpacked(data.cpu(), device)
 
 
-def packed(values: Any) -> torch.Tensor:
-    """Write values as bytes."""
+def packed(values: Any) -> Tensor:
+    """Write values as bytes. A view of a larger tensor is sent alone."""
+
+    def alone(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.numel() * value.itemsize:
+            return value.clone()
+        return value
+
     file = io.BytesIO()
-    torch.save(values, file)
+    torch.save(pytree.tree_map(alone, values), file)
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
-def unpacked(data: torch.Tensor, device: torch.device) -> Any:
+def unpacked(data: Tensor, device: torch.device) -> Any:
     """Read what `packed` wrote."""
 
     def place(storage: Any, location: str) -> Any:

@@ -296,7 +296,8 @@ class Binder:
         """
         layout = within(self.layout(param))
         kind = self._captured(g, self._spec(layout.shape, param), name, state)
-        own = None if whole or elementwise(kind) else self._entries(g, param, name, state, layout, kind, within)
+        alone = whole or kind.joint is not None or elementwise(kind)
+        own = None if alone else self._entries(g, param, name, state, layout, kind, within)
         return own or (layout, kind)
 
     def _entries(

@@ -53,8 +53,8 @@ class PlanContext:
         """Take the step of a task by its own optimizer object; return the new parameter."""
         return self.residents.step(task, param, grad)
 
-    def bring(self, task: str, param: Tensor, grad: Tensor) -> None:
-        """Keep a whole parameter and its gradient until all of them step at once."""
+    def bring(self, task: str, param: Tensor, grad: Tensor | None) -> None:
+        """Keep a whole parameter, and its gradient if it has one, until all of them step at once."""
         assert self.joint is not None
         self.joint.bring(task, param, grad)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.eager_fallback import Part
-from canzona_compile.capture.joint import JointUpdate, absent, show, step_at_once, whole_copy
-from canzona_compile.capture.twin import marks_of, plain_class
+from canzona_compile.capture.joint import JointUpdate, show, step_at_once, whole_copy
+from canzona_compile.capture.randomness import watched
+from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import OneRankSteps, UnsupportedOptimizer
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.send_values import send_values
 from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.plan import Plan
-from canzona_compile.session.variant_selection import Lineup, Names
+from canzona_compile.session.program_cache import ProgramKey
+from canzona_compile.session.variant_selection import Names
 
 
 class JointStep:
@@ -63,59 +65,71 @@ class JointStep:
                 stacklevel=2,
             )
 
-    def lineup(self, part: Part, names: Names) -> Lineup:
-        """Return the variants of a part of the step."""
-        bound = ((name, self.plan.bound[name]) for name in names)
-        return tuple((b.kind.templates[part].name, b.param_group, (name,)) for name, b in bound)
-
-    def step(self, names: Names, run: Callable[[Lineup], None]) -> None:
+    def step(self, ready: Names, run: Callable[[ProgramKey], None]) -> list[str]:
         """Take the step.
 
         Args:
-            names: the tasks that have gradients.
-            run: runs the program of these tasks for a lineup.
+            ready: the tasks that have gradients.
+            run: runs the program of some tasks and variants.
+
+        Returns:
+            The tasks that have state after it.
         """
-        run(self.lineup(Part.BRING, names))
-        changes: Any = self._stepped(names) if self.here else None
-        if len(self.ranks) > 1:
-            changes = send_values(changes, self.owner, self.groups.of(self.ranks), self.device, self.watch)
-        show(changes, self.optimizer)
-        run(self.lineup(Part.TAKE, names))
-        self._brought = {}
+        there = set(ready)
+        names = tuple(self.plan.bound)
+        try:
+            run(self._program(names, [Part.BRING if name in there else Part.STILL for name in names]))
+            left: Any = self._stepped() if self.here else None
+            if len(self.ranks) > 1:
+                left = send_values(left, self.owner, self.groups.of(self.ranks), self.device, self.watch)
+            homes, same, stateful = left
+            show(homes, same, self.optimizer)
+            run(self._program(names, [Part.TAKE] * len(names)))
+        finally:
+            self._brought = {}
+        return list(stateful)
 
-    def _stepped(self, names: Names) -> list[dict[Any, Any]]:
-        own = {name: self._brought.get(name) for name in self.plan.bound}
-        whole = {name: stands_for(self.plan.bound[name]) if p is None else p for name, p in own.items()}
+    def _program(self, names: Names, parts: Sequence[Part]) -> ProgramKey:
+        """The program in which tasks take these parts of the step."""
+        bound = [(self.plan.bound[name], part) for name, part in zip(names, parts, strict=True)]
+        lineup = tuple((b.kind.templates[part].name, b.param_group, (b.task.name,)) for b, part in bound)
+        return ProgramKey(names, lineup)
+
+    def _stepped(self) -> tuple[Any, Any, list[str]]:
+        """Step what was brought; return what every rank has to know: `show`'s arguments, and which tasks have state."""
         by_group: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
-        for name, param in whole.items():
-            by_group[self.plan.bound[name].param_group].append(param)
-        real = {whole[name]: bound.param for name, bound in self.plan.bound.items()}
-        state = {param: self.optimizer.state.get(key) or {} for param, key in real.items()}
-        known = self.joint.attributes | self.joint.hyperparameters
-        changes = step_at_once(self.optimizer, by_group, state, known)
-        self.optimizer.state.update({real[param]: kept for param, kept in state.items() if kept})
-        return changes
+        state: dict[Tensor, dict[str, Any]] = {}
+        for name, bound in self.plan.bound.items():
+            own = self._brought[name]
+            by_group[bound.param_group].append(own)
+            if bound.param in self.optimizer.state:
+                state[own] = self.optimizer.state[bound.param]
+        with watched(self.device) as dice:
+            result = step_at_once(self.optimizer, by_group, state)
+        if dice.rolled:
+            raise UnsupportedOptimizer(f"{plain_class(self.optimizer).__name__} draws random numbers by now")
+        for name, bound in self.plan.bound.items():
+            self.optimizer.state.pop(bound.param, None)
+            if self._brought[name] in result.state:
+                self.optimizer.state[bound.param] = result.state[self._brought[name]]
+        stateful = [name for name, bound in self.plan.bound.items() if bound.param in self.optimizer.state]
+        return result.homes, result.same, stateful
 
-    def bring(self, task: str, param: Tensor, grad: Tensor) -> None:
-        """Keep copies of a whole parameter and its gradient."""
-        self._brought[task] = whole_copy(param, grad, marks_of(self.plan.bound[task].origin))
+    def bring(self, task: str, param: Tensor, grad: Tensor | None) -> None:
+        """Keep copies of a whole parameter, and of its gradient if it has one."""
+        self._brought[task] = whole_copy(param, grad, self.plan.bound[task].origin)
 
     def take(self, task: str) -> Tensor:
         """Return the new value of a parameter."""
         return self._brought[task].detach()
 
 
-def stands_for(bound: BoundParam) -> Tensor:
-    """Make what stands for a parameter without a gradient."""
-    param = bound.param
-    return absent(bound.task.shape, param.dtype, torch.device(param.device), marks_of(bound.origin))
-
-
 def check_whole(bound: Mapping[str, BoundParam]) -> None:
     """Raise unless every task is a whole parameter.
 
     Raises:
-        UnsupportedOptimizer: one is a piece of a parameter, a plain fragment, or some entries of a stack.
+        UnsupportedOptimizer: one is a piece of a parameter, a plain fragment, some entries of a stack, or it is not
+            contiguous.
     """
     for name, own in bound.items():
         if own.division is not None or own.stand_in is not None or tuple(own.param.shape) != own.task.shape:
@@ -123,4 +137,11 @@ def check_whole(bound: Mapping[str, BoundParam]) -> None:
                 "the optimizer steps all parameters at once, and this is only a part of one to it",
                 at=name,
                 hint="wrap without split= and layout=; stacks must not be cut between their matrices",
+            )
+        if not torch.empty_strided(own.task.shape, own.param.stride(), device="meta").is_contiguous():
+            raise UnsupportedOptimizer(
+                "the optimizer steps contiguous copies of all parameters at once; this one is not contiguous, so sums "
+                "over it would round otherwise",
+                at=name,
+                hint="make the model's parameters contiguous before the optimizer is made",
             )

@@ -302,15 +302,15 @@ class StepDriver:
             Exception: the optimizer's own code raised it in an eager step.
         """
         ready, fresh = self._agreed = self._next
-        if ready:
+        if self._joint is not None:
+            self._met.add(self._shared_lineup)
+            self._step_at_once(self._joint, ready)
+        elif ready:
             self._met.add(self._shared_lineup)
             expected = [] if self._audit is None else self._audit.before(ready)
             with during(self.clock, "plan"):
-                program = self._program(ready)  # of a joint step, reports show both programs as one
-            if self._joint is None:
-                self._run(program)
-            else:
-                self._joint.step(ready, lambda lineup: self._run(self.programs.get(ProgramKey(ready, lineup))))
+                program = self._program(ready)
+            self._run(program)
             if self._audit is not None:
                 self._audit.after(expected)
             self.cohorts.show_counters()
@@ -334,6 +334,13 @@ class StepDriver:
         with contextlib.suppress(Untraceable):  # the next step will make a new plan then
             self._foresee(ready, fresh)
         return True
+
+    def _step_at_once(self, joint: JointStep, ready: Names) -> None:
+        with during(self.clock, "plan"):
+            self._program(ready or tuple(self.plan.bound))  # reports show both programs as one
+        stateful = joint.step(ready, lambda key: self._run(self.programs.get(key)))
+        self.store.forget(self.store.initialised - set(stateful))
+        self.store.interpreted(stateful)
 
     def _drop_gradients(self) -> None:
         """Do what the optimizer's step does after its updates."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from tests.harness import joint_optimizers as kinds
 from tests.harness.checkpoint_routes import LOAD, SAVE
 from tests.harness.checkpointing import Holder
@@ -127,14 +128,92 @@ def test_gradients_may_be_missing(name: str) -> None:
     assert run(2, train, name, Case("fsdp", (2,)), missing=True) == [GOOD] * 2
 
 
-def test_whoever_reads_parameters_without_gradients_needs_them_all() -> None:
-    optimizer = canzona_compile.wrap(kinds.AllWeights(parameters()))
-    feed(optimizer, 0)
-    optimizer.param_groups[0]["params"][1].grad = None
-    before = values_of(optimizer)
-    with pytest.raises(InvalidGradient, match="parameters that have no gradient"):
+def script(kind: str, case: Case, stop: int) -> list[str]:
+    """What differs while gradients come and go: one is missing at some steps, all at one; another is frozen."""
+    values = drawn(-1)
+    laid = Laid(values, case)
+    wrapped: Any = kinds.SCRIPTED[kind](list(laid.params))
+    canzona_compile.wrap(wrapped, replicate=replicate_of(case))
+    other: Any = kinds.SCRIPTED[kind]([nn.Parameter(value.clone()) for value in values])
+    wrong: list[str] = []
+    for step in range(stop):
+        for i, grad in enumerate(drawn(step)):
+            gone = step == 4 or (i == 1 and step in (2, 6)) or (i == 3 and step > 8)
+            laid.params[i].grad = None if gone else laid.like_param(grad, i)
+            params_of(other)[i].grad = None if gone else grad.clone()
+            for param in (laid.params[i], params_of(other)[i]):
+                param.requires_grad_(not (i == 3 and step > 8))
+        wrapped.step()
+        other.step()
+        wrong += [f"step {step}: parameter {i}" for i in different([full(p) for p in laid.params], other)]
+        wrong += [f"step {step}: {name}" for name, value in seen(other).items() if seen(wrapped).get(name) != value]
+        wrong += [f"step {step}: {name} is there" for name in seen(wrapped).keys() - seen(other).keys()]
+    held, wanted = ({k for k, v in one.state_dict()["state"].items() if v} for one in (wrapped, other))
+    return [*wrong, *([] if held == wanted else [f"state of {held}, not of {wanted}"])]
+
+
+def seen(optimizer: Any) -> dict[str, str]:
+    """What users see beside parameters and their state."""
+    hidden = {"state", "param_groups", "canzona", "step"}
+    own = {k: v for k, v in vars(optimizer).items() if k not in hidden and not k.startswith("_")}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    odd = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
+    return {k: str(v) for k, v in {**own, "groups": groups, "odd state": odd}.items()}
+
+
+@pytest.mark.parametrize("kind", kinds.SCRIPTED)
+def test_whatever_a_step_keeps(kind: str) -> None:
+    assert script(kind, ALONE, 55 if kind == "late log" else 16) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", only([("odd state",), ("late log",)], list(kinds.SCRIPTED)))
+def test_whatever_a_step_keeps_on_ranks(kind: str) -> None:
+    assert run(2, script, kind, Case("fsdp", (2,)), 55 if kind == "late log" else 16) == [[], []]
+
+
+def test_objects_that_come_late_are_refused() -> None:
+    optimizer = canzona_compile.wrap(kinds.LateObject(parameters()))
+    for step in range(49):
+        feed(optimizer, step)
         optimizer.step()
-    assert all(map(same_bits, before, values_of(optimizer)))
+    feed(optimizer, 49)
+    with pytest.raises(UnsupportedOptimizer, match=r"changes self\.held.*cannot be shown"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ([torch.ones(5, 4).t(), torch.ones(3, 4)], "is not contiguous"),
+        ([torch.ones(5, 4), torch.tensor(2.0)], ""),
+    ],
+    ids=["transposed", "scalar"],
+)
+def test_odd_parameters(params: list[Tensor], says: str) -> None:
+    optimizer = canzona_compile.wrap(kinds.SquaredNorm([nn.Parameter(value.clone()) for value in params]))
+    for param in params_of(optimizer):
+        param.grad = torch.ones_like(param)
+    with pytest.raises(UnsupportedOptimizer, match=says) if says else contextlib.nullcontext():
+        optimizer.step()
+    assert torch.equal(params_of(optimizer)[0], params[0]) == bool(says)
+
+
+def reducing() -> str:
+    laid = Laid(drawn(-1), Case("fsdp", (2,)))
+    optimizer: Any = canzona_compile.wrap(kinds.Reducing(list(laid.params)))
+    for i, (param, grad) in enumerate(zip(laid.params, drawn(0), strict=True)):
+        param.grad = laid.like_param(grad, i)
+    try:
+        optimizer.step()
+    except CanzonaError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.ranks
+def test_a_step_that_communicates_is_refused() -> None:
+    assert all("communicates by itself" in said for said in run(2, reducing, fresh=True))
 
 
 # -- the report, and what it costs -----------------------------------------------------------------
@@ -220,7 +299,7 @@ def test_an_error_of_the_step_reaches_every_rank() -> None:
 def test_what_cannot_be_shown_is_refused() -> None:
     optimizer = canzona_compile.wrap(kinds.KeepsObjects(parameters()))
     feed(optimizer, 0)
-    with pytest.raises(UnsupportedOptimizer, match=r"couples parameters.*\n.*\n.*self.last, where it keeps Holder"):
+    with pytest.raises(UnsupportedOptimizer, match=r"couples parameters.*\n.*\n.*changes self.last"):
         optimizer.step()
 
 
