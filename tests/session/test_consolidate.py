@@ -204,7 +204,7 @@ def broken(case: Case) -> tuple[str, float]:
     made.steps(2)
     if dist.get_rank() == 1:
         session = made.optimizer.canzona.session
-        with pytest.raises(ValueError, match="stopped"), session._telling():
+        with pytest.raises(ValueError, match="stopped"), session.telling():
             raise ValueError("stopped")
         return attempt(made.optimizer.state_dict)
     return attempt(made.optimizer.state_dict)
