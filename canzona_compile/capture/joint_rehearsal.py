@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,18 +59,27 @@ def rehearse_jointly(
         raise UnsupportedOptimizer(
             refused.problem, at=refused.at, hint=f"{hint}one rank cannot step all parameters at once either: {told}"
         ) from refused
-    joints = [one.joint for one in found if one.joint is not None]
+    places = frozenset().union(*(one.places for one in found))
     return Rehearsal(
-        writes_gradients=any(one.writes_gradients for one in found),
-        drops_gradients=any(one.drops_gradients for one in found),
+        writes_gradients=any(one.whole.writes_gradients for one in found),
+        drops_gradients=any(not one.whole.keeps_gradients for one in found),
         needs_gradients=any(one.needs_gradients for one in found),
         joint=JointUpdate(
             refused.problem,
             advice,
-            frozenset().union(*(joint.attributes for joint in joints)),
-            frozenset().union(*(joint.hyperparameters for joint in joints)),
+            frozenset(attribute_of(place) for place in places) - {""},
+            frozenset(p.partition("['")[2].partition("']")[0] for p in places if p.startswith("param_groups")),
         ),
     )
+
+
+class Rehearsed(NamedTuple):
+    """What one scenario showed: what the plain steps did, the places that they changed, and whether they fail at
+    missing gradients."""
+
+    whole: RehearsedSteps
+    places: frozenset[str]
+    needs_gradients: bool
 
 
 def check_held(optimizer: Optimizer) -> None:
@@ -96,7 +106,7 @@ def check_held(optimizer: Optimizer) -> None:
 
 def rehearse_one(
     optimizer: Optimizer, scenario: Scenario, device: torch.device, refused: UnsupportedOptimizer, names: NamesByGroup
-) -> Rehearsal:
+) -> Rehearsed:
     """Rehearse one scenario; if the plain step fails at missing gradients, without these.
 
     Raises:
@@ -122,23 +132,9 @@ def rehearse_one(
         raise UnsupportedOptimizer(
             f"{kind}.step does something else on copies of its parameters{reason}", at=where(places, one, names)
         )
-    return Rehearsal(
-        writes_gradients=whole.writes_gradients,
-        drops_gradients=not whole.keeps_gradients,
-        needs_gradients=one.missing != scenario.missing,
-        joint=kept_by(whole, refused),
-    )
-
-
-def kept_by(whole: RehearsedSteps, refused: UnsupportedOptimizer) -> JointUpdate:
-    """Find the attributes and hyperparameters that steps changed."""
-    attributes: set[str] = set()
-    hyperparameters: set[str] = set()
-    for one, other in zip([whole.first, *whole.after], whole.after, strict=False):
-        places = changed(one, other)
-        attributes |= {attribute_of(place) for place in places} - {""}
-        hyperparameters |= {p.partition("['")[2].partition("']")[0] for p in places if p.startswith("param_groups")}
-    return JointUpdate(refused.problem, "", frozenset(attributes), frozenset(hyperparameters))
+    moments = zip([whole.first, *whole.after], whole.after, strict=False)
+    moved = frozenset(place for before, after in moments for place in changed(before, after))
+    return Rehearsed(whole, moved, one.missing != scenario.missing)
 
 
 def at_once(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:

@@ -19,6 +19,7 @@ from canzona_compile.codegen.source import FLAT, PointwiseProgram, source
 from canzona_compile.codegen.tables import Table, TableSegment, fits, roomy, segment_of
 from canzona_compile.codegen.values import Spread
 from canzona_compile.errors import CanzonaError
+from canzona_compile.kernels.tensor_args import processors
 
 BLOCK = 2048  # elements of a tile; with eight warps every thread has eight, two vectors of float32
 WARPS = 8
@@ -224,7 +225,9 @@ class GroupedKernel(torch.nn.Module):
                 segment = segment_of(self.programs[program], number, entry, operands)
                 if segment is not None:
                     segments.append(segment)
-        self.table = Table(self.programs, self.parts, segments, BLOCK, processors(self._device))
+        self.table = Table(
+            self.programs, self.parts, segments, BLOCK, processors(self._device, interpreted=0)
+        )  # none: blocks of several tiles
         self._kernel = self._on_device = None
         if self._device.type == "cpu" and segments:
             interpreted(self.title)
@@ -247,12 +250,6 @@ class GroupedKernel(torch.nn.Module):
             blocks = torch.from_numpy(self.table.of_block).pin_memory().to(self._device, non_blocking=True)
             self._on_device = blocks, torch.empty(self.table.rows.shape, dtype=torch.int64, device=self._device)
         self._on_device[1].copy_(torch.from_numpy(self.table.rows).pin_memory(), non_blocking=True)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Count the multiprocessors of a device. None in the interpreter, so that blocks there have several tiles."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def interpreted(title: str) -> None:

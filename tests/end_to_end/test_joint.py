@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,64 +17,41 @@ from torch.optim import Optimizer
 import canzona_compile
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from tests.harness import joint_optimizers as kinds
+from tests.harness import small_runs
 from tests.harness.checkpoint_routes import LOAD, SAVE
-from tests.harness.checkpointing import Holder
 from tests.harness.joint_optimizers import MAKERS
 from tests.harness.layouts import Case, Laid, full, mesh_of, replicate_of
 from tests.harness.marks import only
 from tests.harness.pairs import feed, parameters, params_of, same_bits
 from tests.harness.ranks import run
+from tests.harness.small_runs import SmallRun, never, rate
 
 SHAPES = ((7, 5), (5, 8), (6, 6), (4, 6))
 SAVED, END = 4, 7
 ALONE = Case("plain", ())
+Missing = Callable[[int, int], bool]
 pytestmark = pytest.mark.filterwarnings("ignore:rank 0 alone steps all parameters")
 
 
-def drawn(step: int) -> list[Tensor]:
-    """The gradients of a step; those of step -1 are the first values."""
-    random = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(shape, generator=random) for shape in SHAPES]
+drawn = partial(small_runs.drawn, SHAPES)
 
 
-def has_gradient(step: int, place: int, missing: bool) -> bool:
-    return not (missing and step in (2, 3) and place == 1)
+def one_at_times(step: int, place: int) -> bool:
+    return step in (2, 3) and place == 1
 
 
-class Part:
-    """A run on this rank. It has what the routes of checkpoints need."""
-
-    def __init__(self, name: str, case: Case, begun: bool = True, **options: Any) -> None:
-        values = drawn(-1)
-        self.laid = Laid(values if begun else [torch.full_like(v, 0.25) for v in values], case)
-        self.model = Holder(self.laid.params)
-        self.optimizer: Any = MAKERS[name](list(self.laid.params))
-        canzona_compile.wrap(self.optimizer, replicate=replicate_of(case), **options)
-
-    def steps(self, start: int, stop: int, missing: bool = False) -> None:
-        for step in range(start, stop):
-            self.optimizer.param_groups[0]["lr"] = rate(step)
-            for i, (param, grad) in enumerate(zip(self.laid.params, drawn(step), strict=True)):
-                param.grad = self.laid.like_param(grad, i) if has_gradient(step, i, missing) else None
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def values(self) -> list[Tensor]:
-        return [full(param) for param in self.laid.params]
+def part_of(name: str, case: Case, begun: bool = True, **options: Any) -> SmallRun:
+    return SmallRun(MAKERS[name], SHAPES, case, begun, **options)
 
 
-def rate(step: int) -> float:
-    return 0.05 / (1 + step)
-
-
-def plain(name: str, stop: int = END, missing: bool = False) -> Optimizer:
+def plain(name: str, stop: int = END, missing: Missing = never) -> Optimizer:
     """The plain optimizer after some steps."""
     optimizer: Optimizer = MAKERS[name]([nn.Parameter(value) for value in drawn(-1)])
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for step in range(stop):
         optimizer.param_groups[0]["lr"] = rate(step)
         for i, (param, grad) in enumerate(zip(params, drawn(step), strict=True)):
-            param.grad = grad if has_gradient(step, i, missing) else None
+            param.grad = None if missing(step, i) else grad
         optimizer.step()
     return optimizer
 
@@ -92,8 +71,8 @@ def different(found: list[Tensor], wanted: Optimizer) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(found, whole, strict=True)) if not same_bits(a, b)]
 
 
-def train(name: str, case: Case, missing: bool = False, **options: Any) -> tuple[list[int], str, bool, list[str]]:
-    part, wanted = Part(name, case, **options), plain(name, missing=missing)
+def train(name: str, case: Case, missing: Missing = never, **options: Any) -> tuple[list[int], str, bool, list[str]]:
+    part, wanted = part_of(name, case, **options), plain(name, missing=missing)
     part.steps(0, END, missing)
     hows = [row.how for row in part.optimizer.canzona.explain().parameters]
     shown = str(kept(part.optimizer)) == str(kept(wanted))
@@ -125,7 +104,7 @@ def test_on_ranks(name: str, case: Case) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", only([("distance",)], ["distance", "norm", "positions"]))
 def test_gradients_may_be_missing(name: str) -> None:
-    assert run(2, train, name, Case("fsdp", (2,)), missing=True) == [GOOD] * 2
+    assert run(2, train, name, Case("fsdp", (2,)), missing=one_at_times) == [GOOD] * 2
 
 
 def script(kind: str, case: Case, stop: int) -> list[str]:
@@ -199,16 +178,21 @@ def test_odd_parameters(params: list[Tensor], says: str) -> None:
     assert torch.equal(params_of(optimizer)[0], params[0]) == bool(says)
 
 
-def reducing() -> str:
-    laid = Laid(drawn(-1), Case("fsdp", (2,)))
-    optimizer: Any = canzona_compile.wrap(kinds.Reducing(list(laid.params)))
-    for i, (param, grad) in enumerate(zip(laid.params, drawn(0), strict=True)):
-        param.grad = laid.like_param(grad, i)
+def said_by(step: Callable[[], object]) -> str:
+    """The message of the error that a step raises."""
     try:
-        optimizer.step()
-    except CanzonaError as error:
+        step()
+    except (CanzonaError, RuntimeError) as error:
         return str(error)
     return "no error"
+
+
+def reducing() -> str:
+    laid = Laid(drawn(-1), Case("fsdp", (2,)))
+    optimizer = canzona_compile.wrap(kinds.Reducing(list(laid.params)))
+    for i, (param, grad) in enumerate(zip(laid.params, drawn(0), strict=True)):
+        param.grad = laid.like_param(grad, i)
+    return said_by(optimizer.step)
 
 
 @pytest.mark.ranks
@@ -220,7 +204,7 @@ def test_a_step_that_communicates_is_refused() -> None:
 
 
 def reported() -> tuple[list[str], list[tuple[int, int] | None], list[str]]:
-    part = Part("norm", Case("fsdp", (2,)))
+    part = part_of("norm", Case("fsdp", (2,)))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         part.steps(0, 2)
@@ -244,13 +228,13 @@ def test_it_is_said_who_steps_what_and_why() -> None:
 
 
 def save(name: str, case: Case, folder: Path, way: str) -> None:
-    part = Part(name, case)
+    part = part_of(name, case)
     part.steps(0, SAVED)
     SAVE[way](part, folder / way)  # type: ignore[arg-type]
 
 
 def load(name: str, case: Case, folder: Path, way: str) -> list[int]:
-    part = Part(name, case, begun=False)
+    part = part_of(name, case, begun=False)
     LOAD[way][1](part, folder / LOAD[way][0])  # type: ignore[arg-type]
     part.steps(SAVED, END)
     return different(part.values(), plain(name))
@@ -269,7 +253,7 @@ def test_saved_on_three_ranks_and_loaded_on_others(way: str, case: Case, tmp_pat
 
 
 def test_state_is_that_of_the_plain_optimizer() -> None:
-    part, wanted = Part("distance", ALONE), plain("distance", SAVED)
+    part, wanted = part_of("distance", ALONE), plain("distance", SAVED)
     part.steps(0, SAVED)
     assert str(part.optimizer.state_dict()) == str(wanted.state_dict())
 
@@ -284,10 +268,8 @@ def fails() -> str:
         optimizer.param_groups[0]["fails"] = step == 3
         for i, (param, grad) in enumerate(zip(laid.params, drawn(step), strict=True)):
             param.grad = laid.like_param(grad, i)
-        try:
-            optimizer.step()
-        except (CanzonaError, RuntimeError) as error:
-            return f"{step}: {error}"
+        if (said := said_by(optimizer.step)) != "no error":
+            return f"{step}: {said}"
     return "no error"
 
 
@@ -308,11 +290,7 @@ def of_two_meshes() -> str:
     optimizer = canzona_compile.wrap(kinds.NormOnItself([*one.params, *other]))
     for param in [*one.params, *other]:
         param.grad = torch.ones_like(param)
-    try:
-        optimizer.step()
-    except CanzonaError as error:
-        return str(error)
-    return "no error"
+    return said_by(optimizer.step)
 
 
 @pytest.mark.ranks
@@ -324,14 +302,8 @@ def test_parameters_of_several_meshes_are_refused() -> None:
 
 def under_zero1() -> str:
     model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 4, bias=False))
-    try:
-        optimizer = kinds.NormOnItself(list(model.parameters()))
-        canzona_compile.zero1(model, optimizer, mesh=mesh_of((2,), ("dp",)))
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-    except CanzonaError as error:
-        return str(error)
-    return "no error"
+    optimizer = kinds.NormOnItself(list(model.parameters()))
+    return said_by(lambda: canzona_compile.zero1(model, optimizer, mesh=mesh_of((2,), ("dp",))))
 
 
 @pytest.mark.ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from torch.optim import Optimizer
 import canzona_compile
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from tests.harness import resident_optimizers as kinds
+from tests.harness import small_runs
 from tests.harness.checkpoint_routes import LOAD, SAVE
-from tests.harness.checkpointing import Holder
-from tests.harness.layouts import Case, Laid, full, replicate_of
+from tests.harness.layouts import Case, Laid, full
 from tests.harness.marks import first, only
 from tests.harness.pairs import Pair, feed, parameters, same_bits
 from tests.harness.ranks import run
 from tests.harness.resident_optimizers import MAKERS, Oracle
+from tests.harness.small_runs import SmallRun, rate
 
 SHAPES = ((7, 5), (5, 8), (6, 6))
 SAVED, END = 4, 7
@@ -28,36 +30,11 @@ ALONE = Case("plain", ())
 pytestmark = pytest.mark.filterwarnings("ignore:.* draws random numbers")
 
 
-def drawn(step: int) -> list[Tensor]:
-    """The gradients of a step; those of step -1 are the first values."""
-    random = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(shape, generator=random) for shape in SHAPES]
+drawn = partial(small_runs.drawn, SHAPES)
 
 
-class Part:
-    """A run on this rank. It has what the routes of checkpoints need."""
-
-    def __init__(self, name: str, case: Case, begun: bool = True, **options: Any) -> None:
-        values = drawn(-1)
-        self.laid = Laid(values if begun else [torch.full_like(v, 0.25) for v in values], case)
-        self.model = Holder(self.laid.params)
-        self.optimizer: Any = MAKERS[name](list(self.laid.params))
-        canzona_compile.wrap(self.optimizer, replicate=replicate_of(case), **{"strategy": "owner", **options})
-
-    def steps(self, start: int, stop: int) -> None:
-        for step in range(start, stop):
-            self.optimizer.param_groups[0]["lr"] = rate(step)
-            for i, (param, grad) in enumerate(zip(self.laid.params, drawn(step), strict=True)):
-                param.grad = self.laid.like_param(grad, i)
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def values(self) -> list[Tensor]:
-        return [full(param) for param in self.laid.params]
-
-
-def rate(step: int) -> float:
-    return 0.05 / (1 + step)
+def part_of(name: str, case: Case, begun: bool = True, **options: Any) -> SmallRun:
+    return SmallRun(MAKERS[name], SHAPES, case, begun, **{"strategy": "owner", **options})
 
 
 def expected(name: str, stop: int = END) -> list[Tensor]:
@@ -73,7 +50,7 @@ def different(found: list[Tensor], wanted: list[Tensor]) -> list[int]:
 
 
 def train(name: str, case: Case, **options: Any) -> tuple[list[int], list[str]]:
-    part = Part(name, case, **options)
+    part = part_of(name, case, **options)
     part.steps(0, END)
     hows = [row.how for row in part.optimizer.canzona.explain().parameters]
     return different(part.values(), expected(name)), hows
@@ -108,14 +85,14 @@ def test_every_rank_computes_every_matrix() -> None:
 
 
 def save(name: str, case: Case, folder: Path, ways: list[str]) -> None:
-    part = Part(name, case)
+    part = part_of(name, case)
     part.steps(0, SAVED)
     for way in ways:
         SAVE[way](part, folder / way)  # type: ignore[arg-type]
 
 
 def load(name: str, case: Case, folder: Path, way: str) -> list[int]:
-    part = Part(name, case, begun=False)
+    part = part_of(name, case, begun=False)
     LOAD[way][1](part, folder / LOAD[way][0])  # type: ignore[arg-type]
     part.steps(SAVED, END)
     return different(part.values(), expected(name))
@@ -140,7 +117,7 @@ def test_saved_on_four_ranks_and_loaded_on_others(name: str, case: Case, tmp_pat
 
 
 def test_saved_state_is_plain(tmp_path: Path) -> None:
-    part = Part("blocked", ALONE)
+    part = part_of("blocked", ALONE)
     part.steps(0, 2)
     torch.save(part.optimizer.state_dict(), tmp_path / "state.pt")
     found = torch.load(tmp_path / "state.pt", weights_only=True)["state"][0]
@@ -150,11 +127,11 @@ def test_saved_state_is_plain(tmp_path: Path) -> None:
 
 
 def test_a_leaf_without_a_place_is_named() -> None:
-    part = Part("by parameter", ALONE)
+    part = part_of("by parameter", ALONE)
     part.steps(0, 2)
     saved = part.optimizer.state_dict()
     saved["state"][1]["self/other"] = torch.ones(2)
-    other = Part("by parameter", ALONE)
+    other = part_of("by parameter", ALONE)
     other.optimizer.load_state_dict(saved)
     with pytest.raises(CanzonaError, match="self/other has no place") as caught:
         other.steps(2, 3)
@@ -265,7 +242,7 @@ def step_both(pair: Pair) -> None:
 
 @pytest.mark.full
 def test_cleared_state_begins_anew() -> None:
-    first, second = Part("blocked", ALONE), Part("blocked", ALONE)
+    first, second = part_of("blocked", ALONE), part_of("blocked", ALONE)
     first.steps(0, 2)
     with torch.no_grad():
         for own, other in zip(first.laid.params, second.laid.params, strict=True):
@@ -290,7 +267,7 @@ def test_missing_gradients() -> None:
 
 
 def test_it_cannot_be_unwrapped_once_it_stepped() -> None:
-    part = Part("blocked", ALONE)
+    part = part_of("blocked", ALONE)
     part.steps(0, 1)
     with pytest.raises(CanzonaError, match="cannot be given back"):
         canzona_compile.unwrap(part.optimizer)
@@ -322,7 +299,7 @@ def test_what_cannot_run_so_is_refused(make: Callable[[list[Any]], Optimizer], r
 
 
 def test_reports_say_so() -> None:
-    part = Part("blocked", ALONE)
+    part = part_of("blocked", ALONE)
     row = canzona_compile.explain(part.optimizer).parameters[0]  # before the first step
     assert (row.how, "one whole optimizer object per matrix" in row.why) == ("resident", True)
     part.steps(0, 1)

@@ -75,18 +75,6 @@ def captured_step(
     machine: Machine,
     dtype: torch.dtype = torch.float32,
     everything: bool = False,
-) -> Step:
-    """Make the step that `captured_with_periods` makes."""
-    return captured_with_periods(model, mesh, optimizer, machine, dtype, everything)[0]
-
-
-def captured_with_periods(
-    model: Model,
-    mesh: Mesh,
-    optimizer: Optimizer,
-    machine: Machine,
-    dtype: torch.dtype = torch.float32,
-    everything: bool = False,
 ) -> tuple[Step, dict[str, VariantPeriod]]:
     """Make the step of all matrices of a model on a mesh, as binding makes it on real ranks.
 

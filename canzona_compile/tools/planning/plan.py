@@ -26,7 +26,7 @@ from canzona_compile.tools.planning.gc_pause import paused
 from canzona_compile.tools.planning.held import held_by, with_held
 from canzona_compile.tools.planning.lowered import LoweredPlan, Lowering, check_zero1
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
-from canzona_compile.tools.planning.offline import captured_with_periods, optimizer_named, optimizer_of
+from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
 from canzona_compile.tools.planning.passes import TOKENS, Passes
 from canzona_compile.tools.planning.period import period_forecast
 from canzona_compile.tools.planning.request import Request
@@ -124,7 +124,7 @@ def plan(
     )
     say("capturing the optimizer's step")
     apart = updates == "zero1"
-    captured, periods = captured_with_periods(found, sizes, code, machine_of(rates, sizes), everything=apart)
+    captured, periods = captured_step(found, sizes, code, machine_of(rates, sizes), everything=apart)
     say(f"planning {len(captured.tasks)} parameters on {sizes.ranks} ranks")
     owned, _ = run(captured, planning_passes(options))
     if capacity is not None:

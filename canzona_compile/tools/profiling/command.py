@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from typing import get_args
 
 from rich.console import Console
 
+from canzona_compile.progress.telling import shown
 from canzona_compile.tools.profiling.profile import profile
-from canzona_compile.tools.verification.check import OPTIONS
-from canzona_compile.tools.verification.command import add_options_of_wrap
-from canzona_compile.tools.verification.layouts import LayoutName
+from canzona_compile.tools.verification.command import add_run_arguments, run_arguments
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -19,29 +17,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("build", metavar="module:function", help="returns (model, optimizer), on the CPU, as for verify")
     add("--steps", type=int, default=5, help="to measure (%(default)s)")
-    add("--ranks", type=int, default=2, help="gloo processes (%(default)s)")
-    add("--layout", choices=get_args(LayoutName), default="fsdp", help="of the parameters (%(default)s)")
-    add("--seed", type=int, default=0, help="of build and of random gradients (%(default)s)")
-    add("--limit", type=float, default=600.0, metavar="SECONDS", help="until the processes are ended (%(default)s)")
     add("--trace", metavar="FILE", help="write the steps of all ranks as a trace for ui.perfetto.dev")
     add("--rates", metavar="FILE", help="write the rates that explain the steps, for plan --hardware")
     add("--json", action="store_true", help="print the report as JSON")
-    add_options_of_wrap(parser)
+    add_run_arguments(parser)
 
 
 def run(given: Namespace) -> int:
     """Measure, print the report, and return the exit code, which is 0."""
-    found = profile(
-        given.build,
-        steps=given.steps,
-        ranks=given.ranks,
-        layout=given.layout,
-        seed=given.seed,
-        options={name: value for name in OPTIONS if (value := getattr(given, name)) is not None},
-        trace=given.trace,
-        rates=given.rates,
-        limit=given.limit,
-    )
+    with shown("profile", quiet=given.quiet):
+        found = profile(given.build, steps=given.steps, trace=given.trace, rates=given.rates, **run_arguments(given))
     if given.json:
         print(found.report.to_json())
     else:

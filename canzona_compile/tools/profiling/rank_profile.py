@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +14,7 @@ from canzona_compile.api.wrap import wrap
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Phase, Step
+from canzona_compile.progress.telling import tell
 from canzona_compile.report.build import Report
 from canzona_compile.runtime.step_clock import MeasuredStep
 from canzona_compile.simulation.simulate import teams
@@ -25,8 +25,6 @@ from canzona_compile.tools.verification.failure import blamed
 from canzona_compile.tools.verification.layouts import LayoutName, like, shard
 from canzona_compile.tools.verification.user_model import Built, built
 from canzona_compile.tools.verification.workers import by_names_of_the_model
-
-log = logging.getLogger(__name__)
 
 # Steps: the first is eager, the second is the first one of its program. As many more follow as are measured.
 WARM_UP = 3
@@ -110,7 +108,7 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
         with blamed(f"step {number + 1}"), by_names_of_the_model(made):
             optimizer.step()
         if rank == 0:
-            log.info("step %d of %d", number + 1, before + order.steps)
+            tell(f"step {number + 1} of {before + order.steps}", number + 1, before + order.steps)
     found = measuring.found
     if found is None:
         raise CanzonaError("the last step made a new plan, so there is nothing to show", hint="measure more steps")

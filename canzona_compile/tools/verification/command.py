@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from typing import get_args
+from typing import Any, get_args
 
 from rich.console import Console
 
@@ -20,16 +20,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("build", metavar="module:function", help="returns (model, optimizer) or (model, optimizer, loss), on the CPU")
     add("--steps", type=int, default=5, help="to compare (%(default)s)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    add_run_arguments(parser)
+
+
+def add_run_arguments(parser: ArgumentParser) -> None:
+    """Add what says how a user's model runs on gloo ranks: how many, its layout, and options of `wrap`."""
+    add = parser.add_argument
     add("--ranks", type=int, default=2, help="gloo processes (%(default)s)")
     add("--layout", choices=get_args(LayoutName), default="fsdp", help="of the parameters (%(default)s)")
     add("--seed", type=int, default=0, help="of build and of random gradients (%(default)s)")
     add("--limit", type=float, default=600.0, metavar="SECONDS", help="until the processes are ended (%(default)s)")
-    add("--json", action="store_true", help="print JSON instead of a table")
-    add_options_of_wrap(parser)
-
-
-def add_options_of_wrap(parser: ArgumentParser) -> None:
-    """Add the options of `wrap` that `verify` takes."""
     wrap = parser.add_argument_group("options of wrap")
     for name, kind in (("strategy", StrategyOption), ("numerics", Numerics), ("missing-grads", MissingGrads)):
         wrap.add_argument(f"--{name}", choices=get_args(kind))
@@ -41,19 +42,16 @@ def add_options_of_wrap(parser: ArgumentParser) -> None:
         wrap.add_argument(f"--{name}", metavar="FILE")
 
 
+def run_arguments(given: Namespace) -> dict[str, Any]:
+    """What `add_run_arguments` added, as arguments of `verify` and `profile`."""
+    options = {name: value for name in OPTIONS if (value := getattr(given, name)) is not None}
+    return {name: getattr(given, name) for name in ("ranks", "layout", "seed", "limit")} | {"options": options}
+
+
 def run(given: Namespace) -> int:
     """Verify, print the result, and return the exit code: 0 if all is equal, 1 if not."""
-    options = {name: value for name in OPTIONS if (value := getattr(given, name)) is not None}
     with shown("verify", quiet=given.quiet):
-        found = verify(
-            given.build,
-            steps=given.steps,
-            ranks=given.ranks,
-            layout=given.layout,
-            seed=given.seed,
-            options=options,
-            limit=given.limit,
-        )
+        found = verify(given.build, steps=given.steps, **run_arguments(given))
     if given.json:
         print(found.to_json())
     else:
