@@ -225,9 +225,8 @@ class GroupedKernel(torch.nn.Module):
                 segment = segment_of(self.programs[program], number, entry, operands)
                 if segment is not None:
                     segments.append(segment)
-        self.table = Table(
-            self.programs, self.parts, segments, BLOCK, processors(self._device, interpreted=0)
-        )  # none: blocks of several tiles
+        count = processors(self._device, interpreted=0)  # none, so that the interpreter's blocks have several tiles
+        self.table = Table(self.programs, self.parts, segments, BLOCK, count)
         self._kernel = self._on_device = None
         if self._device.type == "cpu" and segments:
             interpreted(self.title)
