@@ -146,11 +146,12 @@ class FakeDevice:
 
     def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Block]:
         """New memory of the current stream."""
-        for old, lent in self.free.pop(self.current.queue, ()):
-            self.scheduler.put(overwritten(old, self.current.queue, lent))
+        capture = self.capture
+        if capture is None:  # a recording takes memory of its pool
+            for old, lent in self.free.pop(self.current.queue, ()):
+                self.scheduler.put(overwritten(old, self.current.queue, lent))
         memory, tensor = empty_like_strided(size, stride, dtype)
         self.graveyard.append(memory)
-        capture = self.capture
         if capture is not None and self.current.queue not in capture.lanes:
             raise DeviceError(f"memory on {self.current.queue.name}, which takes no part in the recording")
         self.held += rounded(memory)

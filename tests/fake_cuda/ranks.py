@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, _set_thread_isolation_mode
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
+from torch.utils import _python_dispatch
 
 from tests.fake_cuda.communicators import Communicators, DeviceGroup
 from tests.fake_cuda.device import FakeDevice, current_device, use_device
@@ -71,8 +72,9 @@ class Ranks:
                 return
         chosen = self.scheduler.random.choice(ready)
         if chosen != own:
-            self.turns[chosen].release()
-            self.turns[own].acquire()
+            with own_mode_flags():
+                self.turns[chosen].release()
+                self.turns[own].acquire()
 
     def _waiting(self) -> str:
         return "; ".join(f"{q.name}: {q.items[0].name}" for q in self.scheduler.queues if q.items)
@@ -141,6 +143,25 @@ class Meeting:
             self.done = True
         Meeting.block(lambda: self.done)
         return threaded.ret_work(data)
+
+
+# Torch keeps in the process, not in threads, whether any dispatch mode is on. Guards of Dynamo ask for the last one.
+MODE_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
+
+@contextlib.contextmanager
+def own_mode_flags() -> Iterator[None]:
+    """Inside this context another rank runs, with no dispatch mode on; afterwards this one, with its own."""
+    own = {name: getattr(_python_dispatch, name) for name in MODE_FLAGS if hasattr(_python_dispatch, name)}
+    vars(_python_dispatch).update(dict.fromkeys(own, False))
+    try:
+        yield
+    finally:
+        vars(_python_dispatch).update(own)
 
 
 @contextlib.contextmanager

@@ -87,6 +87,7 @@ class Scheduler:
         self.queues: list[Queue] = []
         self.loose: list[Item] = []  # items that belong to no stream
         self._ranks: dict[Queue | None, float] = {}
+        self._running: Item | None = None
         self.count = 0  # items that ran so far
 
     def queue(self, name: str) -> Queue:
@@ -131,6 +132,15 @@ class Scheduler:
         yield from (item for item in [*heads, *self.loose] if item.runnable)
 
     def _run(self, item: Item) -> None:
+        if self._running:
+            raise DeviceError(f"{item.name} runs inside {self._running.name}")
+        self._running = item
+        try:
+            self._do(item)
+        finally:
+            self._running = None
+
+    def _do(self, item: Item) -> None:
         self.count += 1
         item.work()
         for own in item.together or [item]:

@@ -145,7 +145,8 @@ def operate(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
 
 def placed(device: FakeDevice, like: Tensor) -> DeviceTensor:
     """A new tensor of the device that looks like another one."""
-    return on_device(*device.allocate(tuple(like.shape), like.stride(), like.dtype))
+    with plainly():
+        return on_device(*device.allocate(tuple(like.shape), like.stride(), like.dtype))
 
 
 def viewed(func: Any, args: Any, kwargs: Any, block: Block) -> Any:

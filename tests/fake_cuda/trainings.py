@@ -6,6 +6,7 @@ Gradients are written on the caller's stream before each step and overwritten on
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
@@ -26,10 +27,11 @@ from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.on_device import look, on_stand_in
-from tests.fake_cuda.rank_programs import write
+from tests.fake_cuda.rank_programs import torch_alone, write
 from tests.harness import layouts
 from tests.harness.layouts import Case, Laid, replicate_of
 from tests.harness.optimizers import SHARED, Shared, share_captures
+from tests.harness.pairs import params_of
 from tests.harness.training import Plain, differences
 
 SHAPES = ((12, 8), (8, 12), (12, 8), (7, 5), (12, 8))
@@ -76,6 +78,7 @@ class RankResult:
     Attributes:
         different: what differs from the plain training.
         values: its fragments of parameters.
+        distance: how far they are at most from those of the plain training.
         how: after each step, how its program runs.
         waits: how often it waited for the device.
         steady: its calls of `torch.cuda` in the last step, if it is the only rank.
@@ -84,6 +87,7 @@ class RankResult:
 
     different: list[str]
     values: list[Tensor]
+    distance: float
     how: list[str]
     waits: int
     steady: Counter[str]
@@ -157,7 +161,16 @@ def train(script: Script, plain: Plain, counts: Counter[str], rank: int) -> Rank
     values = [local_of(param).clone() for param in laid.params]
     found = optimizer.canzona.session.measuring.found
     measured = () if found is None else found.own
-    return RankResult([*differences(plain, optimizer, laid)], values, how, waits, steady, measured)
+    return RankResult(
+        [*differences(plain, optimizer, laid)], values, distance(plain, laid), how, waits, steady, measured
+    )
+
+
+def distance(plain: Plain, laid: Laid) -> float:
+    """How far an element of this rank's fragments is at most from that of the plain optimizer; NaN if one is NaN."""
+    wanted = [p.detach() for p in params_of(plain.optimizer)]
+    pairs = ((local_of(param), local_of(laid.like_param(wanted[i], i))) for i, param in enumerate(laid.params))
+    return float(torch.stack([(own - right).abs().max() for own, right in pairs if own.numel()]).max())
 
 
 def run_script(script: Script, seed: int | None, plain: Plain | None = None) -> list[RankResult]:
@@ -165,10 +178,8 @@ def run_script(script: Script, seed: int | None, plain: Plain | None = None) -> 
     given = plain or plain_training(script)
     with (
         mock.patch.object(layouts, "mesh_of", mesh_of_thread),
-        on_stand_in(seed, max(1, script.case.world)) as (
-            run,
-            counts,
-        ),
+        contextlib.nullcontext() if script.kernels else torch_alone(),
+        on_stand_in(seed, max(1, script.case.world)) as (run, counts),
     ):
         return run(functools.partial(train, script, given, counts))
 
