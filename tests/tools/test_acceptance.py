@@ -91,6 +91,7 @@ def test_what_is_wrong_hangs_or_dies_costs_no_other_step(tmp_path: Path, forked:
     assert found["last"]["said"] == "2 ranks"
     assert re.search(r"rank 1 failed: not equal .* from step 2 on: matrix 1 parameter", found["wrong"]["said"])
     assert "rank 0 failed" not in found["wrong"]["said"]  # its fragments are right
+    assert "rank 0 hung: did not end within 5 seconds" in found["hang"]["said"]
     stacks = dict(found["hang"]["details"])
     assert "waits_for_ever" in stacks["rank 0, hung"]
     assert "barrier" in stacks["rank 0, hung"]
@@ -98,7 +99,7 @@ def test_what_is_wrong_hangs_or_dies_costs_no_other_step(tmp_path: Path, forked:
     assert "rank 1 died: its process ended, exit code 7" in found["death"]["said"]
     assert "the last words" in dict(found["death"]["details"])["rank 1, died"]
     assert "exit code 3: no such kernel" in found["failing program"]["said"]
-    assert "did not end within" in found["endless program"]["said"]
+    assert "did not end within 0.5 seconds" in found["endless program"]["said"]
     assert found["program"]["said"] == "ranks: None"
     assert "CUDA" in found["not here"]["said"]
     for name in ("wrong", "hang", "death", "failing program"):
