@@ -1,12 +1,12 @@
-"""The names of `torch.cuda` that the runtime may call, for the stand-in; any other one raises in a steady step."""
+"""The names of `torch.cuda` that the runtime may call, for the stand-in; a steady step calls no other one."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from canzona_compile.codegen import launch
 from canzona_compile.kernels import tensor_args
 from canzona_compile.runtime import graph_recorder, streams
-from tests.fake_cuda.device import FakeDevice, FakeEvent, FakeStream, current_device
+from tests.fake_cuda.device import FakeDevice, FakeEvent, FakeStream, current_device, has_device
 from tests.fake_cuda.graphs import HANDLES, FakeGraph
 from tests.fake_cuda.tensors import DeviceTensor, plainly
 
@@ -140,24 +140,25 @@ class LaterKernel:
 
 
 @contextlib.contextmanager
-def cuda_replaced() -> Iterator[Counter[str]]:
-    """Inside this context `torch.cuda` is the stand-in; gives how often each name was called.
+def cuda_replaced() -> Iterator[None]:
+    """Inside this context `torch.cuda` is the stand-in, and every device counts its rank's calls by name.
 
-    Names that the stand-in lacks raise while a program runs.
+    Functions that the stand-in lacks are torch's own, and are counted as well.
     """
-    counts: Counter[str] = Counter()
     real_loaded = launch.loaded
+    lacking = {k: v for k, v in vars(torch.cuda).items() if inspect.isfunction(v) and k[0] != "_" and k not in NAMED}
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function, updated=())
         def called(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
+            if has_device():
+                current_device().calls[name] += 1
             return function(*args, **kwargs)
 
         return called
 
     with contextlib.ExitStack() as stack:
-        for name, value in NAMED.items():
+        for name, value in (NAMED | lacking).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, counted(name, value)))
         stack.enter_context(mock.patch.object(launch, "loaded", lambda text: LaterKernel(real_loaded(text))))
         stack.enter_context(mock.patch.object(tensor_args, "machine", return_value=None))
@@ -166,4 +167,4 @@ def cuda_replaced() -> Iterator[Counter[str]]:
             stack.callback(cached.cache_clear)
         graph_recorder._pools.clear()  # of devices that are gone, as other processes would be
         stack.callback(graph_recorder._pools.clear)
-        yield counts
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,7 @@ class FakeDevice:
         self.free: dict[Queue, list[tuple[Tensor, set[Queue]]]] = {}  # by maker, memory that it may use anew
         self.graveyard: list[Tensor] = []  # memory stays, since generated kernels work on addresses
         self.held = self.most = 0  # bytes of tensors that are alive, now and at most
+        self.calls: Counter[str] = Counter()  # of names of `torch.cuda`, and of replays
         self.waits = 0  # how often the host waited for the device
         self.forced = False  # whether `finish` may wait now without counting: the test itself looks
 
@@ -184,6 +186,11 @@ def rounded(memory: Tensor) -> int:
 
 
 _devices: dict[int, Any] = {}  # by the id of a thread
+
+
+def has_device() -> bool:
+    """Whether this thread is a rank."""
+    return threading.get_ident() in _devices
 
 
 def current_device() -> FakeDevice:

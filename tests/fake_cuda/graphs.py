@@ -130,6 +130,7 @@ class FakeGraph:
         capture, device = self.capture, self.device
         assert capture is not None
         assert self.ended
+        device.calls["CUDAGraph.replay"] += 1
         if device.capture is not None:
             raise DeviceError("a replay within a recording")
         scheduler, queue = device.scheduler, device.current.queue

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -88,11 +87,11 @@ def look() -> None:
 
 
 @contextlib.contextmanager
-def on_stand_in(seed: int | None, world: int) -> Iterator[tuple[Callable[..., list[Any]], Counter[str]]]:
-    """Make ranks with devices; gives what runs a function on all of them, and counts of the calls of `torch.cuda`."""
+def on_stand_in(seed: int | None, world: int) -> Iterator[Callable[..., list[Any]]]:
+    """Make ranks with devices; gives what runs a function on all of them."""
     scheduler = Scheduler(seed)
     with contextlib.ExitStack() as stack:
-        counts = stack.enter_context(cuda_replaced())
+        stack.enter_context(cuda_replaced())
         run = stack.enter_context(thread_ranks(scheduler, world))
         patched = functools.partial(mock.patch.object, autospec=False)
         machine = Machine("cuda", "nccl", 1)
@@ -106,4 +105,4 @@ def on_stand_in(seed: int | None, world: int) -> Iterator[tuple[Callable[..., li
             (Session, "_start"),
         ):
             stack.enter_context(patched(owner, name, settled(getattr(owner, name))))
-        yield run, counts
+        yield run

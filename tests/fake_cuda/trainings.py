@@ -81,7 +81,7 @@ class RankResult:
         distance: how far they are at most from those of the plain training.
         how: after each step, how its program runs.
         waits: how often it waited for the device.
-        steady: its calls of `torch.cuda` in the last step, if it is the only rank.
+        steady: its calls of `torch.cuda` in the last step, by name.
         measured: what its clock saw of the steps that were measured.
     """
 
@@ -127,7 +127,7 @@ def local_of(tensor: Any) -> Tensor:
     return found.detach()
 
 
-def train(script: Script, plain: Plain, counts: Counter[str], rank: int) -> RankResult:
+def train(script: Script, plain: Plain, rank: int) -> RankResult:
     """Train on one rank."""
     device = current_device()
     laid = Laid(plain.first, script.case)
@@ -150,9 +150,9 @@ def train(script: Script, plain: Plain, counts: Counter[str], rank: int) -> Rank
             param.grad = None if i in script.missing.get(step, ()) else homes[i]
         if step == 0:
             look()
-        before = Counter(counts)
+        before = Counter(device.calls)
         optimizer.step()
-        steady = Counter(counts) - before
+        steady = device.calls - before
         for home in homes:
             write(local_of(home), None)
         how.append(optimizer.canzona.session.driver.last.executor.how)
@@ -179,9 +179,9 @@ def run_script(script: Script, seed: int | None, plain: Plain | None = None) -> 
     with (
         mock.patch.object(layouts, "mesh_of", mesh_of_thread),
         contextlib.nullcontext() if script.kernels else torch_alone(),
-        on_stand_in(seed, max(1, script.case.world)) as (run, counts),
+        on_stand_in(seed, max(1, script.case.world)) as run,
     ):
-        return run(functools.partial(train, script, given, counts))
+        return run(functools.partial(train, script, given))
 
 
 def wrong(results: Sequence[RankResult]) -> list[str]:

@@ -27,7 +27,7 @@ def on_device(work: Callable[[], Any]) -> Any:
         with programs_run_here(), torch.no_grad():
             return work()
 
-    with on_stand_in(0, 1) as (run, _):
+    with on_stand_in(0, 1) as run:
         return run(of_rank)[0]
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from canzona_compile.__main__ import main
-from canzona_compile.tools.acceptance import rank_process
+from canzona_compile.tools.acceptance import command, rank_process
 from canzona_compile.tools.acceptance.all_steps import all_steps
 from canzona_compile.tools.acceptance.command import accept, alone
 from canzona_compile.tools.acceptance.journal import AcceptanceJournal
@@ -56,7 +56,10 @@ def taken(folder: Path, ranks: int, steps: Sequence[AcceptanceStep]) -> tuple[in
     found = json.loads((folder / "acceptance.json").read_text())
     assert found["complete"]
     assert found["ok"] == (code == 0)
-    return code, {own["name"]: own for own in found["steps"]}, (folder / "acceptance.md").read_text()
+    page = (folder / "acceptance.md").read_text()
+    assert "This was a dry run on the CPU" in page
+    assert "What is known now" not in page
+    return code, {own["name"]: own for own in found["steps"]}, page
 
 
 @pytest.mark.ranks
@@ -88,6 +91,7 @@ def test_what_is_wrong_hangs_or_dies_costs_no_other_step(tmp_path: Path, forked:
     assert found["last"]["said"] == "2 ranks"
     assert re.search(r"rank 1 failed: not equal .* from step 2 on: matrix 1 parameter", found["wrong"]["said"])
     assert "rank 0 failed" not in found["wrong"]["said"]  # its fragments are right
+    assert "rank 0 hung: did not end within 5 seconds" in found["hang"]["said"]
     stacks = dict(found["hang"]["details"])
     assert "waits_for_ever" in stacks["rank 0, hung"]
     assert "barrier" in stacks["rank 0, hung"]
@@ -95,7 +99,7 @@ def test_what_is_wrong_hangs_or_dies_costs_no_other_step(tmp_path: Path, forked:
     assert "rank 1 died: its process ended, exit code 7" in found["death"]["said"]
     assert "the last words" in dict(found["death"]["details"])["rank 1, died"]
     assert "exit code 3: no such kernel" in found["failing program"]["said"]
-    assert "did not end within" in found["endless program"]["said"]
+    assert "did not end within 0.5 seconds" in found["endless program"]["said"]
     assert found["program"]["said"] == "ranks: None"
     assert "CUDA" in found["not here"]["said"]
     for name in ("wrong", "hang", "death", "failing program"):
@@ -127,11 +131,13 @@ def test_one_process(tmp_path: Path, forked: None) -> None:
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_every_step_on_two_launched_ranks(tmp_path: Path) -> None:
-    """By torchrun, as on a node, with every step that a CPU can take."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+@pytest.mark.parametrize(("ranks", "chosen"), [(2, ["*"]), (4, ["*hsdp*", "*tp-ddp*", "*both-dims*", "*stages*"])])
+def test_every_step_on_launched_ranks(ranks: int, chosen: list[str], tmp_path: Path) -> None:
+    """By torchrun, as on a node, every step that a CPU can take; on four ranks only those that need so many."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    only = [argument for pattern in chosen for argument in ("--only", pattern)]
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "canzona_compile.tools.accept", "--dry", "--output", str(tmp_path)],
+        [sys.executable, *launcher, "-m", "canzona_compile.tools.accept", "--dry", *only, "--output", str(tmp_path)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -139,9 +145,10 @@ def test_every_step_on_two_launched_ranks(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "leaked" not in done.stderr
     found = json.loads((tmp_path / "acceptance.json").read_text())
-    assert [own["name"] for own in found["steps"]] == list(STEPS)
-    machine = AcceptedMachine("cpu", 2, checkout())
+    assert [own["name"] for own in found["steps"]] == [own.name for own in command.chosen(list(STEPS.values()), chosen)]
+    machine = AcceptedMachine("cpu", ranks, checkout())
     for own in found["steps"]:
         assert (own["status"] == "skipped") == bool(machine.missing(STEPS[own["name"]])), own
         assert own["status"] == "skipped" or "up to rounding" not in own["said"]
@@ -178,7 +185,10 @@ def test_what_fails_is_named_before_what_waits_for_it() -> None:
     assert judged(step("one", OnRanks(planted.good)), ends).said.splitlines()[0] == "rank 1 failed: no memory"
 
 
-@pytest.mark.parametrize(("ranks", "missing"), [(1, "several ranks"), (2, "in fours"), (6, "power of two")])
+@pytest.mark.parametrize(
+    ("ranks", "missing"),
+    [(1, "several ranks"), (2, "in fours"), (2, "from four on"), (5, "an even number"), (6, "power of two")],
+)
 def test_what_cannot_be_tried_says_why(ranks: int, missing: str) -> None:
     machine = AcceptedMachine("cpu", ranks, None)
     reasons = {name: machine.missing(own) for name, own in STEPS.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import torch.distributed as dist
@@ -16,6 +17,19 @@ from canzona_compile.tools.verification.layouts import sharded
 # Replaces the parameters of a plain optimizer by this rank's part of them, on a kind of device; what `wrap` has to be
 # given as `replicate=`.
 Arrange = Callable[[Optimizer, str], DeviceMesh | dist.ProcessGroup | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """A way to share parameters.
+
+    Attributes:
+        arrange: makes this rank's part of an optimizer's parameters.
+        words: what ranks hold, in words that follow a noun.
+    """
+
+    arrange: Arrange
+    words: str
 
 
 @cache
@@ -82,14 +96,14 @@ def stages(optimizer: Optimizer, device: str) -> None:
     place(optimizer, mesh["b", "c"], (Shard(0), Shard(1)))
 
 
-ARRANGEMENTS: Mapping[str, Arrange] = {
-    "whole": whole,
-    "fsdp": fsdp,
-    "fsdp-columns": fsdp_columns,
-    "hsdp": hsdp,
-    "tp": tp,
-    "tp-ddp": tp_ddp,
-    "both-dims": both_dims,
-    "ddp": ddp,
-    "stages": stages,
+ARRANGEMENTS: Mapping[str, Arrangement] = {
+    "whole": Arrangement(whole, "with whole tensors"),
+    "fsdp": Arrangement(fsdp, "with rows sharded"),
+    "fsdp-columns": Arrangement(fsdp_columns, "with columns sharded"),
+    "hsdp": Arrangement(hsdp, "with rows sharded in each of two replicas"),
+    "tp": Arrangement(tp, "with rows or columns sharded by turns"),
+    "tp-ddp": Arrangement(tp_ddp, "with rows or columns sharded by turns in each of two replicas"),
+    "both-dims": Arrangement(both_dims, "with rows and columns sharded"),
+    "ddp": Arrangement(ddp, "with equal copies on all ranks"),
+    "stages": Arrangement(stages, "with rows and columns sharded within each half of the ranks"),
 }

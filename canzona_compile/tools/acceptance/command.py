@@ -18,6 +18,7 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance.all_steps import all_steps
 from canzona_compile.tools.acceptance.journal import AcceptanceJournal
 from canzona_compile.tools.acceptance.machine import AcceptedMachine, checkout, facts
+from canzona_compile.tools.acceptance.page_text import counted
 from canzona_compile.tools.acceptance.step import AcceptanceStep
 from canzona_compile.tools.acceptance.supervisor import MARGIN, Fellowship, Supervisor
 
@@ -85,7 +86,7 @@ def accept(
         supervisor.close()
     if journal is not None:
         journal.finish()
-        log.info("%s: %s", journal.page, "something failed" if journal.failed else "nothing failed")
+        log.info("%s: %s", journal.page, counted(journal.results))
     leave_together(own)
     return 1 if supervisor.failed else 0
 

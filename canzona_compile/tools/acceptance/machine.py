@@ -52,8 +52,14 @@ def no_ranks(machine: AcceptedMachine) -> str:
     return "needs several ranks, and this run has one"
 
 
-def no_four_ranks(machine: AcceptedMachine) -> str:
-    """Why steps of two groups of ranks on two axes cannot be taken."""
+def no_two_mesh_dims(machine: AcceptedMachine) -> str:
+    """Why steps on a mesh of two dims cannot be taken; one of size 1 would show nothing."""
+    enough = machine.ranks >= 4 and machine.ranks % 2 == 0
+    return "" if enough else f"needs an even number of ranks from four on, and there are {machine.ranks}"
+
+
+def no_two_stages(machine: AcceptedMachine) -> str:
+    """Why steps of two groups of ranks on two mesh dims cannot be taken."""
     return "" if machine.ranks % 4 == 0 else f"needs ranks in fours, and there are {machine.ranks}"
 
 
@@ -66,8 +72,8 @@ def no_power_of_two(machine: AcceptedMachine) -> str:
 MISSING: Mapping[StepNeed, Callable[[AcceptedMachine], str]] = {
     "cuda": lambda machine: "" if machine.device == "cuda" else "needs a CUDA device, and this run is on the CPU",
     "ranks": no_ranks,
-    "even ranks": lambda m: no_ranks(m) or (f"needs an even number of ranks, not {m.ranks}" if m.ranks % 2 else ""),
-    "four ranks": lambda machine: no_ranks(machine) or no_four_ranks(machine),
+    "two mesh dims": lambda machine: no_ranks(machine) or no_two_mesh_dims(machine),
+    "two stages": lambda machine: no_ranks(machine) or no_two_stages(machine),
     "power of two": no_power_of_two,
     "sanitizer": lambda _: "" if shutil.which(SANITIZER) else f"needs {SANITIZER} of the CUDA toolkit on the PATH",
     "repository": lambda m: (

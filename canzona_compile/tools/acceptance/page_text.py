@@ -24,7 +24,10 @@ def page_text(
         complete: whether all steps were taken.
     """
     failed = [result for result in results if result.status in ("failed", "running")]
+    dry = facts.get("device") == "cpu"
     lines = ["# canzona_compile: acceptance", "", verdict(results, complete), ""]
+    if dry:
+        lines += ["This was a dry run on the CPU. It says nothing about a GPU: no step was recorded or measured.", ""]
     lines += [f"Began {began}, {seconds:.0f} s.", "", "| machine | |", "|---|---|"]
     lines += [f"| {name} | {cell(value)} |" for name, value in facts.items() if value]
     if failed:
@@ -34,18 +37,23 @@ def page_text(
     lines += [f"| {r.name} | {r.status} | {cell(r.said)} | {r.seconds:.0f} |" for r in results]
     shown = [f"- **{r.name}**: {r.shows}" for r in results if r.status == "passed"]
     if shown:
-        lines += ["", "## What is known now", "", *shown]
+        lines += ["", "## What would be known on a GPU" if dry else "## What is known now", "", *shown]
     return "\n".join(lines) + "\n"
 
 
 def verdict(results: Sequence[StepResult], complete: bool) -> str:
     """The outcome in a sentence."""
-    count = Counter(result.status for result in results)
-    counted = f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped"
     if not complete:
         last = results[-1].name if results else "the first step"
-        return f"**Not complete**: {counted}; `{last}` was the last step to begin."
-    return f"**{'Something failed' if count['failed'] else 'Nothing failed'}**: {counted}."
+        return f"**Not complete**: {counted(results)}; `{last}` was the last step to begin."
+    failed = any(result.status == "failed" for result in results)
+    return f"**{'Something failed' if failed else 'Nothing failed'}**: {counted(results)}."
+
+
+def counted(results: Sequence[StepResult]) -> str:
+    """How many steps ended in which way."""
+    count = Counter(result.status for result in results)
+    return f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped"
 
 
 def told(result: StepResult) -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from canzona_compile.api.wrap import wrap
 from canzona_compile.errors import some
 from canzona_compile.ir.layout import local_part
+from canzona_compile.report.build import Report
 from canzona_compile.tools.acceptance.arrangements import ARRANGEMENTS
 from canzona_compile.tools.acceptance.step import AcceptanceRank, WrongResult
 from canzona_compile.tools.verification.compare import distance
@@ -139,25 +140,34 @@ class SideBySide:
         names = (*self.plain.names, f"matrix {len(self.plain.names)}")
         self.plain, self.ours = (Built(b.model, b.optimizer, None, names) for b in (self.plain, self.ours))
 
-    def verdict(self, bits: bool) -> str:
+    def verdict(self, bits: bool, recorded: bool = False) -> str:
         """Compare all state as well, and say how far both are apart. All ranks call this.
 
         Args:
             bits: whether every bit has to be equal on CUDA, as it always has to on CPU.
+            recorded: whether steps have to be recorded on CUDA. A case of recordings shows nothing without one.
 
         Raises:
-            WrongResult: they are further apart than that.
+            WrongResult: they are further apart than that, or no step was recorded.
         """
         self._compare(self.ours.leaves(), self.plain.leaves())
-        how = str(self.ours.optimizer.canzona.report().execution)  # type: ignore[attr-defined]
-        count = f"{self._steps} steps" + (f", {how}" if self._rank.device.type == "cuda" else "")
+        report: Report = self.ours.optimizer.canzona.report()  # type: ignore[attr-defined]
+        cuda = report.machine.device == "cuda"
+        count = f"{self._steps} steps" + (f", {report.execution}" if cuda else "")
+        found = self._found(count, bits or not cuda)
+        if recorded and cuda and report.execution.startswith("call by call"):
+            raise WrongResult(f"no step was recorded; {found}", at=f"{self._name}, {self._layout}")
+        return found
+
+    def _found(self, count: str, bits: bool) -> str:
+        """The verdict on numbers alone."""
         rows = [row for row in self._tally.rows if not row.equal]
         if not rows:
             return f"equal to the bit: {count}"
         first = min(row.first_step or 0 for row in rows)
         names = some(f"{row.parameter} {row.leaf} ({row.remark or f'{row.max_ulps} ulp'})" for row in rows)
         bound = ROUNDING[self._name] * (1.0 if self._dtype == torch.float32 else COARSER)
-        if not bits and self._rank.device.type == "cuda" and self.apart <= bound:
+        if not bits and self.apart <= bound:
             return (
                 f"equal up to rounding, relative {self.apart:.1e} of {bound:.0e}: {count}; from step {first}: {names}"
             )
@@ -180,7 +190,7 @@ class SideBySide:
         return Built(nn.ParameterList(params), OPTIMIZERS[self._name](params), None, names)
 
     def _arranged(self, optimizer: Optimizer) -> Any:
-        return ARRANGEMENTS[self._layout](optimizer, self._rank.device.type)
+        return ARRANGEMENTS[self._layout].arrange(optimizer, self._rank.device.type)
 
 
 def relative(found: object, expected: object) -> float:

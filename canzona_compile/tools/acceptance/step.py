@@ -10,7 +10,7 @@ import torch
 
 from canzona_compile.errors import CanzonaError
 
-StepNeed = Literal["cuda", "ranks", "even ranks", "four ranks", "power of two", "sanitizer", "repository"]
+StepNeed = Literal["cuda", "ranks", "two mesh dims", "two stages", "power of two", "sanitizer", "repository"]
 StepStatus = Literal["running", "passed", "failed", "skipped"]
 
 

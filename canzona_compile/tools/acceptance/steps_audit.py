@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.tools.acceptance.arrangements import ARRANGEMENTS
 from canzona_compile.tools.acceptance.side_by_side import SideBySide, even
 from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, StepNeed, WrongResult
 
@@ -17,8 +18,9 @@ RECORDED = 5  # steps after which a program whose gradients stay in place has be
 FILLED = 0.5  # of the free memory that is overwritten
 BLOCK = 64 * 2**20
 HANG = (
-    "If it hangs, ranks disagree about what is in flight: some replay captured sends while others post them call by "
-    "call, or process groups are made by some ranks only. `cuda_graphs=False` and the stacks of the ranks tell which. "
+    "If it hangs, ranks disagree about what is in flight: some replay a recording while others run call by call, and "
+    "collectives come in another order; or process groups are made by some ranks only. `cuda_graphs=False` and the "
+    "stacks of the ranks tell which. "
 )
 CORRUPTION = (
     "If numbers are wrong, a recording reads or writes memory that was given to something else, or a wait is missing. "
@@ -36,7 +38,7 @@ def moving_gradients(rank: AcceptanceRank, layout: str) -> str:
     both = paired(rank, layout)
     for number in range(12):
         both.step(in_place=rank.rank % 2 == 1 or number in (4, 5, 6, 7, 8))
-    return both.verdict(bits=False)
+    return both.verdict(bits=False, recorded=True)
 
 
 def loaded_in_mid_run(rank: AcceptanceRank, layout: str) -> str:
@@ -49,7 +51,7 @@ def loaded_in_mid_run(rank: AcceptanceRank, layout: str) -> str:
             made.optimizer.load_state_dict(copy.deepcopy(made.optimizer.state_dict()))
     for _ in range(RECORDED):
         both.step()
-    return both.verdict(bits=False)
+    return both.verdict(bits=False, recorded=True)
 
 
 def another_plan(rank: AcceptanceRank, layout: str) -> str:
@@ -61,7 +63,7 @@ def another_plan(rank: AcceptanceRank, layout: str) -> str:
         both.add_matrix((rows, 32) if rank.tiny else (8 * rows, 128))
     for _ in range(RECORDED):
         both.step()
-    return both.verdict(bits=False)
+    return both.verdict(bits=False, recorded=True)
 
 
 def gradient_missing_on_one_rank(rank: AcceptanceRank, layout: str) -> str:
@@ -78,7 +80,7 @@ def gradient_missing_on_one_rank(rank: AcceptanceRank, layout: str) -> str:
             raise WrongResult("a step went through without the gradient of one rank", at=f"rank {rank.rank}")
         for _ in range(RECORDED):
             both.step()
-    return f"refused on every rank; {both.verdict(bits=False)}"
+    return f"refused on every rank; {both.verdict(bits=False, recorded=True)}"
 
 
 def two_optimizers(rank: AcceptanceRank, layout: str) -> str:
@@ -89,7 +91,7 @@ def two_optimizers(rank: AcceptanceRank, layout: str) -> str:
         second.step()
         if number % 3 == 2:
             second.step(in_place=number < 6)
-    return " / ".join(both.verdict(bits=False) for both in (first, second))
+    return f"first {first.verdict(bits=False, recorded=True)}; second {second.verdict(bits=False, recorded=True)}"
 
 
 def peer_that_stays_away(rank: AcceptanceRank, layout: str) -> str:
@@ -126,7 +128,7 @@ def forgotten_recording(rank: AcceptanceRank, optimizer: str) -> str:
         del held
         for _ in range(RECORDED):
             kept.step()
-    return kept.verdict(bits=False)
+    return kept.verdict(bits=False, recorded=optimizer == "muon")  # the host waits for SOAP's decompositions
 
 
 def on(layout: str, needs: tuple[StepNeed, ...]) -> Iterator[AcceptanceStep]:
@@ -135,7 +137,7 @@ def on(layout: str, needs: tuple[StepNeed, ...]) -> Iterator[AcceptanceStep]:
         (
             "moving-gradients",
             moving_gradients,
-            "ranks may see their gradients move at different times: `zero_grad()` and the allocator do that by default",
+            "gradients may move, at different times on different ranks, as `zero_grad()` makes them",
             HANG + CORRUPTION,
         ),
         (
@@ -160,7 +162,8 @@ def on(layout: str, needs: tuple[StepNeed, ...]) -> Iterator[AcceptanceStep]:
         ),
     )
     for name, function, shows, failing in cases:
-        yield AcceptanceStep(f"audit/{name}/{layout}", shows, failing, OnRanks(function, (layout,)), needs, 300.0)
+        shown = f"{shows}, {ARRANGEMENTS[layout].words}"
+        yield AcceptanceStep(f"audit/{name}/{layout}", shown, failing, OnRanks(function, (layout,)), needs, 300.0)
 
 
 def audit() -> Iterator[AcceptanceStep]:
@@ -173,10 +176,10 @@ def audit() -> Iterator[AcceptanceStep]:
         OnRanks(gradient_missing_on_one_rank, ("fsdp",)),
         ("ranks",),
     )
-    for layout, needs in (("hsdp", "four ranks"), ("stages", "four ranks"), ("both-dims", "even ranks")):
+    for layout, needs in (("hsdp", "two mesh dims"), ("stages", "two stages"), ("both-dims", "two mesh dims")):
         yield AcceptanceStep(
             f"audit/moving-gradients/{layout}",
-            f"several process groups in flight at once, on `{layout}`, keep their order",
+            f"several process groups in flight at once keep their order, {ARRANGEMENTS[layout].words}",
             HANG + "On these layouts two communicators are at work: NCCL_LAUNCH_ORDER_IMPLICIT=1 tells whether that is "
             "why; a hang before the first step is that of groups which only some ranks make. " + CORRUPTION,
             OnRanks(moving_gradients, (layout,)),
@@ -185,8 +188,8 @@ def audit() -> Iterator[AcceptanceStep]:
         )
     yield AcceptanceStep(
         "audit/moving-gradients/expandable-segments",
-        "the same with the allocator's expandable segments",
-        HANG + "If only this one hangs, NCCL registered memory that the allocator maps anew: NCCL_GRAPH_REGISTER=0.",
+        "gradients may move, at different times on different ranks, with the allocator's expandable segments as well",
+        HANG + "If only this one fails, memory that the allocator maps anew was kept by its address. " + CORRUPTION,
         OnRanks(moving_gradients, ("fsdp",), (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)),
         ("cuda", "ranks"),
         300.0,
@@ -208,7 +211,8 @@ def last_audit() -> Iterator[AcceptanceStep]:
     yield AcceptanceStep(
         "audit/peer-that-stays-away/fsdp",
         "ranks that lose a peer end; they do not wait for ever",
-        "A job that loses a rank would hold its machines until somebody looks. Captured work is not watched by NCCL.",
+        "A job that loses a rank would hold its machines until somebody looks. Collectives are not recorded, so that "
+        "NCCL's watchdog sees them: its timeout is that of the process group.",
         OnRanks(peer_that_stays_away, ("fsdp",), ends_ranks=True),
         ("ranks",),
         400.0,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from canzona_compile.tools.acceptance.arrangements import ARRANGEMENTS
 from canzona_compile.tools.acceptance.side_by_side import REFRESH, SideBySide, even, uneven
 from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, StepNeed
 
@@ -17,10 +18,10 @@ CUTS: tuple[tuple[str, tuple[StepNeed, ...]], ...] = (
     ("ddp", ("ranks",)),
     ("fsdp-columns", ("ranks",)),
     ("tp", ("ranks",)),
-    ("hsdp", ("even ranks",)),
-    ("tp-ddp", ("even ranks",)),
-    ("both-dims", ("even ranks",)),
-    ("stages", ("four ranks",)),
+    ("hsdp", ("two mesh dims",)),
+    ("tp-ddp", ("two mesh dims",)),
+    ("both-dims", ("two mesh dims",)),
+    ("stages", ("two stages",)),
 )
 MEANING = (
     "The wrapped optimizer computes something else than the plain one on this device. A relative distance near that of "
@@ -55,15 +56,15 @@ def muon_beside_adamw(rank: AcceptanceRank, layout: str) -> str:
     for _ in range(STEPS):
         for both in pairs:
             both.step(in_place=False)
-    return " / ".join(both.verdict(bits=True) for both in pairs)
+    return "; ".join(f"{name} {both.verdict(bits=True)}" for name, both in zip(("muon", "adamw"), pairs, strict=True))
 
 
 def step_of(optimizer: str, layout: str, dtype: str, needs: tuple[StepNeed, ...], odd: bool = False) -> AcceptanceStep:
     """The step for one combination."""
-    shapes = "-uneven" if odd else ""
+    shapes, words = ("-uneven", " and dims that do not divide") if odd else ("", "")
     return AcceptanceStep(
         f"layouts/{optimizer}/{layout}{shapes}/{dtype}",
-        f"{optimizer} in {dtype} on `{layout}`{' with dims that do not divide' if odd else ''} is the plain optimizer",
+        f"{optimizer} in {dtype} is the plain optimizer, {ARRANGEMENTS[layout].words}{words}",
         MEANING,
         OnRanks(same_as_plain, (optimizer, layout, dtype, odd)),
         needs,
@@ -93,5 +94,6 @@ def other_layouts() -> Iterator[AcceptanceStep]:
         yield step_of(optimizer, "whole", "float32", ())
         yield step_of(optimizer, "fsdp", "float32", ("ranks",), odd=True)
         yield step_of(optimizer, "ddp", "float32", ("ranks",))
-        yield step_of(optimizer, "hsdp", "float32", ("even ranks",))
+        yield step_of(optimizer, "fsdp-columns", "float32", ("ranks",))
+        yield step_of(optimizer, "hsdp", "float32", ("two mesh dims",))
         yield step_of(optimizer, "fsdp", "bfloat16", ("ranks",))

@@ -99,9 +99,10 @@ def data_parallel() -> Iterator[AcceptanceStep]:
         ("soap", "step", True),
     )
     for optimizer, gather, odd in cases:
+        words = " and dims that do not divide" if odd else ""
         yield AcceptanceStep(
             f"zero1/{optimizer}/gather-{gather}{'-uneven' if odd else ''}",
-            f"{optimizer} under ZeRO-1 with gather={gather} is the plain optimizer",
+            f"{optimizer} under ZeRO-1 is the plain optimizer, with gather={gather}{words}",
             MEANING,
             OnRanks(like_plain, (optimizer, gather, odd)),
             ("ranks", "power of two"),

@@ -174,8 +174,11 @@ class Supervisor:
                 deadlines = {i: min(d, time.monotonic() + GRACE) for i, d in deadlines.items()}
             late = [i for i in pending if time.monotonic() > deadlines[i]]
             for i in late:
-                where = "did not end in time" if i in self._ready else "did not join the process group in time"
-                where = f"did not end within {GRACE:.0f} seconds of the failure of another rank" if after else where
+                where = f"did not join the process group within {STARTING:g} seconds"
+                if i in self._ready:
+                    where = f"did not end within {step.limit:g} seconds"
+                if after:
+                    where = f"did not end within {GRACE:g} seconds of the failure of another rank"
                 ends.append(RankEnd(pending[i].place.rank, "hung", where, pending[i].stacks()))
             for i in late:  # only when all of them have said where they are: the end of one changes the others
                 pending.pop(i).close()
@@ -239,7 +242,7 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # with what it has started
                 process.wait()
-                return RankEnd(0, "hung", f"did not end within {step.limit:.0f} seconds", tail(output))
+                return RankEnd(0, "hung", f"did not end within {step.limit:g} seconds", tail(output))
         if code:
             return RankEnd(0, "failed", f"exit code {code}: {last_line(output)}", tail(output))
         return RankEnd(0, "passed", last_line(output))

@@ -1,0 +1,54 @@
+"""`accept`: what provokes recorded steps records them, on the stand-in for GPUs, where no GPU is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from canzona_compile.tools.acceptance import arrangements, steps_audit
+from canzona_compile.tools.acceptance.side_by_side import SideBySide
+from canzona_compile.tools.acceptance.step import AcceptanceRank, WrongResult
+from tests.fake_cuda.on_device import on_stand_in, settled
+from tests.fake_cuda.trainings import mesh_of_thread
+
+CASES = [
+    ("moving_gradients", "fsdp"),
+    ("loaded_in_mid_run", "fsdp"),
+    ("another_plan", "whole"),  # first steps stay on the CPU there, so those of one rank only would hang
+    ("two_optimizers", "fsdp"),
+    ("gradient_missing_on_one_rank", "fsdp"),
+]
+
+
+def on_ranks(name: str, layout: str) -> list[str]:
+    """Take a case on the stand-in, in the order in which work is written; what each rank says."""
+    ranks = 1 if layout == "whole" else 2
+    with on_stand_in(None, ranks) as run:
+        function = getattr(steps_audit, name)
+        return run(lambda rank: function(AcceptanceRank(rank, ranks, torch.device("cpu"), True), layout))
+
+
+@pytest.fixture
+def on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are threads, with meshes of their own; who compares parameters waits for the device."""
+
+    def mesh_of(device: str, shape: tuple[int, ...]) -> DeviceMesh:
+        return mesh_of_thread(shape, tuple("abc"[: len(shape)]))
+
+    monkeypatch.setattr(arrangements, "mesh_of", mesh_of)
+    monkeypatch.setattr(SideBySide, "_compare", settled(SideBySide._compare))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_cases_of_recordings_record(name: str, layout: str, on_devices: None) -> None:
+    for said in on_ranks(name, layout):
+        assert "recorded" in said
+        assert "equal" in said
+
+
+def test_a_case_of_recordings_fails_without_one(monkeypatch: pytest.MonkeyPatch, on_devices: None) -> None:
+    monkeypatch.setattr(steps_audit, "RECORDED", 1)
+    with pytest.raises(WrongResult, match="no step was recorded; equal"):
+        on_ranks("loaded_in_mid_run", "fsdp")
