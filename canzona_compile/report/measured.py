@@ -59,8 +59,7 @@ def measured_report(measurement: Measurement | None, reported: Step) -> Measured
     hardware = hardware_of(reported.machine)
     taken = {rank: [by_phase(acts) for acts in own.acts] for rank, own in ranks.items()}
     names = {name for steps in taken.values() for own in steps for name in own}
-    ran = () if reported.buckets else tuple(step for step in measurement.steps if step is not None)
-    expected, seconds = predict_mean(ran or (reported,), hardware)
+    expected, seconds = predict_mean(simulated_steps(measurement, reported), hardware)
     mean = statistics.fmean(s for own in ranks.values() for s in own.seconds)
     phases = tuple(
         measured_phase(name, {rank: [own.get(name, 0.0) for own in steps] for rank, steps in taken.items()}, expected)
@@ -81,6 +80,12 @@ def measured_report(measurement: Measurement | None, reported: Step) -> Measured
         assumed=hardware.assumed,
         phases=phases,
     )
+
+
+def simulated_steps(measurement: Measurement, reported: Step) -> tuple[Step, ...]:
+    """The steps that stand for the measured ones: under ZeRO-1, where a rank sees its own only, the reported one."""
+    ran = () if reported.buckets else tuple(step for step in measurement.steps if step is not None)
+    return ran or (reported,)
 
 
 def read_measured(path: str | Path) -> MeasuredReport:

@@ -97,6 +97,7 @@ def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         ({"steps": 0}, "steps=0 measures nothing"),
         ({"ranks": 0}, "ranks=0 is not positive"),
         ({"layout": "hsdp", "ranks": 3}, "hsdp halves the ranks"),
+        ({"layout": "zero1", "options": {"strategy": "owner"}}, "strategy is no option of zero1"),
         ({"trace": "/nowhere/at/all.json"}, "there is no such folder"),
         ({"options": {"replicate": 1}}, "there is no option 'replicate' here"),
     ],

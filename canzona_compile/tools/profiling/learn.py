@@ -24,7 +24,7 @@ LARGEST = 1e3  # times as slow, or as fast, as assumed
 PHASES: Mapping[str, tuple[str, ...]] = {
     "compute": ("compute",),
     "elementwise": ("prepare", "apply"),
-    "wires": ("gather", "scatter", "exchange"),
+    "wires": ("gather", "scatter", "exchange", "reduce", "gather params"),
 }
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "compute": ("products", "factorizations", "product_calls"),
