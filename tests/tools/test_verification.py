@@ -173,7 +173,6 @@ def test_small_matrices_are_compared_with_owners_too(capsys: pytest.CaptureFixtu
         pytest.param(muon, {"ranks": 0}, "ranks=0", id="ranks"),
         pytest.param(muon, {"layout": "rows"}, "no layout 'rows'", id="layout"),
         pytest.param(muon, {"layout": "hsdp", "ranks": 3}, "3 is odd", id="odd"),
-        pytest.param(muon, {"layout": "zero1", "ranks": 3}, "which rounds on 3 ranks", id="a mean that rounds"),
         pytest.param(muon, {"limit": 0}, "leaves no time", id="limit"),
         pytest.param(muon, {"options": {"replicate": None}}, "no option 'replicate'", id="replicate"),
         pytest.param(muon, {"options": {"depth": 0}}, "depth=0", id="option"),

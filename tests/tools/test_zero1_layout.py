@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import canzona_compile
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.tools.profiling.profile import profile
 from tests.harness.marks import full
@@ -46,3 +47,8 @@ def test_real_iterations_under_zero1(tmp_path: Path) -> None:
     assert {"reduce", "gather params"} <= acts
     assert checker().is_valid(json.loads((tmp_path / "trace.json").read_text()))
     assert {"products", "node"} <= set(named_hardware(str(rates)).measured)
+
+
+def test_a_mean_that_rounds_is_refused() -> None:
+    with pytest.raises(CanzonaError, match="which rounds on 3 ranks"):
+        canzona_compile.verify(muon, layout="zero1", ranks=3)
