@@ -6,6 +6,7 @@
 #   make test-all                             every test and combination, for much longer
 #   GOLDEN=accept make test                   rewrite tests/golden/
 #   make test-torch TORCH=2.11.0              the core tests with another torch, in an environment of its own
+#   make test-clients                         peft, Lightning's Trainer and torchtitan, which it installs first
 #   make gpu-acceptance TORCH=torch           all that a GPU can show, first to last, in one page
 #   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
 #   make test-gpu VENV= PYTHON=python3        the same with a Python that has torch already: nothing is installed
@@ -47,7 +48,7 @@ export OMP_NUM_THREADS := 1
 # Some environments forbid Python to keep what it compiles. Then every rank and worker would compile all files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-torch test-gpu lint types docs bench bench-gpu gpu-acceptance clean
+.PHONY: demo test test-all test-torch test-clients test-gpu lint types docs bench bench-gpu gpu-acceptance clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/train_lm.py $(DEMO_ARGS)
@@ -70,6 +71,12 @@ test-torch:
 core: $(INSTALLED)
 	@$(BIN)/python -c 'import sys, torch, triton; print("Python", sys.version.split()[0], "torch", torch.__version__, "triton", triton.__version__); sys.exit(torch.__version__.partition("+")[0] != "$(VERSION)" and "pyproject.toml does not allow torch $(VERSION), so pip replaced it")'
 	$(BIN)/python -m pytest $(XDIST) -m "not full" $$($(BIN)/python tests/harness/core.py) $(PYTEST_ARGS)
+
+# Clients that `make test` skips, because they bring half a GB of other packages; none replaces torch. Imported first, so
+# that none is skipped here. With the environment of test-torch: VENV=.venv-torch-2.14.1 TORCH=torch==2.14.1.
+test-clients: $(VENV)/.clients
+	$(BIN)/python -c 'import lightning.pytorch, peft, torchtitan.components.optimizer, torchtitan.models.llama3'
+	$(BIN)/python -m pytest -rs tests/clients/test_lightning.py tests/clients/test_peft.py tests/clients/test_torchtitan_package.py $(PYTEST_ARGS)
 
 # Kernels compiled for the device, not interpreted. Without one each test is skipped and says why. Only files with such
 # tests are imported: others may need packages that a GPU machine lacks.
@@ -115,4 +122,8 @@ $(INSTALLED): pyproject.toml
 
 $(VENV)/.docs: $(INSTALLED)
 	@$(PIP) --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.clients: $(INSTALLED)
+	@$(PIP) $(TORCH) --editable '.[clients]'
 	@touch $@

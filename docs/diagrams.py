@@ -1,6 +1,6 @@
 """The pictures of docs/images that come from a run: `torchrun --nproc-per-node 4 docs/diagrams.py docs/images`.
 
-`report.svg` is the report of a wrapped Muon, `journey.svg` the way of its matrices, both of the step that ran.
+`report.svg` is the report of a wrapped Muon with measured steps, `journey.svg` the way of its matrices.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ WIDTHS = (64, 96, 48, 72, 64)  # of the layers: matrices of 96 x 64, 48 x 96, 72
 COLORS = ("#3f6fb5", "#d07a28", "#4a9a5b", "#a8489a")
 COLUMN, HEIGHT, LEFT, GAP = 200, 60, 110, 70  # a rank; a stage of matrices; the words beside; a stage of arrows
 SCALE = 0.45  # of an element
+MEASURED = 5  # steps
 
 
 def main(folder: Path) -> None:
-    """Train two steps on the ranks that there are; rank 0 draws."""
+    """Train on the ranks that there are, measure steps that follow the first two, and let rank 0 draw."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(n, m, bias=False) for n, m in pairwise(WIDTHS)])
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = canzona_compile.wrap(torch.optim.Muon(model.named_parameters(), lr=2e-2), strategy="owner")
-    for _ in range(2):
+    for i in range(2 + MEASURED):
+        if i == 2:
+            optimizer.canzona.measure(MEASURED)
         model(torch.randn(8, WIDTHS[0])).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,9 +1,10 @@
 """Predict how long a step takes on its busiest rank, as work on one processor and bytes on one link.
 
 This completes the first of the two models of time (see `analysis.roofline`). The passes decide by it: which tasks every
-rank computes, how many micro-groups there are. The report shows it as the timeline of a step. Only the busiest rank
-counts, an owner of a group computes its FLOPs at one rate, and elementwise work takes no time. What single ranks do,
-and how they wait for one another, is the question of the second model, `simulation`.
+rank computes, how many micro-groups there are. Nobody else does: it has to be right in comparisons, not in seconds.
+Only the busiest rank counts, an owner of a group computes its FLOPs at one rate, and elementwise work takes no time.
+What single ranks do, and how they wait for one another, is the question of the second model, `simulation`, whose
+seconds the report shows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from canzona_compile.analysis.flops import bytes_of_wires
 from canzona_compile.analysis.roofline import TYPICAL, graph_time, hardware_of
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Grid
-from canzona_compile.ir.step import Act, Event, Placed, Step, Task
+from canzona_compile.ir.step import Placed, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,60 +198,3 @@ def pipeline_seconds(groups: Sequence[GroupLoad], rates: Rates, depth: int) -> f
     for i in range(max(0, len(times) - depth), len(times)):
         rank.transfer(times[i][2], since=computed[i])
     return rank.link
-
-
-TRANSFERS = {
-    Act.START_GATHER: Act.WAIT_GATHER,
-    Act.START_SCATTER: Act.WAIT_SCATTER,
-    Act.START_EXCHANGE: Act.WAIT_EXCHANGE,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TimedEvent:
-    """An event of a schedule, with its begin and end in seconds from the begin of the step."""
-
-    event: Event
-    start: float
-    end: float
-
-    @property
-    def on_link(self) -> bool:
-        """Whether the link is busy with it, rather than the processor."""
-        return self.event.act in TRANSFERS
-
-
-def timeline(step: Step) -> tuple[TimedEvent, ...]:
-    """Predict when the events of a SCHEDULED step begin and end on its busiest rank.
-
-    Transfers run in the order in which they start. Where communication takes the cores that compute (gloo), the
-    processor stands still meanwhile.
-    """
-    overlap = rates_of(step.machine).overlap
-    lasts: dict[tuple[int, Act], float] = {}
-    placed = {p.name: p for p in step.placed}
-    for group in step.micro_groups:
-        tasks = [step.task(name) for name in group.tasks]
-        grid = tasks[0].layout.grid
-        load, rates = load_of(tasks, grid, placed), rates_of(step.machine, grid.members())
-        # GroupLoad adds the scatter's and the exchange's bytes; the latter are 1/shards as many.
-        parts = {Act.START_SCATTER: grid.shards * (grid.shards > 1), Act.START_EXCHANGE: int(grid.replicas > 1)}
-        sent = {Act.START_GATHER: load.gather_bytes} | {
-            act: load.scatter_bytes * part / max(1, sum(parts.values())) for act, part in parts.items()
-        }
-        lasts |= {(group.index, act): size / rates.wire + rates.latency for act, size in sent.items()}
-        lasts[group.index, Act.COMPUTE] = load.compute_flops / rates.flops
-    rank = BusiestRank()
-    arrival: dict[tuple[int, Act], float] = {}
-    timed: list[TimedEvent] = []
-    for event in step.schedule:
-        seconds = lasts.get((event.micro_group, event.act), 0.0)
-        if event.act in TRANSFERS:
-            start = max(rank.processor, rank.link)
-            end = arrival[event.micro_group, TRANSFERS[event.act]] = rank.transfer(seconds, since=start)
-            rank.processor = rank.processor if overlap else end
-        else:
-            start = rank.processor
-            end = rank.compute(seconds, since=arrival.get((event.micro_group, event.act), 0.0))
-        timed.append(TimedEvent(event, start, end))
-    return tuple(timed)

@@ -149,7 +149,7 @@ class Canzona:
 
     def log_headline(self) -> None:
         """Log one line about the plan at work, on rank 0 alone."""
-        if self.session.rank == 0:
+        if self.session.rank == 0 and log.isEnabledFor(logging.INFO):  # a report of a thousand ranks takes seconds
             log.info("%s", headline(self.report()))
 
     def dump(self, directory: str | Path) -> Path:

@@ -1,8 +1,7 @@
 """The figures of a plan: for people (rich prints them) and for machines (`to_json`).
 
 `make_report` computes all figures from a step but those that `measure()` found. It counts the FLOPs of the graphs that
-run; it counts symmetric products in full, and no padding. `canzona_compile.analysis.step_time` predicts seconds from
-rates.
+run; it counts symmetric products in full, and no padding. `report.prediction` simulates the step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 
-from canzona_compile.analysis.step_time import load_of, timeline
+from canzona_compile.analysis.roofline import hardware_of
+from canzona_compile.analysis.step_time import load_of
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.layout import Box, Grid, Shape
 from canzona_compile.ir.step import (
@@ -36,6 +36,7 @@ from canzona_compile.ir.step import (
 from canzona_compile.report.data_parallel import data_parallel_report
 from canzona_compile.report.measured import measured_report
 from canzona_compile.report.measured_table import measured_remark
+from canzona_compile.report.prediction import predict
 from canzona_compile.report.schema import (
     Facts,
     Figures,
@@ -43,7 +44,7 @@ from canzona_compile.report.schema import (
     GroupReport,
     LoadReport,
     LocalTask,
-    PredictedEvent,
+    SimulatedSpan,
     TaskReport,
     TemplateReport,
     WireReport,
@@ -107,7 +108,7 @@ def make_report(step: Step, facts: Facts) -> Report:
     sent = sum(g.gather_bytes + g.scatter_bytes + g.exchange_bytes for g in groups)
     taken = {t.placed for t in step.tasks}
     work = [load.flops for load in loads]
-    schedule = moments(step)
+    prediction = predict(step, hardware_of(step.machine))
     return Report(
         world_size=facts.world_size,
         optimizer=step.optimizer,
@@ -123,7 +124,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         collectives_per_step=sum(g.collectives for g in groups),
         wire_bytes_per_element=sent / elements if elements else 0.0,
         imbalance=max(work) * len(work) / sum(work) if sum(work) else 1.0,
-        predicted_seconds=max((m.end for m in schedule), default=0.0),
+        predicted_seconds=prediction.seconds,
         templates=tuple(report_template(p, step.tasks) for p in step.placed if p.name in taken),
         micro_groups=groups,
         tasks=tuple(report_task(t, placed[t.placed], group_of[t.name]) for t in step.tasks),
@@ -131,7 +132,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         local=facts.local,
         fallbacks=dict(facts.interpreted),
         suggestions=facts.suggestions,
-        schedule=schedule,
+        schedule=tuple(SimulatedSpan(s.rank, s.stream, s.act, s.group, s.start, s.end) for s in prediction.spans),
         profile=facts.profile,
         data_parallel=data_parallel_report(step.buckets),
         measured=measured_report(facts.measurement, step),
@@ -283,14 +284,4 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
     return tuple(
         LoadReport(rank, tasks[rank], sum(found.values()), dict(sorted(found.items())))
         for rank, found in sorted(flops.items())
-    )
-
-
-def moments(step: Step) -> tuple[PredictedEvent, ...]:
-    """Predict when each event of a step happens."""
-    return tuple(
-        PredictedEvent(
-            str(one.event.act), one.event.micro_group, "link" if one.on_link else "compute", one.start, one.end
-        )
-        for one in timeline(step)
     )

@@ -1,25 +1,21 @@
 """The figures of measured steps, with predictions beside them.
 
 The predictions are those of the simulation: it plays the steps that were measured, with the rates that the plan knows.
-The host's bookkeeping is part of its prepare and is taken out of it here, because a clock sees it elsewhere.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Step
+from canzona_compile.report.prediction import by_phase, predict_mean
 from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
 from canzona_compile.session.measuring import Measurement
-from canzona_compile.simulation.model_passes import backward_pass, bucket_load, forward_pass
-from canzona_compile.simulation.simulate import simulate
 
 OTHER = "other"
 # In the order in which a step has them.
@@ -63,8 +59,7 @@ def measured_report(measurement: Measurement | None, reported: Step) -> Measured
     hardware = hardware_of(reported.machine)
     taken = {rank: [by_phase(acts) for acts in own.acts] for rank, own in ranks.items()}
     names = {name for steps in taken.values() for own in steps for name in own}
-    ran = () if reported.buckets else tuple(step for step in measurement.steps if step is not None)
-    expected, seconds = predicted(ran or (reported,), hardware)
+    expected, seconds = predict_mean(simulated_steps(measurement, reported), hardware)
     mean = statistics.fmean(s for own in ranks.values() for s in own.seconds)
     phases = tuple(
         measured_phase(name, {rank: [own.get(name, 0.0) for own in steps] for rank, steps in taken.items()}, expected)
@@ -87,6 +82,12 @@ def measured_report(measurement: Measurement | None, reported: Step) -> Measured
     )
 
 
+def simulated_steps(measurement: Measurement, reported: Step) -> tuple[Step, ...]:
+    """The steps that stand for the measured ones: under ZeRO-1, where a rank sees its own only, the reported one."""
+    ran = () if reported.buckets else tuple(step for step in measurement.steps if step is not None)
+    return ran or (reported,)
+
+
 def read_measured(path: str | Path) -> MeasuredReport:
     """Read the measured steps of a report that was written as JSON.
 
@@ -106,19 +107,6 @@ def read_measured(path: str | Path) -> MeasuredReport:
         return MeasuredReport(**{**measured, "phases": phases, "assumed": tuple(measured["assumed"])})
     except (TypeError, KeyError) as error:
         raise CanzonaError(f"its measured steps have other fields: {error}", at=str(path), hint=hint) from error
-
-
-def by_phase(acts: Mapping[str, float]) -> dict[str, float]:
-    """Add up acts by phase: "start gather" and "wait gather" are both of "gather"."""
-    found: dict[str, float] = defaultdict(float)
-    for act, seconds in acts.items():
-        found[phase_of(act)] += seconds
-    return dict(found)
-
-
-def phase_of(act: str) -> str:
-    """The phase of an act of a measured, or of a simulated, step."""
-    return act.removeprefix("start ").removeprefix("wait ")
 
 
 def measured_phase(name: str, taken: Mapping[int, Sequence[float]], expected: Mapping[str, float]) -> MeasuredPhase:
@@ -146,47 +134,3 @@ def measured_phase(name: str, taken: Mapping[int, Sequence[float]], expected: Ma
         predicted=predicted,
         error=None if predicted is None or not mean else predicted / mean - 1,
     )
-
-
-def predicted(steps: Sequence[Step], hardware: Hardware) -> tuple[dict[str, float], float]:
-    """Predict the mean of some steps.
-
-    Args:
-        steps: the steps, of which many may be the same one.
-        hardware: the rates.
-
-    Returns:
-        Seconds by phase, and seconds of a whole step.
-    """
-    known: dict[int, tuple[dict[str, float], float]] = {}
-    total: dict[str, float] = defaultdict(float)
-    whole = 0.0
-    for step in steps:
-        if id(step) not in known:
-            known[id(step)] = predicted_step(step, hardware)
-        phases, seconds = known[id(step)]
-        whole += seconds / len(steps)
-        for name, own in phases.items():
-            total[name] += own / len(steps)
-    return dict(total), whole
-
-
-def predicted_step(step: Step, hardware: Hardware) -> tuple[dict[str, float], float]:
-    """Predict one step: seconds by phase, and of the whole step."""
-    found = simulate(step, hardware)
-    phases = by_phase(dict(found.acts))
-    held: dict[int, int] = defaultdict(int)  # by rank, how many matrices it keeps books of
-    for task in step.tasks:
-        for rank in task.layout.grid.members():
-            held[rank] += 1
-    if held and "prepare" in phases:
-        books = min(phases["prepare"], hardware.host * statistics.fmean(held.values()))
-        phases["prepare"] -= books
-        phases["look"] = books
-    seconds = found.seconds
-    if step.buckets:
-        loads, ranks = [bucket_load(b, 0.0, 0.0, hardware) for b in step.buckets], step.buckets[0].ranks
-        phases["reduce"] = backward_pass(loads, ranks, hardware).seconds
-        phases["gather params"] = forward_pass(loads, ranks, hardware, overlapped=False).seconds
-        seconds += phases["reduce"] + phases["gather params"]
-    return phases, seconds

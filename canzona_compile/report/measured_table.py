@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -45,7 +47,7 @@ def measured_table(report: MeasuredReport | None) -> list[RenderableType]:
     lines: list[RenderableType] = [table, Text(waits)]
     if report.overlapped:
         lines.append(Text(f"{format_seconds(report.overlapped)} of it at the same time on several streams", "dim"))
-    lines.append(Text(rates_text(report), "dim"))
+    lines.append(Text(rates_text(report.assumed), "dim"))
     return lines
 
 
@@ -60,18 +62,22 @@ def measured_remark(report: MeasuredReport | None) -> str:
     """The measured step and its prediction in one line, for the headline; empty if nothing was measured."""
     if report is None:
         return ""
-    rates = "assumed rates" if report.assumed else "measured rates"
     return (
         f"measured step {format_seconds(report.seconds)}, simulated {format_seconds(report.predicted_seconds)} "
-        f"({error_text(report.error)}, {rates})"
+        f"({error_text(report.error)}, {rates_label(report.assumed)})"
     )
 
 
-def rates_text(report: MeasuredReport) -> str:
+def rates_label(assumed: Sequence[str]) -> str:
+    """Say in two words whether all rates of a prediction were measured."""
+    return "assumed rates" if assumed else "measured rates"
+
+
+def rates_text(assumed: Sequence[str]) -> str:
     """Say which rates predictions use."""
-    if not report.assumed:
+    if not assumed:
         return "predicted by simulation, with rates that were measured on this machine"
-    return f"predicted by simulation; assumed rates: {', '.join(report.assumed)}"
+    return f"predicted by simulation; assumed rates: {', '.join(assumed)}"
 
 
 def error_text(error: float | None) -> str:

@@ -223,16 +223,20 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class PredictedEvent:
-    """An event of the schedule and its predicted time, in seconds from the begin of the step.
+class SimulatedSpan:
+    """What keeps one stream of a rank busy in the simulated step, in seconds from its begin.
 
-    A `start ...` event lasts as long as its transfer, a `wait ...` event as long as it has to wait. Elementwise work
-    (prepare, apply) takes no time here.
+    Attributes:
+        rank: the global rank.
+        stream: "compute", or the links to ranks of the "node" or of the "network".
+        act: "prepare", "compute", "gather", ...
+        micro_group: its index.
     """
 
+    rank: int
+    stream: str
     act: str
     micro_group: int
-    stream: str  # "compute" or "link"
     start: float
     end: float
 
@@ -293,8 +297,10 @@ class Figures:
             matrix.
         imbalance: FLOPs of the busiest rank over those of the mean rank; 1 if no matrix
             is distributed.
-        predicted_seconds: seconds per step, without elementwise work.
+        predicted_seconds: of the simulated step. Under ZeRO-1 the reductions before it and the gathers after it are
+            included. The machine says which of its rates were measured; the others are assumed.
         fallbacks: task name -> why it is interpreted.
+        schedule: what the rank that computes most does in the simulated step.
         data_parallel: the buckets of ZeRO-1; None without it.
         measured: what `measure()` found; None if it was not called, or not for this plan.
     """
@@ -321,7 +327,7 @@ class Figures:
     local: tuple[LocalTask, ...]
     fallbacks: Mapping[str, str]
     suggestions: tuple[str, ...]
-    schedule: tuple[PredictedEvent, ...]
+    schedule: tuple[SimulatedSpan, ...]
     profile: ProfileReport | None
     data_parallel: DataParallelReport | None = None
     measured: MeasuredReport | None = None

@@ -14,11 +14,17 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from canzona_compile.analysis.step_time import rates_of
+from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.errors import some
 from canzona_compile.report.charts import event, load_chart, profile_chart, timeline
 from canzona_compile.report.data_parallel import bucket_table
-from canzona_compile.report.measured_table import measured_caption, measured_remark, measured_table
+from canzona_compile.report.measured_table import (
+    measured_caption,
+    measured_remark,
+    measured_table,
+    rates_label,
+    rates_text,
+)
 from canzona_compile.report.schema import Figures, GridReport, TaskReport, TemplateReport
 from canzona_compile.report.sections import (
     MOST_ROWS,
@@ -34,7 +40,6 @@ from canzona_compile.report.sections import (
     page,
 )
 from canzona_compile.report.units import (
-    format_bandwidth,
     format_bytes,
     format_dtype,
     format_flops,
@@ -42,6 +47,7 @@ from canzona_compile.report.units import (
     format_shape,
     plural,
 )
+from canzona_compile.simulation.figures import COMPUTE, STREAMS
 
 ANY_WIDTH = 10_000  # columns; more than any table needs
 SHORTEST_NAME = 8  # letters of a name on one line
@@ -63,7 +69,7 @@ def render(report: Figures) -> RenderableType:
         (
             Section("Measured", measured_caption(report.measured), measured_table(report.measured)),
             Section("Load", "FLOPs of each rank per step", load_chart(report.loads, report.imbalance)),
-            Section("Schedule", assumptions(report), schedule(report)),
+            Section("Schedule", simulated_rank(report), schedule(report)),
             Section(
                 "Profile",
                 f"computing per step, over a period of {plural(steps, 'step')}",
@@ -107,8 +113,8 @@ def headline(report: Figures) -> Panel:
     where = "/".join(filter(None, (machine.device, machine.backend)))
     shown = report.execution if machine.device != "cpu" else ""
     remarks = (
-        measured_remark(report.measured),
-        f"predicted step {format_seconds(report.predicted_seconds)} on {where}, {report.numerics} numerics",
+        measured_remark(report.measured) or predicted_remark(report),
+        f"{where}, {report.numerics} numerics",
         f"{plural(report.captures, 'capture')}, {plural(report.variants, 'variant')}, "
         f"{plural(report.rank_programs, 'rank program')}, {len(report.fallbacks)} interpreted",
         f"{shown}, {format_bytes(report.buffer_bytes)} of buffers and {format_bytes(report.value_bytes)} of values"
@@ -119,25 +125,39 @@ def headline(report: Figures) -> Panel:
     return headline_panel(title, figures, remarks)
 
 
-def assumptions(report: Figures) -> str:
-    """Name the rates of the machine that the predicted schedule assumes."""
-    rates = rates_of(report.machine, tuple(one.rank for one in report.loads))
-    flops = format_flops(rates.flops).replace(".00 ", " ")
-    return f"assuming {flops}/s, {format_bandwidth(rates.wire)}, {format_seconds(rates.latency)} a collective"
+def predicted_remark(report: Figures) -> str:
+    """The simulated step in a line, with what its rates are worth."""
+    rates = rates_label(hardware_of(report.machine).assumed)
+    return f"predicted step {format_seconds(report.predicted_seconds)}, simulated with {rates}"
+
+
+def simulated_rank(report: Figures) -> str:
+    """Say whose schedule is drawn."""
+    ranks = {span.rank for span in report.schedule}
+    return f"simulated, rank {', '.join(map(str, ranks))}, which computes most"
 
 
 def schedule(report: Figures) -> Iterator[RenderableType]:
-    """Draw when the processor and the link of the busiest rank are busy. Draw nothing if no rank sends anything."""
-    if not any(m.stream == "link" for m in report.schedule):
+    """Draw when the processor and the links of the busiest rank are busy. Draw nothing if it sends nothing."""
+    spans = report.schedule
+    if all(span.stream == COMPUTE for span in spans):
         return
-    moments = [m for m in report.schedule if not m.act.startswith("wait")]
-    lanes = (
-        (stream, [event(m.act, stream, m.micro_group, m.start, m.end) for m in moments if m.stream == stream])
-        for stream in ("compute", "link")
+    yield timeline(
+        max(span.end for span in spans),
+        [
+            (
+                stream,
+                [event(s.act, stream, s.micro_group, s.start, s.end) for s in spans if s.stream == stream],
+            )
+            for stream in STREAMS
+            if any(s.stream == stream for s in spans)
+        ],
     )
-    yield timeline(report.predicted_seconds, lanes)
-    if not rates_of(report.machine).overlap:
+    hardware = hardware_of(report.machine)
+    if not hardware.overlap:
         yield Text("communication takes the cores that compute: no overlap", "dim")
+    if report.measured is None:
+        yield Text(rates_text(hardware.assumed), "dim")
 
 
 def micro_groups(report: Figures) -> list[RenderableType]:

@@ -15,6 +15,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 from canzona_compile.compat.torch_private import Store
 from canzona_compile.errors import CanzonaError, RankMismatch
@@ -22,6 +23,22 @@ from canzona_compile.errors import CanzonaError, RankMismatch
 PATIENCE = timedelta(seconds=30)  # how long a rank waits for the others, which may be writing weights meanwhile
 MET = "met"
 Ranks = tuple[int, ...]
+
+
+class Purpose(NamedTuple):
+    """What a meeting is for, for messages.
+
+    Attributes:
+        call: the call that needs all members.
+        why: why it needs them, as a clause.
+        hint: what to do if one of them does not come.
+    """
+
+    call: str
+    why: str = "because some of the state lies on owner ranks"
+    hint: str = (
+        "call it on all ranks; to save on rank 0 alone, call optimizer.canzona.consolidate(to=0) on all ranks before"
+    )
 
 
 class Meeting:
@@ -49,12 +66,12 @@ class Meeting:
             self._index += 1
         self.store.set(self._key(self.rank), told)
 
-    def wait(self, told: str, purpose: str) -> None:
+    def wait(self, told: str, purpose: Purpose) -> None:
         """After `arrive`, wait until all members have come, and compare what they came for.
 
         Args:
             told: what this rank came for, as it was given to `arrive`.
-            purpose: the call that needs all members, for messages.
+            purpose: the call that needs all members.
 
         Raises:
             CanzonaError: a member did not come in time, failed, or came for something else. Nothing is pending then:
@@ -79,10 +96,9 @@ class Meeting:
         self._index += 1
         seconds = PATIENCE.total_seconds()
         raise CanzonaError(
-            f"{purpose} needs the ranks {list(self.ranks)}, because some of the state lies on owner ranks; "
+            f"{purpose.call} needs the ranks {list(self.ranks)}, {purpose.why}; "
             f"rank {verdict} did not make this call within {seconds:g} s",
-            hint="call it on all ranks; to save on rank 0 alone, call optimizer.canzona.consolidate(to=0) on all ranks "
-            "before",
+            hint=purpose.hint,
         )
 
     def withdraw(self) -> None:
@@ -140,20 +156,20 @@ class Meeting:
         return f"{self._index}/{name}"
 
 
-def meet_all(told: Mapping[Ranks, str], meeting_of: Callable[[Ranks], Meeting], purpose: str) -> None:
+def meet_all(told: Mapping[Ranks, str], meeting_of: Callable[[Ranks], Meeting], purpose: Purpose) -> None:
     """Wait until all ranks have come that a call needs, before it begins collectives.
 
     Args:
         told: for each set of ranks, what this rank means to do with them, as text.
         meeting_of: finds the meetings of a set of ranks.
-        purpose: the call, for messages.
+        purpose: the call.
 
     Raises:
         CanzonaError: a rank did not come in time, failed, or means to do something else; or the store is gone.
     """
     # A set within another one of this rank lies within it on all of its ranks: they meet in the larger one.
     sets = [ranks for ranks in sorted(told) if not any(set(ranks) < set(other) for other in told)]
-    waiting = [(meeting_of(r), f"{purpose}\n{hashlib.sha256(told[r].encode()).hexdigest()}") for r in sets]
+    waiting = [(meeting_of(r), f"{purpose.call}\n{hashlib.sha256(told[r].encode()).hexdigest()}") for r in sets]
     try:
         for meeting, own in waiting:
             meeting.arrive(own)

@@ -28,7 +28,10 @@ from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.process_groups import current_device, new_group_of
 
 PATIENCE = timedelta(seconds=1)
-LEFT_THE_STEP = "a peer died or left the step; what belongs to this micro-group was not updated"
+LEFT_THE_STEP = (
+    "a peer died, or does not call step(): see what the other ranks wrote. What belongs to this micro-group was not "
+    "updated, so load a checkpoint to go on"
+)
 
 
 class Subject(NamedTuple):

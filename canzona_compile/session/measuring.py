@@ -16,11 +16,17 @@ import torch
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Step
-from canzona_compile.runtime.meeting import Meeting, meet_all
+from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.step_clock import OTHER, MeasuredStep, NotedStep, StepClock
 from canzona_compile.session.step_driver import StepDriver
 
 Ranks = tuple[int, ...]
+LAST_STEP = Purpose(
+    "the last step of measure()",
+    "because each of them has measured itself alone",
+    "see what the missing ranks wrote: they died, raised an error, or take fewer steps. This step has updated all "
+    "parameters; to measure again, call measure() on all ranks before the same step",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +187,7 @@ class Measuring:
         own, sets = RankTimes.of(read), session.sharing()
         found = {session.rank: own}
         with session.telling():
-            meet_all(dict.fromkeys(sets, "the last measured step"), session.meeting_of, "measure()")
+            meet_all(dict.fromkeys(sets, "the last measured step"), session.meeting_of, LAST_STEP)
             for ranks in sorted(sets):
                 texts = sets[ranks](own.to_json())
                 found |= {rank: RankTimes.from_json(text) for rank, text in zip(ranks, texts, strict=True)}

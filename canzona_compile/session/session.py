@@ -21,7 +21,7 @@ from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
 from canzona_compile.runtime.equal_copies import Copy
-from canzona_compile.runtime.meeting import Meeting, meet_all
+from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.runtime.step_clock import during
@@ -333,7 +333,7 @@ class Session:
         told = self.partners()
         if told:
             self._check_unbroken()
-            meet_all(told, self.meeting_of, purpose)
+            meet_all(told, self.meeting_of, Purpose(purpose))
 
     def meeting_of(self, ranks: Ranks) -> Meeting:
         """Return the meetings of some ranks with which this rank shares state."""

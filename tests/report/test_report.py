@@ -6,14 +6,13 @@ import io
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
-from canzona_compile.analysis.step_time import GroupLoad, load_of, pipeline_seconds, rates_of
+from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.hardware import Machine
+from canzona_compile.ir.hardware import Machine, assumed_hardware
 from canzona_compile.ir.layout import Grid, Shape
 from canzona_compile.ir.step import Exchange, Form, MicroGroup, Step
 from canzona_compile.passes import (
@@ -26,6 +25,9 @@ from canzona_compile.passes import (
     Schedule,
 )
 from canzona_compile.report.build import Facts, LocalTask, Report, headline, make_report
+from canzona_compile.report.units import format_seconds
+from canzona_compile.session.measuring import Measurement, RankTimes
+from canzona_compile.simulation.simulate import simulate
 from tests.conftest import Golden
 from tests.harness.marks import crossed
 from tests.harness.samples import grid_of, muon_step, toy_step
@@ -174,32 +176,31 @@ def test_a_step_without_a_schedule_has_no_report() -> None:
 # -- Predicted time ----------------------------------------------------------------------------
 
 
-def loads_of(step: Step) -> list[GroupLoad]:
-    placed = {p.name: p for p in step.placed}
-    return [load_of([step.task(n) for n in g.tasks], grid_behind(step, g), placed) for g in step.micro_groups]
-
-
 @pytest.mark.parametrize("machine", [Machine("cpu", "gloo", 1), GPU], ids=["cpu", "cuda"])
-@pytest.mark.parametrize("groups", [1, 3])
-def test_the_timeline_ends_when_the_planner_said(machine: Machine, groups: int) -> None:
-    step = scheduled(grid_of(1, 4), *[(64, 64)] * 12, groups=groups, machine=machine)
+def test_the_predicted_step_is_the_simulated_one(machine: Machine) -> None:
+    step = scheduled(grid_of(2, 2), *[(64, 64)] * 12, groups=3, machine=machine)
+    report, simulation = make_report(step, FACTS), simulate(step, hardware_of(machine))
+    assert report.predicted_seconds == simulation.seconds
+    busiest = max(simulation.ranks, key=lambda one: one.compute).rank
+    drawn = [(s.rank, s.stream, s.act, s.micro_group, s.start, s.end) for s in report.schedule]
+    assert drawn == [(s.rank, s.stream, s.act, s.group, s.start, s.end) for s in simulation.spans if s.rank == busiest]
+    assert f"simulated, rank {busiest}, which computes most" in report.to_text()
+
+
+def test_there_is_one_prediction() -> None:
+    step = scheduled(grid_of(1, 2), (64, 32), (48, 64))
     report = make_report(step, FACTS)
-    planned = pipeline_seconds(loads_of(step), rates_of(machine), step.depth)
-    assert len(report.micro_groups) == groups
-    assert report.predicted_seconds == pytest.approx(planned)
-
-
-def test_the_timeline_has_every_event_once_and_no_stream_does_two_things_at_once() -> None:
-    step = scheduled(grid_of(2, 2), *[(64, 64)] * 12, groups=3, machine=GPU)
-    moments = make_report(step, FACTS).schedule
-    assert [(m.act, m.micro_group) for m in moments] == [(str(e.act), e.micro_group) for e in step.schedule]
-    for stream in ("compute", "link"):
-        own = [m for m in moments if m.stream == stream]
-        assert all(a.end <= b.start for a, b in pairwise(own))
-    computing = {m.micro_group: m for m in moments if m.act == "compute"}
-    gathering = {m.micro_group: m for m in moments if m.act == "start gather"}
-    assert all(gathering[g].end <= computing[g].start for g in computing)
-    assert gathering[1].start < computing[0].end  # pipelined
+    assert f"predicted step {format_seconds(report.predicted_seconds)}, simulated with assumed" in report.to_text()
+    rates = assumed_hardware("cpu")
+    known = replace(rates, measured=rates.assumed)
+    text = make_report(replace(step, machine=Machine("cpu", "gloo", 1, known)), FACTS).to_text()
+    assert "simulated with measured rates" in text
+    assert "assumed" not in text
+    times = {rank: RankTimes((1.0,), (0.0,), ({"compute": 1.0},)) for rank in range(2)}
+    text = make_report(step, replace(FACTS, measurement=Measurement("cpu", times, (step,), ()))).to_text()
+    assert text.count(", simulated ") == 1
+    assert text.count("assumed rates") == 2  # beside the measured step, and below its table by name
+    assert "predicted step" not in text
 
 
 # -- JSON and the log line ---------------------------------------------------------------------
@@ -236,7 +237,7 @@ def test_json_has_the_fields_of_schema_1() -> None:
         *("name", "kind", "shape", "dtype", "tasks", "formula", "flops", "wires", "resident"),
         "interpreted",
     }
-    assert set(found["schedule"][0]) == {"act", "micro_group", "stream", "start", "end"}
+    assert set(found["schedule"][0]) == {"rank", "act", "micro_group", "stream", "start", "end"}
     assert found["templates"][0]["formula"] == "4*m*n**2"
     assert found["templates"][0]["resident"] == ["q"]
     assert found["local"] == [{"name": "norm.weight", "shape": [32], "why": "elementwise"}]
@@ -266,7 +267,7 @@ def test_headlines() -> None:
 
 
 def test_a_step_without_matrices() -> None:
-    step = replace(scheduled(grid_of(1, 4), (64, 64)), tasks=(), micro_groups=(), schedule=())
+    step = replace(scheduled(grid_of(1, 4), (64, 64)), tasks=(), micro_groups=(), schedule=(), buffers=())
     report = make_report(step, FACTS)
     assert headline(report) == ("canzona: no matrices to distribute, 1 parameter without communication, 1 interpreted")
     assert "norm.weight" in report.to_text()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.optim import Muon, Optimizer
 import canzona_compile
 from canzona_compile.errors import CanzonaError, InvalidGradient
 from canzona_compile.ir.program_ops import on_stream
+from canzona_compile.runtime import meeting
 from canzona_compile.runtime.timed_program import CLOCK, TimedProgram, turn, turns
 from examples.optimizers.soap import SOAP
 from tests.data_parallel.mistakes import set_up
@@ -26,7 +29,7 @@ from tests.harness.layouts import Case
 from tests.harness.marks import full
 from tests.harness.optimizers import Shared, muon
 from tests.harness.pairs import feed, parameters
-from tests.harness.ranks import run
+from tests.harness.ranks import Died, run
 from tests.harness.training import Outcome, Training, check, on_ranks
 from tests.harness.training import train as train_one
 from tests.lowering.test_stream_sync import emitted
@@ -281,6 +284,39 @@ def zero1_on_one_rank() -> str:
 def test_zero1_measured_on_one_rank_is_an_error_on_all() -> None:
     for said in run(2, zero1_on_one_rank, fresh=True):
         assert "measure() has measured 0 of 3 steps" in said
+
+
+# -- a rank that does not come -------------------------------------------------------------------------
+
+
+def last_step_without(absent: int) -> str:
+    """Rank `absent` dies once it has taken the last step that is measured."""
+    meeting.PATIENCE = timedelta(seconds=1)  # in a pool of its own
+    params = parameters([(4, 6), (3, 5)])
+    optimizer: Any = canzona_compile.wrap(Muon(params, lr=0.05), replicate=dist.group.WORLD, strategy="owner")
+    step(optimizer)
+    if dist.get_rank() == absent:
+        optimizer.canzona.session.sharing = lambda: os._exit(7)
+    optimizer.canzona.measure(2)
+    step(optimizer)
+    before = params[0].detach().clone()
+    try:
+        step(optimizer)
+    except CanzonaError as error:
+        assert not torch.equal(before, params[0])
+        assert optimizer.canzona.session.measuring.clock is None
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_rank_that_does_not_bring_its_figures_is_named() -> None:
+    said, died = run(2, last_step_without, 1, dying=[1])
+    assert died == Died(7)
+    assert "the last step of measure() needs the ranks [0, 1], because each of them has measured itself alone" in said
+    assert "rank 1 did not make this call within 1 s" in said
+    assert "see what the missing ranks wrote: they died, raised an error, or take fewer steps" in said
+    assert "consolidate" not in said
 
 
 # -- programs with a clock ---------------------------------------------------------------------------

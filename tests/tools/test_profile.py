@@ -14,7 +14,7 @@ from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.step import Step
-from canzona_compile.report.measured import predicted
+from canzona_compile.report.prediction import predict_mean
 from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
 from canzona_compile.runtime.step_clock import ActSpan, MeasuredStep
 from canzona_compile.simulation.figures import COMPUTE, NODE
@@ -97,6 +97,7 @@ def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         ({"steps": 0}, "steps=0 measures nothing"),
         ({"ranks": 0}, "ranks=0 is not positive"),
         ({"layout": "hsdp", "ranks": 3}, "hsdp halves the ranks"),
+        ({"layout": "zero1", "options": {"strategy": "owner"}}, "strategy is no option of zero1"),
         ({"trace": "/nowhere/at/all.json"}, "there is no such folder"),
         ({"options": {"replicate": 1}}, "there is no option 'replicate' here"),
     ],
@@ -143,7 +144,7 @@ def test_clocks_are_moved_to_that_of_the_first_rank() -> None:
 
 def taken_on(hardware: Hardware, step: Step) -> MeasuredReport:
     """What would be measured on a machine that is as the simulation thinks."""
-    phases, seconds = predicted([step], hardware)
+    phases, seconds = predict_mean([step], hardware)
     rows = tuple(MeasuredPhase(n, "", s, s, s, 0, s, 1.0, None, None) for n, s in phases.items())
     return MeasuredReport(1, 2, "", seconds, seconds, seconds, 0.0, 0.0, 0.0, 0.0, (), rows)
 
@@ -155,7 +156,7 @@ def test_rates_that_explain_the_steps(slower: dict[str, float], monkeypatch: pyt
     base = replace(named_hardware("cpu"), ranks_per_node=1024)
     report = taken_on(slowed(base, slower), step)
     learnt = learn(report, [step], 2)
-    expected, seconds = predicted([step], learnt)
+    expected, seconds = predict_mean([step], learnt)
     for phases in PHASES.values():
         found, right = (sum(own[name] for name in phases if name in own) for own in (expected, by_name(report)))
         assert found == pytest.approx(right, rel=0.02)

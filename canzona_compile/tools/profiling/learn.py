@@ -14,7 +14,7 @@ from typing import Any
 from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.ir.hardware import Curve, Hardware, Link, hardware_from
 from canzona_compile.ir.step import Step
-from canzona_compile.report.measured import predicted
+from canzona_compile.report.prediction import predict_mean
 from canzona_compile.report.schema import MeasuredReport
 from canzona_compile.report.units import plural
 from canzona_compile.tools.calibration.calibrate import ONE_NODE, processors, together
@@ -24,7 +24,7 @@ LARGEST = 1e3  # times as slow, or as fast, as assumed
 PHASES: Mapping[str, tuple[str, ...]] = {
     "compute": ("compute",),
     "elementwise": ("prepare", "apply"),
-    "wires": ("gather", "scatter", "exchange"),
+    "wires": ("gather", "scatter", "exchange", "reduce", "gather params"),
 }
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "compute": ("products", "factorizations", "product_calls"),
@@ -53,7 +53,7 @@ def learn(report: MeasuredReport | None, steps: Sequence[Step], ranks: int) -> H
     wanted = {name: sum(taken.get(phase, 0.0) for phase in phases) for name, phases in PHASES.items()}
     slower = dict.fromkeys(PHASES, 1.0)
     for _ in range(ROUNDS):
-        expected, _ = predicted(steps, slowed(base, slower))
+        expected, _ = predict_mean(steps, slowed(base, slower))
         for name, phases in PHASES.items():
             now = sum(expected.get(phase, 0.0) for phase in phases)
             if now and wanted[name]:
@@ -73,7 +73,7 @@ def learn(report: MeasuredReport | None, steps: Sequence[Step], ranks: int) -> H
 def matters(hardware: Hardware, steps: Sequence[Step], group: str, field: str) -> bool:
     """Tell whether the predicted phases of a group depend on one of its rates."""
     other = slowed(hardware, {group: 2.0}, only=field)
-    before, after = (predicted(steps, own)[0] for own in (hardware, other))
+    before, after = (predict_mean(steps, own)[0] for own in (hardware, other))
     return any(before.get(phase) != after.get(phase) for phase in PHASES[group])
 
 

@@ -58,7 +58,7 @@ def profile(
             only the processes import.
         steps: how many to measure. As many, and three more, are taken before.
         ranks: how many processes to start on this machine.
-        layout: "fsdp", "fsdp_columns", "hsdp" or "ddp", as for `verify`.
+        layout: "fsdp", "fsdp_columns", "hsdp", "ddp" or "zero1", as for `verify`.
         seed: for `build` and for the gradients.
         options: options of `wrap`.
         trace: a file to write a trace of the steps to, for ui.perfetto.dev.

@@ -10,19 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from canzona_compile.api.wrap import wrap
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Phase, Step
 from canzona_compile.progress.telling import tell
 from canzona_compile.report.build import Report
+from canzona_compile.report.measured import simulated_steps
 from canzona_compile.runtime.step_clock import MeasuredStep
 from canzona_compile.simulation.simulate import teams
 from canzona_compile.tools.processes import join_ranks
 from canzona_compile.tools.profiling.alignment import ClockOffset, offset_to_first
 from canzona_compile.tools.profiling.learn import learn
 from canzona_compile.tools.verification.failure import blamed
-from canzona_compile.tools.verification.layouts import LayoutName, like, shard
+from canzona_compile.tools.verification.layouts import LayoutName
+from canzona_compile.tools.verification.on_ranks import give, share
 from canzona_compile.tools.verification.user_model import Built, built
 from canzona_compile.tools.verification.workers import by_names_of_the_model
 
@@ -95,26 +96,28 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
     """Measure some steps on this rank."""
     join_ranks(rank, order.ranks, order.folder, timedelta(seconds=order.limit))
     made = built(order.build, order.seed)
-    optimizer: Any = wrap(made.optimizer, replicate=shard(made.optimizer, order.layout), **order.options)
+    share(made, order.layout, order.options)
+    optimizer: Any = made.optimizer
     grads = random_gradients(made, order.seed)
-    measuring = optimizer.canzona.session.measuring
+    session = optimizer.canzona.session
     before = WARM_UP + order.steps  # so that programs for work that is periodic are there
     for number in range(before + order.steps):
         if number == before:
             optimizer.canzona.measure(order.steps)
-        for param, grad in zip(made.params, grads, strict=True):
-            param.grad = None if grad is None else grad.clone()
-        dist.barrier()  # as after a backward pass whose gradients were averaged
         with blamed(f"step {number + 1}"), by_names_of_the_model(made):
+            give(made, order.layout, grads)
+            dist.barrier()  # as after a backward pass whose gradients were averaged
             optimizer.step()
         if rank == 0:
             tell(f"step {number + 1} of {before + order.steps}", number + 1, before + order.steps)
-    found = measuring.found
+    found = session.measuring.found
     if found is None:
         raise CanzonaError("the last step made a new plan, so there is nothing to show", hint="measure more steps")
     offset = offset_to_first()
     report = optimizer.canzona.report() if rank == 0 else None
-    ran = [step for step in found.steps if step is not None]
+    learnt = None
+    if report is not None and order.learns:
+        learnt = learn(report.measured, simulated_steps(found, session.reported()), order.ranks)
     outcome = RankProfile(
         rank=rank,
         steps=found.own,
@@ -123,7 +126,7 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
         offset=offset,
         report=report,
         fingerprint=optimizer.canzona.plan().fingerprint,
-        learnt=learn(report.measured, ran, order.ranks) if report is not None and order.learns else None,
+        learnt=learnt,
     )
     dist.barrier()  # nobody leaves while others may need its connections
     dist.destroy_process_group()
@@ -131,15 +134,14 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
 
 
 def random_gradients(made: Built, seed: int) -> list[torch.Tensor | None]:
-    """Draw a gradient for each parameter, as its fragment; ranks draw equal ones. None for frozen parameters."""
+    """Draw a whole gradient for each parameter; ranks draw equal ones. None for frozen parameters."""
     random = torch.Generator().manual_seed(seed)
     found: list[torch.Tensor | None] = []
     for param in made.params:
         if not param.requires_grad:
             found.append(None)
             continue
-        whole = (torch.randn(param.shape, generator=random) * SIZE).to(param.dtype)
-        found.append(like(whole, param))
+        found.append((torch.randn(param.shape, generator=random) * SIZE).to(param.dtype))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from json import dumps
 from pathlib import Path
@@ -73,7 +73,8 @@ def verify(
         steps: how many to compare; at least 2, because the first step of a wrapped optimizer is always eager.
         ranks: how many gloo ranks to start on this machine.
         layout: "fsdp" shards rows, unevenly where they do not divide; "fsdp_columns" shards columns, and the rows of
-            what has no columns; "hsdp" shards rows in two replicas; "ddp" gives every rank whole plain tensors.
+            what has no columns; "hsdp" shards rows in two replicas; "ddp" gives every rank whole plain tensors; "zero1"
+            does too, and calls `zero1` in place of `wrap`, with backward passes that reduce gradients to owners.
         seed: for `build` and for random gradients.
         options: options of `wrap`. Not among them are `replicate`, which follows from the layout, options that make
             another algorithm (`stagger`, `split`), and those for CUDA.
@@ -89,6 +90,11 @@ def verify(
     """
     options = dict(options or {})
     check_arguments(steps, ranks, layout, limit, options)
+    if layout == "zero1" and ranks & (ranks - 1):
+        raise CannotVerify(
+            f"zero1 averages gradients, which rounds on {ranks} ranks, so bits would differ from the plain optimizer's",
+            hint="take 2, 4 or 8 ranks",
+        )
     begin, source = time.monotonic(), packed(build)
     tell("starting processes", 0, steps)
     log.info("verify %s: %d ranks and the plain optimizer, %d steps", name_of(build), ranks, steps)
@@ -108,11 +114,11 @@ def verify(
         options=options,
         torch=torch.__version__,
         seconds=round(time.monotonic() - begin, 2),
-        compiled=first.compiled,
-        interpreted=first.interpreted,
-        resident=first.resident,
-        joint=first.joint,
-        local=first.local,
+        compiled=tuple(dict.fromkeys(name for own in outcomes for name in own.compiled)),
+        interpreted=of_all([own.interpreted for own in outcomes]),
+        resident=of_all([own.resident for own in outcomes]),
+        joint=of_all([own.joint for own in outcomes]),
+        local=of_all([own.local for own in outcomes]),
         idle=first.idle,
         leaves=of_both_plans(*(merged([getattr(o, plan) for o in outcomes]) for plan in ("leaves", "owned"))),
         everywhere=first.everywhere,
@@ -120,6 +126,11 @@ def verify(
     if json is not None:
         Path(json).write_text(f"{found.to_json()}\n", encoding="utf-8")
     return found
+
+
+def of_all(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What ranks know of parameters: the same, or, under ZeRO-1, each of what it owns."""
+    return {name: why for own in reversed(ranks) for name, why in own.items()}
 
 
 def check_arguments(steps: int, ranks: int, layout: LayoutName, limit: float, options: dict[str, Any]) -> None:
@@ -136,6 +147,8 @@ def check_arguments(steps: int, ranks: int, layout: LayoutName, limit: float, op
         raise CannotVerify(f"there is no layout {layout!r}", hint=f"one of {', '.join(get_args(LayoutName))}")
     if layout == "hsdp" and ranks % 2:
         raise CannotVerify(f"hsdp halves the ranks, and {ranks} is odd", hint="take an even number")
+    if layout == "zero1" and "strategy" in options:
+        raise CannotVerify("strategy is no option of zero1: each matrix has one owner", hint="leave it out")
     if limit <= 0:
         raise CannotVerify(f"limit={limit} leaves no time")
     if unknown := sorted(options.keys() - set(OPTIONS)):

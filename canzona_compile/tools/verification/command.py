@@ -28,7 +28,12 @@ def add_run_arguments(parser: ArgumentParser) -> None:
     """Add what says how a user's model runs on gloo ranks: how many, its layout, and options of `wrap`."""
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="gloo processes (%(default)s)")
-    add("--layout", choices=get_args(LayoutName), default="fsdp", help="of the parameters (%(default)s)")
+    add(
+        "--layout",
+        choices=get_args(LayoutName),
+        default="fsdp",
+        help="of the parameters (%(default)s)",
+    )
     add("--seed", type=int, default=0, help="of build and of random gradients (%(default)s)")
     add("--limit", type=float, default=600.0, metavar="SECONDS", help="until the processes are ended (%(default)s)")
     wrap = parser.add_argument_group("options of wrap")

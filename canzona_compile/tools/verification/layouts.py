@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-LayoutName = Literal["fsdp", "fsdp_columns", "hsdp", "ddp"]
+LayoutName = Literal["fsdp", "fsdp_columns", "hsdp", "ddp", "zero1"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ SHARDINGS: dict[LayoutName, VerifiedSharding] = {
 
 
 def shard(optimizer: Optimizer, layout: LayoutName) -> dist.ProcessGroup | None:
-    """Replace an optimizer's parameters by shards, as `fully_shard` does with those of a model.
+    """Replace an optimizer's parameters by shards, as `fully_shard` does with those of a model. Not for "zero1".
 
     Groups keep their order, options and names, and state that exists already follows its parameter. A parameter without
     dims stays as it is: `fully_shard` takes it only as one of its `ignored_params`.

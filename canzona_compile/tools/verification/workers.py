@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canzona_compile.api.wrap import explain, wrap
+from canzona_compile.api.wrap import explain
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.step import Strategy
 from canzona_compile.progress.telling import tell
@@ -23,7 +23,8 @@ from canzona_compile.tools.processes import join_ranks
 from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
 from canzona_compile.tools.verification.findings import LeafDifference, Tally
-from canzona_compile.tools.verification.layouts import LayoutName, like, shard
+from canzona_compile.tools.verification.layouts import LayoutName
+from canzona_compile.tools.verification.on_ranks import give, share
 from canzona_compile.tools.verification.reference_log import Journal, Page
 from canzona_compile.tools.verification.user_model import PARAMETER, Built, Leaves, built
 
@@ -134,19 +135,19 @@ def run_wrapped(rank: int, order: Order) -> RankOutcome:
     made, journal = built(order.build, order.seed), Journal(order.folder)
     kind = type(made.optimizer).__name__
     check_same_start(made.leaves(), read_together(journal, 0).leaves)
-    wrap(made.optimizer, replicate=shard(made.optimizer, order.layout), **order.options)
+    share(made, order.layout, order.options)
     tally, given, owned = Tally(rank), set[str](), Tally(rank)
     everywhere: tuple[str, ...] = ()
     beside: Built | None = None  # the same with an owner for every matrix
     for step in range(1, order.steps + 1):
         page = read_together(journal, step)
         given.update(name for name, grad in zip(made.names, page.grads, strict=True) if grad is not None)
-        compare_step(made, page, step, tally, given)
+        compare_step(made, order.layout, page, step, tally, given)
         if step == 1 and not {"strategy", "plan"} & order.options.keys() and (everywhere := computed_everywhere(made)):
             beside = built(order.build, order.seed)
-            wrap(beside.optimizer, replicate=shard(beside.optimizer, order.layout), strategy="owner", **order.options)
+            share(beside, order.layout, {"strategy": "owner", **order.options})
         if beside is not None:
-            compare_step(beside, page, step, owned, given)
+            compare_step(beside, order.layout, page, step, owned, given)
         if rank == 0:
             tell(f"step {step} of {order.steps}", step, order.steps)
             rows = (*tally.rows, *owned.rows)
@@ -158,11 +159,10 @@ def run_wrapped(rank: int, order: Order) -> RankOutcome:
     return outcome
 
 
-def compare_step(made: Built, page: Page, step: int, tally: Tally, given: set[str]) -> None:
+def compare_step(made: Built, layout: LayoutName, page: Page, step: int, tally: Tally, given: set[str]) -> None:
     """Take one step of a wrapped optimizer with the gradients of a page, and compare its leaves with the page."""
-    for param, grad in zip(made.params, page.grads, strict=True):
-        param.grad = None if grad is None else like(grad, param)
     with blamed(f"step {step} of the wrapped optimizer"), by_names_of_the_model(made):
+        give(made, layout, page.grads)
         made.optimizer.step()
     resident = roles(made, given)["resident"]
     tally.add(step, comparable(made.leaves(), resident), comparable(page.leaves, resident))
@@ -209,9 +209,13 @@ def check_same_start(found: Leaves, expected: Leaves) -> None:
 
 
 def roles(made: Built, given: set[str]) -> dict[str, Any]:
-    """How each parameter was updated, as fields of `Findings`; `given` names those that had a gradient."""
-    optimizer: Any = made.optimizer
-    rows = {own: row for own, row in zip(made.names, explain(optimizer).parameters, strict=True) if own in given}
+    """How each parameter was updated, as fields of `Findings`; `given` names those that had a gradient.
+
+    Under ZeRO-1 a rank knows of what it owns.
+    """
+    names = names_of_the_model(made)
+    found = {names.get(row.name, row.name): row for row in explain(made.optimizer).parameters}
+    rows = {own: found[own] for own in made.names if own in given and own in found}
     return {
         "compiled": tuple(name for name, row in rows.items() if row.how == "compiled"),
         "interpreted": {name: row.why for name, row in rows.items() if row.how == "interpreted"},
@@ -228,5 +232,10 @@ def by_names_of_the_model(made: Built) -> Iterator[None]:
     try:
         yield
     except CanzonaError as error:
-        names = {theirs: own for own, (theirs, _, _) in zip(made.names, named_params(made.optimizer), strict=True)}
+        names = names_of_the_model(made)
         raise type(error)(error.problem, at=names.get(error.at or "", error.at), hint=error.hint) from error
+
+
+def names_of_the_model(made: Built) -> dict[str, str]:
+    """The user's names of parameters, by those that the optimizer has for them."""
+    return {theirs: own for own, (theirs, _, _) in zip(made.names, named_params(made.optimizer), strict=True)}
