@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canzona_compile.codegen.source import FLAT, PointwiseProgram, source
+from canzona_compile.codegen.source import FLAT, HEADER, PointwiseProgram, source
 from canzona_compile.codegen.tables import Table, TableSegment, fits, roomy, segment_of
 from canzona_compile.codegen.values import Spread
 from canzona_compile.errors import CanzonaError
@@ -168,6 +168,16 @@ class GroupedKernel(torch.nn.Module):
                         own[e] = whole
             made.append((lists, numbers))
         return made, back
+
+    def table_bytes(self, parts: Sequence[LaunchPart]) -> tuple[int, int]:
+        """Bound the sizes of both tensors of the table, for operands that need not have any memory.
+
+        Returns:
+            The bytes of the rows, and of the row of each block, as if every tile had a block of its own.
+        """
+        sizes = [t.numel() for lists, _ in parts for t in lists[-1] if t.numel()]
+        width = max((p.width for p in self.programs), default=HEADER)
+        return len(sizes) * width * 8, sum(-(-size // BLOCK) for size in sizes) * 4
 
     def refresh(self, parts: Sequence[LaunchPart]) -> bool:
         """Write the addresses of the operands and the numbers into the table, and upload it if it changed.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from canzona_compile.data_parallel.session import OwnerSession
-from canzona_compile.ir.program import EagerTasks
 from canzona_compile.options import Options
 from canzona_compile.report.schema import Facts, LocalTask, ProfileReport
-from canzona_compile.runtime.program_memory import memory_of
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import BoundProgram
 from canzona_compile.session.session import Session
+from canzona_compile.session.step_memory import step_memory
 
 
 def facts_of(session: Session) -> Facts:
@@ -41,21 +40,12 @@ def facts_of(session: Session) -> Facts:
         variants=sum(len(k.oracle.variants) for k in kinds.values() if k.oracle is not None),
         rank_programs=len(driver.programs),
         buffer_bytes=driver.programs.buffer_bytes,
-        value_bytes=value_bytes(driver.last),
+        capacity=options.capacity,
+        memory=step_memory(driver.programs, session.rank, driver.first_buffers),
         execution=driver.last.executor.how,
         profile=ProfileReport(both.together, both.apart, options.stagger) if both.together else None,
         measurement=session.measuring.found,
     )
-
-
-def value_bytes(program: BoundProgram) -> int:
-    """The most bytes of computed values that a program for CUDA holds at one time; 0 if nothing predicts them."""
-    replay = program.executor.replay
-    own = any(isinstance(value, EagerTasks) for value in program.step.program.inputs.values())
-    if replay is None or own:
-        return 0
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return memory_of(program.step, rank, recorded=not replay.stopped).values
 
 
 def eager_cuts(program: BoundProgram) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Shape
 from canzona_compile.session.measuring import Measurement
+from canzona_compile.session.step_memory import StepMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,9 @@ class Facts:
         variants: control-flow variants captured so far.
         rank_programs: programs that this rank has emitted so far.
         buffer_bytes: the size of the buffers of all these programs, which this rank allocated once.
-        value_bytes: the most bytes of computed values that the last of these programs holds at one time, as
-            `runtime.program_memory` predicts them for CUDA; 0 elsewhere, and where the optimizer's own code runs.
+        capacity: the most bytes that a micro-group gathers to one rank, unless a matrix alone is larger.
+        memory: what steps need beside parameters, gradients and state, as it is predicted for CUDA; elsewhere it has
+            the buffers alone.
         execution: how the last of these programs runs on its device, call by call or as a CUDA graph, and why.
         profile: None where no work is periodic.
         measurement: the steps that were measured last; None if there are none.
@@ -125,7 +127,8 @@ class Facts:
     variants: int = 0
     rank_programs: int = 0
     buffer_bytes: int = 0
-    value_bytes: int = 0
+    capacity: int = 0
+    memory: StepMemory = field(default_factory=StepMemory)
     execution: str = ""
     profile: ProfileReport | None = None
     measurement: Measurement | None = None
@@ -288,7 +291,7 @@ class Figures:
     """A plan in figures.
 
     Attributes:
-        captures, variants, rank_programs, buffer_bytes, value_bytes, execution, numerics, profile: see `Facts`.
+        captures, variants, rank_programs, buffer_bytes, capacity, memory, execution, numerics, profile: see `Facts`.
         depth: micro-groups in flight at once.
         collectives_per_step: how many each rank of a micro-group's grid takes part in. With owners there are two on a
             sharded grid, one on a replicated grid, and three on a grid that is both. Where every rank computes
@@ -313,7 +316,8 @@ class Figures:
     variants: int
     rank_programs: int
     buffer_bytes: int
-    value_bytes: int
+    capacity: int
+    memory: StepMemory
     execution: str
     depth: int
     collectives_per_step: int

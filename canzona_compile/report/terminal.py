@@ -25,6 +25,7 @@ from canzona_compile.report.measured_table import (
     rates_label,
     rates_text,
 )
+from canzona_compile.report.memory import memory_caption, memory_sentences
 from canzona_compile.report.schema import Figures, GridReport, TaskReport, TemplateReport
 from canzona_compile.report.sections import (
     MOST_ROWS,
@@ -75,6 +76,7 @@ def render(report: Figures) -> RenderableType:
                 f"computing per step, over a period of {plural(steps, 'step')}",
                 profile_chart(report.profile),
             ),
+            Section("Memory", memory_caption(report.memory), bullets(memory_sentences(report))),
             Section("Buckets", "what data-parallel ranks own of each", bucket_table(report.data_parallel)),
             Section("Micro-groups", "bytes that leave a rank, summed over all ranks", micro_groups(report)),
             Section("Tasks", "matrices by owner rank, largest first", tasks(report)),
@@ -117,9 +119,7 @@ def headline(report: Figures) -> Panel:
         f"{where}, {report.numerics} numerics",
         f"{plural(report.captures, 'capture')}, {plural(report.variants, 'variant')}, "
         f"{plural(report.rank_programs, 'rank program')}, {len(report.fallbacks)} interpreted",
-        f"{shown}, {format_bytes(report.buffer_bytes)} of buffers and {format_bytes(report.value_bytes)} of values"
-        if shown
-        else "",
+        f"{shown}, at most {format_bytes(report.memory.most)} in a step" if shown else "",
     )
     title = Text.assemble(("canzona", "bold"), f"  {report.optimizer} on {plural(report.world_size, 'rank')}")
     return headline_panel(title, figures, remarks)

@@ -27,7 +27,7 @@ from canzona_compile.codegen.launch import GroupedKernel, Laid
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import EagerTasks, Fragments, Program, Residents, ScalarInput
-from canzona_compile.runtime.device_scalars import with_device_numbers
+from canzona_compile.runtime.device_scalars import DeviceProgram, with_device_numbers
 from canzona_compile.runtime.graph_recorder import GraphRecorder, Run
 from canzona_compile.runtime.scalar_ops import DeviceNumber
 from canzona_compile.runtime.stretches import CutProgram, ProgramStretch
@@ -55,12 +55,10 @@ class Recording:
 
     Attributes:
         replays: for each stretch, what replays it; None for one that launches nothing.
-        lasting: the tensors that stretches leave to stretches of other streams.
         laid: for each generated kernel, by name, what its table held when the recording was made.
     """
 
     replays: Sequence[Run | None]
-    lasting: Sequence[Tensor]
     laid: Mapping[str, Laid]
 
 
@@ -77,6 +75,7 @@ class Replay:
     Attributes:
         recordings: how many recordings were made so far.
         stopped: why the program is not recorded, or not any more; empty if it may be.
+        wandered: whether it ran call by call beside recordings of its own, because its tensors were elsewhere.
     """
 
     def __init__(
@@ -91,6 +90,7 @@ class Replay:
         self.recorder = recorder or GraphRecorder(device)
         self.stopped = obstacle(program) if wanted else "cuda_graphs=False"
         self.recordings = 0
+        self.wandered = False
         self._tried = 0  # recordings since `_prepare` last chose which numbers lie on the device
         inputs = list(program.inputs.values())
         self.program, self.device = program, device
@@ -116,6 +116,12 @@ class Replay:
         count = sum(replay is not None for replay in next(iter(self._known.values())).replays)
         return f"{'a CUDA graph' if count == 1 else f'{count} CUDA graphs'}, recorded {times}"
 
+    def recorded(self) -> DeviceProgram | None:
+        """Return what is or will be recorded of the program, as far as the steps so far show; None if nothing is."""
+        if not self.stopped and self._numbers is None:
+            self._prepare([list(self.program.inputs)[i] for i in self._hypers])
+        return None if self.stopped else self._split
+
     def run(self, arguments: Sequence[Any]) -> None:
         """Run the program once.
 
@@ -136,6 +142,7 @@ class Replay:
             return
         if key != self._last:
             self._last, self._rehearsed = key, False
+            self.wandered |= bool(self._known)
             if self._tried == MOST_RECORDINGS:
                 self._stop("gradients are elsewhere every few steps, or a number changes that an operator keeps")
             self._plainly(arguments)
@@ -183,7 +190,7 @@ class Replay:
             return found[0]
 
         with self.entered():
-            lasting = self._cut.run([*arguments, *self._values], launch)
+            self._cut.run([*arguments, *self._values], launch)
         if problem:
             self._stop(f"it cannot be recorded: {problem}")
             return
@@ -191,7 +198,7 @@ class Replay:
         self._tried += 1
         kernels = {name: self._kernel(name) for name in self._split.tables}
         laid = {name: k.laid() for name, k in kernels.items() if k.table is not None}
-        self._known[key] = Recording(replays, lasting, laid)
+        self._known[key] = Recording(replays, laid)
 
     def _kernel(self, name: str) -> GroupedKernel:
         """The generated kernel of this name."""
@@ -224,6 +231,11 @@ class Replay:
         """Never record the program again."""
         self.stopped = why
         self.forget()
+
+    def moved(self) -> None:
+        """Learn that buffers of the program are elsewhere from now on."""
+        self.forget()
+        self._tried = 0
 
     def forget(self) -> None:
         """Drop all recordings."""

@@ -84,7 +84,8 @@ class Executor:
     """One program, bound to memory.
 
     The program may share its memory with others, which never run at the same time. The executor makes all views of
-    buffers once. On each run it looks up only parameters, gradients, state and numbers.
+    buffers once, and again when another program needs larger buffers. On each run it looks up only parameters,
+    gradients, state and numbers.
 
     Args:
         program: the program that `emit` wrote for this rank.
@@ -96,7 +97,8 @@ class Executor:
     def __init__(self, program: Program, sources: Sources, memory: SharedSlots, cuda_graphs: bool = True) -> None:
         device = sources.device
         self.program, self.sources = program, sources
-        self.slots = memory.of(program.slots, device)
+        self._shared = memory.of(program.slots, device)
+        self.slots = [slot.memory for slot in self._shared]
         wanted = next((v for v in program.inputs.values() if isinstance(v, StreamSet)), None)
         self.streams = streams_for(wanted, device)
         self.replay: Replay | None = None
@@ -112,6 +114,18 @@ class Executor:
             self._arguments.append(self._bound(value) if lookup is None else None)
             if lookup is not None:
                 self._lookups.append((i, lookup))
+
+    def follow(self) -> None:
+        """Take the slots that have grown since, so that nothing holds what they were. Recordings of it are dropped."""
+        grown = [slot.memory for slot in self._shared]
+        if all(a is b for a, b in zip(grown, self.slots, strict=True)):
+            return
+        self.slots = grown
+        for i, value in enumerate(self.program.inputs.values()):
+            if isinstance(value, Views | Whole):
+                self._arguments[i] = self._bound(value)
+        if self.replay is not None:
+            self.replay.moved()
 
     def arguments(self) -> list[Any]:
         """Look up the program's arguments for this step.

@@ -131,8 +131,13 @@ class GraphRecorder:
         return RecordedStretch(graph, pool)
 
     def _work(self, stream: str) -> Any:
-        """The work stream for a stream of a program. The caller's own may be the default one, which cannot record."""
-        return stream_named(COMPUTE if stream == CALLER else stream, index_of(self.device))
+        """The work stream for a stream of a program."""
+        return stream_named(work_stream(stream), index_of(self.device))
+
+
+def work_stream(stream: str) -> str:
+    """The name of the stream on which work of a stream is recorded. The caller's own may not be able to record."""
+    return COMPUTE if stream == CALLER else stream
 
 
 def clean_up(graph: Any, device: int, pool: GraphPool) -> None:

@@ -7,9 +7,11 @@ those of other ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -17,18 +19,25 @@ from torch import Tensor, fx
 from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.compat.torch_private import FakeTensorMode, TorchDispatchMode
 from canzona_compile.ir import program_ops
+from canzona_compile.ir.fx_utils import placeholders
 from canzona_compile.ir.program import (
     Bytes,
     EagerTasks,
     Fragments,
     Indices,
     Input,
+    Program,
     Residents,
     ScalarInput,
     Views,
     Whole,
 )
 from canzona_compile.ir.step import Role, Step
+from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
+from canzona_compile.lowering.stream_sync import COMPUTE
+from canzona_compile.runtime.device_scalars import DeviceProgram
+from canzona_compile.runtime.graph_recorder import work_stream
+from canzona_compile.runtime.scalar_ops import FORMS, DeviceNumber, each_numbered
 from canzona_compile.runtime.stretches import CONNECTING, CutProgram, ProgramStretch
 
 BLOCK = 512  # bytes: torch's CUDA allocator rounds every tensor up to a multiple of it
@@ -37,19 +46,25 @@ NUMBER = 0.5  # stands for every hyperparameter; sizes do not depend on them
 
 @dataclass(frozen=True, slots=True)
 class ProgramMemory:
-    """The bytes that a program needs on its rank beside parameters, gradients and state.
+    """The bytes that a program needs on its rank beside parameters, gradients, state and buffers.
 
     Attributes:
-        buffers: of its send, receive and gathered buffers, which stay between steps.
-        values: the most bytes of computed values that are alive at one time. A program that runs call by call gives
-            them back; recorded CUDA graphs keep them.
+        values: the most bytes of computed values that are alive at one time while it runs call by call. It gives them
+            back.
+        pool: by stream, the most bytes that its recordings take of the pool of all recordings. They keep them, and
+            memory of one stream serves no other one. Empty if it is not recorded.
+        tables: of the tables of its generated kernels, and of numbers that lie on the device, which stay.
     """
 
-    buffers: int
     values: int
+    pool: Mapping[str, int]
+    tables: int
 
 
-def memory_of(step: Step, rank: int, recorded: bool) -> ProgramMemory:
+_known: WeakKeyDictionary[fx.GraphModule, ProgramMemory] = WeakKeyDictionary()
+
+
+def memory_of(step: Step, rank: int, recorded: DeviceProgram | None) -> ProgramMemory:
     """Predict the memory of the program of an emitted step.
 
     Scratch memory of libraries, within one operator, is not counted.
@@ -57,23 +72,42 @@ def memory_of(step: Step, rank: int, recorded: bool) -> ProgramMemory:
     Args:
         step: a step of form EMITTED.
         rank: the global rank that the program is for.
-        recorded: whether the program is recorded as CUDA graphs; then values that cross streams are never freed.
+        recorded: what of the program is recorded as CUDA graphs, once it has run call by call; None if nothing is.
 
     Raises:
         ValueError: the optimizer's own code runs in the program.
     """
     program = step.program
-    if any(isinstance(value, EagerTasks) for value in program.inputs.values()):
+    if runs_own_code(program):
         raise ValueError("the optimizer's own code runs in the program, which nothing predicts")
+    key = program.module if recorded is None else recorded.module
+    if key not in _known:
+        _known[key] = _predicted(step, rank, recorded)
+    return _known[key]
+
+
+def runs_own_code(program: Program) -> bool:
+    """Whether the optimizer's own code runs in a program."""
+    return any(isinstance(value, EagerTasks) for value in program.inputs.values())
+
+
+def _predicted(step: Step, rank: int, recorded: DeviceProgram | None) -> ProgramMemory:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         arguments = ProgramTensors(step, rank)
-        given = [arguments.of(value) for value in program.inputs.values()]
+        given = [arguments.of(value) for value in step.program.inputs.values()]
         with LiveBytes(given) as live:
-            if recorded:
-                CutProgram(program.module).run(given, launched, lambda node, values: None)
-            else:
-                FakeWalk(program.module).run(*given)
-    return ProgramMemory(sum(program.slots), live.most)
+            walk = FakeWalk(step.program.module)
+            walk.run(*given)
+        if recorded is None:
+            return ProgramMemory(live.most, {}, walk.tables)
+        numbers = [NUMBER for _ in placeholders(recorded.host.graph)]
+        on_device = {i: DeviceNumber(torch.device("cpu")) for i, kind in enumerate(recorded.kinds) if kind == "device"}
+        given += [on_device.get(i, value) for i, value in enumerate(recorded.host(*numbers))]
+        with LiveBytes([given, [(n.single, n.double) for n in on_device.values()]]) as cut:
+            CutProgram(recorded.module).run(given, cut.launch, lambda node, values: None)
+        # Stretches run call by call once before they are recorded.
+        tables = walk.tables + len(on_device) * 2 * BLOCK
+        return ProgramMemory(max(live.most, cut.most), dict(cut.most_on), tables)
 
 
 class ProgramTensors:
@@ -137,11 +171,15 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         most: the most bytes at one time so far.
+        most_on: the same for each stream that stretches are recorded on.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
+        self.most = 0
+        self.most_on: Counter[str] = Counter()
+        self._now: Counter[str] = Counter()
+        self._stream = COMPUTE
         self._known = {t.untyped_storage()._cdata for t in program_ops.tensors_in(list(given))}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,32 +192,68 @@ class LiveBytes(TorchDispatchMode):
         if storage._cdata in self._known:
             return
         self._known.add(storage._cdata)
-        size = -(-storage.nbytes() // BLOCK) * BLOCK
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._forget, storage._cdata, size).atexit = False
+        size = blocks(storage.nbytes())
+        stream = self._stream
+        self._now[stream] += size
+        self.most = max(self.most, self._now.total())
+        self.most_on[stream] = max(self.most_on[stream], self._now[stream])
+        weakref.finalize(storage, self._forget, storage._cdata, stream, size).atexit = False
 
-    def _forget(self, key: int, size: int) -> None:
+    def _forget(self, key: int, stream: str, size: int) -> None:
         self._known.discard(key)
-        self.now -= size
+        self._now[stream] -= size
+
+    def launch(self, stretch: ProgramStretch, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Run a stretch as `FakeWalk` does; its tensors count for its stream."""
+        self._stream = work_stream(stretch.stream)
+        found: Sequence[Any] = FakeWalk(stretch.module).run(*inputs)
+        return found
 
 
 class FakeWalk(fx.Interpreter):
-    """Runs what computes in a program, and neither collectives nor generated kernels, which make no tensors."""
+    """Runs what computes in a program, and neither collectives nor generated kernels, which make no tensors.
+
+    Attributes:
+        tables: the bytes of the tables of generated kernels so far.
+    """
+
+    tables = 0
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         return result if n.users or n.op == "output" else None  # `Interpreter` would keep it
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return None if target in CONNECTING else super().call_function(target, args, kwargs)
+        if target in CONNECTING:
+            return None
+        if target is program_ops.each and isinstance(args[0], fx.GraphModule):
+            own = args[0]
+            return program_ops.each(lambda *given: FakeWalk(own).run(*given), *args[1:], **kwargs)
+        if target is each_numbered and args[0] in OPERATORS.values():
+            return program_ops.each(*plain_numbers(args), **plain_numbers(kwargs))
+        if target in OPERATORS:
+            return OPERATORS[target](*plain_numbers(args), **plain_numbers(kwargs))
+        return super().call_function(target, args, kwargs)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        kernel = isinstance(self.fetch_attr(target), GroupedKernel)
-        return None if kernel else super().call_module(target, args, kwargs)
+        own = self.fetch_attr(target)
+        if isinstance(own, GroupedKernel):
+            self.tables += sum(map(blocks, own.table_bytes(args)))
+            return None
+        return (
+            FakeWalk(own).run(*args) if isinstance(own, fx.GraphModule) else super().call_module(target, args, kwargs)
+        )
 
 
-def launched(stretch: ProgramStretch, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Run a stretch as `FakeWalk` does."""
-    found: Sequence[Any] = FakeWalk(stretch.module).run(*inputs)
-    return found
+# Forms that launch kernels of ours, which need memory, and the operators that they stand for.
+OPERATORS: Mapping[Any, Any] = {form: op for op, form in FORMS.items() if op in (SYM_GEMM, GEMM_AXPBY)}
+
+
+def plain_numbers(arguments: Any) -> Any:
+    """The arguments of a form with plain numbers, for its operator."""
+    return fx.node.map_aggregate(arguments, lambda value: NUMBER if isinstance(value, DeviceNumber) else value)
+
+
+def blocks(size: int) -> int:
+    """The bytes that torch's CUDA allocator gives away for a tensor of some bytes."""
+    return -(-size // BLOCK) * BLOCK

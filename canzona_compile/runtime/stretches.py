@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from canzona_compile.ir import program_ops
 from canzona_compile.lowering.stream_sync import CALLER, LOOKS
@@ -40,7 +40,8 @@ class ProgramStretch:
         inputs: the values that it reads.
         outputs: the values that later calls read.
         lasting: those of `outputs` that a stretch of another stream reads. What that stretch reads must stay as it is
-            until it has run, and no order among replays says when that is: so their memory is never used again.
+            until it has run, and no order among replays says when that is: so no other stretch of the program gets
+            their memory. Other programs do: between programs, all streams wait for one another.
         over: the values that nothing after this stretch reads.
     """
 
@@ -79,30 +80,25 @@ class CutProgram:
         self.placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.parts = list(_parts(module))
 
-    def run(self, arguments: Sequence[Any], launch: RunStretch, call: Connect = called) -> list[Tensor]:
+    def run(self, arguments: Sequence[Any], launch: RunStretch, call: Connect = called) -> None:
         """Run the program once.
 
         Args:
             arguments: one per placeholder.
             launch: runs a stretch.
             call: makes a call between stretches, given the values so far.
-
-        Returns:
-            The tensors that were computed and must outlive a recording of this run; see `ProgramStretch.lasting`.
         """
         values = dict(zip(self.placeholders, arguments, strict=True))
-        given = {t.untyped_storage()._cdata for t in program_ops.tensors_in(list(arguments))}
-        lasting: list[Tensor] = []
+        lasting: set[fx.Node] = set()
         for part in self.parts:
             if isinstance(part, fx.Node):
                 values[part] = call(part, values)
                 continue
             values.update(zip(part.outputs, launch(part, [values[n] for n in part.inputs]), strict=True))
-            found = program_ops.tensors_in([values[n] for n in part.lasting])
-            lasting += [t for t in found if t.untyped_storage()._cdata not in given]
+            lasting.update(part.lasting)
             for node in part.over:
-                del values[node]
-        return lasting
+                if node not in lasting:
+                    del values[node]
 
     def replay(self, arguments: Sequence[Any], replays: Sequence[Callable[[], None] | None]) -> None:
         """Run the program with recordings in the place of its stretches.

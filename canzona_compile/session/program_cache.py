@@ -63,7 +63,10 @@ class ProgramCache:
         """
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._make(key, self._memory)
+            program = self._make(key, self._memory)
+            for other in self:
+                other.executor.follow()
+            self._programs[key] = program
             if len(self._programs) > MOST_PROGRAMS:
                 self._programs.popitem(last=False)
         else:
@@ -83,7 +86,11 @@ class ProgramCache:
         return iter(self._programs.values())
 
     @property
+    def buffer_sizes(self) -> list[int]:
+        """The bytes of each slot that programs share."""
+        return self._memory.sizes
+
+    @property
     def buffer_bytes(self) -> int:
-        """The bytes of the slots of all programs. A slot that several programs share counts once."""
-        slots = {id(slot): slot.numel() for program in self for slot in program.executor.slots}
-        return sum(slots.values())
+        """The bytes of all slots that programs share."""
+        return sum(self._memory.sizes)

@@ -307,7 +307,7 @@ class Session:
         """Put the state into portable form and drop the plan. This is a collective if owners hold state."""
         if self.driver is not None:
             with current_device(self.device):
-                self.driver.store.release()
+                self.driver.release()
         if self.has_dummy_state:
             self.optimizer.state.clear()
         self.forget_plan()

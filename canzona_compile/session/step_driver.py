@@ -66,6 +66,7 @@ class StepDriver:
         plan: the plan.
         store: the tensors of its tasks.
         programs: the cache of programs.
+        first_buffers: the most bytes of buffers that a program of first steps had. It gave them back.
         clock: notes the acts of a step that is measured; None otherwise.
         last: the program that the next step runs if nothing changes; None if there is none yet, or if the plan does not
             know the code of that step.
@@ -93,6 +94,7 @@ class StepDriver:
         sources = Sources(device, groups, watch, self.store, self.cohorts, context)
         self._maker = ProgramMaker(plan, options, rank, observers, self.store, sources)
         self.programs = ProgramCache(self._maker.of_variants)
+        self.first_buffers = 0
         self.last: BoundProgram | None = None
         self.clock: StepClock | None = None
         self._elementwise = LocalStep(optimizer, plan.elementwise)
@@ -363,7 +365,9 @@ class StepDriver:
     def _first_steps(self, fresh: Names) -> None:
         """Create the state of these tasks by running the optimizer's own code."""
         with self.store.first_steps(fresh):
-            self._run(self._maker.of_first_steps(fresh))
+            program = self._maker.of_first_steps(fresh)
+            self.first_buffers = max(self.first_buffers, sum(program.executor.program.slots))
+            self._run(program)
 
     def _run(self, program: BoundProgram) -> None:
         if self.clock is None:
@@ -385,3 +389,8 @@ class StepDriver:
         """Drop all programs, their buffers and their recordings."""
         self.programs.forget()
         self.last = None
+
+    def release(self) -> None:
+        """Put the state into portable form, see `StateStore.release`. The memory of programs may serve that."""
+        self.forget_programs()
+        self.store.release()

@@ -109,7 +109,7 @@ class FakeDevice:
         self.workspaces: dict[Queue, Workspace] = {}
         self.free: dict[Queue, list[tuple[Tensor, set[Queue]]]] = {}  # by maker, memory that it may use anew
         self.graveyard: list[Tensor] = []  # memory stays, since generated kernels work on addresses
-        self.held = self.most = 0  # bytes of tensors that are alive, now and at most
+        self.held = self.most = 0  # bytes of tensors that are alive and of pools, now and at most
         self.calls: Counter[str] = Counter()  # of names of `torch.cuda`, and of replays
         self.waits = 0  # how often the host waited for the device
         self.forced = False  # whether `finish` may wait now without counting: the test itself looks
@@ -156,7 +156,8 @@ class FakeDevice:
         self.graveyard.append(memory)
         if capture is not None and self.current.queue not in capture.lanes:
             raise DeviceError(f"memory on {self.current.queue.name}, which takes no part in the recording")
-        self.held += rounded(memory)
+        taken = rounded(memory)
+        self.held += taken if capture is None else capture.pool.take(self.current.queue, taken)
         self.most = max(self.most, self.held)
         block = Block(memory, self.current.queue, None if capture is None else capture.pool)
         when_freed(block, self.freed)
@@ -164,12 +165,14 @@ class FakeDevice:
 
     def freed(self, memory: Tensor, maker: Queue, lent: set[Queue], pool: MemoryPool | None) -> None:
         """Give memory back: the next tensor that is made on its stream may lie in it."""
-        self.held -= rounded(memory)
         if pool is not None:
+            pool.held[maker] -= rounded(memory)
             if self.capture is not None and self.capture.pool is pool and not lent - {maker}:
                 self.capture.overwrite(memory, maker)
             pool.free.append((memory, maker))
-        elif not self.scheduler.prompt and self.capture is None:
+            return
+        self.held -= rounded(memory)
+        if not self.scheduler.prompt and self.capture is None:
             self.free.setdefault(maker, []).append((memory, lent))
 
     def workspace(self) -> Workspace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,23 @@ class MemoryPool:
         users: how many recordings it has.
         dead: whether its last recording was dropped; torch cannot record into it again.
         free: memory that later recordings may use, with the stream that it was made on.
+        held: by stream, the bytes of tensors that are alive.
+        kept: by stream, the most bytes that were alive: the pool gives none of them back before it is dead, and memory
+            of one stream serves no other one.
     """
 
     users: int = 0
     dead: bool = False
     free: list[tuple[Tensor, Queue]] = field(default_factory=list)
+    held: Counter[Queue] = field(default_factory=Counter)
+    kept: Counter[Queue] = field(default_factory=Counter)
+
+    def take(self, queue: Queue, size: int) -> int:
+        """Give away memory of a stream; returns how many bytes the pool had to get for that."""
+        self.held[queue] += size
+        more = max(0, self.held[queue] - self.kept[queue])
+        self.kept[queue] += more
+        return more
 
 
 @dataclass(eq=False)
@@ -159,3 +172,5 @@ def drop(device: FakeDevice, capture: Capture) -> None:
         workspace.freed = True
     capture.pool.users -= 1
     capture.pool.dead = capture.pool.users == 0
+    if capture.pool.dead:
+        device.held -= capture.pool.kept.total()

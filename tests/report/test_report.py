@@ -216,7 +216,8 @@ def test_json_has_the_fields_of_schema_1() -> None:
         *(
             "rank_programs",
             "buffer_bytes",
-            "value_bytes",
+            "capacity",
+            "memory",
             "execution",
             "depth",
             "collectives_per_step",

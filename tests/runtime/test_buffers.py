@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -21,24 +22,26 @@ CPU = torch.device("cpu")
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=5), min_size=1, max_size=6))
-def test_slots_of_one_program_are_others_and_large_enough(programs: list[list[int]]) -> None:
+def test_slots_are_as_large_as_the_largest_program_needs(programs: list[list[int]]) -> None:
     memory = SharedSlots()
     for sizes in programs:
         slots = memory.of(sizes, CPU)
-        assert [slot.numel() >= size for slot, size in zip(slots, sizes, strict=True)] == [True] * len(sizes)
-        assert len({id(slot) for slot in slots}) == len(sizes)
-        assert {slot.dtype for slot in slots} <= {torch.uint8}
-        assert {id(slot) for slot in memory.of(sizes, CPU)} == {id(slot) for slot in slots}
+        assert [slot.memory.numel() >= size for slot, size in zip(slots, sizes, strict=True)] == [True] * len(sizes)
+        assert len(set(slots)) == len(sizes)
+        assert {slot.memory.dtype for slot in slots} <= {torch.uint8}
+        before = memory.sizes
+        memory.of(sizes, CPU)
+        assert memory.sizes == before
+    ordered = [sorted(sizes, reverse=True) for sizes in programs]
+    assert sorted(memory.sizes, reverse=True) == [max(same) for same in zip_longest(*ordered, fillvalue=0)]
 
 
-def test_the_smallest_that_fits_is_taken() -> None:
+def test_a_slot_that_is_too_small_grows() -> None:
     memory = SharedSlots()
     first = memory.of([100, 50, 70], CPU)
     second = memory.of([60, 40, 120], CPU)
-    assert second[0] is first[2]
-    assert second[1] is first[1]
-    assert all(second[2] is not slot for slot in first)
-    assert sum({id(slot): slot.numel() for slot in (*first, *second)}.values()) == 100 + 50 + 70 + 120
+    assert second == [first[2], first[1], first[0]]
+    assert [slot.memory.numel() for slot in first] == [120, 50, 70]
 
 
 def variants() -> tuple[int, list[int]]:

@@ -28,7 +28,7 @@ class Maker:
 
     def __call__(self, wanted: ProgramKey, memory: SharedSlots) -> BoundProgram:
         self.made.append(wanted)
-        executor: Any = SimpleNamespace(slots=memory.of([10] * len(wanted.tasks), CPU))
+        executor: Any = SimpleNamespace(slots=memory.of([10] * len(wanted.tasks), CPU), follow=lambda: None)
         step: Any = wanted
         return BoundProgram(executor, step, PassHistory(()))
 
