@@ -39,10 +39,9 @@ class ProgramStretch:
         launches: whether any call gives the device something to do; the others only look at tensors.
         inputs: the values that it reads.
         outputs: the values that later calls read.
-        lasting: those of `outputs` that a stretch of another stream reads. What that stretch reads must stay as it is
-            until it has run, and no order among replays says when that is: so no other stretch of the program gets
-            their memory. Other programs do: between programs, all streams wait for one another.
-        over: the values that nothing after this stretch reads.
+        over: the values that nothing after this stretch reads. What `keep` names is never among them: so no other
+            stretch of the program gets its memory. Other programs do: between programs, all streams wait for one
+            another.
     """
 
     module: fx.GraphModule
@@ -50,7 +49,6 @@ class ProgramStretch:
     launches: bool
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
-    lasting: tuple[fx.Node, ...]
     over: tuple[fx.Node, ...]
 
 
@@ -89,16 +87,13 @@ class CutProgram:
             call: makes a call between stretches, given the values so far.
         """
         values = dict(zip(self.placeholders, arguments, strict=True))
-        lasting: set[fx.Node] = set()
         for part in self.parts:
             if isinstance(part, fx.Node):
                 values[part] = call(part, values)
                 continue
             values.update(zip(part.outputs, launch(part, [values[n] for n in part.inputs]), strict=True))
-            lasting.update(part.lasting)
             for node in part.over:
-                if node not in lasting:
-                    del values[node]
+                del values[node]
 
     def replay(self, arguments: Sequence[Any], replays: Sequence[Callable[[], None] | None]) -> None:
         """Run the program with recordings in the place of its stretches.
@@ -121,14 +116,12 @@ class CutProgram:
 def _parts(module: fx.GraphModule) -> Iterator[ProgramStretch | fx.Node]:
     """Cut a program."""
     stream, calls = CALLER, list[fx.Node]()
-    lanes: dict[fx.Node, str] = {}  # by call of a stretch, its stream
     found: list[tuple[str, list[fx.Node]] | fx.Node] = []
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
         if node.target not in CONNECTING:
             calls.append(node)
-            lanes[node] = stream
             continue
         if calls:
             found.append((stream, calls))
@@ -140,19 +133,16 @@ def _parts(module: fx.GraphModule) -> Iterator[ProgramStretch | fx.Node]:
         found.append((stream, calls))
     order = {n: i for i, n in enumerate(module.graph.nodes)}
     for part in found:
-        yield part if isinstance(part, fx.Node) else _stretch(module, *part, lanes, order)
+        yield part if isinstance(part, fx.Node) else _stretch(module, *part, order)
 
 
-def _stretch(
-    module: fx.GraphModule, stream: str, calls: list[fx.Node], lanes: dict[fx.Node, str], order: dict[fx.Node, int]
-) -> ProgramStretch:
+def _stretch(module: fx.GraphModule, stream: str, calls: list[fx.Node], order: dict[fx.Node, int]) -> ProgramStretch:
     """Make a stretch of some calls that follow each other.
 
     Args:
         module: the program.
         stream: the stream of the calls.
         calls: the calls.
-        lanes: by call of any stretch, its stream.
         order: by node of the program, its place in it.
     """
     own = set(calls)
@@ -165,11 +155,8 @@ def _stretch(
     for call in calls:
         new[call] = graph.node_copy(call, new.__getitem__)
     graph.output(tuple(new[n] for n in outputs))
-    lasting = tuple(n for n in outputs if any(lanes.get(user, stream) != stream for user in n.users))
     last = order[calls[-1]]
     ended = (n for n in dict.fromkeys((*inputs, *outputs)) if n.op != "placeholder")
     over = tuple(n for n in ended if all(order[user] <= last for user in n.users))
     launches = any(call.target not in LOOKS for call in calls)
-    return ProgramStretch(
-        fx.GraphModule(module, graph, class_name="Stretch"), stream, launches, inputs, outputs, lasting, over
-    )
+    return ProgramStretch(fx.GraphModule(module, graph, class_name="Stretch"), stream, launches, inputs, outputs, over)

@@ -142,7 +142,7 @@ def held_values(steps: list[Step], cuda_graphs: bool, count: int = 3) -> list[li
         look()
         return found
 
-    with on_stand_in(0, len(steps)) as (run, _):
+    with on_stand_in(0, len(steps)) as run:
         return run(work)
 
 
@@ -179,7 +179,7 @@ def run_programs(
         tensors = made.tensors
         return {k: v.clone() for k, v in tensors.leaves.items() if k not in tensors.gradients}
 
-    with on_stand_in(seed, len(steps)) as (run, _):
+    with on_stand_in(seed, len(steps)) as run:
         return run(work)
 
 

@@ -6,7 +6,6 @@ Each test makes one mistake, in a program or in the runtime, and looks for a see
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -115,9 +114,9 @@ def test_every_wait_is_needed(grid: tuple[int, int], graphs: bool) -> None:
     assert not unseen, f"{len(unseen)} of {len(numbers)}"
 
 
-@pytest.mark.parametrize("name", first(["muon", "soap"]))
-def test_every_keep_is_needed(name: str) -> None:
-    setting = Setting((2, 1), name=name, cuda_graphs=False, options=(("micro_groups", 4), ("matrices", 8)))
+@pytest.mark.parametrize(("name", "graphs"), crossed(["muon", "soap"], [False, True], most=1), ids=str)
+def test_every_keep_is_needed(name: str, graphs: bool) -> None:
+    setting = Setting((2, 1), name=name, cuda_graphs=graphs, options=(("micro_groups", 4), ("matrices", 8)))
     module = programs(setting)[0].program.module
     count = sum(n.target is keep for n in module.graph.nodes)
     assert count
@@ -181,7 +180,6 @@ def joined(forks: bool, joins: bool) -> Iterator[None]:
         yield
 
 
-made_stretch = stretches._stretch
 CONNECTING_LESS = tuple(c for c in stretches.CONNECTING if c not in (start_all_to_all, finish))
 MISTAKES: dict[str, tuple[Setting, Mistake]] = {
     "no wait for collectives": (Setting(cuda_graphs=False), replaced(store_agreement.Waiter, "wait", nothing)),
@@ -207,10 +205,6 @@ MISTAKES: dict[str, tuple[Setting, Mistake]] = {
     ),
     "a rehearsal does not fork": (Setting((1, 1), options=()), lambda: joined(False, True)),
     "a rehearsal does not join": (Setting((1, 1), options=()), lambda: joined(True, False)),
-    "values do not outlive a recording": (
-        Setting((2, 1), options=(("micro_groups", 4), ("matrices", 8))),
-        replaced(stretches, "_stretch", lambda *given: dataclasses.replace(made_stretch(*given), lasting=())),
-    ),
 }
 
 
