@@ -157,7 +157,7 @@ STREAMS = {"current_stream": 1, "set_stream": 5}
 )
 def test_what_a_steady_step_calls(recorded: bool, calls: dict[str, int]) -> None:
     """On each of two ranks, with none beside those of the stand-in; docs/architecture.md says how many."""
-    results = run_script(Script("muon", CASES[0], options={"cuda_graphs": recorded}), None)
+    results = run_script(Script("muon", CASES[0], options={"cuda_graphs": recorded}, kernels=True), None)
     assert [("recorded" in one.how[-1], one.steady) for one in results] == [(recorded, calls)] * 2
 
 
