@@ -117,7 +117,6 @@ def make_report(step: Step, facts: Facts) -> Report:
         captures=facts.captures,
         variants=facts.variants,
         rank_programs=facts.rank_programs,
-        buffer_bytes=facts.buffer_bytes,
         capacity=facts.capacity,
         memory=facts.memory,
         execution=facts.execution,

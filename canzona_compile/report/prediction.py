@@ -51,8 +51,8 @@ def predict(step: Step, hardware: Hardware) -> Prediction:
         phases["reduce"] = backward_pass(loads, ranks, hardware).seconds
         phases["gather params"] = forward_pass(loads, ranks, hardware, overlapped=False).seconds
         seconds += phases["reduce"] + phases["gather params"]
-    busiest = max(found.ranks, key=lambda one: one.compute, default=None)
-    spans = tuple(span for span in found.spans if busiest is not None and span.rank == busiest.rank)
+    by_work = sorted(found.ranks, key=lambda one: -one.compute)
+    spans = tuple(span for one in by_work[:1] for span in found.spans if span.rank == one.rank)
     return Prediction(seconds, phases, spans)
 
 

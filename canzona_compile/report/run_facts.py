@@ -39,7 +39,6 @@ def facts_of(session: Session) -> Facts:
         numerics=options.numerics,
         variants=sum(len(k.oracle.variants) for k in kinds.values() if k.oracle is not None),
         rank_programs=len(driver.programs),
-        buffer_bytes=driver.programs.buffer_bytes,
         capacity=options.capacity,
         memory=step_memory(driver.programs, session.rank, driver.first_buffers),
         execution=driver.last.executor.how,

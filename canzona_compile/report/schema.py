@@ -109,7 +109,6 @@ class Facts:
         numerics: "exact" or "fast".
         variants: control-flow variants captured so far.
         rank_programs: programs that this rank has emitted so far.
-        buffer_bytes: the size of the buffers of all these programs, which this rank allocated once.
         capacity: the most bytes that a micro-group gathers to one rank, unless a matrix alone is larger.
         memory: what steps need beside parameters, gradients and state, as it is predicted for CUDA; elsewhere it has
             the buffers alone.
@@ -126,7 +125,6 @@ class Facts:
     numerics: str = "exact"
     variants: int = 0
     rank_programs: int = 0
-    buffer_bytes: int = 0
     capacity: int = 0
     memory: StepMemory = field(default_factory=StepMemory)
     execution: str = ""
@@ -291,7 +289,7 @@ class Figures:
     """A plan in figures.
 
     Attributes:
-        captures, variants, rank_programs, buffer_bytes, capacity, memory, execution, numerics, profile: see `Facts`.
+        captures, variants, rank_programs, capacity, memory, execution, numerics, profile: see `Facts`.
         depth: micro-groups in flight at once.
         collectives_per_step: how many each rank of a micro-group's grid takes part in. With owners there are two on a
             sharded grid, one on a replicated grid, and three on a grid that is both. Where every rank computes
@@ -315,7 +313,6 @@ class Figures:
     captures: int
     variants: int
     rank_programs: int
-    buffer_bytes: int
     capacity: int
     memory: StepMemory
     execution: str

@@ -61,6 +61,7 @@ class ProgramMemory:
     tables: int
 
 
+# By what runs, since each report asks again of all programs of a run. A module is of one rank.
 _known: WeakKeyDictionary[fx.GraphModule, ProgramMemory] = WeakKeyDictionary()
 
 

@@ -89,8 +89,3 @@ class ProgramCache:
     def buffer_sizes(self) -> list[int]:
         """The bytes of each slot that programs share."""
         return self._memory.sizes
-
-    @property
-    def buffer_bytes(self) -> int:
-        """The bytes of all slots that programs share."""
-        return sum(self._memory.sizes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -176,6 +177,7 @@ def serve(index: int, jobs: Sequence[ProcessCall], folder: str, deadline: float,
         said.rename(Path(folder, HEARD))
 
     torch.set_num_threads(1)  # exactness is promised for equally many threads
+    leave_no_locks()
     job, code = jobs[index], 0
     try:
         try:
@@ -194,6 +196,15 @@ def serve(index: int, jobs: Sequence[ProcessCall], folder: str, deadline: float,
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # without farewells: other ranks may be dead
+
+
+def leave_no_locks() -> None:
+    """Let this process make locks without names.
+
+    It ends without farewells. Under spawn a lock, as torch.fx makes one, has a name, which would stay, and Python would
+    warn of it at the end of the command.
+    """
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def join_ranks(rank: int, ranks: int, folder: str, timeout: timedelta) -> None:

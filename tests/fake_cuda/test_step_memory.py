@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import canzona_compile
+from canzona_compile.report.units import format_bytes
 from canzona_compile.session.step_memory import StepMemory
 from tests.fake_cuda import trainings
 from tests.fake_cuda.device import current_device
@@ -47,7 +48,7 @@ class Watch:
         device = current_device()
         if optimizer.canzona.session.driver is not None:
             report = optimizer.canzona.report()
-            assert f"{report.memory.most / 1024:.4g} KiB beside parameters" in report.to_text(120)
+            assert f"{format_bytes(report.memory.most)} beside parameters" in report.to_text(120)
             self.steps[device.index].append(SeenStep(device.most, device.held, report.memory))
         device.most = device.held
 
@@ -87,6 +88,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "muon on replicas": {"name": "muon", "case": Case("ddp", (2,)), "steps": 6},
     "muon alone": {"name": "muon", "case": ALONE, "steps": 6},
     "muon on replicas of shards": {"name": "muon", "case": Case("hsdp", (2, 2)), "steps": 6},
+    "soap on shards": {"name": "soap", "case": TWO, "steps": 9},
+    "shampoo on shards": {"name": "shampoo", "case": TWO, "steps": 9},
     "soap alone": {"name": "soap", "case": ALONE, "steps": 9},
     "shampoo alone": {"name": "shampoo", "case": ALONE, "steps": 9},
     "generated kernels": {"name": "muon", "case": TWO, "steps": 6, "kernels": True},

@@ -14,6 +14,7 @@ import canzona_compile
 from canzona_compile.runtime.step_clock import StepClock
 from canzona_compile.session.session import Session
 from tests.fake_cuda.device import current_device
+from tests.fake_cuda.scheduler import DeviceError
 from tests.fake_cuda.trainings import RankResult, Script, plain_training, run_script, wrong
 from tests.harness.layouts import Case
 from tests.harness.marks import also, first
@@ -97,7 +98,12 @@ class Right:
     def wrong(self, results: list[RankResult]) -> list[str]:
         """What differs on any rank."""
         ranks = enumerate(zip(results, self.prompt, strict=True))
-        return [f"rank {rank}" for rank, (a, b) in ranks if not all(map(torch.equal, a.values, b.values))]
+        return [f"rank {rank}" for rank, (a, b) in ranks if not same_values(a, b)]
+
+
+def same_values(one: RankResult, other: RankResult) -> bool:
+    """Whether a rank holds equal parameters and equal state after two trainings."""
+    return all(torch.equal(a, b) for a, b in zip(one.values, other.values, strict=True))
 
 
 @pytest.mark.full
@@ -115,10 +121,8 @@ def test_many_orders(name: str, case: Case) -> None:
         right, where = known[script], f"{script}, seed {seed}"
         try:
             bad += [f"{where}: {what}" for what in right.wrong(run_script(right.script, seed, right.plain))]
-        except BaseException as error:  # such as a poisoned read, which no `except Exception` takes for less
+        except (Exception, DeviceError) as error:  # whatever the stand-in says
             bad.append(f"{where}: {error!r}")
-            if isinstance(error, KeyboardInterrupt):
-                raise
     assert bad == []
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Muon, Optimizer
+from torch.utils._pytree import tree_leaves
 
 import canzona_compile
 from canzona_compile.runtime.step_clock import MeasuredStep
@@ -77,8 +78,8 @@ class RankResult:
 
     Attributes:
         different: what differs from the plain training.
-        values: its fragments of parameters.
-        distance: how far they are at most from those of the plain training.
+        values: its fragments of parameters, and what it holds of their state.
+        distance: how far the parameters are at most from those of the plain training.
         how: after each step, how its program runs.
         waits: how often it waited for the device.
         steady: its calls of `torch.cuda` in the last step, by name.
@@ -158,7 +159,8 @@ def train(script: Script, plain: Plain, rank: int) -> RankResult:
         how.append(optimizer.canzona.session.driver.last.executor.how)
     waits = device.waits
     look()
-    values = [local_of(param).clone() for param in laid.params]
+    state = [leaf for param in laid.params for leaf in tree_leaves(dict(optimizer.state.get(param, {})))]
+    values = [local_of(t).clone() for t in (*laid.params, *state) if isinstance(t, Tensor)]
     found = optimizer.canzona.session.measuring.found
     measured = () if found is None else found.own
     return RankResult(

@@ -215,7 +215,6 @@ def test_json_has_the_fields_of_schema_1() -> None:
         *("schema", "world_size", "optimizer", "machine", "numerics", "captures", "variants"),
         *(
             "rank_programs",
-            "buffer_bytes",
             "capacity",
             "memory",
             "execution",

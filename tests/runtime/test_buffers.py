@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import canzona_compile
 from canzona_compile.optimizers.shampoo import Shampoo
 from canzona_compile.runtime.buffers import SharedSlots
+from canzona_compile.runtime.program_memory import blocks
 from tests.harness.ranks import run
 
 CPU = torch.device("cpu")
@@ -58,8 +59,8 @@ def variants() -> tuple[int, list[int]]:
         optimizer.step()
     programs = optimizer.canzona.session.driver.programs
     own = [sum(program.executor.program.slots) for program in programs]
-    assert optimizer.canzona.report().buffer_bytes == programs.buffer_bytes
-    return programs.buffer_bytes, own
+    assert optimizer.canzona.report().memory.buffers == sum(map(blocks, programs.buffer_sizes))
+    return sum(programs.buffer_sizes), own
 
 
 @pytest.mark.full

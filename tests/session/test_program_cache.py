@@ -67,13 +67,13 @@ def test_slots_are_shared_and_counted_once() -> None:
     cache = ProgramCache(Maker())
     large, small = cache.get(key("a", "b")), cache.get(key("c"))
     assert any(slot is small.executor.slots[0] for slot in large.executor.slots)
-    assert cache.buffer_bytes == 20
+    assert cache.buffer_sizes == [10, 10]
 
 
 def test_forgotten_programs_give_up_their_slots() -> None:
     cache = ProgramCache(Maker())
     before = cache.get(key("a")).executor.slots
     cache.forget()
-    assert (len(cache), cache.buffer_bytes) == (0, 0)
+    assert (len(cache), cache.buffer_sizes) == (0, [])
     after = cache.get(key("a")).executor.slots
     assert after[0] is not before[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -167,3 +169,13 @@ def test_rates_that_explain_the_steps(slower: dict[str, float], monkeypatch: pyt
 
 def by_name(report: MeasuredReport) -> dict[str, float]:
     return {phase.name: phase.mean for phase in report.phases}
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_the_command_leaves_no_locks_behind() -> None:
+    """Python would warn of them when the command ends."""
+    words = ("-m", "canzona_compile", "profile", "tests.tools.user_builds:muon", "--steps", "1")
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "leaked" not in done.stderr

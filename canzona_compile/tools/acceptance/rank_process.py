@@ -23,6 +23,7 @@ import torch.distributed as dist
 from canzona_compile.compat.torch_private import PrefixStore, TCPStore
 from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance.step import AcceptanceRank, OnRanks
+from canzona_compile.tools.processes import leave_no_locks
 
 START_METHOD = "spawn"  # a forked process could not use CUDA
 LAST_WORDS = 10.0  # seconds that a process has to write its stacks
@@ -139,8 +140,7 @@ def serve(end: Connection, place: RankPlace, log: str) -> None:
     # The package under test and this one read these; of a launcher's own they may be something else.
     own = {"RANK": place.rank, "WORLD_SIZE": place.world, "LOCAL_RANK": place.local, "LOCAL_WORLD_SIZE": place.near}
     os.environ.update({name: str(value) for name, value in own.items()} | dict(place.variables))
-    # This process may be killed at any time. Under spawn a lock, as torch.fx makes one, has a name, which would stay.
-    multiprocessing.set_start_method("fork", force=True)
+    leave_no_locks()
     torch.set_num_threads(1)  # exactness is promised for equally many threads
     try:
         here = joined(place)
