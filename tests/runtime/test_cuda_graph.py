@@ -111,7 +111,8 @@ class Steps:
         for optimizer in (self.plain, self.ours):
             optimizer.param_groups[0].update(hypers)
         for a, b in zip(self.plain.param_groups[0]["params"], self.ours.param_groups[0]["params"], strict=True):
-            a.grad = torch.randn(a.shape, generator=random)
+            # Multiples of 1/256: their products are exact, so that statistics are symmetric on every processor.
+            a.grad = torch.randn(a.shape, generator=random).mul_(256).round_().div_(256)
             if b.grad is None or not self.stable:
                 self.kept.append(b.grad)
                 b.grad = torch.empty_like(b)
