@@ -276,7 +276,7 @@ class ProgramWriter(ProgramBuilder):
     def unpack(self, g: GroupView, batch: Batch, wire: Wire, where: str) -> fx.Node:
         """Assemble a batch's whole wire values [n, ...] from the receive buffer."""
         n = len(batch.tasks)
-        stack = self.memory.gathered(g.group.index, wire.dtype, (n, *wire.shape))
+        stack = self.memory.gathered(g.group.index, wire.dtype, (n, *wire.shape), not batch.stacked)
         places = [g.places(Phase.GATHER, BufferUse.RECEIVE, name, wire) for name in batch.tasks]
         targets, sources = [], []
         if together := runs(places, wire.itemsize):

@@ -20,23 +20,40 @@ from canzona_compile.ir.step import Event, Role
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor of `shape` at a byte offset of a slot, or the part of that tensor at `index`."""
+    """A tensor of `shape` at a byte offset of a slot, or the part of that tensor at `index`.
+
+    Attributes:
+        slot: the index of the slot.
+        offset: in bytes from the start of the slot.
+        dtype: the dtype of the tensor.
+        shape: the shape of the tensor.
+        index: the part that the view shows; None for the whole tensor.
+        pitch: bytes from one entry of a stack [n, ...] to the next; None if there is no gap between them.
+    """
 
     slot: int
     offset: int
     dtype: torch.dtype
     shape: Shape
     index: tuple[slice, ...] | None = None
+    pitch: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the slot that the whole tensor takes, with its gaps."""
+        return self.shape[0] * self.pitch if self.pitch else math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, slots: Sequence[Tensor]) -> Tensor:
         """Make this view of slots, which are uint8 tensors [size]."""
-        size = math.prod(self.shape) * self.dtype.itemsize
-        whole = slots[self.slot][self.offset : self.offset + size].view(self.dtype).view(self.shape)
+        whole = slots[self.slot][self.offset : self.offset + self.nbytes].view(self.dtype)
+        if self.pitch:
+            whole = whole.view(self.shape[0], -1)[:, : math.prod(self.shape[1:])]
+        whole = whole.view(self.shape)
         return whole if self.index is None else whole[self.index]
 
     def rows(self) -> tuple[View, ...]:
         """The entries of a stack [n, ...] as n views."""
-        each = math.prod(self.shape[1:]) * self.dtype.itemsize
+        each = self.pitch or math.prod(self.shape[1:]) * self.dtype.itemsize
         return tuple(View(self.slot, self.offset + i * each, self.dtype, self.shape[1:]) for i in range(self.shape[0]))
 
 

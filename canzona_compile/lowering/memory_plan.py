@@ -23,9 +23,10 @@ from canzona_compile.ir.layout import Box, Shape
 from canzona_compile.ir.program import View
 from canzona_compile.ir.step import Act, BlockSlice, Buffer, BufferUse, Event, Exchange, MicroGroup, Phase, Step
 
-# In bytes. It suits vector loads of any width. Whole matrices and prepared values begin at multiples of it. The
-# allocators of torch align slots at least as much. `Exchange` aligns the pieces of send and receive buffers to their
-# element size only.
+# In bytes. It suits vector loads of any width. Whole matrices and prepared values begin at multiples of it, because
+# libraries choose their kernels by the alignment of operands: on some processors MKL rounds the product of a matrix
+# that begins elsewhere otherwise. The allocators of torch align slots at least as much. `Exchange` aligns the pieces of
+# send and receive buffers to their element size only.
 ALIGNMENT = 64
 
 
@@ -234,15 +235,18 @@ class RankMemory:
         self._reserve(view.slot, size)
         return view
 
-    def gathered(self, micro_group: int, dtype: torch.dtype, shape: Shape) -> View:
+    def gathered(self, micro_group: int, dtype: torch.dtype, shape: Shape, one_by_one: bool) -> View:
         """Reserve memory for whole values of a wire, behind the whole values that the micro-group has so far.
 
         Args:
             micro_group: the index of the micro-group.
             dtype: the dtype of the wire.
             shape: [n, ...], for the n tasks of a batch.
+            one_by_one: whether the tasks compute one after the other. Then each value begins at a multiple of
+                `ALIGNMENT`, as a matrix of its own does. Otherwise there are no gaps between them.
         """
-        return self._append(micro_group, self._slots[micro_group, Phase.GATHER, BufferUse.GATHERED], dtype, shape)
+        slot = self._slots[micro_group, Phase.GATHER, BufferUse.GATHERED]
+        return self._append(micro_group, slot, dtype, shape, one_by_one)
 
     def prepared(self, micro_group: int, dtype: torch.dtype, shape: Shape) -> View:
         """Reserve memory for fragments that prepare leaves to compute or apply, behind those so far.
@@ -258,10 +262,14 @@ class RankMemory:
         """The size of each slot in bytes, which is that of the largest buffer that it ever holds."""
         return tuple(self._sizes.get(slot, 0) for slot in range(max((self._count, *(s + 1 for s in self._sizes)))))
 
-    def _append(self, micro_group: int, slot: int, dtype: torch.dtype, shape: Shape) -> View:
+    def _append(
+        self, micro_group: int, slot: int, dtype: torch.dtype, shape: Shape, align_entries: bool = False
+    ) -> View:
         """Reserve memory in a slot, behind what the micro-group has in it so far."""
-        view = View(slot, aligned(self._filled.get((micro_group, slot), 0)), dtype, shape)
-        self._filled[micro_group, slot] = view.offset + math.prod(shape) * dtype.itemsize
+        entry = math.prod(shape[1:]) * dtype.itemsize
+        pitch = aligned(entry) if align_entries and entry % ALIGNMENT else None
+        view = View(slot, aligned(self._filled.get((micro_group, slot), 0)), dtype, shape, pitch=pitch)
+        self._filled[micro_group, slot] = view.offset + view.nbytes
         self._reserve(slot, self._filled[micro_group, slot])
         return view
 

@@ -13,7 +13,6 @@ to look, so that the peak of a step depends on how far the host is ahead.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -353,7 +352,7 @@ def hulls(views: Iterable[View]) -> list[Resource]:
     """For each slot, the range from the first byte of its views to the last one."""
     found: dict[int, SlotRange] = {}
     for view in views:
-        own = SlotRange(view.slot, view.offset, view.offset + math.prod(view.shape) * view.dtype.itemsize)
+        own = SlotRange(view.slot, view.offset, view.offset + view.nbytes)
         old = found.get(view.slot, own)
         found[view.slot] = SlotRange(view.slot, min(old.start, own.start), max(old.end, own.end))
     return list(found.values())

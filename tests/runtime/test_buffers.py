@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import canzona_compile
+from canzona_compile.ir.program import View, Views
+from canzona_compile.lowering.memory_plan import ALIGNMENT
 from canzona_compile.optimizers.shampoo import Shampoo
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.program_memory import blocks
@@ -71,3 +73,39 @@ def test_variants_take_the_memory_of_the_largest() -> None:
         assert min(own) > 0
         assert found < sum(own)
         assert found >= max(own)
+
+
+@given(st.integers(1, 4), st.sampled_from([(5, 7), (3,), ()]), st.integers(0, 3))
+def test_entries_of_a_stack_with_gaps(n: int, shape: tuple[int, ...], before: int) -> None:
+    """The stack and its entries, taken one by one, are the same memory."""
+    pitch = 3 * ALIGNMENT
+    stack = View(0, before * ALIGNMENT, torch.float32, (n, *shape), pitch=pitch)
+    slots = [torch.zeros(stack.offset + stack.nbytes, dtype=torch.uint8)]
+    whole = stack.of(slots)
+    for i, entry in enumerate(stack.rows()):
+        entry.of(slots).fill_(i + 1)
+        assert (entry.offset - stack.offset) == i * pitch
+    assert whole.shape == (n, *shape)
+    assert torch.equal(whole, torch.arange(1.0, n + 1).view(n, *[1] * len(shape)).expand_as(whole))
+
+
+def addresses() -> set[int]:
+    """Where whole matrices of odd sizes begin, in bytes of their buffers."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    params = [torch.nn.Parameter(distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])) for _ in range(5)]
+    optimizer: Any = canzona_compile.wrap(Shampoo(params, lr=0.01, every=3), strategy="owner")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.step()
+    programs = [program.executor.program for program in optimizer.canzona.session.driver.programs]
+    lists = [v for p in programs for name, v in p.inputs.items() if name.endswith("_list") and isinstance(v, Views)]
+    return {view.offset for own in lists for view in own.views}
+
+
+@pytest.mark.ranks
+def test_whole_matrices_are_aligned_as_matrices_of_their_own() -> None:
+    """Libraries round products by the alignment of operands, so others than the plain optimizer's would differ."""
+    found = run(2, addresses)
+    assert max(map(len, found)) > 1
+    assert {offset % ALIGNMENT for own in found for offset in own} == {0}
