@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -17,12 +18,17 @@ import torch
 from torch import Tensor
 
 from canzona_compile.ir.hardware import Machine
-from canzona_compile.ir.program import EagerTasks, Program
+from canzona_compile.ir.program import Program
+from canzona_compile.ir.step import Step
 from canzona_compile.runtime import store_agreement
+from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor, Sources
 from canzona_compile.runtime.store_agreement import Waiter
-from canzona_compile.session import make_program, plan, state
+from canzona_compile.session import make_program, plan, state, step_driver
+from canzona_compile.session.make_program import ProgramMaker
+from canzona_compile.session.program_cache import BoundProgram
 from canzona_compile.session.session import Session
+from canzona_compile.session.variant_selection import Names
 from tests.fake_cuda.cuda_names import cuda_replaced
 from tests.fake_cuda.device import current_device
 from tests.fake_cuda.ranks import thread_ranks
@@ -44,10 +50,10 @@ class TensorsOnDevice:
 
 
 class DeviceExecutor(Executor):
-    """The runtime's executor, on the device of this rank."""
+    """The runtime's executor, on the device of this rank, or on the CPU where any rank interprets a task."""
 
     def __init__(self, program: Program, sources: Sources, memory: Any, cuda_graphs: bool = True) -> None:
-        self.here = not any(isinstance(value, EagerTasks) for value in program.inputs.values())
+        self.here = MAKES_FOR_DEVICE.get()
         if self.here:
             device = torch.device("cuda", current_device().index)
             own = TensorsOnDevice(sources.tensors)
@@ -65,6 +71,23 @@ class DeviceExecutor(Executor):
     def _run(self, launch: Callable[..., None]) -> None:
         with self._operators():
             super()._run(launch)
+
+
+# Whether the program that is being made runs on the device. Inputs do not say: only the owner of a task has its code.
+MAKES_FOR_DEVICE: ContextVar[bool] = ContextVar("MAKES_FOR_DEVICE")
+
+
+class DeviceProgramMaker(ProgramMaker):
+    """Decides by the step, which is the same on all ranks, where programs run; they exchange with one another."""
+
+    def _make(self, owned: Step, tasks: Names, memory: SharedSlots) -> BoundProgram:
+        look()
+        interpreted = any(owned.placed_of(owned.task(name)).template.interpreted for name in tasks)
+        token = MAKES_FOR_DEVICE.set(not interpreted)
+        try:
+            return super()._make(owned, tasks, memory)
+        finally:
+            MAKES_FOR_DEVICE.reset(token)
 
 
 def settled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,9 +120,9 @@ def on_stand_in(seed: int | None, world: int) -> Iterator[Callable[..., list[Any
         machine = Machine("cuda", "nccl", 1)
         stack.enter_context(patched(plan, "machine_of", lambda params, rates=None: machine))
         stack.enter_context(patched(make_program, "Executor", DeviceExecutor))
+        stack.enter_context(patched(step_driver, "ProgramMaker", DeviceProgramMaker))
         stack.enter_context(patched(store_agreement, "has_host_backend", lambda group: True))
         for owner, name in (
-            (make_program.ProgramMaker, "_make"),
             (state.StateStore, "release"),
             (state.StateStore, "shown_portably"),
             (Session, "_start"),
