@@ -131,7 +131,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             small.params[-1].requires_grad_(False)
         given = []
         for i, param in enumerate(small.params):
-            grad = torch.randn(param.shape, generator=random).to(param)
+            grad = torch.randn(param.shape, generator=random).to(param.device, param.grad_dtype or param.dtype)
             if i == 0:
                 grad *= scenario.scales.get(number, 1.0)
             param.grad = None if scenario.missing.get(number) == i else grad

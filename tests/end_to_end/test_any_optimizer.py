@@ -316,3 +316,20 @@ def test_steps_without_any_gradient_do_nothing() -> None:
     wrapped.step()
     assert all(map(same_bits, before, params_of(wrapped)))
     assert len(wrapped.state) == 0
+
+
+@pytest.mark.parametrize("make", first([Muon, SGD]))
+def test_gradients_wider_than_parameters(make: type[Optimizer]) -> None:
+    """As those that a run sums up in 32 bits for parameters in bfloat16."""
+    plain, wrapped = (make(parameters(dtype=torch.bfloat16), lr=0.1, momentum=0.9) for _ in range(2))  # type: ignore[call-arg]
+    canzona_compile.wrap(wrapped)
+    random = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        for one, other in zip(params_of(plain), params_of(wrapped), strict=True):
+            grad = torch.randn(one.shape, generator=random)
+            for param in (one, other):
+                param.grad_dtype = torch.float32
+                param.grad = grad.clone()
+        plain.step()
+        wrapped.step()
+        assert different(plain, wrapped) == []
