@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.attributes import TORCH_S_OWN
@@ -175,7 +176,11 @@ def whole_copy(param: Tensor, grad: Tensor | None, origin: Tensor) -> nn.Paramet
         param: its values; they are copied.
         grad: its gradient, if it has one; it is copied.
         origin: the optimizer's own parameter, with the attributes that users gave to it.
+
+    Raises:
+        UnsupportedOptimizer: one of these attributes is a DTensor.
     """
+    check_no_fragments(origin)
     made = param.detach().clone(memory_format=torch.contiguous_format)
     own = nn.Parameter(made, requires_grad=origin.requires_grad)
     vars(own).update({k: v for k, v in vars(origin).items() if is_plain(v) or not k.startswith("_")})
@@ -184,3 +189,18 @@ def whole_copy(param: Tensor, grad: Tensor | None, origin: Tensor) -> nn.Paramet
             own.grad_dtype = grad.dtype
         own.grad = grad.detach().clone(memory_format=torch.contiguous_format)
     return own
+
+
+def check_no_fragments(param: Tensor) -> None:
+    """Raise if an attribute of a parameter is a DTensor: one rank by itself would wait for others to read it.
+
+    Raises:
+        UnsupportedOptimizer: one is.
+    """
+    for name, value in vars(param).items():
+        if isinstance(value, DTensor) and not name.startswith("_"):
+            raise UnsupportedOptimizer(
+                f"the optimizer steps all parameters at once, on one rank, and the attribute {name} of a parameter is "
+                "a DTensor, of which each rank holds a fragment",
+                hint=f"delete param.{name} before step(), or keep what the step reads in self.state[param]",
+            )

@@ -22,7 +22,7 @@ from canzona_compile.capture.kept import Finder, NoPlace
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.randomness import seeded
-from canzona_compile.capture.rehearsal import Rehearsal, check_returned, default_names, scenarios
+from canzona_compile.capture.rehearsal import Rehearsal, all_of, check_returned, default_names, scenarios
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, run, together
 from canzona_compile.capture.twin import odd_state, plain_class
 from canzona_compile.compat.torch_private import pytree
@@ -62,6 +62,7 @@ def rehearse_jointly(
     places = frozenset().union(*(one.places for one in found))
     return Rehearsal(
         writes_gradients=any(one.whole.writes_gradients for one in found),
+        aliases=all_of(one.whole.aliases for one in found),
         drops_gradients=any(not one.whole.keeps_gradients for one in found),
         needs_gradients=any(one.needs_gradients for one in found),
         joint=JointUpdate(

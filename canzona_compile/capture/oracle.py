@@ -238,6 +238,8 @@ class Oracle(ABC):
             raise Untraceable(f"its step needs tensor values: {first_line(error)}{blamed(error)}") from error
         if any(param.grad is None for param in self._params):
             raise Untraceable("its step drops gradients")
+        for param in self._params:  # the next gradient, which is another tensor than one that the state may hold
+            param.grad = torch.empty_like(param.grad)  # type: ignore[arg-type]
         self.calls_compiled = calls.happened
 
     def tensors(self) -> list[tuple[Tensor, Source]]:

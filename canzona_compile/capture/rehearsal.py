@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class Rehearsal:
         counters: the numbers that a step counts outside of the state of parameters.
         writes_gradients: whether a step writes `param.grad`.
         drops_gradients: whether it sets all of them to None.
+        aliases: where it holds a gradient itself after a step, and no copy of it, e.g. "self.state[param]['prev']".
         needs_gradients: whether a step does something, or fails, if a parameter has no gradient.
         asks_frozen: whether it does something else for a parameter that has a gradient and requires none.
         rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds otherwise than one by one.
@@ -57,6 +58,7 @@ class Rehearsal:
     counters: frozenset[Counter] = frozenset()
     writes_gradients: bool = False
     drops_gradients: bool = False
+    aliases: tuple[str, ...] = ()
     needs_gradients: bool = False
     asks_frozen: bool = False
     rounds_in_foreach: bool = False
@@ -106,13 +108,19 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
         )
     return Rehearsal(
         frozenset().union(*(one.counters for one in found)),
-        any(one.writes_gradients for one in found),
-        any(one.drops_gradients for one in found),
-        any(one.needs_gradients for one in found),
-        any(one.asks_frozen for one in found),
-        any(one.rounds_in_foreach for one in found),
-        any(one.draws for one in found),
+        writes_gradients=any(one.writes_gradients for one in found),
+        drops_gradients=any(one.drops_gradients for one in found),
+        aliases=all_of(one.aliases for one in found),
+        needs_gradients=any(one.needs_gradients for one in found),
+        asks_frozen=any(one.asks_frozen for one in found),
+        rounds_in_foreach=any(one.rounds_in_foreach for one in found),
+        draws=any(one.draws for one in found),
     )
+
+
+def all_of(places: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """Put places together, each once, in the order in which they come first."""
+    return tuple(dict.fromkeys(place for some_places in places for place in some_places))
 
 
 def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -157,6 +165,7 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device,
                 frozenset(whole.counters),
                 writes_gradients=whole.writes_gradients,
                 drops_gradients=not whole.keeps_gradients,
+                aliases=whole.aliases,
                 needs_gradients=one.missing != scenario.missing,
                 asks_frozen=one.frozen != scenario.frozen,
                 rounds_in_foreach=one.loops,

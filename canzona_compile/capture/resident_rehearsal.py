@@ -21,7 +21,14 @@ from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, where
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.joint_rehearsal import rehearse_jointly
-from canzona_compile.capture.rehearsal import Rehearsal, default_names, rehearse, scenarios, takes_foreach
+from canzona_compile.capture.rehearsal import (
+    Rehearsal,
+    all_of,
+    default_names,
+    rehearse,
+    scenarios,
+    takes_foreach,
+)
 from canzona_compile.capture.resident import Recipe
 from canzona_compile.capture.resident_trial import Dependent, StepsTogether, apart, is_value, kept_in, together
 from canzona_compile.capture.trial import RehearsedSteps, Scenario
@@ -108,6 +115,7 @@ class Residency:
             rehearsal = replace(
                 rehearsal,
                 writes_gradients=rehearsal.writes_gradients or own.writes_gradients,
+                aliases=all_of((rehearsal.aliases, own.aliases)),
                 needs_gradients=rehearsal.needs_gradients or own.needs_gradients,
                 asks_frozen=rehearsal.asks_frozen or own.asks_frozen,
             )
@@ -162,6 +170,7 @@ def rehearse_residents(
     )
     return Rehearsal(
         writes_gradients=any(one.writes_gradients for one in found),
+        aliases=all_of(one.aliases for one in found),
         needs_gradients=any(one.needs_gradients for one in found),
         asks_frozen=any(one.asks_frozen for one in found),
         rounds_in_foreach=any(one.rounds_in_foreach for one in found),
@@ -211,6 +220,7 @@ def rehearse_one(
             raise Dependent(f"what it keeps cannot be saved and put back: {problem}")
         return Rehearsal(
             writes_gradients=whole.steps.writes_gradients,
+            aliases=whole.steps.aliases,
             needs_gradients=one.missing != scenario.missing,
             asks_frozen=one.frozen != scenario.frozen,
             rounds_in_foreach=one.loops,

@@ -21,6 +21,7 @@ from canzona_compile.capture.parts import Company, step_one
 from canzona_compile.capture.twin import NOT_COPIED, hypers, plain_class, plain_step
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
 
+GRADIENT = "the memory of a gradient"
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
 
 
@@ -59,6 +60,7 @@ class RehearsedSteps:
         counters: what they counted outside of the state of parameters.
         writes_gradients: whether one of them wrote a gradient.
         keeps_gradients: whether one of them left a gradient to its parameter.
+        aliases: where the optimizer holds a gradient itself after the last one, and no copy of it.
         returned: by step, what it returned.
         drew: whether they drew random numbers from torch's own generators.
         error: what ended the run early; None if it took all steps.
@@ -69,6 +71,7 @@ class RehearsedSteps:
     counters: set[Counter] = field(default_factory=set)
     writes_gradients: bool = False
     keeps_gradients: bool = False
+    aliases: tuple[str, ...] = ()
     returned: list[Any] = field(default_factory=list)
     error: Exception | None = None
     drew: bool = False
@@ -123,6 +126,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
     """Take the steps of a scenario."""
     found = RehearsedSteps(contents_of(small))
     random = torch.Generator().manual_seed(0)
+    grads: list[Tensor] = []
     for number in range(scenario.steps):
         factor = scenario.rates.get(number, 1.0)
         for group in small.optimizer.param_groups if factor != 1.0 else ():
@@ -136,6 +140,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
                 grad *= scenario.scales.get(number, 1.0)
             param.grad = None if scenario.missing.get(number) == i else grad
             given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
+        grads += [grad for _, grad, _ in given if grad is not None]
         for param in small.params:  # beside elements as large as theirs, small differences of updates would vanish
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)
@@ -148,14 +153,34 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             raise
         except Exception as error:  # whatever the optimizer's code raises: the other run has to raise it as well
             found.error = error
-            return found
+            break
         found.writes_gradients |= any(p.grad is not own or written(own, old) for p, own, old in given)
         found.keeps_gradients |= any(p.grad is not None for p, _, _ in given)
         found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
         for param in small.params:
             param.grad = None
         found.after.append(contents_of(small))
+    found.aliases = aliases_of(small, grads)
     return found
+
+
+def aliases_of(small: Miniature, grads: Sequence[Tensor]) -> tuple[str, ...]:
+    """Find where a miniature holds the memory of gradients."""
+    memory = {grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}
+
+    def label(value: Any) -> str | None:
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.untyped_storage().data_ptr() in memory:
+            return GRADIENT
+        return small.label(value)
+
+    held = [("self.state[param]", small.optimizer.state.get(param) or {}) for param in small.params]
+    held += [(f"self.{name}", value) for name, value in vars(small.optimizer).items() if name not in NOT_COPIED]
+    places: dict[str, None] = {}
+    for place, value in held:
+        walk = Walk(label)
+        walk.add(place, value)
+        places |= dict.fromkeys(at for at, what in walk.found.items() if what == GRADIENT)
+    return tuple(places)
 
 
 def written(grad: Tensor | None, before: Tensor | None) -> bool:

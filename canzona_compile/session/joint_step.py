@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.eager_fallback import Part
-from canzona_compile.capture.joint import JointUpdate, show, step_at_once, whole_copy
+from canzona_compile.capture.joint import JointUpdate, check_no_fragments, show, step_at_once, whole_copy
 from canzona_compile.capture.randomness import watched
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import OneRankSteps, UnsupportedOptimizer
@@ -128,10 +128,11 @@ def check_whole(bound: Mapping[str, BoundParam]) -> None:
     """Raise unless every task is a whole parameter.
 
     Raises:
-        UnsupportedOptimizer: one is a piece of a parameter, a plain fragment, some entries of a stack, or it is not
-            contiguous.
+        UnsupportedOptimizer: one is a piece of a parameter, a plain fragment, some entries of a stack, it is not
+            contiguous, or one of its attributes is a DTensor.
     """
     for name, own in bound.items():
+        check_no_fragments(own.origin)
         if own.division is not None or own.stand_in is not None or tuple(own.param.shape) != own.task.shape:
             raise UnsupportedOptimizer(
                 "the optimizer steps all parameters at once, and this is only a part of one to it",

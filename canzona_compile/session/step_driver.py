@@ -193,6 +193,7 @@ class StepDriver:
         self._take_params()
         self._check_gradients()
         self._next = self._participants()
+        self._held_params.check_not_overwritten(self._next.ready, self._habits.aliases)
         self._check_presence()
         try:
             self._consult(self._next.ready)
@@ -331,6 +332,8 @@ class StepDriver:
             self._drop_gradients()
         elif self._habits.writes_gradients:
             self._held_params.use_gradients((*ready, *fresh))
+        if self._habits.aliases:
+            self._held_params.note_gradients((*ready, *fresh))
         if not fresh and self.last is not None:
             return False
         with contextlib.suppress(Untraceable):  # the next step will make a new plan then

@@ -241,6 +241,8 @@ def step_verdict(trap: Trap, wrapped: Run, laid: Laid, step: int, record: Record
         changed = snapshot.changed() if snapshot else []
         if changed:
             return Verdict(DIFFERENT, f"step {step} refuses and has changed {', '.join(changed)}: {refusal}")
+        if "a collective of this step failed" in str(refusal):  # ranks hung, and no rank knew why
+            return Verdict(DIFFERENT, f"step {step} hangs: {refusal}")
         return Verdict(REFUSED, f"(step {step}) {refusal}")
     except Exception as error:
         return Verdict(DIFFERENT, f"step {step} raises {type(error).__name__}: {error}")

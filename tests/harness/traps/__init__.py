@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.harness.traps import (
+    aliases,
     attributes,
     calls,
     counters,
@@ -37,6 +38,7 @@ TRAPS: tuple[Trap, ...] = (
     *calls.TRAPS,
     *harmless.TRAPS,
     *harmless_edits.TRAPS,
+    *aliases.TRAPS,
 )
 NAMED = {trap.name: trap for trap in TRAPS}
 FAMILIES = tuple(dict.fromkeys(trap.family for trap in TRAPS))

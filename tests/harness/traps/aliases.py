@@ -1,0 +1,118 @@
+"""State that is no memory of its own: the gradient itself, the parameter itself, or a part of other state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.harness.toy_optimizers import PerParameter, State, cube
+from tests.harness.traps.trap import Params, Trap
+
+FAMILY = "aliases"
+
+
+class FirstGradientAsMomentum(PerParameter):
+    """Takes the first gradient for its momentum, and no copy of it."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state["momentum"] = grad
+        else:
+            state["momentum"].mul_(0.9).add_(grad)
+        param.add_(self.direction(state["momentum"]), alpha=-group["lr"])
+
+    def direction(self, momentum: Tensor) -> Tensor:
+        """Make the update of the momentum."""
+        return cube(momentum)
+
+
+class FirstGradientAsMomentumElementwise(FirstGradientAsMomentum):
+    """The same without a matrix product."""
+
+    def direction(self, momentum: Tensor) -> Tensor:
+        """Make the update of the momentum."""
+        return momentum
+
+
+class LastGradient(PerParameter):
+    """Keeps the last gradient, and no copy of it."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        change = grad - state["last"] if state else grad
+        param.add_(cube(change) + change, alpha=-group["lr"])
+        state["last"] = grad
+
+
+class LastGradientElementwise(PerParameter):
+    """The same without a matrix product."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        change = grad - state["last"] if state else grad
+        param.add_(change, alpha=-group["lr"])
+        state["last"] = grad
+
+
+class ParameterInState(PerParameter):
+    """Keeps the parameter's own memory and takes it for what the parameter was before."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state["slow"] = param.data
+        param.add_(cube(grad), alpha=-group["lr"])
+        param.sub_(state["slow"] * 0.1)
+
+
+class RowOfAverage(PerParameter):
+    """Keeps a row of other state under a name of its own."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state["average"] = torch.zeros_like(param)
+            state["row"] = state["average"][0]
+        state["average"].lerp_(grad, 0.1)
+        param.add_(cube(grad) + state["row"], alpha=-group["lr"])
+
+
+class WrittenInPlace:
+    """Before each step, moves gradients into the memory of the first ones."""
+
+    def __init__(self) -> None:
+        self.first: list[Any] = []
+
+    def __call__(self, optimizer: Any, params: Params, step: int) -> None:
+        """Do it."""
+        if step == 0:
+            self.first = [param.grad for param in params]
+            return
+        for param, first in zip(params, self.first, strict=True):
+            first.copy_(param.grad)
+            param.grad = first
+
+
+TRAPS = [
+    Trap("first-gradient-as-momentum-elementwise", FAMILY, FirstGradientAsMomentumElementwise, "equal"),
+    Trap("first-gradient-as-momentum", FAMILY, FirstGradientAsMomentum, "equal"),
+    Trap(
+        "last-gradient-in-place",
+        FAMILY,
+        LastGradient,
+        "refused",
+        ("written over an earlier gradient", "self.state[param]['last']", "zero_grad"),
+        edit=WrittenInPlace(),
+    ),
+    Trap("last-gradient", FAMILY, LastGradient, "equal"),
+    Trap("last-gradient-elementwise", FAMILY, LastGradientElementwise, "equal"),
+    Trap("last-gradient-elementwise-in-place", FAMILY, LastGradientElementwise, "equal", edit=WrittenInPlace()),
+    Trap(
+        "first-gradient-in-place",
+        FAMILY,
+        FirstGradientAsMomentum,
+        "refused",
+        ("written over an earlier gradient",),
+        edit=WrittenInPlace(),
+    ),
+    Trap("parameter-in-state", FAMILY, ParameterInState, "either"),
+    Trap("row-of-average", FAMILY, RowOfAverage, "equal"),
+]
