@@ -1,4 +1,4 @@
-"""Watch the attributes of an optimizer between steps: twins follow them, and some changes ask for another rehearsal."""
+"""Watch the attributes of an optimizer and its parameters: twins follow them, and some ask for another rehearsal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import ATOMS, Contents, Walk, changed
-from canzona_compile.capture.twin import NOT_COPIED
+from canzona_compile.capture.twin import NOT_COPIED, unmarked
 from canzona_compile.errors import UnsupportedOptimizer, some
 
 MOST_REHEARSALS = (
@@ -22,8 +22,13 @@ MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them
 TORCH_S_OWN = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_hook_for_profile")
 
 
+OF_PARAMETERS = "parameters' "
+
+
 class AttributeWatch:
-    """Compares the attributes of an optimizer with those of the last look.
+    """Compares the attributes of an optimizer and of its parameters with those of the last look.
+
+    Attributes of parameters that are numbers or texts belong to plans (`marks_of`), and are not looked at here.
 
     Args:
         optimizer: the optimizer.
@@ -56,7 +61,8 @@ class AttributeWatch:
         places = [place for place in places if re.split(r"[.\[]", place)[0] not in counters]
         self._last = now
         own = vars(self.optimizer)  # `defaults` grow when a state dict is loaded
-        self._deep += [p for p in places if not isinstance(own.get(p), ATOMS) and not p.startswith("defaults")]
+        passed = ("defaults", OF_PARAMETERS)
+        self._deep += [p for p in places if not isinstance(own.get(p), ATOMS) and not p.startswith(passed)]
         names = {re.split(r"[.\[]", place)[0] for place in places if not is_number(now.get(place))}
         self._changes.update(names)
         return bool(places), any(self._changes[name] <= MOST_REHEARSALS for name in names)
@@ -83,6 +89,9 @@ class AttributeWatch:
         for name, value in vars(self.optimizer).items():
             if name not in NOT_COPIED and name not in TORCH_S_OWN and name not in counters:
                 walk.add(name, value)
+        for i, param in enumerate(p for group in own.param_groups for p in group["params"]):
+            for name, value in unmarked(param).items():
+                walk.add(f"{OF_PARAMETERS}{name}[{i}]", value)
         return walk.found
 
 

@@ -152,8 +152,11 @@ class Capture:
         counters = self.group_counters()
         return tuple((len(group["params"]), signature(group, counters)) for group in self.optimizer.param_groups)
 
-    def notice(self) -> None:
-        """Follow attributes of the optimizer that users changed since the last step.
+    def notice(self) -> bool:
+        """Follow attributes of the optimizer and its parameters that users changed since the last step.
+
+        Returns:
+            Whether the optimizer runs in another way with them, so that all is to be captured and planned anew.
 
         Raises:
             UnsupportedOptimizer: with these attributes, its step reads or writes something that a plan does not give.
@@ -162,9 +165,16 @@ class Capture:
         self._watch.check_followed(any(rehearsal.resident for rehearsal in self._rehearsals.values()))
         for oracle in {k.oracle for k in self.kinds.values() if k.oracle is not None} if moved else ():
             oracle.refresh(self.optimizer)
-        if rehearse_again:
-            self._rehearsals.clear()
-            self.rehearse()
+        if not rehearse_again:
+            return False
+        before = self._rehearsals.get(self._cast())
+        self._rehearsals.clear()
+        now = self.rehearse()
+        if before is None or (before.resident, before.joint) == (now.resident, now.joint):
+            return False
+        self.kinds.clear()
+        self._separable.clear()
+        return True
 
     def _counting(self) -> set[str]:
         """The attributes of the optimizer in which the step counts."""

@@ -23,6 +23,7 @@ HOOKS = {
     for hook in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre")
 } | {"_optimizer_load_state_dict_post_hooks"}
 # Attributes of an optimizer that copies do not share: they are made anew, or belong to the call of the real step.
+MARKS = (int, float, str, type(None))
 NOT_COPIED = {"step", "canzona", "param_groups", "state", *HOOKS}
 
 
@@ -96,7 +97,12 @@ def marks_of(param: Tensor) -> dict[str, Any]:
 
     Names that begin with an underscore belong to frameworks.
     """
-    return {k: v for k, v in vars(param).items() if not k.startswith("_") and isinstance(v, int | float | str | None)}
+    return {k: v for k, v in vars(param).items() if not k.startswith("_") and isinstance(v, MARKS)}
+
+
+def unmarked(param: Tensor) -> dict[str, Any]:
+    """The other attributes that users gave to a parameter, such as tensors and dicts."""
+    return {k: v for k, v in vars(param).items() if not k.startswith("_") and not isinstance(v, MARKS)}
 
 
 def odd_state(optimizer: Optimizer) -> dict[Any, Any]:

@@ -183,7 +183,8 @@ class StepDriver:
             return StepChange.replan("the memory or the attributes of parameters were replaced")
         if self._passing & self._stepped:
             return StepChange.replan("the state of parameters has another form now")
-        self.capture.notice()
+        if self.capture.notice():
+            return StepChange.replan("with its attributes of now the optimizer runs in another way")
         self._held_params.check_gradients()
         if cleared := self._held_state.cleared():
             self.store.forget(cleared)

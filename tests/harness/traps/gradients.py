@@ -189,6 +189,11 @@ def give_main_gradients(optimizer: Any, params: Params, step: int) -> None:
         param.main_grad = param.grad * 2
 
 
+def give_main_gradients_later(optimizer: Any, params: Params, step: int) -> None:
+    if step >= 2:
+        give_main_gradients(optimizer, params, step)
+
+
 def weigh_gradients(optimizer: Any, params: Params, step: int) -> None:
     for i, param in enumerate(params):
         param.grad.weight = 1.0 + i + step
@@ -224,6 +229,7 @@ TRAPS = (
     Trap("gradients-cleared-by-step-accumulated", FAMILY, ClearingAll, "either", accumulates=True),
     Trap("gradient-read-again", FAMILY, TwoInOne, "either", compares_grads=True),
     Trap("main-gradient", FAMILY, MainGradient, "either", ("main_grad",), edit=give_main_gradients),
+    Trap("main-gradient-later", FAMILY, MainGradient, "either", ("main_grad",), edit=give_main_gradients_later),
     Trap("gradient-with-attribute", FAMILY, WeighedGradient, "either", ("weight",), edit=weigh_gradients),
     Trap("previous-gradient-on-parameter", FAMILY, PreviousOnParameter, "either", ("previous",)),
     Trap("gradient-scaled-by-user", FAMILY, Cubic, "equal", edit=scale_gradients),

@@ -84,6 +84,14 @@ class TensorOnParameter(PerParameter):
         param.add_(cube(grad) * param.gain, alpha=-group["lr"])  # type: ignore[attr-defined]
 
 
+class OptionsOfParameter(PerParameter):
+    """A dict on the parameter, if there is one, says how it is updated."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        options = getattr(param, "options", {})
+        param.add_(cube(grad) * (2.0 if options.get("twice") else 1.0), alpha=-group["lr"])
+
+
 def give_rates(params: Params) -> None:
     for i, param in enumerate(params):
         param.lr_mul = 1.0 + i
@@ -122,6 +130,19 @@ def change_rate(optimizer: Any, params: Params, step: int) -> None:
 def change_spec(optimizer: Any, params: Params, step: int) -> None:
     if step == 2:
         params[1].spec.rate = 5.0
+
+
+def give_options(optimizer: Any, params: Params, step: int) -> None:
+    if step == 2:
+        params[1].options = {"twice": True}
+
+
+def change_options(optimizer: Any, params: Params, step: int) -> None:
+    if step == 0:
+        for param in params:
+            param.options = {"twice": False}
+    if step == 2:
+        params[1].options["twice"] = True
 
 
 # -- its identity ----------------------------------------------------------------------------------
@@ -245,6 +266,8 @@ TRAPS = (
     ),
     Trap("count-on-parameter", FAMILY, CountOnParameter, "either", ("steps_taken",), prepare=give_counts),
     Trap("tensor-on-parameter", FAMILY, TensorOnParameter, "either", ("gain",), prepare=give_gains),
+    Trap("options-of-parameter-given", FAMILY, OptionsOfParameter, "either", ("options",), edit=give_options),
+    Trap("options-of-parameter-changed", FAMILY, OptionsOfParameter, "either", ("options",), edit=change_options),
     Trap("known-by-id", FAMILY, KnownById, "either", ("special",)),
     # A DTensor has no address: all of them say 0.
     Trap("known-by-address", FAMILY, KnownByAddress, "either", ("special",), layouts=(PLAIN, DDP)),
