@@ -69,6 +69,10 @@ class Walk:
             self._seen[id(value)] = place, value
             self._look_into(place, value)
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that were looked at, by the place where each was first."""
+        return ((place, value) for place, value in self._seen.values() if isinstance(value, Tensor))
+
     def _look_into(self, place: str, value: Any) -> None:
         self.found[place] = self._name_of(value)
         if isinstance(value, Tensor):

@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from canzona_compile.compat.torch_private import FakeTensor, pytree
@@ -96,10 +98,10 @@ def leaf_problem(state: dict[str, Any], paths: LeafPaths) -> str:
     if clash := {name for name in names if names.count(name) > 1 or name in ("param", "grad")}:
         return f"its state has leaves whose names are taken: {min(clash)!r}"
     for name, value in leaves:
-        if isinstance(value, Tensor) and any(value is other for other_name, other in leaves if other_name != name):
-            return f"its state holds one tensor under two names: {name!r}"
         if isinstance(value, Tensor) and type(value) not in (Tensor, Parameter, FakeTensor):
             return f"its state holds a {type(value).__name__}: {name!r}"
+        if shared := [other for other, tensor in leaves if other > name and overlap(value, tensor)]:
+            return f"its state holds one tensor under two names: {name!r} and {shared[0]!r}"
         if not isinstance(value, Tensor | float | int | str | None):
             return f"its state holds a Python object: {name!r}"
         try:
@@ -107,3 +109,23 @@ def leaf_problem(state: dict[str, Any], paths: LeafPaths) -> str:
         except TypeError:
             return f"its state holds a tuple: {name!r}"
     return ""
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two leaves are tensors that may have elements in common. Views of fake tensors are known, too."""
+    if one is other:
+        return isinstance(one, Tensor)
+    kinds = (Tensor, Parameter, FakeTensor)
+    if not all(type(leaf) in kinds and leaf.layout is torch.strided for leaf in (one, other)):
+        return False
+    if StorageWeakRef(one.untyped_storage()) != StorageWeakRef(other.untyped_storage()):
+        return False
+    (begin, end), (start, stop) = extent(one), extent(other)
+    return begin < stop and start < end
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its memory between which a tensor lies."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin

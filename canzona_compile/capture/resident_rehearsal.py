@@ -220,7 +220,7 @@ def rehearse_one(
             raise Dependent(f"what it keeps cannot be saved and put back: {problem}")
         return Rehearsal(
             writes_gradients=whole.steps.writes_gradients,
-            aliases=whole.steps.aliases,
+            aliases=tuple(whole.steps.aliases),
             needs_gradients=one.missing != scenario.missing,
             asks_frozen=one.frozen != scenario.frozen,
             rounds_in_foreach=one.loops,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import Contents, Walk, bits_of, changed
@@ -21,7 +22,6 @@ from canzona_compile.capture.parts import Company, step_one
 from canzona_compile.capture.twin import NOT_COPIED, hypers, plain_class, plain_step
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
 
-GRADIENT = "the memory of a gradient"
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
 
 
@@ -60,7 +60,7 @@ class RehearsedSteps:
         counters: what they counted outside of the state of parameters.
         writes_gradients: whether one of them wrote a gradient.
         keeps_gradients: whether one of them left a gradient to its parameter.
-        aliases: where the optimizer holds a gradient itself after the last one, and no copy of it.
+        aliases: where the optimizer held a gradient itself after one of them, and no copy of it.
         returned: by step, what it returned.
         drew: whether they drew random numbers from torch's own generators.
         error: what ended the run early; None if it took all steps.
@@ -71,7 +71,7 @@ class RehearsedSteps:
     counters: set[Counter] = field(default_factory=set)
     writes_gradients: bool = False
     keeps_gradients: bool = False
-    aliases: tuple[str, ...] = ()
+    aliases: dict[str, None] = field(default_factory=dict)
     returned: list[Any] = field(default_factory=list)
     error: Exception | None = None
     drew: bool = False
@@ -141,6 +141,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             param.grad = None if scenario.missing.get(number) == i else grad
             given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
         grads += [grad for _, grad, _ in given if grad is not None]
+        memory = {memory_of(grad) for grad in grads} - {0}
         for param in small.params:  # beside elements as large as theirs, small differences of updates would vanish
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)
@@ -159,28 +160,11 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
         found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
         for param in small.params:
             param.grad = None
-        found.after.append(contents_of(small))
-    found.aliases = aliases_of(small, grads)
+        walk = walk_of(small)
+        found.after.append(walk.found)
+        places = [place for place, value in walk.tensors() if memory_of(value) in memory]
+        found.aliases |= dict.fromkeys(re.sub(r"the state of parameter \d+", "self.state[param]", p) for p in places)
     return found
-
-
-def aliases_of(small: Miniature, grads: Sequence[Tensor]) -> tuple[str, ...]:
-    """Find where a miniature holds the memory of gradients."""
-    memory = {grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}
-
-    def label(value: Any) -> str | None:
-        if isinstance(value, Tensor) and value.layout is torch.strided and value.untyped_storage().data_ptr() in memory:
-            return GRADIENT
-        return small.label(value)
-
-    held = [("self.state[param]", small.optimizer.state.get(param) or {}) for param in small.params]
-    held += [(f"self.{name}", value) for name, value in vars(small.optimizer).items() if name not in NOT_COPIED]
-    places: dict[str, None] = {}
-    for place, value in held:
-        walk = Walk(label)
-        walk.add(place, value)
-        places |= dict.fromkeys(at for at, what in walk.found.items() if what == GRADIENT)
-    return tuple(places)
 
 
 def written(grad: Tensor | None, before: Tensor | None) -> bool:
@@ -188,8 +172,19 @@ def written(grad: Tensor | None, before: Tensor | None) -> bool:
     return grad is not None and before is not None and bits_of(grad) != bits_of(before)
 
 
+def memory_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory; 0 if it has none of its own, as sparse tensors and wrappers of others."""
+    owns = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if owns else 0
+
+
 def contents_of(small: Miniature) -> Contents:
     """Everything that a miniature holds now, by place."""
+    return walk_of(small).found
+
+
+def walk_of(small: Miniature) -> Walk:
+    """Look at everything that a miniature holds now."""
     optimizer, walk = small.optimizer, Walk(lambda v: small.label(v))
     for i, param in enumerate(small.params):
         values = Walk()
@@ -206,4 +201,4 @@ def contents_of(small: Miniature) -> Contents:
     for key, value in optimizer.state.items():
         if not isinstance(key, Tensor):
             walk.add(f"self.state[{key!r}]", value)
-    return walk.found
+    return walk
