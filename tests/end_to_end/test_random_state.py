@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import Optimizer
@@ -213,6 +213,12 @@ def check(own: tuple[Entry, ...], edits: dict[int, str], elementwise: bool, in_p
     def make(params: Params) -> Optimizer:
         return MadeUpState(params, own, elementwise)
 
+    beginnings = {entry.beginning for entry in own}
+    for step, edit in edits.items():
+        # Torch casts loaded state to the dtype of the parameter, a wrapped optimizer to that which its code makes. What
+        # holds the parameter itself runs as residents, whose state is not in `optimizer.state`.
+        casts = edit == "reload" and beginnings & {"zeros in float64", "zeros in bfloat16"}
+        assume(not casts and not (edit == "halve state" and "the parameter" in beginnings))
     steps = max([5, *(step + 3 for step in edits)])
     trap = Trap(
         "made-up-state", "made up", make, "either", steps=steps, edit=Edits(edits, in_place), shapes=((3, 2), (2, 3))
