@@ -214,7 +214,7 @@ def check(own: tuple[Entry, ...], edits: dict[int, str], elementwise: bool, in_p
         return MadeUpState(params, own, elementwise)
 
     beginnings = {entry.beginning for entry in own}
-    for step, edit in edits.items():
+    for edit in edits.values():
         # Torch casts loaded state to the dtype of the parameter, a wrapped optimizer to that which its code makes. What
         # holds the parameter itself runs as residents, whose state is not in `optimizer.state`.
         casts = edit == "reload" and beginnings & {"zeros in float64", "zeros in bfloat16"}
