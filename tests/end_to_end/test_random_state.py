@@ -216,7 +216,7 @@ def check(own: tuple[Entry, ...], edits: dict[int, str], elementwise: bool, in_p
     beginnings = {entry.beginning for entry in own}
     for edit in edits.values():
         # Torch casts loaded state to the dtype of the parameter, a wrapped optimizer to that which its code makes. What
-        # holds the parameter itself runs as residents: their state is not in `optimizer.state`, and is loaded as it was.
+        # holds the parameter itself runs as residents: their state is elsewhere, and is loaded as it was.
         casts = edit == "reload" and beginnings & {"zeros in float64", "zeros in bfloat16"}
         assume(not casts and not (edit in ("halve state", "reload") and "the parameter" in beginnings))
     steps = max([5, *(step + 3 for step in edits)])
