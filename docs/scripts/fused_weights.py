@@ -52,5 +52,5 @@ for step in range(10):
     if dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 if dist.get_rank() == 0:
-    print(canzona_compile.explain(optimizer))  # a row for every piece
+    print(canzona_compile.explain(optimizer))  # names every piece
 dist.destroy_process_group()
