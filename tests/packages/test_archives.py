@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -111,6 +112,9 @@ def test_the_wheel_says_what_it_is(built: Built) -> None:
     assert metadata["Version"] == canzona_compile.__version__
     assert {"page", "test"} <= set(metadata.get_all("Provides-Extra"))
     assert "canzona-compile = canzona_compile.__main__:main" in scripts
+    links = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL", []))
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert [links["Paper"]] == re.findall(r"^ +url: (\S+)$", citation, re.MULTILINE)
 
 
 def test_the_archive_of_sources_has_what_the_repository_has(built: Built, tmp_path: Path) -> None:
