@@ -15,10 +15,12 @@ import pytest
 from rich.console import Console
 
 import canzona_compile
+from canzona_compile import optimizers
 from canzona_compile.__main__ import main
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.report.units import format_seconds
+from canzona_compile.tools.planning.offline import optimizer_named
 from canzona_compile.tools.planning.plan import ALTERNATIVES
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +127,11 @@ def test_alternatives_are_compared_unless_told_not_to(good: list[str], capsys: p
     assert {*ALTERNATIVES, "replicated"} <= set(names)
 
 
+@pytest.mark.parametrize("name", ["NorMuon", "SOAP", "Shampoo"])
+def test_optimizers_of_the_package_have_names(name: str) -> None:
+    assert type(optimizer_named(name.lower(), {})) is getattr(optimizers, name)
+
+
 def test_a_table_reads_in_ascii_without_colours() -> None:
     shapes = {f"layers.{i}.{name}": shape for i in range(6) for name, shape in (("q", [48, 48]), ("up", [80, 48]))}
     made = canzona_compile.plan(shapes, mesh="hsdp=4,fsdp=16", strategy="owner", capacity=8000)
@@ -170,7 +177,7 @@ def test_a_process_that_is_refused_says_why(good: list[str]) -> None:
         (["--model", "qwen3-0.6b", "--split", "q"], ["there is no split 'q'", "at:   split", "hint: qkv, gate-up"]),
         (["--model", "qwen3-0.6b", "--mesh", "tp=3"], ["tp=3 does not divide", "at:   mesh", "hint: tp can be"]),
         (["--mesh", "sp=2"], ["there is no mesh dim 'sp'", "at:   mesh", "hint: dims are dp"]),
-        (["--optimizer", "adam"], ["there is no optimizer 'adam'", "hint: one of muon, soap, shampoo"]),
+        (["--optimizer", "adam"], ["there is no optimizer 'adam'", "hint: one of muon, normuon, soap, shampoo"]),
         (["--optimizer", "no_such_module:X"], ["cannot be imported", "no_such_module:X"]),
         (["--optimizer", "torch.optim:Nothing"], ["cannot be imported", "has no attribute 'Nothing'"]),
         (["--optimizer", "torch.nn:Linear"], ["is no class of torch.optim.Optimizer"]),
