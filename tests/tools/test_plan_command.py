@@ -15,12 +15,10 @@ import pytest
 from rich.console import Console
 
 import canzona_compile
-from canzona_compile import optimizers
 from canzona_compile.__main__ import main
 from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.plan_file import read_plan
 from canzona_compile.report.units import format_seconds
-from canzona_compile.tools.planning.offline import optimizer_named
 from canzona_compile.tools.planning.plan import ALTERNATIVES
 
 ROOT = Path(__file__).parents[2]
@@ -125,11 +123,6 @@ def test_alternatives_are_compared_unless_told_not_to(good: list[str], capsys: p
     assert names[0] == "joint"
     assert names.count("joint") == 1
     assert {*ALTERNATIVES, "replicated"} <= set(names)
-
-
-@pytest.mark.parametrize("name", ["NorMuon", "SOAP", "Shampoo"])
-def test_optimizers_of_the_package_have_names(name: str) -> None:
-    assert type(optimizer_named(name.lower(), {})) is getattr(optimizers, name)
 
 
 def test_a_table_reads_in_ascii_without_colours() -> None:
