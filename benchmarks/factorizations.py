@@ -24,6 +24,7 @@ from torch import Tensor
 from canzona_compile.kernels import cholesky_qr, inverse_root
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import ALONE, FACTORIZATIONS
+from processor import this_processor
 
 FLOOR = 1e-3
 Way = Callable[[Tensor], Any]
@@ -153,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     batches = given.batches or ((1, 8, 32) if on_gpu else (1, 4))
     clock = Clock(device, given.repetitions)
     found = {
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device": torch.cuda.get_device_name(device) if on_gpu else this_processor(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "how": clock.how,

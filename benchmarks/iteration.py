@@ -31,6 +31,7 @@ from latency_results import Spread, spread
 from latency_traffic import TrafficCounter
 from lm_data import Batches, standard_library
 from lm_model import Decoder, ModelConfig
+from processor import this_processor
 
 TIMEOUT = timedelta(minutes=3)
 SCHEMA = 1
@@ -179,7 +180,8 @@ def show(results: dict[str, IterationResult], settings: argparse.Namespace, elem
     console = Console(width=None if sys.stdout.isatty() else 150)
     title = (
         f"Muon and AdamW, {elements / 1e6:.1f} M parameters, {settings.ranks} gloo ranks of one thread on "
-        f"{os.cpu_count()} cores, torch {torch.__version__}, medians of {settings.rounds} rounds (p10-p90)"
+        f"{os.cpu_count()} cores of {this_processor()}, torch {torch.__version__}, medians of {settings.rounds} rounds "
+        "(p10-p90)"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("variant")

@@ -108,6 +108,7 @@ class Results:
     torch: str
     ranks: int
     cores: int
+    processor: str
     strategy: str
     optimizer: str
     rounds: int

@@ -35,6 +35,7 @@ from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.tools.calibration.calibrate import calibrate, processors
 from latency_cases import CASES
 from latency_variants import REPLICATED
+from processor import this_processor
 from validation_rounds import QUIET, Comparison, compare_case
 from zero1_validation import ZERO1_CASES, compare_zero1
 
@@ -68,6 +69,7 @@ class Results:
     schema: int
     torch: str
     processors: int
+    processor: str
     median_error: float
     limit: float
     comparisons: Sequence[Comparison]
@@ -108,7 +110,7 @@ def main() -> int:
         found += compare(settings, ranks, hardware)
     counted = [one for one in found if one.variant != REPLICATED and one.quiet]
     error = statistics.median(abs(one.error) for one in counted) if counted else math.inf
-    results = Results(SCHEMA, torch.__version__, processors(), error, settings.limit, found, rates)
+    results = Results(SCHEMA, torch.__version__, processors(), this_processor(), error, settings.limit, found, rates)
     Path(settings.json).parent.mkdir(parents=True, exist_ok=True)
     Path(settings.json).write_text(json.dumps(asdict(results), indent=1) + "\n")
     Console(width=None if sys.stdout.isatty() else 120).print(table(results))
@@ -151,7 +153,9 @@ def run_rank(rank: int, settings: Settings, ranks: int, folder: str) -> None:
 
 def table(results: Results) -> Table:
     """Measured and predicted side by side."""
-    made = Table(title=f"torch {results.torch}, gloo ranks of one thread on {results.processors} cores")
+    made = Table(
+        title=f"torch {results.torch}, gloo ranks of one thread on {results.processors} cores of {results.processor}"
+    )
     for column in ("case", "variant"):
         made.add_column(column)
     for column in (

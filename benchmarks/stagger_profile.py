@@ -37,6 +37,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from optimizers.shampoo import Shampoo
 from optimizers.soap import SOAP
+from processor import this_processor
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"soap": SOAP, "shampoo": Shampoo}
 
@@ -140,7 +141,7 @@ def show(settings: Settings, profiles: list[Profile]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     table = Table(
         title=f"{settings.optimizer}: {settings.matrices} matrices of {settings.size} x {settings.size}, every "
-        f"{settings.every} steps refreshed, {settings.ranks} gloo ranks",
+        f"{settings.every} steps refreshed, {settings.ranks} gloo ranks on {this_processor()}",
         title_justify="left",
     )
     for column in ("", *(f"step {i}" for i in range(settings.every)), "mean", "worst / mean", "predicted"):

@@ -32,6 +32,7 @@ from latency_optimizers import OPTIMIZERS
 from latency_results import SCHEMA, Results
 from latency_rounds import measure_case, measure_model
 from latency_tables import case_table, model_table
+from processor import this_processor
 
 TIMEOUT = timedelta(minutes=3)  # of a collective
 
@@ -90,13 +91,14 @@ def run_rank(rank: int, settings: Settings, meeting: str) -> None:
         torch=torch.__version__,
         ranks=settings.ranks,
         cores=os.cpu_count() or 0,
+        processor=this_processor(),
         strategy=settings.strategy,
         optimizer=settings.optimizer,
         rounds=settings.rounds,
     )
     console.print(
         f"{results.optimizer}, torch {results.torch}, {results.ranks} gloo ranks of one thread"
-        f" on {results.cores} cores, {results.rounds} rounds\n"
+        f" on {results.cores} cores of {results.processor}, {results.rounds} rounds\n"
     )
     if settings.first_step:
         for model in (QWEN, QWEN_HOST):

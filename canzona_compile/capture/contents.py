@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from canzona_compile.ir.layout import local_part
 
@@ -169,10 +170,23 @@ def cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def bits_of(tensor: Tensor) -> tuple[Any, ...]:
     """Shape, dtype, requires_grad and bits of a tensor; of a DTensor those of this rank, of sparse ones no bits."""
     tensor = local_part(tensor)
+    if inner := inner_tensors(tensor):
+        return type(tensor).__name__, *(bits_of(getattr(tensor, name)) for name in inner)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_complex():
         return type(tensor).__name__, tuple(tensor.shape), tensor.dtype
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, flat.view(torch.uint8).numpy().tobytes()
+
+
+def inner_tensors(tensor: Tensor) -> list[str]:
+    """The attributes with the tensors that a tensor is made of, such as codes and scales of low-bit state.
+
+    What it tells about them beside, its code makes anew. Classes of this kind seldom have operators to be copied.
+    """
+    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    names: list[str] = tensor.__tensor_flatten__()[0]
+    return names
 
 
 def refill_dict(own: dict[Any, Any], saved: dict[Any, Any]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.contents import ATOMS, OPAQUE, slots_of
+from canzona_compile.capture.contents import ATOMS, OPAQUE, inner_tensors, slots_of
 from canzona_compile.capture.leaves import leaf_name
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import local_part
@@ -116,6 +116,10 @@ class Finder:
         if id(value) in self._seen or self._is_param(value):
             return
         self._seen[id(value)] = value
+        if isinstance(value, Tensor) and (inner := inner_tensors(value)):
+            for name in inner:
+                self.look((*path, name), getattr(value, name), partial(setattr, value, name))
+            return
         if isinstance(value, LEAVES):
             self._add(path, value, put)
             if isinstance(value, Tensor) and value.is_leaf and value.grad is not None:

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.errors import CanzonaError
+from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.options import Options
+from canzona_compile.report.units import format_shape
 from canzona_compile.session.bind import Binder, BoundParam
 from canzona_compile.session.param_names import named_params
 from canzona_compile.session.plan import Plan, make_plan
@@ -48,17 +49,24 @@ class ExplainedParameter:
             (one rank steps all parameters at once, because they depend on one another), "local" (elementwise: each
             rank updates its fragment) or "refused".
         why: the rank that computes it, or the reason, with the line of the optimizer's code that led to it.
+        rank: the rank that computes it alone, where one of several does.
     """
 
     name: str
     shape: Shape
     how: str
     why: str
+    rank: int | None = None
+
+    @property
+    def treatment(self) -> tuple[Shape, str, str]:
+        """What it has in common with parameters that other ranks compute in the same way."""
+        return self.shape, self.how, self.why if self.rank is None else self.why.removeprefix(on_rank(self.rank))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation(JupyterMixin):
-    """How each parameter of an optimizer is updated; print it.
+    """How each parameter of an optimizer is updated; print it: parameters of one shape and treatment share a row.
 
     Attributes:
         optimizer: the name of its class.
@@ -76,9 +84,14 @@ class Explanation(JupyterMixin):
         table = Table(title=f"canzona explains {self.optimizer}", title_justify="left")
         for column in ("parameter", "shape", "how", "why"):
             table.add_column(column, overflow="fold")
+        alike: dict[Any, list[ExplainedParameter]] = {}
         for row in self.parameters:
-            how = Text(row.how, style=STYLES[row.how])
-            table.add_row(Text(row.name), "x".join(map(str, row.shape)), how, Text(row.why))
+            alike.setdefault(row.treatment, []).append(row)
+        for (shape, how, why), rows in alike.items():
+            ranks = sorted({row.rank for row in rows if row.rank is not None})
+            said = on_rank(*ranks) + why if ranks else why
+            names = Text(some([row.name for row in rows]))
+            table.add_row(names, format_shape(shape), Text(how, style=STYLES[how]), Text(said))
         yield table
 
     def __str__(self) -> str:
@@ -141,7 +154,8 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
         elif reason:
             yield ExplainedParameter(name, shape, "interpreted", reason)
         else:
-            yield ExplainedParameter(name, shape, "compiled", place_of(owned[name]) + way_of(bound.kind))
+            rank, why = place_of(owned[name])
+            yield ExplainedParameter(name, shape, "compiled", why + way_of(bound.kind), rank)
 
 
 def way_of(kind: ParamKind) -> str:
@@ -150,11 +164,17 @@ def way_of(kind: ParamKind) -> str:
     return "" if oracle is None or not oracle.why else f"; captured by {oracle.way}, because {oracle.why}"
 
 
-def place_of(task: Task) -> str:
-    """Say which rank computes a compiled task, and why."""
+def place_of(task: Task) -> tuple[int | None, str]:
+    """Say which rank computes a compiled task, and why; the rank also as a number, if it is one of several."""
     if task.strategy is Strategy.LOCAL:
-        return "whole on its rank"
+        return None, "whole on its rank"
     if task.owner is None:
-        return f"on every rank: {task.reason}"
+        return None, f"on every rank: {task.reason}"
     replica, shard = task.owner
-    return f"on rank {task.layout.grid.ranks[replica][shard]}: {task.reason}"
+    rank = task.layout.grid.ranks[replica][shard]
+    return rank, f"{on_rank(rank)}: {task.reason}"
+
+
+def on_rank(*ranks: int) -> str:
+    """Name one rank or some."""
+    return f"on {'rank' if len(ranks) == 1 else 'ranks'} {some(map(str, ranks))}"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from canzona_compile.data_parallel.session import OwnerSession
-from canzona_compile.options import Options
 from canzona_compile.report.schema import Facts, LocalTask, ProfileReport
-from canzona_compile.session.plan import Plan
+from canzona_compile.report.suggestions import suggestions
 from canzona_compile.session.program_cache import BoundProgram
 from canzona_compile.session.session import Session
 from canzona_compile.session.step_memory import step_memory
@@ -53,16 +52,3 @@ def eager_cuts(program: BoundProgram) -> list[str]:
         f"Elementwise work of {name} runs operator by operator, without a kernel: {why}."
         for name, why in program.step.program.eager.items()
     ]
-
-
-def suggestions(plan: Plan, options: Options) -> tuple[str, ...]:
-    """List, in sentences, what the user could change so that ranks share work that each of them repeats now."""
-    if not (dist.is_available() and dist.is_initialized()) or options.replicate is not None:
-        return ()
-    alone = [t for t in plan.owned.tasks if t.layout.grid.size == 1 and t.layout.placements == "local"]
-    if not alone or dist.get_world_size() == 1:
-        return ()
-    return (
-        f"{len(alone)} matrices are plain tensors, computed on their rank alone. If ranks hold equal "
-        "copies of them (DDP), wrap(..., replicate=group) shares the work.",
-    )

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from canzona_compile.analysis.roofline import hardware_of
@@ -224,8 +224,7 @@ class TaskList:
     def table(self, begin: int, end: int | None) -> Table:
         """Make the table with those words of a name that are in words[begin:end]."""
         table = columns("owner", "matrix", ">shape", ">micro-group", ">FLOPs", "strategy")
-        names = table.columns[1]
-        names.no_wrap, names.overflow, names.min_width = False, "fold", SHORTEST_NAME
+        foldable(table.columns[1])
         for shown, hidden in by_owner(self.tasks):
             for i, task in enumerate(shown):
                 owner = "" if i else "every rank" if task.owner is None else f"rank {task.owner}"
@@ -241,6 +240,11 @@ class TaskList:
                 flops = format_flops(sum(task.flops for task in hidden))
                 table.add_row("", Text(f"  and {len(hidden)} more, {flops}", "dim"))
         return table
+
+
+def foldable(names: Column) -> None:
+    """Let long names go on in the next line, where others would be cut off."""
+    names.no_wrap, names.overflow, names.min_width = False, "fold", SHORTEST_NAME
 
 
 def tasks(report: Figures) -> Iterator[RenderableType]:
@@ -307,6 +311,7 @@ def costs(report: Figures) -> Iterator[RenderableType]:
     found = [t for t in report.templates if t.tasks]
     formulas = list(dict.fromkeys(map(formula, found)))
     table = columns("", "template", ">matrices", ">FLOPs each", "gather", "scatter")
+    foldable(table.columns[1])
     for t in found:
         cells = (t.name, str(t.tasks), format_flops(t.flops), wires(t, "gather"), wires(t, "scatter"))
         table.add_row(Text(mark(formulas.index(formula(t))), "bold"), *map(Text, cells))

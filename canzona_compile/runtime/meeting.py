@@ -35,10 +35,8 @@ class Purpose(NamedTuple):
     """
 
     call: str
-    why: str = "because some of the state lies on owner ranks"
-    hint: str = (
-        "call it on all ranks; to save on rank 0 alone, call optimizer.canzona.consolidate(to=0) on all ranks before"
-    )
+    why: str
+    hint: str
 
 
 class Meeting:

@@ -53,6 +53,7 @@ from canzona_compile.session.param_names import named_params
 from canzona_compile.session.size_exchange import GridRows
 from canzona_compile.session.stand_in import StandIn
 from canzona_compile.session.stand_ins import StandIns, exchange_stand_ins
+from canzona_compile.session.whole_leaf import check_gathers
 from canzona_compile.split import Split, check_patterns, chosen, part_of_layout, rows_of
 
 
@@ -211,6 +212,8 @@ class Binder:
             kind, local = self.capture.interpreted(spec, reason), False
         if strided and not local:
             raise strided
+        if not local:
+            check_gathers(layout, state or {})
         return [BoundParam(param, g, Task(name, index, g, kind.template.name, layout), kind)]
 
     def _state(self, g: int, param: Tensor, name: str, split: Split | None) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from canzona_compile.ir.step import Task
+from canzona_compile.runtime.meeting import Purpose
 from canzona_compile.session.state import StateStore, restoring
 
 Ranks = tuple[int, ...]
@@ -24,6 +25,19 @@ class Consolidated(NamedTuple):
 
     to: int
     state: dict[Any, Any] | None
+
+
+def gathering(call: str) -> Purpose:
+    """Say for what ranks meet that gather portable state.
+
+    Args:
+        call: the call that needs it.
+    """
+    return Purpose(
+        call,
+        "because some of the state lies on owner ranks",
+        "call it on all ranks; to save on rank 0 alone, call optimizer.canzona.consolidate(to=0) on all ranks before",
+    )
 
 
 def partners(store: StateStore) -> dict[Ranks, str]:

@@ -21,14 +21,14 @@ from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
 from canzona_compile.runtime.equal_copies import Copy
-from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
+from canzona_compile.runtime.meeting import Meeting, meet_all
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.runtime.step_clock import during
 from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
-from canzona_compile.session.gathered import Consolidated, Ranks, partners, shown
+from canzona_compile.session.gathered import Consolidated, Ranks, gathering, partners, shown
 from canzona_compile.session.given_layout import check_marked, shardings_of
 from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.param_checks import check_params, notice_data_parallel
@@ -333,7 +333,7 @@ class Session:
         told = self.partners()
         if told:
             self._check_unbroken()
-            meet_all(told, self.meeting_of, Purpose(purpose))
+            meet_all(told, self.meeting_of, gathering(purpose))
 
     def meeting_of(self, ranks: Ranks) -> Meeting:
         """Return the meetings of some ranks with which this rank shares state."""

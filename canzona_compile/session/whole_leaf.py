@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from canzona_compile.errors import CanzonaError
+from canzona_compile.capture.contents import inner_tensors
+from canzona_compile.capture.error_origin import first_line
+from canzona_compile.errors import CanzonaError, some
+from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.step import Leaf, Task
 from canzona_compile.runtime.process_groups import Groups
 
@@ -15,7 +21,9 @@ from canzona_compile.runtime.process_groups import Groups
 def whole_leaf(task: Task, leaf: Leaf, value: Tensor, groups: Groups, rank: int) -> Tensor:
     """Gather the whole tensor of a leaf from portable state, on every rank of this rank's replica.
 
-    This is a collective if the leaf is a DTensor and the replica has several ranks.
+    This is a collective if the leaf is a DTensor and the replica has several ranks. A class that is made of several
+    tensors, such as codes and scales of low-bit state, puts its fragments together itself, as `full_tensor` asks it to:
+    only it knows which elements belong to which scale.
 
     Args:
         task: the task whose state it belongs to; its layout says where the fragments lie.
@@ -25,7 +33,7 @@ def whole_leaf(task: Task, leaf: Leaf, value: Tensor, groups: Groups, rank: int)
         rank: this rank, global.
 
     Raises:
-        CanzonaError: a whole leaf has another shape than `leaf` says.
+        CanzonaError: a whole leaf has another shape than `leaf` says, or its class cannot put its fragments together.
     """
     if not isinstance(value, DTensor):
         if tuple(value.shape) != leaf.shape:
@@ -38,6 +46,8 @@ def whole_leaf(task: Task, leaf: Leaf, value: Tensor, groups: Groups, rank: int)
     if len(peers) == 1:
         return local.reshape(leaf.shape)
     boxes = [layout.boxes[s].of(leaf.shape) for s in peers]
+    if inner_tensors(local):
+        return put_together(value, leaf, task)
     group = groups.of(tuple(grid.ranks[r][s] for s in peers))
     received = torch.empty(sum(b.numel for b in boxes), dtype=local.dtype, device=local.device)
     sent = local.flatten().repeat(len(peers))
@@ -47,3 +57,41 @@ def whole_leaf(task: Task, leaf: Leaf, value: Tensor, groups: Groups, rank: int)
     for box, part in zip(boxes, received.split(sizes), strict=True):
         whole[box.slices()] = part.view(box.size)
     return whole
+
+
+def put_together(value: DTensor, leaf: Leaf, task: Task) -> Tensor:
+    """Gather a leaf whose fragments are made of several tensors."""
+    try:
+        whole = value.full_tensor()
+        for name in inner_tensors(whole):
+            setattr(whole, name, getattr(whole, name).clone())  # what it holds waits for its collective, then is plain
+    except Exception as error:  # whatever the class raises, on all ranks alike, as they hold equal shapes
+        raise apart(leaf.name, value, first_line(error), task.name) from error
+    return whole
+
+
+def check_gathers(layout: Layout, state: Mapping[str, Any]) -> None:
+    """Refuse state that ranks could not put together, before a rank waits for the others.
+
+    Args:
+        layout: of the parameter.
+        state: its portable state.
+
+    Raises:
+        CanzonaError: fragments are made of several tensors, and have unequal shapes. DTensor would pad some of them,
+            where the class cannot do that, and ranks may hold fragments of different classes.
+    """
+    shapes = dict.fromkeys(str(list(box.size)) for box in layout.boxes)
+    for name, value in state.items():
+        if len(shapes) > 1 and isinstance(value, DTensor) and inner_tensors(value._local_tensor):
+            raise apart(name, value, f"they have the shapes {some(shapes)}")
+
+
+def apart(leaf: str, value: DTensor, why: str, at: str | None = None) -> CanzonaError:
+    """Make the error for fragments of a leaf that stay apart."""
+    kind = type(value._local_tensor).__name__
+    return CanzonaError(
+        f"ranks cannot put the fragments of state {leaf!r} together, which are of class {kind}: {why}",
+        at=at,
+        hint="wrap before the first step, so that owners make this state as a whole",
+    )

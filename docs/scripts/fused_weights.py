@@ -15,12 +15,13 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(64)
         self.qkv = nn.Linear(64, 64 + 32 + 32, bias=False)
         self.gate_up = nn.Linear(64, 96 + 96, bias=False)
         self.down = nn.Linear(96, 64, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).split([64, 32, 32], dim=-1)
+        q, k, v = self.qkv(self.norm(x)).split([64, 32, 32], dim=-1)
         x = x + q * torch.cat([k, v], dim=-1)
         gate, up = self.gate_up(x).unflatten(-1, (4, 2, 24)).unbind(-2)  # four blocks, each with a share of both
         return x + self.down((nn.functional.silu(gate) * up).flatten(-2))
@@ -33,8 +34,9 @@ model = nn.Sequential(Layer(), Layer())
 fully_shard(model, mesh=mesh)
 
 # --8<-- [start:split]
+matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]  # norms go to another optimizer
 optimizer = canzona_compile.wrap(
-    torch.optim.Muon(model.named_parameters(), lr=2e-2),  # or name the parameters by wrap(..., model=model)
+    torch.optim.Muon(matrices, lr=2e-2),  # or name the parameters by wrap(..., model=model)
     split={
         "*.qkv.weight": {"q": 64, "k": 32, "v": 32},
         "*.gate_up.weight": Split({"gate": 96, "up": 96}, interleaved=4),
@@ -48,9 +50,9 @@ for step in range(10):
     loss = nn.functional.mse_loss(model(x), x.roll(1, dims=1))
     loss.backward()
     optimizer.step()
-    optimizer.zero_grad()
+    model.zero_grad()
     if dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 if dist.get_rank() == 0:
-    print(canzona_compile.explain(optimizer))  # a row for every piece
+    print(canzona_compile.explain(optimizer))  # names every piece
 dist.destroy_process_group()

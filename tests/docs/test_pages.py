@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import pkgutil
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -201,6 +203,31 @@ def test_commands_are_there(page: str) -> None:
 def test_a_wrong_command_is_found(line: str) -> None:
     with pytest.raises((AssertionError, KeyError, SystemExit)):
         check_line(line)
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    """What is printed as on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.full
+def test_the_plan_that_is_shown_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal as wide as the page, apart from what the page leaves out."""
+    line, shown, *_ = (block for block in BLOCKS if block.page == "docs/planning.md")
+    name, *words = line.text.split()
+    assert name == "canzona-compile"
+    for variable, value in {"COLUMNS": "90", "TERM": "xterm"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert command_line.main(words) == 0
+    text = re.sub(r"\x1b\[[\d;]*m", "", sys.stdout.getvalue())  # type: ignore[attr-defined]
+    printed = iter([line.rstrip() for line in text.splitlines()])
+    assert [line for line in shown.text.splitlines() if line.rstrip() not in printed] == []  # in this order
 
 
 # -- errors and warnings ---------------------------------------------------------------------------

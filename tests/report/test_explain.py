@@ -10,6 +10,7 @@ from torch.optim import AdamW
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
+from canzona_compile.report.explain import ExplainedParameter, Explanation
 from tests.harness import toy_optimizers as toys
 from tests.harness.pairs import Pair, feed, muon, parameters
 
@@ -63,6 +64,30 @@ def test_text_and_data() -> None:
     assert "canzona explains Muon" in text
     assert "6x4" in text
     assert explanation.to_dict()["parameters"][0]["how"] == "compiled"
+
+
+# -- printed ---------------------------------------------------------------------------------------
+
+
+def rows_in(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("│") and line.split("│")[1].strip()]
+
+
+def test_matrices_of_one_shape_and_treatment_are_one_row() -> None:
+    explanation = canzona_compile.explain(muon(parameters([(6, 4), (4, 6), (6, 4), (6, 4), (6, 4), (6, 4)])))
+    assert [row.name for row in explanation.parameters] == [f"group0.param{i}" for i in range(6)]
+    first, second = rows_in(str(explanation))
+    assert "group0.param0, group0.param2, group0.param3 and 2 more" in first
+    assert "group0.param1 " in second
+
+
+def test_owners_do_not_tell_rows_apart() -> None:
+    rows = [ExplainedParameter(f"w{i}", (6, 4), "compiled", f"on rank {i % 2}: it is faster", i % 2) for i in range(3)]
+    rows += [ExplainedParameter("w3", (6, 4), "compiled", "on rank 7: it was given", 7)]
+    first, second = rows_in(str(Explanation("Muon", tuple(rows))))
+    assert "w0, w1, w2 " in first
+    assert "on ranks 0, 1: it is faster" in first
+    assert "on rank 7: it was given" in second
 
 
 # -- missing gradients as zeros ----------------------------------------------------------------

@@ -369,3 +369,11 @@ def test_long_names_lose_what_they_share() -> None:
     assert re.search(r"^  rank 1  down +64x64", text, re.MULTILINE)
     assert f"names in full: model.decoder.{'x' * 30}.1.….weight" in text
     assert names["layers.1.weight"] in replace(report, tasks=tasks).to_text(120)
+
+
+def test_long_class_names_are_whole_in_the_table_of_costs() -> None:
+    name = "DistributedShampooWithAVeryLongNameOfItsOwn_64x32_f32"
+    report = make_report(scheduled(grid_of(1, 4), (64, 32)), FACTS)
+    text = replace(report, templates=(replace(report.templates[0], name=name),)).to_text(80)
+    rows = text[text.index("  a  Distributed") + 5 : text.index("  a = ")]
+    assert "".join(line.split()[0] for line in rows.splitlines()) == name

@@ -12,11 +12,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 
 import canzona_compile
+from canzona_compile import optimizers
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_name, canonical_names
 from canzona_compile.ir.hardware import Machine, named_hardware
 from canzona_compile.session.param_names import named_params
 from canzona_compile.tools.planning.held import held_by
+from canzona_compile.tools.planning.offline import optimizer_named
 from canzona_compile.tools.planning.plan import model_of
 from tests.end_to_end.test_published_optimizers import MuonAndAdam
 from tests.harness.ranks import run
@@ -153,3 +155,8 @@ def test_rates_that_are_assumed_anyway_are_no_other_machine(device: str, name: s
     rates = named_hardware(name)
     assert Machine(device, "gloo", 1, rates) == Machine(device, "gloo", 1)
     assert Machine("cpu", "gloo", 1, named_hardware("h100")).rates is not None
+
+
+@pytest.mark.parametrize("name", ["NorMuon", "SOAP", "Shampoo"])
+def test_optimizers_of_the_package_have_names(name: str) -> None:
+    assert type(optimizer_named(name.lower(), {})) is getattr(optimizers, name)

@@ -64,6 +64,17 @@ def test_the_steps_of_a_period() -> None:
     assert "heaviest step" in made.to_html()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["soap", "shampoo"])
+def test_the_optimizers_that_people_plan_with_have_periods(name: str) -> None:
+    made = planned(name)
+    period = made.forecast.period
+    assert period is not None
+    assert period.mean < period.worst == max(period.seconds)
+    assert "mean of" in made.to_text()
+    assert "heaviest" in made.to_text()
+
+
 def test_steps_alike_have_no_period() -> None:
     made = planned(torch.optim.Muon)
     assert made.forecast.period is None

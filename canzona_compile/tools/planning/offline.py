@@ -28,8 +28,9 @@ from canzona_compile.tools.planning.weights import Model, ModelWeight
 SMALL = 32  # smallest dim of the matrices on which captured graphs are compared with eager steps
 NAMED = {
     "muon": "torch.optim:Muon",
-    "soap": "canzona_compile.optimizers.soap:SOAP",
-    "shampoo": "canzona_compile.optimizers.shampoo:Shampoo",
+    "normuon": "canzona_compile.optimizers:NorMuon",
+    "soap": "canzona_compile.optimizers:SOAP",
+    "shampoo": "canzona_compile.optimizers:Shampoo",
 }
 
 

@@ -71,8 +71,8 @@ def plan(
             Without an optimizer, or if it holds none of them, these are the parameters of two or more dims except
             embeddings and the head. With ZeRO-1 the other parameters lie in buckets too.
         mesh: sizes of named dims, "fsdp=32,tp=8": dp, hsdp, fsdp, ep, tp, pp.
-        optimizer: "muon", "soap", "shampoo", "module:Class", a class, or an optimizer; parameters that it does not
-            hold get the hyperparameters of its first parameter group.
+        optimizer: "muon", "normuon", "soap", "shampoo", "module:Class", a class, or an optimizer; parameters that it
+            does not hold get the hyperparameters of its first parameter group.
         arguments: the arguments of the class, beside the parameters.
         hardware: a name (h100, h200, gb300, a100, cpu), or a file that `canzona-compile calibrate` wrote.
         split: the fused weights of a preset to take apart into matrices: "qkv", "gate-up", both, or "none".

@@ -1,0 +1,7 @@
+"""Matrix optimizers as they are written for one device; installed, this is `canzona_compile.optimizers`."""
+
+from canzona_compile.optimizers.normuon import NorMuon
+from canzona_compile.optimizers.shampoo import Shampoo
+from canzona_compile.optimizers.soap import SOAP
+
+__all__ = ["SOAP", "NorMuon", "Shampoo"]
