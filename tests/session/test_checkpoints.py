@@ -115,7 +115,9 @@ def test_other_kinds_of_state(saved: Saved, name: str, loader: Rank) -> None:
     """Columns, elementwise, interpreted (by ranks that own nothing, too), nested, in lists, and no tensors at all."""
     if (name, loader) == ("words", (ONE, False)):
         pytest.skip("torch itself makes generators of strings")
-    check(saved, name, loader, FEW)
+    # DTensors that are gathered are contiguous; some processors then round products with what were columns otherwise.
+    strided = name == "columns"
+    check(saved, name, loader, {saver: ["shards"] for saver in FEW} if strided else FEW)
 
 
 @pytest.mark.full
