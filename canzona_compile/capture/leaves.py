@@ -100,6 +100,8 @@ def leaf_problem(state: dict[str, Any], paths: LeafPaths) -> str:
     for name, value in leaves:
         if isinstance(value, Tensor) and type(value) not in (Tensor, Parameter, FakeTensor):
             return f"its state holds a {type(value).__name__}: {name!r}"
+        if isinstance(value, Tensor) and expanded(value):
+            return f"its state holds an expanded tensor: {name!r}"
         if shared := [other for other, tensor in leaves if other > name and overlap(value, tensor)]:
             return f"its state holds one tensor under two names: {name!r} and {shared[0]!r}"
         if not isinstance(value, Tensor | float | int | str | None):
@@ -122,6 +124,12 @@ def overlap(one: Any, other: Any) -> bool:
         return False
     (begin, end), (start, stop) = extent(one), extent(other)
     return begin < stop and start < end
+
+
+def expanded(tensor: Tensor) -> bool:
+    """Whether a tensor shows one element at several places."""
+    strided = tensor.layout is torch.strided
+    return strided and any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

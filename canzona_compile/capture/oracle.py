@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.compiled_calls import compiled_calls
@@ -360,8 +359,6 @@ def one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def blank_like(leaf: Any) -> Any:
     """Make a whole tensor like a leaf of a real state, which may be a DTensor. Return other leaves unchanged."""
-    if isinstance(leaf, DTensor):
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     if isinstance(leaf, Tensor):
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     return leaf

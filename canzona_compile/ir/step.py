@@ -67,8 +67,9 @@ class Leaf:
 
     def blank(self, device: torch.device) -> torch.Tensor:
         """Zeros laid out like the leaf."""
-        made = torch.zeros(self.shape, dtype=self.dtype, device=device)
-        return made.as_strided(self.shape, self.stride or made.stride())
+        if self.stride is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
 
 
 @dataclass(frozen=True, eq=False, slots=True)

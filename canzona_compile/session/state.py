@@ -378,5 +378,5 @@ def like_param(local: Tensor, param: Tensor, leaf: Leaf) -> Tensor:
         param.placements,
         run_check=False,
         shape=param.shape,
-        stride=param.stride(),
+        stride=leaf.stride or param.stride(),
     )
