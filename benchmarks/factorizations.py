@@ -24,7 +24,7 @@ from torch import Tensor
 from canzona_compile.kernels import cholesky_qr, inverse_root
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import ALONE, FACTORIZATIONS
-from processor import this_processor
+from canzona_compile.tools.processor import this_processor
 
 FLOOR = 1e-3
 Way = Callable[[Tensor], Any]

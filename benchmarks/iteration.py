@@ -26,12 +26,12 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
+from canzona_compile.tools.processor import this_processor
 from iteration_variants import PHASES, PLAIN, Variant, make_variants, same_bits
 from latency_results import Spread, spread
 from latency_traffic import TrafficCounter
 from lm_data import Batches, standard_library
 from lm_model import Decoder, ModelConfig
-from processor import this_processor
 
 TIMEOUT = timedelta(minutes=3)
 SCHEMA = 1

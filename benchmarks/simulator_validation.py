@@ -33,9 +33,9 @@ from torch.multiprocessing.spawn import spawn
 
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.tools.calibration.calibrate import calibrate, processors
+from canzona_compile.tools.processor import this_processor
 from latency_cases import CASES
 from latency_variants import REPLICATED
-from processor import this_processor
 from validation_rounds import QUIET, Comparison, compare_case
 from zero1_validation import ZERO1_CASES, compare_zero1
 

@@ -35,9 +35,9 @@ import canzona_compile
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
+from canzona_compile.tools.processor import this_processor
 from optimizers.shampoo import Shampoo
 from optimizers.soap import SOAP
-from processor import this_processor
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"soap": SOAP, "shampoo": Shampoo}
 

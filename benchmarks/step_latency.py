@@ -27,12 +27,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from canzona_compile.options import StrategyOption
+from canzona_compile.tools.processor import this_processor
 from latency_cases import CASES, QWEN, QWEN_HOST
 from latency_optimizers import OPTIMIZERS
 from latency_results import SCHEMA, Results
 from latency_rounds import measure_case, measure_model
 from latency_tables import case_table, model_table
-from processor import this_processor
 
 TIMEOUT = timedelta(minutes=3)  # of a collective
 

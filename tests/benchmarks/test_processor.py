@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from canzona_compile.tools.processor import name_in, this_processor
 from tests.harness.marks import also
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-NAMED = "import sys; sys.path.insert(0, sys.argv[1]); from processor import {0}; print({0}({1}))"
 EPYC = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nflags\t\t: fpu"
 
 
@@ -24,13 +24,9 @@ def said(*line: str) -> str:
     return done.stdout
 
 
-def named(function: str, argument: str = "") -> str:
-    return said("-c", NAMED.format(function, repr(argument) if argument else ""), str(BENCHMARKS)).strip()
-
-
 def test_a_processor_has_a_name_and_numbers() -> None:
-    assert named("name_in", EPYC) == "AMD EPYC, family 25 model 17"
-    assert named("this_processor")
+    assert name_in(EPYC) == "AMD EPYC, family 25 model 17"
+    assert this_processor()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +42,7 @@ def test_a_processor_has_a_name_and_numbers() -> None:
 def test_a_table_names_the_processor(line: str, tmp_path: Path) -> None:
     script, *options = line.split()
     table = said(str(BENCHMARKS / script), *options, "--json", str(tmp_path / "found.json"))
-    assert named("this_processor") in " ".join(table.split())
+    assert this_processor() in " ".join(table.split())
     assert json.loads((tmp_path / "found.json").read_text())
 
 

@@ -17,6 +17,7 @@ import torch
 
 import canzona_compile.errors as errors
 from canzona_compile.tools.acceptance.step import AcceptanceStep, StepNeed
+from canzona_compile.tools.processor import this_processor
 
 ROOT = Path(errors.__file__).parents[1]  # of the repository, if this is a checkout
 SANITIZER = "compute-sanitizer"
@@ -97,6 +98,7 @@ def facts(machine: AcceptedMachine) -> dict[str, str]:
         "device": machine.device,
         "ranks": str(machine.ranks),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": this_processor(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "triton": installed("triton"),
