@@ -67,9 +67,8 @@ class Leaf:
 
     def blank(self, device: torch.device) -> torch.Tensor:
         """Zeros laid out like the leaf."""
-        if self.stride is None:
-            return torch.zeros(self.shape, dtype=self.dtype, device=device)
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
+        strides = self.stride or torch.empty(self.shape, device="meta").stride()
+        return torch.empty_strided(self.shape, strides, dtype=self.dtype, device=device).zero_()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
