@@ -20,9 +20,7 @@ MOST_REHEARSALS = (
 MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them costs time on every step
 # Attributes that torch sets by itself while training.
 TORCH_S_OWN = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_hook_for_profile")
-
-
-OF_PARAMETERS = "parameters' "
+OF_PARAMETERS = "parameters' "  # places in attributes of parameters begin with it
 
 
 class AttributeWatch:
@@ -37,7 +35,7 @@ class AttributeWatch:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._last: Contents | None = None
-        self._changes: collections.Counter[str] = collections.Counter()  # by attribute, those that were no numbers
+        self._changes: collections.Counter[str] = collections.Counter()  # by name, those that twins do not follow
         self._deep: list[str] = []  # the places inside of attributes that changed
 
     def begin(self, counters: Container[str]) -> None:
@@ -53,19 +51,21 @@ class AttributeWatch:
         """Look again.
 
         Returns:
-            Whether an attribute changed since the last look; whether the optimizer should be rehearsed again, because
-            something else than a number changed that has not changed often.
+            Whether an attribute of the optimizer changed since the last look; whether the optimizer should be rehearsed
+            again, because something changed that has not changed often. Numbers in attributes of the optimizer reach
+            twins, so they do not count. Those inside of attributes of parameters do not reach them.
         """
         now = self._look(counters)
         places = [] if self._last is None else changed(self._last, now)
         places = [place for place in places if re.split(r"[.\[]", place)[0] not in counters]
         self._last = now
+        of_optimizer = [place for place in places if not place.startswith(OF_PARAMETERS)]
         own = vars(self.optimizer)  # `defaults` grow when a state dict is loaded
-        passed = ("defaults", OF_PARAMETERS)
-        self._deep += [p for p in places if not isinstance(own.get(p), ATOMS) and not p.startswith(passed)]
-        names = {re.split(r"[.\[]", place)[0] for place in places if not is_number(now.get(place))}
+        self._deep += [p for p in of_optimizer if not isinstance(own.get(p), ATOMS) and not p.startswith("defaults")]
+        unfollowed = [p for p in places if p.startswith(OF_PARAMETERS) or not is_number(now.get(p))]
+        names = {name_of(place) for place in unfollowed}
         self._changes.update(names)
-        return bool(places), any(self._changes[name] <= MOST_REHEARSALS for name in names)
+        return bool(of_optimizer), any(self._changes[name] <= MOST_REHEARSALS for name in names)
 
     def check_followed(self, resident: bool) -> None:
         """Raise if residents cannot follow what changed. They get attributes that are plain values, and no others.
@@ -93,6 +93,11 @@ class AttributeWatch:
             for name, value in unmarked(param).items():
                 walk.add(f"{OF_PARAMETERS}{name}[{i}]", value)
         return walk.found
+
+
+def name_of(place: str) -> str:
+    """The attribute that a place is in; for attributes of parameters the place, which is the same for all of them."""
+    return re.sub(r"\d+", "", place) if place.startswith(OF_PARAMETERS) else re.split(r"[.\[]", place)[0]
 
 
 def by_identity(value: Any) -> str | None:

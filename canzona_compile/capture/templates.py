@@ -170,7 +170,7 @@ class Capture:
         before = self._rehearsals.get(self._cast())
         self._rehearsals.clear()
         now = self.rehearse()
-        if before is None or (before.resident, before.joint) == (now.resident, now.joint):
+        if before is not None and (before.resident, before.joint) == (now.resident, now.joint):
             return False
         self.kinds.clear()
         self._separable.clear()

@@ -80,9 +80,21 @@ class RehearsedSteps:
 def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
     """Step all parameters together, as the plain optimizer does.
 
+    Places that hold gradients count only if later steps read them there: those that each step writes anew do not.
+
     Raises:
         UnsupportedOptimizer: the step writes something outside of the optimizer.
     """
+    found = steps_together(optimizer, scenario)
+    if found.aliases:
+        again = steps_together(optimizer, scenario, in_place=True).after
+        if len(again) == len(found.after) and not any(map(changed, found.after, again)):
+            found.aliases.clear()
+    return found
+
+
+def steps_together(optimizer: Optimizer, scenario: Scenario, in_place: bool = False) -> RehearsedSteps:
+    """Do what `together` does; `in_place` writes every gradient over the one before."""
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
     outside = Outside(optimizer, small.label)
 
@@ -91,7 +103,7 @@ def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
             return plain_step(type(small.optimizer))(small.optimizer)
 
     try:
-        found = run(small, scenario, step)
+        found = run(small, scenario, step, in_place)
         if places := changed(outside.contents, Outside(optimizer, small.label).contents):
             raise UnsupportedOptimizer(
                 f"{plain_class(optimizer).__name__}.step changes {some(places)}, outside of the optimizer",
@@ -122,11 +134,12 @@ def apart(optimizer: Optimizer, scenario: Scenario, company: Company, whole: Reh
         outside.restore()
 
 
-def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> RehearsedSteps:
-    """Take the steps of a scenario."""
+def run(small: Miniature, scenario: Scenario, step: Callable[[], Any], in_place: bool = False) -> RehearsedSteps:
+    """Take the steps of a scenario; `in_place` writes every gradient over the one before."""
     found = RehearsedSteps(contents_of(small))
     random = torch.Generator().manual_seed(0)
     grads: list[Tensor] = []
+    homes: dict[int, Tensor] = {}
     for number in range(scenario.steps):
         factor = scenario.rates.get(number, 1.0)
         for group in small.optimizer.param_groups if factor != 1.0 else ():
@@ -138,6 +151,8 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             grad = torch.randn(param.shape, generator=random).to(param.device, param.grad_dtype or param.dtype)
             if i == 0:
                 grad *= scenario.scales.get(number, 1.0)
+            if in_place and scenario.missing.get(number) != i:
+                grad = homes.setdefault(i, grad).copy_(grad)
             param.grad = None if scenario.missing.get(number) == i else grad
             given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
         grads += [grad for _, grad, _ in given if grad is not None]

@@ -23,8 +23,8 @@ HOOKS = {
     for hook in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre")
 } | {"_optimizer_load_state_dict_post_hooks"}
 # Attributes of an optimizer that copies do not share: they are made anew, or belong to the call of the real step.
-MARKS = (int, float, str, type(None))
 NOT_COPIED = {"step", "canzona", "param_groups", "state", *HOOKS}
+MARKS = (int, float, str, type(None))  # classes of attributes of parameters that plans know
 
 
 def plain_class(optimizer: Optimizer) -> type[Optimizer]:

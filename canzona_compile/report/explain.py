@@ -125,6 +125,7 @@ def _explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> 
     binder = Binder(optimizer, options, capture)
     binder.exchange()
     with contextlib.suppress(CanzonaError):  # what is wrong with a parameter is reported with it, below
+        capture.notice()
         capture.rehearse()
     bound: list[BoundParam] = []
     rows: list[ExplainedParameter | str] = []

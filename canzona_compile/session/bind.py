@@ -143,6 +143,7 @@ class Binder:
         if self._stand_ins is None:
             self.exchange()
         assert self._stand_ins is not None
+        self.capture.notice()  # of what changed since `explain`, or since the plan before this one
         groups = range(len(self.optimizer.param_groups))
         self.capture.rehearse([[name for name, g, _ in self._named if g == group] for group in groups])
         names = [name for name, _, _ in self._named]

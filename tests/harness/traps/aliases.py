@@ -54,6 +54,14 @@ class LastGradientElementwise(PerParameter):
         state["last"] = grad
 
 
+class GradientPassedOn(PerParameter):
+    """Puts the gradient into its state and reads it there in the same step, as code in two halves does."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        state["grad"] = grad
+        param.add_(cube(state["grad"]), alpha=-group["lr"])
+
+
 class ParameterInState(PerParameter):
     """Keeps the parameter's own memory and takes it for what the parameter was before."""
 
@@ -113,6 +121,7 @@ TRAPS = [
         ("written over an earlier gradient",),
         edit=WrittenInPlace(),
     ),
+    Trap("gradient-passed-on-in-place", FAMILY, GradientPassedOn, "equal", edit=WrittenInPlace()),
     Trap("parameter-in-state", FAMILY, ParameterInState, "either"),
     Trap("row-of-average", FAMILY, RowOfAverage, "equal"),
 ]

@@ -89,7 +89,8 @@ class OptionsOfParameter(PerParameter):
 
     def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
         options = getattr(param, "options", {})
-        param.add_(cube(grad) * (2.0 if options.get("twice") else 1.0), alpha=-group["lr"])
+        scale = options.get("scale", 2.0 if options.get("twice") else 1.0)
+        param.add_(cube(grad) * scale, alpha=-group["lr"])
 
 
 def give_rates(params: Params) -> None:
@@ -143,6 +144,37 @@ def change_options(optimizer: Any, params: Params, step: int) -> None:
             param.options = {"twice": False}
     if step == 2:
         params[1].options["twice"] = True
+
+
+def rescale_options(optimizer: Any, params: Params, step: int) -> None:
+    if step == 0:
+        for param in params:
+            param.options = {"scale": 1.0}
+    if step == 2:
+        params[1].options["scale"] = 3.0
+
+
+def rescale_options_late(optimizer: Any, params: Params, step: int) -> None:
+    params[1].options = {"scale": 3.0} if step == 5 else {"note": "x" * step}
+
+
+def give_options_after_explaining(optimizer: Any, params: Params, step: int) -> None:
+    if step == 0:
+        if hasattr(optimizer, "canzona"):
+            optimizer.canzona.explain()
+        params[1].options = {"twice": True}
+
+
+def give_options_with_rates(optimizer: Any, params: Params, step: int) -> None:
+    if step == 2:
+        params[0].lr_mul = 3.0
+        params[1].options = {"twice": True}
+
+
+def give_options_after_loading(optimizer: Any, params: Params, step: int) -> None:
+    if step == 2:
+        optimizer.load_state_dict(optimizer.state_dict())
+        params[1].options = {"twice": True}
 
 
 # -- its identity ----------------------------------------------------------------------------------
@@ -268,6 +300,25 @@ TRAPS = (
     Trap("tensor-on-parameter", FAMILY, TensorOnParameter, "either", ("gain",), prepare=give_gains),
     Trap("options-of-parameter-given", FAMILY, OptionsOfParameter, "either", ("options",), edit=give_options),
     Trap("options-of-parameter-changed", FAMILY, OptionsOfParameter, "either", ("options",), edit=change_options),
+    Trap("options-of-parameter-rescaled", FAMILY, OptionsOfParameter, "either", ("options",), edit=rescale_options),
+    Trap(
+        "options-of-parameter-rescaled-late",
+        FAMILY,
+        OptionsOfParameter,
+        "either",
+        ("options",),
+        steps=7,
+        edit=rescale_options_late,
+    ),
+    # A new plan is made for other reasons, too, and the attributes are looked at there.
+    *(
+        Trap(f"options-of-parameter-{name}", FAMILY, OptionsOfParameter, "either", ("options",), edit=edit)
+        for name, edit in (
+            ("explained", give_options_after_explaining),
+            ("and-rates", give_options_with_rates),
+            ("loaded", give_options_after_loading),
+        )
+    ),
     Trap("known-by-id", FAMILY, KnownById, "either", ("special",)),
     # A DTensor has no address: all of them say 0.
     Trap("known-by-address", FAMILY, KnownByAddress, "either", ("special",), layouts=(PLAIN, DDP)),
