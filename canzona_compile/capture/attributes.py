@@ -7,7 +7,7 @@ import re
 from collections.abc import Container
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import ATOMS, Contents, Walk, changed
@@ -18,6 +18,7 @@ MOST_REHEARSALS = (
     3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
 )
 MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them costs time on every step
+MOST_OF_PARAMETER = 100  # places in the attributes of one parameter
 # Attributes that torch sets by itself while training.
 TORCH_S_OWN = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_hook_for_profile")
 OF_PARAMETERS = "parameters' "  # places in attributes of parameters begin with it
@@ -89,10 +90,14 @@ class AttributeWatch:
         for name, value in vars(self.optimizer).items():
             if name not in NOT_COPIED and name not in TORCH_S_OWN and name not in counters:
                 walk.add(name, value)
+        found = walk.found
         for i, param in enumerate(p for group in own.param_groups for p in group["params"]):
-            for name, value in unmarked(param).items():
-                walk.add(f"{OF_PARAMETERS}{name}[{i}]", value)
-        return walk.found
+            if vars(param) and (odd := unmarked(param)):
+                walk = Walk(by_form, bits=False, most=MOST_OF_PARAMETER)
+                for name, value in odd.items():
+                    walk.add(f"{OF_PARAMETERS}{name}[{i}]", value)
+                found |= walk.found
+        return found
 
 
 def name_of(place: str) -> str:
@@ -105,6 +110,11 @@ def by_identity(value: Any) -> str | None:
     if isinstance(value, nn.Module):
         return f"module {id(value)} training={value.training}"
     return f"parameter {id(value)}" if isinstance(value, nn.Parameter) else None
+
+
+def by_form(value: Any) -> str | None:
+    """Name modules, and tensors by what is seen of them without their values, which may change on every step."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else by_identity(value)
 
 
 def is_number(found: Any) -> bool:

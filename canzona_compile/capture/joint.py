@@ -202,5 +202,5 @@ def check_no_fragments(param: Tensor) -> None:
             raise UnsupportedOptimizer(
                 f"the optimizer steps all parameters at once, on one rank, and the attribute {name} of a parameter is "
                 "a DTensor, of which each rank holds a fragment",
-                hint=f"delete param.{name} before step(), or keep what the step reads in self.state[param]",
+                hint=f"keep what the step reads in self.state[param], not in param.{name}",
             )

@@ -15,6 +15,7 @@ from canzona_compile.capture.coupling import NamesByGroup
 from canzona_compile.capture.eager_fallback import ResidentStep, interpreted_template, joint_templates
 from canzona_compile.capture.eager_parity import holistic, same_bits
 from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
+from canzona_compile.capture.given_gradients import GivenGradients
 from canzona_compile.capture.joint import JointUpdate
 from canzona_compile.capture.leaves import python_leaves
 from canzona_compile.capture.oracle import Oracle
@@ -52,6 +53,7 @@ class Capture:
     _closure: str | None = None  # why its step cannot take one; None before anybody asked
     _watch: AttributeWatch = field(init=False)
     residency: Residency = field(init=False)
+    given: GivenGradients = field(init=False)
     _rehearsals: dict[Any, Rehearsal] = field(default_factory=dict)
     _separable: set[KindKey] = field(default_factory=set)
     _faithful: set[tuple[str, ...]] = field(default_factory=set)
@@ -59,6 +61,7 @@ class Capture:
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
     def __post_init__(self) -> None:
+        self.given = GivenGradients()
         self._watch = AttributeWatch(self.optimizer)
         self.residency = Residency(self.optimizer)
 
@@ -156,7 +159,8 @@ class Capture:
         """Follow attributes of the optimizer and its parameters that users changed since the last step.
 
         Returns:
-            Whether the optimizer runs in another way with them, so that all is to be captured and planned anew.
+            Whether the optimizer runs in another way, or has other habits, so that all is to be captured and planned
+            anew.
 
         Raises:
             UnsupportedOptimizer: with these attributes, its step reads or writes something that a plan does not give.
@@ -170,7 +174,7 @@ class Capture:
         before = self._rehearsals.get(self._cast())
         self._rehearsals.clear()
         now = self.rehearse()
-        if before is not None and (before.resident, before.joint) == (now.resident, now.joint):
+        if before is not None and replace(self.residency.with_habits(before), recipe=None) == replace(now, recipe=None):
             return False
         self.kinds.clear()
         self._separable.clear()

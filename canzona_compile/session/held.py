@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from canzona_compile.capture.leaves import CONTAINERS
 from canzona_compile.capture.twin import marks_of
-from canzona_compile.errors import CanzonaError, InvalidGradient, some
+from canzona_compile.errors import CanzonaError, InvalidGradient
 from canzona_compile.ir.layout import local_part
 
 Entry = tuple[Any, Any, Any]  # a container, a key, and what lies there
@@ -98,7 +97,6 @@ class HeldParameters:
         self._memory = self._addresses()
         self._marks = self._all_marks()
         self._used: dict[str, weakref.ref[Tensor]] = {}
-        self._given: dict[str, list[StorageWeakRef]] = {}
 
     def replaced(self) -> bool:
         """Tell whether memory or marks of a parameter were replaced."""
@@ -137,36 +135,3 @@ class HeldParameters:
                     at=name,
                     hint="call zero_grad() after every step",
                 )
-
-    def note_gradients(self, names: Iterable[str]) -> None:
-        """Note the memory of the gradients of a step, as far as it is not freed since."""
-        for name in names:
-            grad = self.params[name].grad
-            if grad is not None:
-                alive = [memory for memory in self._given.get(name, ()) if not memory.expired()]
-                own = memory_of(grad)
-                self._given[name] = alive if own in alive else [*alive, own]
-
-    def check_not_overwritten(self, names: Iterable[str], places: Iterable[str]) -> None:
-        """Raise if a gradient lies in the memory of an earlier one, which the optimizer holds.
-
-        Args:
-            names: the tasks of this step.
-            places: where the optimizer holds gradients.
-
-        Raises:
-            InvalidGradient: the plain optimizer would find this gradient there. A plan keeps a copy of the earlier one.
-        """
-        for name in names if self._given else ():
-            grad = self.params[name].grad
-            if grad is not None and memory_of(grad) in self._given.get(name, ()):
-                raise InvalidGradient(
-                    f"it was written over an earlier gradient, which the optimizer holds in {some(places)}",
-                    at=name,
-                    hint="call zero_grad(set_to_none=True) after every step, or let the optimizer keep a clone",
-                )
-
-
-def memory_of(tensor: Tensor) -> StorageWeakRef:
-    """Name the memory of a tensor on this rank, without keeping it."""
-    return StorageWeakRef(local_part(tensor).untyped_storage())

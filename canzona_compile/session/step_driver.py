@@ -132,6 +132,8 @@ class StepDriver:
         Raises:
             CanzonaError: the state or a gradient does not fit its parameter.
         """
+        for param in (b.origin for b in self.plan.bound.values()) if self._habits.aliases else ():
+            self.capture.given.note(param, self.optimizer.state.get(param))  # which a plain step may have left
         self.store.adopt()
         self._take_params()
         self._next = self._agreed = self._participants()
@@ -194,7 +196,6 @@ class StepDriver:
         self._take_params()
         self._check_gradients()
         self._next = self._participants()
-        self._held_params.check_not_overwritten(self._next.ready, self._habits.aliases)
         self._check_presence()
         try:
             self._consult(self._next.ready)
@@ -236,6 +237,8 @@ class StepDriver:
     def _check_presence(self) -> None:
         """Raise InvalidGradient if a gradient is missing, or a parameter frozen, and the optimizer would notice."""
         habits, bound = self._habits, self.plan.bound
+        if habits.aliases:
+            self.capture.given.check({n: bound[n].origin for n in self._next.ready}, habits.aliases)
         if all(b.param.grad is None for b in bound.values()):
             check_main_gradients({name: b.origin for name, b in bound.items()})
         if habits.needs_gradients and (bare := [n for n, b in bound.items() if b.param.grad is None]):
@@ -330,11 +333,12 @@ class StepDriver:
             self._held_state.hold({n: self.store.params[n] for n in self.store.initialised if self._compiled(n)})
         self._stepped = set(self.store.initialised)
         if self._habits.drops_gradients:
-            self._drop_gradients()
+            for bound in self.plan.bound.values():  # as the optimizer's step does after its updates
+                bound.param.grad = bound.origin.grad = None
         elif self._habits.writes_gradients:
             self._held_params.use_gradients((*ready, *fresh))
-        if self._habits.aliases:
-            self._held_params.note_gradients((*ready, *fresh))
+        for param in (self.plan.bound[n].origin for n in (*ready, *fresh)) if self._habits.aliases else ():
+            self.capture.given.note(param, param.grad)
         if not fresh and self.last is not None:
             return False
         with contextlib.suppress(Untraceable):  # the next step will make a new plan then
@@ -348,11 +352,6 @@ class StepDriver:
         stateful = joint.step(ready, lambda key: self._run(self.programs.get(key)))
         self.store.forget(self.store.initialised - set(stateful))
         self.store.interpreted(stateful)
-
-    def _drop_gradients(self) -> None:
-        """Do what the optimizer's step does after its updates."""
-        for bound in self.plan.bound.values():
-            bound.param.grad = bound.origin.grad = None
 
     def end_step(self) -> None:
         """Write pieces that are copies back to their fused parameters, and drop all gradients that were lent."""

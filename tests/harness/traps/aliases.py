@@ -99,6 +99,23 @@ class WrittenInPlace:
             param.grad = first
 
 
+class WrittenInPlaceAtNewPlan:
+    """Writes the third gradients over the second ones, at a step for which there has to be a new plan."""
+
+    def __init__(self) -> None:
+        self.second: list[Any] = []
+
+    def __call__(self, optimizer: Any, params: Params, step: int) -> None:
+        """Do it."""
+        if step == 1:
+            self.second = [param.grad for param in params]
+        if step == 2:
+            params[0].lr_mul = 1.0
+            for param, second in zip(params, self.second, strict=True):
+                second.copy_(param.grad)
+                param.grad = second
+
+
 TRAPS = [
     Trap("first-gradient-as-momentum-elementwise", FAMILY, FirstGradientAsMomentumElementwise, "equal"),
     Trap("first-gradient-as-momentum", FAMILY, FirstGradientAsMomentum, "equal"),
@@ -122,6 +139,14 @@ TRAPS = [
         edit=WrittenInPlace(),
     ),
     Trap("gradient-passed-on-in-place", FAMILY, GradientPassedOn, "equal", edit=WrittenInPlace()),
+    Trap(
+        "last-gradient-in-place-at-new-plan",
+        FAMILY,
+        LastGradient,
+        "refused",
+        ("written over an earlier gradient",),
+        edit=WrittenInPlaceAtNewPlan(),
+    ),
     Trap("parameter-in-state", FAMILY, ParameterInState, "either"),
     Trap("row-of-average", FAMILY, RowOfAverage, "equal"),
 ]
