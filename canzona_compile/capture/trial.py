@@ -138,7 +138,8 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any], in_place:
     """Take the steps of a scenario; `in_place` writes every gradient over the one before."""
     found = RehearsedSteps(contents_of(small))
     random = torch.Generator().manual_seed(0)
-    grads: list[Tensor] = []
+    grads: list[Tensor] = []  # kept, so that no address is that of another one
+    memory: set[int] = set()
     homes: dict[int, Tensor] = {}
     for number in range(scenario.steps):
         factor = scenario.rates.get(number, 1.0)
@@ -156,7 +157,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any], in_place:
             param.grad = None if scenario.missing.get(number) == i else grad
             given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
         grads += [grad for _, grad, _ in given if grad is not None]
-        memory = {memory_of(grad) for grad in grads} - {0}
+        memory |= {memory_of(grad) for _, grad, _ in given if grad is not None} - {0}
         for param in small.params:  # beside elements as large as theirs, small differences of updates would vanish
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)

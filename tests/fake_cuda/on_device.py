@@ -74,7 +74,7 @@ class DeviceExecutor(Executor):
 
 
 # Whether the program that is being made runs on the device. Inputs do not say: only the owner of a task has its code.
-MAKES_FOR_DEVICE: ContextVar[bool] = ContextVar("MAKES_FOR_DEVICE")
+MAKES_FOR_DEVICE: ContextVar[bool] = ContextVar("MAKES_FOR_DEVICE", default=True)
 
 
 class DeviceProgramMaker(ProgramMaker):
