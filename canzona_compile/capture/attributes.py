@@ -58,7 +58,7 @@ class AttributeWatch:
         """
         now = self._look(counters)
         places = [] if self._last is None else changed(self._last, now)
-        places = [place for place in places if re.split(r"[.\[]", place)[0] not in counters]
+        places = [place for place in places if name_of(place) not in counters]
         self._last = now
         of_optimizer = [place for place in places if not place.startswith(OF_PARAMETERS)]
         own = vars(self.optimizer)  # `defaults` grow when a state dict is loaded

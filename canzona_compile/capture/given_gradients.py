@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from canzona_compile.capture.memory import memory_of
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import InvalidGradient, some
-from canzona_compile.ir.layout import local_part
 
 
 class GivenGradients:
@@ -22,11 +21,8 @@ class GivenGradients:
 
     def note(self, param: Tensor, tensors: Any) -> None:
         """Note the memory of a gradient, or of all tensors in a state, which may be one."""
-        known = [memory for memory in self._memory.get(param, ()) if not memory.expired()]
-        for tensor in pytree.tree_leaves(tensors):
-            if isinstance(tensor, Tensor) and (own := memory_of(tensor)) not in known:
-                known.append(own)
-        self._memory[param] = known
+        known = {memory for memory in self._memory.get(param, ()) if not memory.expired()}
+        self._memory[param] = known | {memory_of(tensor) for tensor in pytree.tree_leaves(tensors)} - {None}
 
     def check(self, params: Mapping[str, Tensor], places: Iterable[str]) -> None:
         """Raise if a gradient lies in memory that was noted, which the optimizer holds.
@@ -45,8 +41,3 @@ class GivenGradients:
                     at=name,
                     hint="call zero_grad(set_to_none=True) after every step, or let the optimizer keep a clone",
                 )
-
-
-def memory_of(tensor: Tensor) -> StorageWeakRef:
-    """Name the memory of a tensor on this rank, without keeping it."""
-    return StorageWeakRef(local_part(tensor).untyped_storage())

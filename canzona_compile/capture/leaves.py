@@ -10,11 +10,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
+from canzona_compile.capture.memory import expanded, overlap
 from canzona_compile.compat.torch_private import FakeTensor, pytree
 
 CONTAINERS = (dict, list, tuple)
@@ -111,29 +110,3 @@ def leaf_problem(state: dict[str, Any], paths: LeafPaths) -> str:
         except TypeError:
             return f"its state holds a tuple: {name!r}"
     return ""
-
-
-def overlap(one: Any, other: Any) -> bool:
-    """Whether two leaves are tensors that may have elements in common. Views of fake tensors are known, too."""
-    if one is other:
-        return isinstance(one, Tensor)
-    kinds = (Tensor, Parameter, FakeTensor)
-    if not all(type(leaf) in kinds and leaf.layout is torch.strided for leaf in (one, other)):
-        return False
-    if StorageWeakRef(one.untyped_storage()) != StorageWeakRef(other.untyped_storage()):
-        return False
-    (begin, end), (start, stop) = extent(one), extent(other)
-    return begin < stop and start < end
-
-
-def expanded(tensor: Tensor) -> bool:
-    """Whether a tensor shows one element at several places."""
-    strided = tensor.layout is torch.strided
-    return strided and any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def extent(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its memory between which a tensor lies."""
-    begin = int(tensor.storage_offset()) * tensor.itemsize
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin

@@ -106,6 +106,11 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
             ),
             stacklevel=2,
         )
+    return habits_of(found)
+
+
+def habits_of(found: Sequence[Rehearsal]) -> Rehearsal:
+    """Put together what several scenarios showed, without how the optimizer runs."""
     return Rehearsal(
         frozenset().union(*(one.counters for one in found)),
         writes_gradients=any(one.writes_gradients for one in found),

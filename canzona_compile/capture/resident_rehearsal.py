@@ -25,6 +25,7 @@ from canzona_compile.capture.rehearsal import (
     Rehearsal,
     all_of,
     default_names,
+    habits_of,
     rehearse,
     scenarios,
     takes_foreach,
@@ -168,13 +169,8 @@ def rehearse_residents(
         frozenset().union(*sets)
         for sets in zip(*((r.attributes, r.hyperparameters, r.numbers, r.shared) for r in own), strict=True)
     )
-    return Rehearsal(
-        writes_gradients=any(one.writes_gradients for one in found),
-        aliases=all_of(one.aliases for one in found),
-        needs_gradients=any(one.needs_gradients for one in found),
-        asks_frozen=any(one.asks_frozen for one in found),
-        rounds_in_foreach=any(one.rounds_in_foreach for one in found),
-        draws=any(one.draws for one in found),
+    return replace(
+        habits_of(found),
         recipe=Recipe(construction, attributes, hyperparameters, numbers, shared),
         resident=reason(plain_class(optimizer).__name__, attributes, drawing=any(one.draws for one in found)),
     )

@@ -17,7 +17,7 @@ from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import contiguous
 from canzona_compile.capture.randomness import MutedDraws, seeded
 from canzona_compile.capture.resident import Recipe, Resident
-from canzona_compile.capture.trial import RehearsedSteps, Scenario, contents_of, run
+from canzona_compile.capture.trial import RehearsedSteps, Scenario, contents_of, read_later, run
 from canzona_compile.capture.twin import marks_of, plain_step
 from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import CanzonaError, some
@@ -50,6 +50,20 @@ def together(
     Raises:
         Dependent: the constructor or the step changes something outside of the optimizer, or communicates.
     """
+    taken: list[StepsTogether] = []
+
+    def take(one: Scenario) -> RehearsedSteps:
+        taken.append(all_together(optimizer, construction, one, device))
+        return taken[-1].steps
+
+    read_later(take, scenario)
+    return taken[0]
+
+
+def all_together(
+    optimizer: Optimizer, construction: Construction, scenario: Scenario, device: torch.device
+) -> StepsTogether:
+    """Take the steps of `together`."""
     small = Miniature(optimizer, scenario.chosen, loops=scenario.loops)
     outside = Outside(optimizer, small.label)
     muted = MutedDraws(device)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import Contents, Walk, bits_of, changed
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.external_counters import Counter, CounterShadow, counts_of
+from canzona_compile.capture.memory import memory_of
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.outside import Outside
@@ -37,6 +38,7 @@ class Scenario:
         rates: by step, the factor of all hyperparameters that are floats, from that step on.
         frozen: the step before which the last parameter stops to require a gradient, although it has one.
         loops: whether steps do without `foreach`.
+        in_place: whether every gradient is written over the one before.
         stateful: whether parameters begin with small copies of the state that they have now.
     """
 
@@ -48,6 +50,7 @@ class Scenario:
     frozen: int | None = None
     stateful: bool = False
     loops: bool = False
+    in_place: bool = False
 
 
 @dataclass(slots=True)
@@ -80,21 +83,27 @@ class RehearsedSteps:
 def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
     """Step all parameters together, as the plain optimizer does.
 
-    Places that hold gradients count only if later steps read them there: those that each step writes anew do not.
-
     Raises:
         UnsupportedOptimizer: the step writes something outside of the optimizer.
     """
-    found = steps_together(optimizer, scenario)
+    return read_later(lambda one: all_together(optimizer, one), scenario)
+
+
+def read_later(take: Callable[[Scenario], RehearsedSteps], scenario: Scenario) -> RehearsedSteps:
+    """Take steps, and leave only those aliases of gradients that later steps read.
+
+    They read none if all is the same once every gradient is written over the one before.
+    """
+    found = take(scenario)
     if found.aliases:
-        again = steps_together(optimizer, scenario, in_place=True).after
+        again = take(replace(scenario, in_place=True)).after
         if len(again) == len(found.after) and not any(map(changed, found.after, again)):
             found.aliases.clear()
     return found
 
 
-def steps_together(optimizer: Optimizer, scenario: Scenario, in_place: bool = False) -> RehearsedSteps:
-    """Do what `together` does; `in_place` writes every gradient over the one before."""
+def all_together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
+    """Take the steps of `together`."""
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
     outside = Outside(optimizer, small.label)
 
@@ -103,7 +112,7 @@ def steps_together(optimizer: Optimizer, scenario: Scenario, in_place: bool = Fa
             return plain_step(type(small.optimizer))(small.optimizer)
 
     try:
-        found = run(small, scenario, step, in_place)
+        found = run(small, scenario, step)
         if places := changed(outside.contents, Outside(optimizer, small.label).contents):
             raise UnsupportedOptimizer(
                 f"{plain_class(optimizer).__name__}.step changes {some(places)}, outside of the optimizer",
@@ -134,12 +143,11 @@ def apart(optimizer: Optimizer, scenario: Scenario, company: Company, whole: Reh
         outside.restore()
 
 
-def run(small: Miniature, scenario: Scenario, step: Callable[[], Any], in_place: bool = False) -> RehearsedSteps:
-    """Take the steps of a scenario; `in_place` writes every gradient over the one before."""
+def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> RehearsedSteps:
+    """Take the steps of a scenario."""
     found = RehearsedSteps(contents_of(small))
     random = torch.Generator().manual_seed(0)
-    grads: list[Tensor] = []  # kept, so that no address is that of another one
-    memory: set[int] = set()
+    memory: set[Any] = set()
     homes: dict[int, Tensor] = {}
     for number in range(scenario.steps):
         factor = scenario.rates.get(number, 1.0)
@@ -152,12 +160,11 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any], in_place:
             grad = torch.randn(param.shape, generator=random).to(param.device, param.grad_dtype or param.dtype)
             if i == 0:
                 grad *= scenario.scales.get(number, 1.0)
-            if in_place and scenario.missing.get(number) != i:
+            if scenario.in_place and scenario.missing.get(number) != i:
                 grad = homes.setdefault(i, grad).copy_(grad)
             param.grad = None if scenario.missing.get(number) == i else grad
             given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
-        grads += [grad for _, grad, _ in given if grad is not None]
-        memory |= {memory_of(grad) for _, grad, _ in given if grad is not None} - {0}
+        memory |= {memory_of(grad) for _, grad, _ in given} - {None}
         for param in small.params:  # beside elements as large as theirs, small differences of updates would vanish
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)
@@ -186,12 +193,6 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any], in_place:
 def written(grad: Tensor | None, before: Tensor | None) -> bool:
     """Tell whether the bits of a gradient changed."""
     return grad is not None and before is not None and bits_of(grad) != bits_of(before)
-
-
-def memory_of(tensor: Tensor) -> int:
-    """The address of a tensor's memory; 0 if it has none of its own, as sparse tensors and wrappers of others."""
-    owns = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return tensor.untyped_storage().data_ptr() if owns else 0
 
 
 def contents_of(small: Miniature) -> Contents:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+
+from tests.harness.toy_optimizers import PerParameter, State
 
 aten = torch.ops.aten
 ON_THE_INSIDE = {"all_gather_into_tensor", "wait_tensor", "_wrap_tensor_autograd", "detach", "view"}
@@ -48,32 +49,26 @@ class LowBit(Tensor):
         raise NotImplementedError(f"{cls.__name__} has no {func}")
 
 
-class LowBitMomentum(Optimizer):
+class LowBitMomentum(PerParameter):
     """Momentum in `LowBit`; a number is read on the host, so that the step is interpreted.
 
     Args:
         noise: draw random numbers, as stochastic rounding does.
     """
 
-    def __init__(self, params: Any, lr: float = 0.1, noise: bool = False) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any, noise: bool = False) -> None:
+        super().__init__(params)
         self.noise = noise
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["step"], state["momentum"] = torch.tensor(0.0), low_bit_zeros(param)
-                state["step"] += 1
-                update = torch.add(param.grad, state["momentum"], alpha=0.9 if state["step"].item() > 1 else 0.0)
-                if self.noise:
-                    update = update + torch.rand_like(update)
-                state["momentum"].copy_(update)
-                param.add_(update, alpha=-group["lr"])
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if not state:
+            state["step"], state["momentum"] = torch.tensor(0.0), low_bit_zeros(param)
+        state["step"] += 1
+        update = torch.add(grad, state["momentum"], alpha=0.9 if state["step"].item() > 1 else 0.0)
+        if self.noise:
+            update = update + torch.rand_like(update)
+        state["momentum"].copy_(update)
+        param.add_(update, alpha=-group["lr"])
 
 
 def low_bit_zeros(param: Tensor) -> Tensor:

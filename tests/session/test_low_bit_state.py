@@ -79,25 +79,22 @@ def test_fragments_of_plain_steps_are_put_together(package: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("package", first(PACKAGES))
-def test_unequal_fragments_are_refused_on_all_ranks(package: str) -> None:
-    """Some of torchao's are of whole blocks and some are not, so that ranks hold state of different classes."""
+@pytest.mark.parametrize(
+    ("layout", "shape", "why"),
+    [("fsdp", (129, 64), "they have the shapes [65, 64], [64, 64]"), ("tp_columns", (128, 64), "NotImplementedError")],
+    ids=["unequal", "columns"],
+)
+def test_fragments_that_stay_apart_are_refused_on_all_ranks(
+    package: str, layout: str, shape: tuple[int, int], why: str
+) -> None:
+    """Some of torchao's unequal ones are of whole blocks and some are not, so that ranks hold state of different
+    classes. Gathered columns have to be split, for which neither class has an operator."""
     imported(package)
-    for said in run(2, wrapped_late, package, "fsdp", (129, 64)):
+    for said in run(2, wrapped_late, package, layout, shape):
         assert "ranks cannot put the fragments of state" in said
-        assert "they have the shapes [65, 64], [64, 64]" in said
+        assert why in said
         assert "at:   group0.param0" in said
         assert "hint: wrap before the first step" in said
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("package", first(PACKAGES))
-def test_what_the_class_cannot_put_together_is_refused(package: str) -> None:
-    """Gathered columns have to be split, for which neither class has an operator."""
-    imported(package)
-    for said in run(2, wrapped_late, package, "tp_columns", (128, 64)):
-        assert "ranks cannot put the fragments of state" in said
-        assert "NotImplementedError" in said
-        assert "at:   group0.param0" in said
 
 
 # -- saved -------------------------------------------------------------------------------------------

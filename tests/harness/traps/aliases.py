@@ -83,37 +83,50 @@ class RowOfAverage(PerParameter):
         param.add_(cube(grad) + state["row"], alpha=-group["lr"])
 
 
+class GradientsOnItself(PerParameter):
+    """Collects all gradients in an attribute before it uses them, as some do for `foreach`."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        self.collected: list[Any] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        pairs = [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.collected = [param.grad for param, _ in pairs]
+        for (param, lr), grad in zip(pairs, self.collected, strict=True):
+            param.add_(cube(grad), alpha=-lr)
+
+
 class WrittenInPlace:
-    """Before each step, moves gradients into the memory of the first ones."""
+    """Moves gradients into the memory of those of a step, before each step after it.
 
-    def __init__(self) -> None:
-        self.first: list[Any] = []
+    Args:
+        since: the step.
+    """
+
+    def __init__(self, since: int = 0) -> None:
+        self.since, self.homes = since, list[Any]()
 
     def __call__(self, optimizer: Any, params: Params, step: int) -> None:
         """Do it."""
-        if step == 0:
-            self.first = [param.grad for param in params]
+        if step == self.since:
+            self.homes = [param.grad for param in params]
+        if step <= self.since:
             return
-        for param, first in zip(params, self.first, strict=True):
-            first.copy_(param.grad)
-            param.grad = first
+        for param, home in zip(params, self.homes, strict=True):
+            home.copy_(param.grad)
+            param.grad = home
 
 
-class WrittenInPlaceAtNewPlan:
-    """Writes the third gradients over the second ones, at a step for which there has to be a new plan."""
-
-    def __init__(self) -> None:
-        self.second: list[Any] = []
+class WrittenInPlaceAtNewPlan(WrittenInPlace):
+    """Does so first at a step for which there has to be a new plan."""
 
     def __call__(self, optimizer: Any, params: Params, step: int) -> None:
         """Do it."""
-        if step == 1:
-            self.second = [param.grad for param in params]
-        if step == 2:
+        super().__call__(optimizer, params, step)
+        if step == self.since + 1:
             params[0].lr_mul = 1.0
-            for param, second in zip(params, self.second, strict=True):
-                second.copy_(param.grad)
-                param.grad = second
 
 
 TRAPS = [
@@ -145,8 +158,9 @@ TRAPS = [
         LastGradient,
         "refused",
         ("written over an earlier gradient",),
-        edit=WrittenInPlaceAtNewPlan(),
+        edit=WrittenInPlaceAtNewPlan(since=1),
     ),
+    Trap("gradients-on-itself-in-place", FAMILY, GradientsOnItself, "equal", edit=WrittenInPlace()),
     Trap("parameter-in-state", FAMILY, ParameterInState, "either"),
     Trap("row-of-average", FAMILY, RowOfAverage, "equal"),
 ]

@@ -1,0 +1,52 @@
+"""Which memory tensors lie in, and whether they share elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from canzona_compile.compat.torch_private import FakeTensor
+from canzona_compile.ir.layout import local_part
+
+
+def memory_of(value: Any) -> StorageWeakRef | None:
+    """Name the memory of a tensor on this rank, without keeping it. Views of one tensor have the same.
+
+    No other memory gets an equal name while this one is held, not even after the memory is freed.
+
+    Returns:
+        None for what has no memory of its own: sparse tensors, classes that are made of other tensors, no tensors.
+    """
+    if not isinstance(value, Tensor):
+        return None
+    local = local_part(value)
+    owns = type(local) in (Tensor, Parameter, FakeTensor) and local.layout is torch.strided
+    return StorageWeakRef(local.untyped_storage()) if owns else None
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two values are tensors that may have elements in common. Views of fake tensors are known, too."""
+    if one is other:
+        return isinstance(one, Tensor)
+    memory = memory_of(one)
+    if memory is None or memory != memory_of(other):
+        return False
+    (begin, end), (start, stop) = extent(one), extent(other)
+    return begin < stop and start < end
+
+
+def expanded(tensor: Tensor) -> bool:
+    """Whether a tensor shows one element at several places."""
+    strided = tensor.layout is torch.strided
+    return strided and any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its memory between which a tensor lies."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin
