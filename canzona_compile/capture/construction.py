@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.attributes import TORCH_S_OWN
 from canzona_compile.capture.contents import ATOMS, Contents, Walk, changed
 from canzona_compile.capture.error_origin import blamed, first_line
-from canzona_compile.capture.kept import memory_of
+from canzona_compile.capture.memory import memory_of
 from canzona_compile.capture.miniature import public
 from canzona_compile.capture.sentinels import sentinels
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, plain_class
@@ -306,7 +306,7 @@ def reads_values(construction: Construction, groups: Sequence[ParamGroup]) -> li
         groups: parameter groups with small parameters.
     """
     params = [p for group in groups for p in group["params"]]
-    memory = {memory_of(p): i for i, p in enumerate(params) if memory_of(p)}
+    index = {memory: i for i, p in enumerate(params) for memory in memory_of(p)}
 
     def made() -> Contents:
         with uninitialised_memory_filled():
@@ -314,8 +314,8 @@ def reads_values(construction: Construction, groups: Sequence[ParamGroup]) -> li
         named = [(optimizer, "the optimizer"), *((p, f"parameter {i}") for i, p in enumerate(params))]
 
         def label(value: Any) -> str | None:
-            if isinstance(value, Tensor) and (i := memory.get(memory_of(value))) is not None:
-                return f"parameter {i}, or a view of it"
+            for memory in memory_of(value) & index.keys():
+                return f"parameter {index[memory]}, or a view of it"
             return next((name for known, name in named if value is known), None)
 
         walk = Walk(label)

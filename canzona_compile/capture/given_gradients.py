@@ -22,7 +22,7 @@ class GivenGradients:
     def note(self, param: Tensor, tensors: Any) -> None:
         """Note the memory of a gradient, or of all tensors in a state, which may be one."""
         known = {memory for memory in self._memory.get(param, ()) if not memory.expired()}
-        self._memory[param] = known | {memory_of(tensor) for tensor in pytree.tree_leaves(tensors)} - {None}
+        self._memory[param] = known | memory_of(*pytree.tree_leaves(tensors))
 
     def check(self, params: Mapping[str, Tensor], places: Iterable[str]) -> None:
         """Raise if a gradient lies in memory that was noted, which the optimizer holds.
@@ -35,7 +35,7 @@ class GivenGradients:
             InvalidGradient: the plain optimizer would find this gradient there. A plan keeps a copy of the earlier one.
         """
         for name, param in params.items() if len(self._memory) else ():
-            if param.grad is not None and memory_of(param.grad) in self._memory.get(param, ()):
+            if memory_of(param.grad) & self._memory.get(param, set()):
                 raise InvalidGradient(
                     f"it was written over an earlier gradient, which the optimizer holds in {some(places)}",
                     at=name,

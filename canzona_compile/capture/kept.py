@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.contents import ATOMS, OPAQUE, inner_tensors, slots_of
 from canzona_compile.capture.leaves import leaf_name
+from canzona_compile.capture.memory import memory_of
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.layout import local_part
 
 NUMBERS = (bool, int, float, np.generic)
 LEAVES = (Tensor, random.Random, np.ndarray, *NUMBERS)
@@ -148,9 +148,7 @@ class Finder:
             put_attribute(here, last, value)
 
     def _is_param(self, value: Any) -> bool:
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            return False
-        return memory_of(value) == self._memory != 0
+        return bool(memory_of(value) & self._memory)
 
     def _add(self, path: Sequence[str], value: Any, put: Put) -> None:
         name = "/".join(path)
@@ -158,14 +156,6 @@ class Finder:
             raise NoPlace(f"two values are kept at {name}")
         self._names.add(leaf_name((name,)))
         self.found[name] = KeptPlace(value, put)
-
-
-def memory_of(tensor: Tensor) -> int:
-    """Return where the memory begins that a tensor is a view of; 0 if it has none."""
-    try:
-        return local_part(tensor).untyped_storage().data_ptr()
-    except RuntimeError:  # a tensor without data, or of a class with several
-        return 0
 
 
 def entries(value: Any) -> Iterator[tuple[Any, Any, Put]]:

@@ -7,33 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Parameter
 
-from canzona_compile.compat.torch_private import FakeTensor
+from canzona_compile.capture.contents import inner_tensors
 from canzona_compile.ir.layout import local_part
 
 
-def memory_of(value: Any) -> StorageWeakRef | None:
-    """Name the memory of a tensor on this rank, without keeping it. Views of one tensor have the same.
+def memory_of(*values: Any) -> set[StorageWeakRef]:
+    """Name the memory of tensors on this rank, without keeping it. Views of one tensor have the same.
 
-    No other memory gets an equal name while this one is held, not even after the memory is freed.
-
-    Returns:
-        None for what has no memory of its own: sparse tensors, classes that are made of other tensors, no tensors.
+    No other memory gets an equal name while this one is held, not even after the memory is freed. What has no memory of
+    its own has no name: sparse tensors, classes that are made of other tensors, values that are no tensors.
     """
-    if not isinstance(value, Tensor):
-        return None
-    local = local_part(value)
-    owns = type(local) in (Tensor, Parameter, FakeTensor) and local.layout is torch.strided
-    return StorageWeakRef(local.untyped_storage()) if owns else None
+    tensors = [local_part(value) for value in values if isinstance(value, Tensor)]
+    own = [t for t in tensors if t.layout is torch.strided and not inner_tensors(t)]
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in own}
 
 
 def overlap(one: Any, other: Any) -> bool:
     """Whether two values are tensors that may have elements in common. Views of fake tensors are known, too."""
     if one is other:
         return isinstance(one, Tensor)
-    memory = memory_of(one)
-    if memory is None or memory != memory_of(other):
+    if not memory_of(one) & memory_of(other):
         return False
     (begin, end), (start, stop) = extent(one), extent(other)
     return begin < stop and start < end

@@ -164,7 +164,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
                 grad = homes.setdefault(i, grad).copy_(grad)
             param.grad = None if scenario.missing.get(number) == i else grad
             given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
-        memory |= {memory_of(grad) for _, grad, _ in given} - {None}
+        memory |= memory_of(*(grad for _, grad, _ in given))
         for param in small.params:  # beside elements as large as theirs, small differences of updates would vanish
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)
@@ -185,7 +185,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             param.grad = None
         walk = walk_of(small)
         found.after.append(walk.found)
-        places = [place for place, value in walk.tensors() if memory_of(value) in memory]
+        places = [place for place, value in walk.tensors() if memory_of(value) & memory]
         found.aliases |= dict.fromkeys(re.sub(r"the state of parameter \d+", "self.state[param]", p) for p in places)
     return found
 
