@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from canzona_compile.errors import CanzonaError
+
 # Frames in these folders belong to torch and to this package, and are not the cause of an error.
 MACHINERY = (Path(torch.__file__).parent, Path(__file__).parents[1])
 OPTIMIZERS = MACHINERY[0] / "optim"
@@ -17,6 +19,12 @@ def first_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of its message."""
     text = str(error).strip() or type(error).__name__
     return f"{type(error).__name__}: {text.splitlines()[0]}"
+
+
+def failed_on(rank: int, error: BaseException) -> CanzonaError:
+    """Make the error that other ranks raise where the step of a rank failed: the first line of its error, and what to
+    do about that if it says so."""
+    return CanzonaError(f"the step failed on rank {rank}: {first_line(error)}", hint=getattr(error, "hint", None))
 
 
 def blamed(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from canzona_compile.capture.error_origin import first_line
+from canzona_compile.capture.error_origin import failed_on, first_line
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError, RankMismatch, problem_of
@@ -163,7 +163,7 @@ class Session:
         except BaseException as error:  # an interrupt, too, leaves others waiting
             if self.driver is not None and self.driver.shares:
                 self._broken = first_line(error)
-                agreement.fail(None, CanzonaError(f"the step failed on rank {self.rank}: {self._broken}"))
+                agreement.fail(None, failed_on(self.rank, error))
             raise
 
     def _check_unbroken(self) -> None:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from canzona_compile.capture.error_origin import failed_on
+from canzona_compile.errors import CanzonaError, RankMismatch
 from tests.harness.layouts import Case, local
 from tests.harness.marks import crossed, full, only
 from tests.harness.ranks import PATIENCE, Died, run
@@ -90,6 +92,14 @@ def test_a_rank_stays_away() -> None:
         assert "does not call step(): see what the other ranks wrote" in outcome.said
         assert outcome.changed == []
         assert outcome.seconds < 2 * patience + 5
+
+
+def test_ranks_that_hear_of_a_failure_are_told_what_to_do() -> None:
+    """Of ranks that wait in vain one fails first; the others quote it."""
+    told = failed_on(2, CanzonaError("a collective of this step failed", hint="see what the other ranks wrote"))
+    assert str(RankMismatch(str(told))).startswith("the step failed on rank 2: CanzonaError: a collective of this step")
+    assert "hint: see what the other ranks wrote" in str(RankMismatch(str(told)))
+    assert "hint" not in str(failed_on(2, ValueError("no")))
 
 
 # -- gradients -------------------------------------------------------------------------------------
