@@ -111,9 +111,13 @@ def some(names: Iterable[str], limit: int = 3) -> str:
 
 
 def problem_of(check: Callable[[], None]) -> CanzonaError | None:
-    """The error that a check raises; None if it raises none."""
+    """The error that a check raises, whatever it is, because other ranks must hear of it; None if it raises none."""
     try:
         check()
     except CanzonaError as error:
         return error
+    except Exception as error:
+        failure = CanzonaError(f"planning failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
     return None

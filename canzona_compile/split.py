@@ -99,11 +99,11 @@ def rows_of(split: Split) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     start, blocks = 0, split.interleaved
     for name, rows in split.parts:
-        own = torch.arange(rows)
+        own = torch.arange(rows, device="cpu")
         block, inside = own // (rows // blocks), own % (rows // blocks)
         lie = block * (split.length // blocks) + start // blocks + inside
         if split.order is not None:
-            lie = torch.tensor(split.order[start : start + rows])
+            lie = torch.tensor(split.order[start : start + rows], device="cpu")
         if split.head is None:
             found[name] = lie
         else:

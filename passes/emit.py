@@ -263,7 +263,7 @@ class ProgramWriter(ProgramBuilder):
         else:  # the tasks run one after the other, so intermediate values of only one exist at a time
             out = self.loop(f"{placed.name}_compute", placed.compute, lookup)
         if before is not None:
-            self.call(program_ops.set_matmul_precision, before)
+            self.call(program_ops.put_precision_back, before)
         results = self.items(out, len(placed.scatter) + len(placed.owner_writes))
         for name in batch.tasks:
             g.results[name] = (batch, tuple(results))

@@ -182,6 +182,26 @@ def private_names_of_torch(sources: Sources) -> list[str]:
     return found
 
 
+MAKERS = {
+    *("tensor", "as_tensor", "scalar_tensor", "empty", "zeros", "ones", "full", "eye", "arange", "linspace"),
+    *("rand", "randn", "randint", "randperm"),
+}
+
+
+def tensors_on_the_default_device(sources: Sources) -> list[str]:
+    """Calls of torch that make a tensor where the user's default device is, which may be any."""
+    return [
+        f"{module}:{node.lineno} torch.{node.func.attr}"
+        for module, source in sources.items()
+        for node in ast.walk(parsed(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr in MAKERS) == ("torch", True)
+        and "device" not in {keyword.arg for keyword in node.keywords}
+    ]
+
+
 def long_files(sources: Sources) -> list[str]:
     return [name for name, source in sources.items() if source.count("\n") > MOST_LINES]
 
@@ -211,6 +231,7 @@ RULES: dict[Callable[[Sources], list[str]], tuple[str, str]] = {  # with a viola
     flat_modules: ("planted", "class Helper: ...\n"),
     names_with_two_meanings: ("tools.planted", "class Step: ...\n"),
     private_names_of_torch: ("tools.planted", "import torch\n\nprint(torch._C._cuda_getDevice)\n"),
+    tensors_on_the_default_device: ("tools.planted", "import torch\n\nx = torch.zeros(3)\n"),
     long_files: ("tools.planted", "x = 1\n" * (MOST_LINES + 1)),
     passes_that_import_passes: ("passes.planted", "from canzona_compile.passes.place import Place\n"),
     passes_at_work: ("passes.planted", "import torch.distributed as dist\n"),

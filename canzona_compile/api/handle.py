@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from canzona_compile.compat.torch_private import calls_outside_dynamo
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.fx_utils import graph_module
 from canzona_compile.ir.pipeline import PassHistory
@@ -26,6 +27,7 @@ STAGES = ("captured", "placed", "program")
 log = logging.getLogger(__name__)
 
 
+@calls_outside_dynamo
 class Canzona:
     """Graphs, passes, plan and report of a wrapped optimizer. Before the first step only `explain` works.
 

@@ -21,7 +21,7 @@ from canzona_compile.capture.leaves import keys_of, leaf_name, read
 from canzona_compile.capture.sharding_rules import state_after_a_step
 from canzona_compile.capture.twin import NOT_COPIED, check_step_signature, marks_of
 from canzona_compile.capture.variant import ParameterSpec
-from canzona_compile.compat.torch_private import pytree
+from canzona_compile.compat.torch_private import outside_dynamo, pytree
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.options import Options
 from canzona_compile.session.session import Session
@@ -212,16 +212,17 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
     step.__doc__ = plain.step.__doc__
     members = {
         "step": step,
-        "state_dict": state_dict,
-        "load_state_dict": load_state_dict,
-        "__reduce_ex__": reduce,
-        "__deepcopy__": deepcopy,
+        "state_dict": outside_dynamo(state_dict),
+        "load_state_dict": outside_dynamo(load_state_dict),
+        "__reduce_ex__": outside_dynamo(reduce),
+        "__deepcopy__": outside_dynamo(deepcopy),
         "__module__": plain.__module__,
         "__doc__": plain.__doc__,
         "_canzona_plain_class": plain,
     }
     made: Any = type(f"Canzona{plain.__name__}", (plain,), members)
-    hooked = Optimizer.profile_hook_step(step)  # what Optimizer.__init__ does to a class on first use
+    # What Optimizer.__init__ does to a class on first use. A train step that is compiled as a whole breaks here.
+    hooked = outside_dynamo(Optimizer.profile_hook_step(step))
     hooked.hooked = True  # type: ignore[attr-defined]
     made.step = hooked
     wrapped: type[Any] = made

@@ -19,6 +19,7 @@ from canzona_compile.api.handle import Canzona
 from canzona_compile.api.wrap import names_in
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
+from canzona_compile.compat.torch_private import calls_outside_dynamo
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.filling import Filling
@@ -43,6 +44,7 @@ SCALED_APART = Subject(
 )
 
 
+@calls_outside_dynamo
 class Zero1Canzona(Canzona):
     """`optimizer.canzona` of an optimizer under ZeRO-1: what `wrap` gives, and what is done to all gradients.
 

@@ -207,7 +207,7 @@ class DispatchOracle(Oracle):
         values = path.at_positions(numbers)
         names = [f"t{i}" for i in range(len(tensors))] + path.names
         parts = {i: part_at(path.calls, i) for i, call in own.items() if isinstance(call.func, CompiledEntry)}
-        examples = [*tensors, *(torch.empty((), dtype=torch.float64) for _ in path.names)]
+        examples = [*tensors, *(torch.empty((), dtype=torch.float64, device="cpu") for _ in path.names)]
         examples += [tensor for part in parts.values() for tensor in part.examples]
         module = recorded_module(path, tensors, parts)
         known = [i for i, name in enumerate(names) if name in self.bake]

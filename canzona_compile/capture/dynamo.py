@@ -7,8 +7,6 @@ import functools
 import inspect
 import logging
 import math
-import signal
-import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from canzona_compile.compat.matmul_precision import Kept, put_back, switches
 from canzona_compile.compat.torch_private import (
     LOGGER,
     TorchDispatchMode,
@@ -25,6 +24,7 @@ from canzona_compile.compat.torch_private import (
     set_in_dynamo,
     without_view_records,
 )
+from canzona_compile.progress.interrupts import interrupts_later
 
 StepFunction = Callable[[Any], Any]
 
@@ -32,28 +32,8 @@ StepFunction = Callable[[Any], Any]
 @contextlib.contextmanager
 def as_oracle() -> Iterator[None]:
     """Set up what Dynamo needs. Every call of a compiled step must run inside this context."""
-    with interrupts_later(), torch.no_grad(), quiet(), undecomposed(), outside_modes(), traceable_pow():
+    with interrupts_later(), torch.no_grad(), quiet(), undecomposed(), outside_modes(), traceable_pow(), untouched():
         yield
-
-
-@contextlib.contextmanager
-def interrupts_later() -> Iterator[None]:
-    """Inside this context Ctrl-C waits until its end.
-
-    Dynamo's guards are C++ code that calls Python; an exception that comes up there ends the process.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    caught: list[tuple[int, types.FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if caught:
-            handler(*caught[-1])
 
 
 def compiled(step: StepFunction, backend: Callable[..., Any], unbroken: bool = False) -> StepFunction:
@@ -154,6 +134,18 @@ def traceable_pow() -> Iterator[None]:
         finally:
             if math.pow is power:
                 math.pow = _pow
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """Leave the switches of precision as they were. Dynamo sets one to its value, which may be that of its parent."""
+    before: list[Kept] = []
+    with at_start_of_traces(lambda _args: None if before else before.append(switches())):
+        try:
+            yield
+        finally:
+            for kept in before:
+                put_back(kept)
 
 
 def put_power(_args: Any) -> None:

@@ -25,9 +25,9 @@ from canzona_compile.capture.oracle import Oracle
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.capture.variant import StepInputs
+from canzona_compile.compat.matmul_precision import matmul_precision
 from canzona_compile.ir.compiled_call import num_compiled_calls
 from canzona_compile.ir.fx_utils import from_numbers, graph_module, placeholders, pointwise, tensor_value
-from canzona_compile.ir.product_at import matmul_precision
 from canzona_compile.ir.step import Role, Template
 
 SAMPLES = 3
@@ -70,7 +70,7 @@ def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, mom
     generator = torch.Generator().manual_seed(seed)
 
     def random(dtype: torch.dtype) -> Tensor:
-        return torch.randn(spec.shape, generator=generator).to(spec.device, dtype)
+        return torch.randn(spec.shape, generator=generator, device="cpu").to(spec.device, dtype)
 
     param = torch.nn.Parameter(random(spec.dtype))
     if spec.grad_dtype != spec.dtype:
@@ -116,7 +116,7 @@ def alike(state: dict[str, Any], oracle: Oracle, generator: torch.Generator) -> 
         like, value = oracle.first_state[0][name], read(state, path)
         if isinstance(like, Tensor):
             if not isinstance(value, Tensor) or value.shape != like.shape:
-                value = torch.rand(like.shape, generator=generator).to(like.device)
+                value = torch.rand(like.shape, generator=generator, device="cpu").to(like.device)
             value = value.to(like.dtype)
         write(made, path, like if value is None else value, oracle.structure)
     return made
@@ -126,4 +126,4 @@ def as_input(node: fx.Node, value: Any) -> Any:
     """Turn a number into the 0-d float64 tensor that the captured graph calls `.item()` on; keep other values."""
     asked = any(user.target is torch.ops.aten._local_scalar_dense.default for user in node.users)
     number = isinstance(value, float) or (asked and isinstance(value, int))
-    return torch.tensor(value, dtype=torch.float64) if number else value
+    return torch.tensor(value, dtype=torch.float64, device="cpu") if number else value

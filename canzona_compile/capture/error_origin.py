@@ -27,6 +27,12 @@ def failed_on(rank: int, error: BaseException) -> CanzonaError:
     return CanzonaError(f"the step failed on rank {rank}: {first_line(error)}", hint=getattr(error, "hint", None))
 
 
+def note_rank(rank: int, error: Exception) -> None:
+    """Say on which rank a step failed, below an error that is the optimizer's or torch's and does not say it."""
+    if not isinstance(error, CanzonaError):
+        error.add_note(f"canzona_compile: this was raised by the step of rank {rank}")
+
+
 def blamed(error: BaseException) -> str:
     """Return the last line of the optimizer's code that led to `error`, as "; file.py, line 12: code", or ""."""
     frames = [frame for frame in frames_behind(error) if is_optimizer(Path(frame.filename))]

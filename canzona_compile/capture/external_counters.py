@@ -145,7 +145,7 @@ class CounterShadow:
         self._params += [tiny(group["params"]) for group in groups[len(self._params) :]]
         for param, group in zip(self._params, groups, strict=True):
             some = any(p.grad is not None for p in group["params"])
-            param.grad = torch.randn(param.shape, generator=self._random).to(param) if some else None
+            param.grad = torch.randn(param.shape, generator=self._random, device="cpu").to(param) if some else None
         twin = make_twin(self.optimizer, {}, [], self._state)
         twin.param_groups = [{**group, "params": [p]} for group, p in zip(groups, self._params, strict=True)]
         before = [dict(values) for _, values in around(twin)]
@@ -160,6 +160,6 @@ class CounterShadow:
 
 def tiny(params: Sequence[Tensor]) -> Tensor:
     """Make a tiny parameter with as many dims as the first of some; on the CPU, so that no device is waited for."""
-    first = params[0] if params else torch.zeros(2, 3)
+    first = params[0] if params else torch.zeros(2, 3, device="cpu")
     shape = tuple(min(n, 2 + i) for i, n in enumerate(first.shape))
-    return torch.nn.Parameter(torch.ones(shape, dtype=first.dtype))
+    return torch.nn.Parameter(torch.ones(shape, dtype=first.dtype, device="cpu"))

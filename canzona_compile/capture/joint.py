@@ -22,6 +22,7 @@ from canzona_compile.capture.contents import Contents, Walk, changed
 from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin, odd_state, plain_class, step_plainly
 from canzona_compile.errors import UnsupportedOptimizer, some
+from canzona_compile.progress.interrupts import interrupts_later
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 MOST_WATCHED = 1000  # places in attributes that cannot be sent; looking at them costs time on every step
@@ -80,7 +81,7 @@ def step_at_once(
     pairs = zip(optimizer.param_groups, params, strict=True)
     twin.param_groups = [{**group, "params": list(own)} for group, own in pairs]
     before, objects = [dict(home) for home in homes_of(twin)], objects_in(twin)
-    with NoCollectives():
+    with interrupts_later(), NoCollectives():
         step_plainly(twin)
     if places := changed(objects, objects_in(twin)):
         raise UnsupportedOptimizer(

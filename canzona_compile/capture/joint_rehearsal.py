@@ -90,7 +90,7 @@ def check_held(optimizer: Optimizer) -> None:
         UnsupportedOptimizer: it holds fragments beside its parameter groups, or random generators.
     """
     kind, own = plain_class(optimizer).__name__, {**attributes_of(optimizer), "state": odd_state(optimizer)}
-    finder = Finder(torch.empty(0))
+    finder = Finder(torch.empty(0, device="cpu"))
     try:
         for name, value in own.items():
             finder.look(("self", name), value, lambda _: None)

@@ -248,7 +248,9 @@ def plain(value: Any) -> Any:
     """Copy a leaf as a tensor or a number."""
     if isinstance(value, random.Random):
         version, words, _ = value.getstate()
-        return torch.tensor([version, *words], dtype=torch.int64)  # a second Gaussian that waits is drawn anew
+        return torch.tensor(
+            [version, *words], dtype=torch.int64, device="cpu"
+        )  # a second Gaussian that waits is drawn anew
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):

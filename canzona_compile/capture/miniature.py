@@ -134,7 +134,7 @@ def small_state(state: Mapping[str, Any], sizes: Mapping[int, int]) -> dict[str,
 
     def small_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Leaf):
-            return torch.rand([sizes.get(n, min(n, 4)) for n in leaf.shape or ()]).to(leaf.dtype)
+            return torch.rand([sizes.get(n, min(n, 4)) for n in leaf.shape or ()], device="cpu").to(leaf.dtype)
         if not isinstance(leaf, Tensor):
             return copy.deepcopy(leaf)
         shape = [sizes.get(n, min(n, 4)) for n in leaf.shape]

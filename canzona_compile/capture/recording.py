@@ -23,6 +23,7 @@ from canzona_compile.capture.compiled_calls import CompiledFunction, arguments_o
 from canzona_compile.capture.error_origin import is_optimizer
 from canzona_compile.capture.no_collectives import check_local
 from canzona_compile.capture.provoke import name_of
+from canzona_compile.compat.matmul_precision import precision_now
 from canzona_compile.compat.torch_private import (
     OpOverload,
     TorchDispatchMode,
@@ -166,7 +167,7 @@ class CallRecorder(TorchDispatchMode):
         self.walk = CallPath()
         self.problem: Unrecordable | UnsupportedOptimizer | None = None
         self._here = root
-        self._ambient, self._precision = settings(), torch.get_float32_matmul_precision()
+        self._ambient, self._precision = settings(), precision_now()
         self._around = surroundings()
 
     def __torch_dispatch__(
@@ -194,7 +195,7 @@ class CallRecorder(TorchDispatchMode):
 
     def _own_precision(self) -> str:
         """Return the float32 matmul precision that the step has set; empty if it has set none."""
-        precision = torch.get_float32_matmul_precision()
+        precision = precision_now()
         return "" if precision == self._precision else precision
 
     @contextlib.contextmanager

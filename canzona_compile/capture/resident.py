@@ -207,7 +207,7 @@ class Resident:
         """Take steps with random numbers until the object has a place for every leaf, or too many."""
         random = torch.Generator().manual_seed(0)
         for _ in range(TRIALS):
-            values, grad = (torch.randn(self.spec.shape, generator=random) for _ in range(2))
+            values, grad = (torch.randn(self.spec.shape, generator=random, device="cpu") for _ in range(2))
             before = self.generators.states
             try:
                 with as_written():

@@ -52,7 +52,7 @@ class ResidentShadow:
         for own, group, param in zip(self._object.param_groups, real.param_groups, self._params, strict=True):
             own.update({k: v for k, v in hypers(group).items() if k not in recipe.hyperparameters})
             some = any(p.grad is not None for p in group["params"])
-            param.grad = torch.randn(param.shape, generator=self._random).to(param) if some else None
+            param.grad = torch.randn(param.shape, generator=self._random, device="cpu").to(param) if some else None
         with self._generators.in_use(), as_written():
             step_plainly(self._object)
         for own, group in zip(self._object.param_groups, real.param_groups, strict=True):

@@ -16,8 +16,10 @@ from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.twin import make_twin, marks_of, step_plainly
 from canzona_compile.capture.variant import ParameterSpec
+from canzona_compile.progress.interrupts import uninterrupted
 
 
+@uninterrupted
 def state_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], spec: ParameterSpec) -> dict[str, Tensor]:
     """Take a step with a whole parameter of this kind, drop it, and return the tensors of its state by name.
 
@@ -40,6 +42,7 @@ def state_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], spec: Par
     return {name: value for name, value in leaves if isinstance(value, Tensor)}
 
 
+@uninterrupted
 def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor) -> str:
     """Try two steps on a copy of a parameter and drop the copy. This is no collective if the work is elementwise.
 

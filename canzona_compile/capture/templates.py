@@ -32,6 +32,7 @@ from canzona_compile.capture.ways import open_oracle
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Role, Template
+from canzona_compile.progress.interrupts import interrupted_here, uninterrupted
 from canzona_compile.progress.telling import tell
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Capture:
         """The number of graphs that were captured, in either way."""
         return sum(len(kind.oracle.variants) for kind in self.kinds.values() if kind.oracle is not None)
 
+    @uninterrupted
     def kind_of(
         self, group: Mapping[str, Any], spec: ParameterSpec, name: str, state: Mapping[str, Any] | None = None
     ) -> ParamKind:
@@ -123,10 +125,13 @@ class Capture:
             if not check_separable(self.optimizer, group, spec, name, state):
                 shown = self.residency.check_rehearsed(manner, name, self.rehearse())
             self._separable.add(manner)
+        interrupted_here()
         if shown is not None:
             self.kinds[key] = self._resident(spec, shown) if shown.joint is None else self._joint(spec, shown.joint)
             return self.kinds[key]
-        self.kinds[key] = kind = self._capture(group, spec, state)
+        kind = self._capture(group, spec, state)
+        interrupted_here()
+        self.kinds[key] = kind
         reason = self._look_ahead(kind, group, spec)
         if reason and not isinstance(reason, FormChange):
             self.kinds[key] = other = self._otherwise(kind, group, spec, state, str(reason))
@@ -134,6 +139,7 @@ class Capture:
                 self.kinds[key] = kind  # what cannot be captured in either way is met when it comes
         return self.kinds[key]
 
+    @uninterrupted
     def rehearse(self, names: NamesByGroup = ()) -> Rehearsal:
         """Rehearse the optimizer, once for the groups and parameters that it has now.
 
@@ -155,6 +161,7 @@ class Capture:
         counters = self.group_counters()
         return tuple((len(group["params"]), signature(group, counters)) for group in self.optimizer.param_groups)
 
+    @uninterrupted
     def notice(self) -> bool:
         """Follow attributes of the optimizer and its parameters that users changed since the last step.
 
@@ -189,6 +196,7 @@ class Capture:
     def _joints(self) -> list[JointUpdate]:
         return [rehearsal.joint for rehearsal in self._rehearsals.values() if rehearsal.joint is not None]
 
+    @uninterrupted
     def check_closure(self) -> None:
         """Raise unless `step(closure)` may call the closure before all else.
 
@@ -310,6 +318,7 @@ class Capture:
             self._faithful.add(work)
         return True
 
+    @uninterrupted
     def interpreted(self, spec: ParameterSpec, reason: str) -> ParamKind:
         """Make a kind whose every step is the optimizer's own eager step, on an owner rank."""
         label = self._label(spec)

@@ -22,6 +22,7 @@ from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import Company, step_one
 from canzona_compile.capture.twin import NOT_COPIED, hypers, plain_class, plain_step
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
+from canzona_compile.progress.interrupts import interrupted_here
 
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
 
@@ -150,6 +151,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
     memory: set[Any] = set()
     homes: dict[int, Tensor] = {}
     for number in range(scenario.steps):
+        interrupted_here()
         factor = scenario.rates.get(number, 1.0)
         for group in small.optimizer.param_groups if factor != 1.0 else ():
             group.update({k: v * factor for k, v in hypers(group).items() if isinstance(v, float)})
@@ -157,7 +159,9 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             small.params[-1].requires_grad_(False)
         given = []
         for i, param in enumerate(small.params):
-            grad = torch.randn(param.shape, generator=random).to(param.device, param.grad_dtype or param.dtype)
+            grad = torch.randn(param.shape, generator=random, device="cpu").to(
+                param.device, param.grad_dtype or param.dtype
+            )
             if i == 0:
                 grad *= scenario.scales.get(number, 1.0)
             if scenario.in_place and scenario.missing.get(number) != i:

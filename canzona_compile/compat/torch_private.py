@@ -14,12 +14,17 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 
 # torch.distributed has these, without types.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+# Makes of a function one that Dynamo leaves alone, with all that it calls. `torch.compiler.disable` does so too, and
+# imports Dynamo at once.
+from torch._compile import _disable_dynamo as outside_dynamo
 
 # The type of `torch.ops.aten.mm.default`; `torch.ops` has no public name for it.
 from torch._ops import OpOverload
@@ -57,6 +62,7 @@ __all__ = [
     "is_flattened",
     "is_non_overlapping_and_dense_or_false",
     "no_dispatch",
+    "outside_dynamo",
     "pytree",
 ]
 
@@ -75,6 +81,19 @@ def count_function_modes() -> int:
     return torch._C._len_torch_function_stack()
 
 
+def fp32_precision(backend: str, operation: str) -> str:
+    """In which precision a backend ("cuda", "mkldnn", "generic") computes an operation ("matmul", "all") of float32.
+
+    `torch.backends` has most of these, but `torch.backends.mkldnn.fp32_precision` writes the switch of all backends.
+    """
+    return torch._C._get_fp32_precision_getter(backend, operation)
+
+
+def set_fp32_precision(backend: str, operation: str, value: str) -> None:
+    """Set what `fp32_precision` returns."""
+    torch._C._set_fp32_precision_setter(backend, operation, value)
+
+
 def without_view_records() -> contextlib.AbstractContextManager[Any]:
     """Make a context in which torch keeps no record of which tensors are views of others."""
     guard: Any = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
@@ -87,6 +106,14 @@ def in_backward() -> bool:
 
 
 # -- Dynamo ----------------------------------------------------------------------------------------
+
+
+def calls_outside_dynamo(kind: type[Any]) -> type[Any]:
+    """Make Dynamo leave the public methods of a class alone. This is a decorator of classes."""
+    for name, member in list(vars(kind).items()):
+        if isinstance(member, FunctionType) and not name.startswith("_"):
+            setattr(kind, name, outside_dynamo(member))
+    return kind
 
 
 def mark_static(tensor: torch.Tensor) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from canzona_compile.compat.matmul_precision import matmul_precision
 from canzona_compile.compat.torch_private import FakeTensor, pytree
-from canzona_compile.ir.product_at import matmul_precision
 
 
 @dataclass(frozen=True, eq=False)

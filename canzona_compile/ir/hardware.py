@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.json_text import parsed
 
 SCHEMA = 1
 SHOWN = "a100.json, which comes with the package, shows all fields"
@@ -183,6 +184,7 @@ RATES = (
     *("node", "network"),
 )
 MOST_RANKS = 1 << 20
+LARGEST = 1e24  # of rates, sizes and seconds
 POSITIVE = ("ranks_per_node", "processors", "bandwidth", "memory")
 
 
@@ -205,7 +207,7 @@ def named_hardware(name: str) -> Hardware:
                 f"there is no hardware {name!r}", hint=f"one of {', '.join(known)}, or a file.json that calibrate wrote"
             )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise CanzonaError(f"it is no JSON: {error}", at=str(path), hint=ANEW) from error
     if not isinstance(found, dict):
@@ -270,11 +272,14 @@ def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:
 
 
 def number(value: Any, name: str, at: str, *, positive: bool) -> float:
-    """A finite number that is positive, or at least 0."""
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not sound or value < 0 or (positive and not value):
+    """A number that is positive, or at least 0, and with which no forecast leaves the range of numbers."""
+    sound = isinstance(value, int | float) and not isinstance(value, bool)
+    if not sound or value != value or value < 0 or (positive and not value) or value == math.inf:
         wanted = "a positive number" if positive else "a number of at least 0"
         raise CanzonaError(f"{name} is {value!r}, not {wanted}", at=at, hint="rates are per second, in SI units")
+    if value > LARGEST or (positive and value < 1 / LARGEST):
+        told = f"{value!r:.40}"
+        raise CanzonaError(f"{name} is {told}, which no machine has", at=at, hint=f"{1 / LARGEST} to {LARGEST}")
     return float(value)
 
 

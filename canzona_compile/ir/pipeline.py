@@ -15,6 +15,7 @@ from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, some
 from canzona_compile.ir.step import Form, Step
 from canzona_compile.ir.verifier import verify
+from canzona_compile.progress.interrupts import uninterrupted
 
 
 class Pass(Protocol):
@@ -170,6 +171,7 @@ def run(step: Step, passes: Sequence[Pass], observers: Sequence[Observer] = ()) 
     return step, PassHistory(tuple(records))
 
 
+@uninterrupted
 def call(current: Pass, step: Step, records: Sequence[PassRecord]) -> Step:
     """Apply one pass. If it raises, the error names the pass and the passes before it."""
     earlier = ", ".join(record.name for record in records) or "no other pass"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.json_text import parsed
 from canzona_compile.ir.printer import parts, text_of
 from canzona_compile.ir.step import Step, Strategy, Task
 
@@ -198,11 +199,11 @@ def read_plan(given: str | Path | PlanFile | Mapping[str, Any]) -> PlanFile:
     if not isinstance(given, Mapping):
         at = str(given)
         try:
-            found = json.loads(Path(given).read_text(encoding="utf-8"))
+            found = parsed(Path(given).read_text(encoding="utf-8"))
         except OSError as error:
             hint = "name a file that exists and may be read"
             raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=at, hint=hint) from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise CanzonaError(f"it is no JSON: {error}", at=at, hint=MAKE_ANEW) from error
     else:
         found = dict(given)

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
+from canzona_compile.compat.matmul_precision import matmul_precision
 from canzona_compile.compat.torch_private import OpOverload
-from canzona_compile.ir.program_ops import set_matmul_precision
-
-
-@contextlib.contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Inside this context, torch's float32 matmul precision is this one; empty changes nothing."""
-    before = set_matmul_precision(precision or torch.get_float32_matmul_precision())
-    try:
-        yield
-    finally:
-        set_matmul_precision(before)
 
 
 @dataclass(frozen=True)
@@ -32,7 +19,7 @@ class ProductAt:
 
     Args:
         operator: the operator.
-        precision: "highest", "high" or "medium", as `torch.set_float32_matmul_precision` takes it.
+        precision: as `precision_now` returns it.
     """
 
     operator: OpOverload

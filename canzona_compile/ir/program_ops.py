@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.matmul_precision import Kept, put_back, set_precision
+
 Index = tuple[Any, ...]
 
 
@@ -181,11 +183,14 @@ def start_all_to_all(
     return work
 
 
-def set_matmul_precision(precision: str) -> str:
-    """Set torch's float32 matmul precision, and return the one before."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    return before
+def set_matmul_precision(precision: str) -> Kept | None:
+    """Set torch's float32 matmul precision, and return what puts the one before back."""
+    return set_precision(precision)
+
+
+def put_precision_back(kept: Kept | None) -> None:
+    """Undo `set_matmul_precision`."""
+    put_back(kept)
 
 
 def start_meeting(device: str, group: dist.ProcessGroup) -> dist.Work:

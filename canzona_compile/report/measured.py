@@ -5,13 +5,13 @@ The predictions are those of the simulation: it plays the steps that were measur
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.json_text import parsed
 from canzona_compile.ir.step import Step
 from canzona_compile.report.prediction import by_phase, predict_mean
 from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
@@ -96,7 +96,7 @@ def read_measured(path: str | Path) -> MeasuredReport:
     """
     hint = "write one with profile --json, or optimizer.canzona.report().to_json() after measure()"
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = parsed(Path(path).read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise CanzonaError(f"it cannot be read: {error}", at=str(path), hint=hint) from error
     measured = found.get("measured") if isinstance(found, dict) else None

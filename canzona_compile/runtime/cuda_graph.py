@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.codegen.launch import GroupedKernel, Laid
+from canzona_compile.compat.matmul_precision import put_back_on_error
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.program import EagerTasks, Fragments, Program, Residents, ScalarInput
@@ -175,12 +176,11 @@ class Replay:
             if problem or not stretch.launches:
                 replays.append(None)
                 return stretch.module(*inputs)  # type: ignore[no-any-return]
-            precision = torch.get_float32_matmul_precision()
             try:
-                replay = self.recorder.record(lambda: found.append(stretch.module(*inputs)), stretch.stream)
+                with put_back_on_error():
+                    replay = self.recorder.record(lambda: found.append(stretch.module(*inputs)), stretch.stream)
             except Exception as error:  # from the device or from Triton; nothing was executed
                 problem = (str(error) or repr(error)).splitlines()[0]
-                torch.set_float32_matmul_precision(precision)
                 return stretch.module(*inputs)  # type: ignore[no-any-return]
             for kernel in stretch.module.children():
                 if isinstance(kernel, GroupedKernel):

@@ -12,6 +12,8 @@ from canzona_compile.errors import RankMismatch
 from canzona_compile.ir.layout import Grid, local_part
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+AT_ONCE = 2**20  # elements; the integers that are computed with take 8 bytes each
+FACTOR = 0x1E3779B97F4A7C15  # odd, so that multiplying by it loses nothing
 Ranks = tuple[int, ...]
 
 
@@ -30,7 +32,7 @@ class Copy(NamedTuple):
 
 
 class Digest(NamedTuple):
-    """Sums of the bits of a parameter and of its gradient; None without a gradient."""
+    """Digests of the bits of a parameter and of its gradient; None without a gradient."""
 
     param: int
     grad: int | None
@@ -51,11 +53,31 @@ def digests(copies: Sequence[Copy]) -> dict[str, Digest]:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The sum of the bit patterns of a tensor's part on this rank, a 0-d int64 tensor. It wraps around."""
+    """A digest of the bits of a tensor's part on this rank and of the places where they are: a 0-d int64 tensor.
+
+    It is computed in integers, so that it is the same on all devices, and does not depend on strides. Sums wrap around.
+    """
     part = local_part(tensor)
     if part.element_size() not in INTEGERS or part.is_complex():
         part = torch.view_as_real(part)
-    return part.view(INTEGERS[part.element_size()]).sum(dtype=torch.int64)
+    flat = part.view(INTEGERS[part.element_size()]).reshape(-1)
+    weights = mixed(torch.arange(1, min(len(flat), AT_ONCE) + 1, device=flat.device) * FACTOR) | 1
+    digest = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for values in flat.split(AT_ONCE):
+        digest = mixed(digest + (mixed(values.to(torch.int64)) * weights[: len(values)]).sum()) * FACTOR
+    return digest
+
+
+def mixed(values: Tensor) -> Tensor:
+    """Return integers that are scattered over all bits. Equal ones stay equal, and unequal ones unequal."""
+    values = (values ^ shifted(values, 32)) * FACTOR
+    return values ^ shifted(values, 29)
+
+
+def shifted(values: Tensor, by: int) -> Tensor:
+    """Shift integers to the right, as if they had no sign."""
+    found: Tensor = (values >> by) & (2 ** (64 - by) - 1)
+    return found
 
 
 def difference(copies: Sequence[Copy], found: Mapping[int, Mapping[str, Digest]]) -> RankMismatch | None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from canzona_compile.compat.matmul_precision import put_back_on_error
 from canzona_compile.ir.program import (
     Bytes,
     EagerTasks,
@@ -157,13 +158,9 @@ class Executor:
 
     def _run(self, launch: Callable[..., None]) -> None:
         arguments = self.arguments()
-        precision = torch.get_float32_matmul_precision()
         try:
-            with torch.no_grad(), self._guard:
+            with torch.no_grad(), self._guard, put_back_on_error():
                 launch(*arguments)
-        except BaseException:
-            torch.set_float32_matmul_precision(precision)  # the program may have been about to put it back
-            raise
         finally:
             for i, _ in self._lookups:  # gradients must not stay alive between steps
                 arguments[i] = None

@@ -121,7 +121,7 @@ class ProgramTensors:
 
     def __init__(self, step: Step, rank: int) -> None:
         self.step, self.rank = step, rank
-        self.slots = [torch.zeros(size, dtype=torch.uint8) for size in step.program.slots]
+        self.slots = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in step.program.slots]
         self._leaves: dict[tuple[str, str], Tensor] = {}
 
     def of(self, value: Input) -> Any:
@@ -157,9 +157,9 @@ class ProgramTensors:
             leaf = next(n for n in (*placed.template.state, *placed.template.inputs) if n.name == name)
             box = own.layout.boxes[own.layout.grid.find(self.rank)[1]]
             shape = box.size if leaf.shape == own.shape and not whole else leaf.shape
-            made = torch.ones(shape, dtype=leaf.dtype)
+            made = torch.ones(shape, dtype=leaf.dtype, device="cpu")
             if leaf.role is Role.STATE and len(shape) == 2 and shape[0] == shape[1]:
-                made = torch.eye(shape[0], dtype=leaf.dtype)  # what decompositions take
+                made = torch.eye(shape[0], dtype=leaf.dtype, device="cpu")  # what decompositions take
             self._leaves[task, name] = made
         return self._leaves[task, name]
 

@@ -27,7 +27,7 @@ def send_values(values: Any, source: int, group: dist.ProcessGroup, device: torc
         The values; tensors that lie on a GPU there lie on `device` here.
     """
     here = dist.get_rank() == source
-    data = packed(values) if here else torch.empty(0, dtype=torch.uint8)
+    data = packed(values) if here else torch.empty(0, dtype=torch.uint8, device="cpu")
     size = torch.tensor([data.numel()], device=device)
     watch.wait(dist.broadcast(size, source, group=group, async_op=True))
     data = data.to(device) if here else torch.empty(int(size), dtype=torch.uint8, device=device)

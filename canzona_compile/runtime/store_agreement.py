@@ -130,7 +130,7 @@ class StoreAgreement:
         """
         text = json.dumps([str(error or ""), change, numbers])
         digest = int(hash_of(text)[:14], 16)
-        values = torch.tensor([digest, -digest])
+        values = torch.tensor([digest, -digest], device="cpu")
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
         assert work is not None
         watch.wait(work)

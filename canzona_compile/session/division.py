@@ -206,7 +206,7 @@ class Division:
 def first_of_run(entries: Tensor) -> int | None:
     """Return the first of some indices if they are consecutive (0 if there are none); None otherwise."""
     first = int(entries[0]) if len(entries) else 0
-    return first if torch.equal(entries, torch.arange(first, first + len(entries))) else None
+    return first if torch.equal(entries, torch.arange(first, first + len(entries), device="cpu")) else None
 
 
 def shares_memory(part: Tensor, whole: Tensor) -> bool:

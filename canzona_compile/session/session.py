@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from canzona_compile.capture.error_origin import failed_on, first_line
+from canzona_compile.capture.error_origin import failed_on, first_line, note_rank
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.errors import CanzonaError, RankMismatch, problem_of
+from canzona_compile.errors import CanzonaError, problem_of
 from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
@@ -29,6 +29,7 @@ from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
 from canzona_compile.session.gathered import Consolidated, Ranks, gathering, partners, shown
+from canzona_compile.session.given_back import given_back_on_error
 from canzona_compile.session.given_layout import check_marked, shardings_of
 from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.param_checks import check_params, notice_data_parallel
@@ -112,6 +113,10 @@ class Session:
         with self.gradients(), current_device(self.device):
             try:
                 return self._step()
+            except Exception as error:
+                if distributed():
+                    note_rank(self.rank, error)
+                raise
             finally:
                 if self.driver is not None:
                     self.driver.end_step()
@@ -209,40 +214,28 @@ class Session:
         replicate = self.options.replicate
         if distributed():
             self.groups.learn([*meshes, *([replicate] if replicate else [])])
-        plan, error = self._plan()
+        found: list[Plan] = []
+        error = problem_of(lambda: found.append(self.bind_and_plan()))
         agreement = self._agreement = self._agreement or RankAgreement(self.groups, device)
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {replica_ranks(replicate)}
         agreement.report(members, error)
-        assert plan is not None
+        (plan,) = found
         driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, agreement.waiter)
-        has = driver.begin()
-        agreement.report(members, problem_of(driver.check))
-        agreement.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", has)
-        if not self._in_dummy_step:  # a checkpoint may be loaded after it, and make the copies equal
-            self._compare_copies(driver, agreement)
-        driver.choose_variants()
+        with given_back_on_error(self.optimizer, partial(self._give_up, driver)):
+            has = driver.begin()
+            agreement.report(members, problem_of(driver.check))
+            agreement.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", has)
+            if not self._in_dummy_step:  # a checkpoint may be loaded after it, and make the copies equal
+                copied = [t for t in plan.owned.tasks if t.layout.grid.replicas > 1]
+                agreement.compare_copies([Copy(t.name, t.layout.grid, driver.store.params[t.name]) for t in copied])
+            agreement.report(members, problem_of(driver.choose_variants))
         return driver
 
-    def _compare_copies(self, driver: StepDriver, agreement: RankAgreement) -> None:
-        """Raise unless ranks hold equal copies of parameters and gradients. The state is portable then."""
-        tasks = driver.plan.owned.tasks
-        copied = [t for t in tasks if t.layout.grid.replicas > 1]
-        try:
-            agreement.compare_copies([Copy(t.name, t.layout.grid, driver.store.params[t.name]) for t in copied])
-        except RankMismatch:
-            driver.end_step()
-            driver.store.release()
-            raise
-
-    def _plan(self) -> tuple[Plan | None, CanzonaError | None]:
-        try:
-            return self.bind_and_plan(), None
-        except CanzonaError as error:
-            return None, error
-        except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
-            failure = CanzonaError(f"planning failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            return None, failure
+    def _give_up(self, driver: StepDriver, error: BaseException) -> None:
+        """Leave a plan that has not taken a step."""
+        driver.end_step()
+        if driver.shares and not isinstance(error, CanzonaError):  # the others may wait where no rank comes any more
+            self._broken = first_line(error)
 
     def bind_and_plan(self) -> Plan:
         """Bind the parameters and plan their updates.

@@ -126,10 +126,10 @@ def cost_by_step(owned: Step, task: Task, variant_period: VariantPeriod | None, 
     """
     placed = owned.placed_of(task)
     if variant_period is None:
-        return torch.full((horizon,), float(placed.flops), dtype=torch.float64)
+        return torch.full((horizon,), float(placed.flops), dtype=torch.float64, device="cpu")
     flops = {p.template.name: float(p.flops) for p in owned.variants()[placed]}
     steps = [flops[variant_period.period[i % len(variant_period.period)]] for i in range(horizon)]
-    return torch.tensor(steps, dtype=torch.float64)
+    return torch.tensor(steps, dtype=torch.float64, device="cpu")
 
 
 def busiest(load: Mapping[int, Tensor], ranks: Iterable[int]) -> Tensor:

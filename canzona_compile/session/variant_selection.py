@@ -12,6 +12,7 @@ from canzona_compile.capture.leaves import read, write
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.variant import Scalars, Untraceable
+from canzona_compile.progress.interrupts import uninterrupted
 from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.plan import Plan
 
@@ -75,6 +76,7 @@ class VariantSelection:
         self.current: list[Cohort] = []
         self._scalars: dict[tuple[str, int], Scalars] = {}
 
+    @uninterrupted
     def consult(self, tasks: Sequence[str]) -> None:
         """Find the cohorts of this step.
 

@@ -83,6 +83,21 @@ def test_files_that_are_no_object(text: str, words: str, tmp_path: Path) -> None
     assert words in refused(path).problem
 
 
+def test_a_file_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text("[" * 100_000, encoding="utf-8")
+    assert "nested too deeply" in refused(path).problem
+
+
+def test_escape_codes_in_names_are_spelled(tmp_path: Path) -> None:
+    """Names reach terminals."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(plain() | {"name": "mine\x1b[31m\u202e", "sources": {"host\x07": "a\x1b]0;b"}}), "utf-8")
+    found = named_hardware(str(path))
+    assert found.name == r"mine\x1b[31m\u202e"
+    assert dict(found.sources) == {r"host\x07": r"a\x1b]0;b"}
+
+
 Spoiled = Callable[[dict[str, Any]], object]
 BAD: dict[str, tuple[Spoiled, str]] = {
     "no schema": (lambda d: d.pop("schema"), "schema"),
@@ -97,6 +112,10 @@ BAD: dict[str, tuple[Spoiled, str]] = {
     "negative bookkeeping": (lambda d: d.update(host=-1), "host is -1"),
     "infinite": (lambda d: d.update(memory=math.inf), "memory is inf"),
     "not a number": (lambda d: d.update(bandwidth=math.nan), "bandwidth is nan"),
+    "larger than any rate": (lambda d: d.update(memory=1e308), "memory is 1e+308"),
+    "smaller than any rate": (lambda d: d["node"].update(bandwidth=1e-308), "node.bandwidth is 1e-308"),
+    "larger than any float": (lambda d: d.update(launch=10**400), "launch is 10000"),
+    "a size beyond any": (lambda d: d.update(transposed=[[1e300, 1]]), "transposed is 1e+300"),
     "no text": (lambda d: d.update(device=3), "device is 3"),
     "no flag": (lambda d: d.update(overlap="yes"), "overlap is 'yes'"),
     "no curves": (lambda d: d.update(products=[[1, 2]]), "products is no object"),

@@ -22,6 +22,12 @@ def other_parameter(trainer: Trainer) -> None:
         local(trainer.params[1]).add_(0.5)
 
 
+def permuted_rows(trainer: Trainer) -> None:
+    with torch.no_grad():
+        own = local(trainer.params[1])
+        own.copy_(own.roll(1, 0))
+
+
 def other_gradient(trainer: Trainer) -> None:
     grad = trainer.params[2].grad
     assert grad is not None
@@ -47,7 +53,11 @@ def differs(case: Case, edit: Edit) -> tuple[Outcome, bool]:
     return outcome, all(torch.equal(local(a), local(b)) for a, b in zip(trainer.params, other.params, strict=True))
 
 
-DIFFERENCES = [(other_parameter, "the parameter", "second"), (other_gradient, "the gradient", "third")]
+DIFFERENCES = [
+    (permuted_rows, "the parameter", "second"),
+    (other_gradient, "the gradient", "third"),
+    (other_parameter, "the parameter", "second"),
+]
 
 
 @pytest.mark.ranks

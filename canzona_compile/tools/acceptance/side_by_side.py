@@ -98,7 +98,7 @@ class SideBySide:
     def random(self, shape: tuple[int, ...], number: int, scale: float) -> Tensor:
         """Values that depend on the seed and a number only, on this rank's device."""
         generator = torch.Generator().manual_seed(1_000_003 * (self._seed + 1) + number)
-        return (torch.randn(shape, generator=generator) * scale).to(self._dtype).to(self._rank.device)
+        return (torch.randn(shape, generator=generator, device="cpu") * scale).to(self._dtype).to(self._rank.device)
 
     def step(self, *, in_place: bool = True, without: int | None = None) -> None:
         """Step both on the next gradients, and compare the parameters.

@@ -22,7 +22,7 @@ def device_works(rank: AcceptanceRank) -> str:
     said = []
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
         random = torch.Generator().manual_seed(0)
-        a, b = (torch.randn(96, 96, generator=random).to(dtype) for _ in range(2))
+        a, b = (torch.randn(96, 96, generator=random, device="cpu").to(dtype) for _ in range(2))
         found = (a.to(rank.device) @ b.to(rank.device)).cpu().double()
         expected = a.double() @ b.double()
         error = float((found - expected).norm() / expected.norm())
@@ -38,7 +38,7 @@ def ranks_reach_one_another(rank: AcceptanceRank) -> str:
     sent = torch.full((sum(counts),), float(rank.rank), device=rank.device)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, counts, counts)
-    expected = torch.cat([torch.full((n,), float(other)) for other, n in enumerate(counts)])
+    expected = torch.cat([torch.full((n,), float(other), device="cpu") for other, n in enumerate(counts)])
     if not torch.equal(received.cpu(), expected):
         raise WrongResult("an all-to-all delivered something else than was sent", at=f"rank {rank.rank}")
     half = list(range(rank.world // 2 + 1))

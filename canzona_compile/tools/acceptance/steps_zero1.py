@@ -86,7 +86,7 @@ def like_plain(rank: AcceptanceRank, optimizer: str, gather: GatherAt, odd: bool
 
 def numbers(rank: AcceptanceRank, shape: tuple[int, ...], seed: int, scale: float) -> Tensor:
     """Random values that are equal on all ranks."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(rank.device)
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu") * scale).to(rank.device)
 
 
 def data_parallel() -> Iterator[AcceptanceStep]:

@@ -44,7 +44,7 @@ def bookkeeping(mesh: DeviceMesh, cold: int, repetitions: int) -> float:
     """
 
     def zeros() -> torch.Tensor:
-        return distribute_tensor(torch.zeros(SIDE, SIDE), mesh, [Shard(0)], src_data_rank=None)
+        return distribute_tensor(torch.zeros(SIDE, SIDE, device="cpu"), mesh, [Shard(0)], src_data_rank=None)
 
     params = [Parameter(zeros()) for _ in range(MATRICES)]
     optimizer: Any = wrap(Muon(params, lr=0.0), strategy="owner")

@@ -174,7 +174,7 @@ def cpu_rank(rank: int, ranks: int, extent: MeasurementSizes, folder: str) -> Me
         found = replace(found, node=link_among([range(ranks)], device, extent.repetitions))
     stages.next("bookkeeping of a step")
     seconds = bookkeeping(init_device_mesh("cpu", (ranks,)), extent.cold, STEPS * extent.repetitions)
-    host = torch.tensor([seconds], dtype=torch.float64)
+    host = torch.tensor([seconds], dtype=torch.float64, device="cpu")
     dist.all_reduce(host)
     dist.barrier()  # no rank leaves while others may need its connections
     dist.destroy_process_group()

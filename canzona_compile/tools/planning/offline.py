@@ -61,7 +61,7 @@ def optimizer_of(kind: Any, arguments: Mapping[str, Any]) -> Optimizer:
     if not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
         raise CanzonaError(f"{kind!r} is no class of torch.optim.Optimizer")
     try:
-        return kind([Parameter(torch.zeros(2, 2))], **arguments)
+        return kind([Parameter(torch.zeros(2, 2, device="cpu"))], **arguments)
     except Exception as error:
         raise CanzonaError(
             f"{kind.__name__}([matrix]) failed: {type(error).__name__}: {error}",

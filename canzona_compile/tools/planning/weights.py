@@ -14,6 +14,7 @@ from torch import nn
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
+from canzona_compile.ir.json_text import parsed
 
 PRESETS = Path(__file__).parents[2] / "data" / "qwen3.json"
 SPLITS = ("qkv", "gate-up")
@@ -375,11 +376,11 @@ def whole(value: Any) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         hint = "name a file that exists and may be read"
         raise CanzonaError(f"it cannot be read: {error.strerror or error}", at=str(path), hint=hint) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CanzonaError(f"it is no JSON: {error}", at=str(path), hint="it has to hold a JSON object") from error
     if not isinstance(found, dict):
         raise CanzonaError("it holds no JSON object", at=str(path), hint="as in {...}")

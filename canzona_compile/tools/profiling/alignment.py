@@ -33,13 +33,13 @@ def offset_to_first() -> ClockOffset:
         dist.barrier()
         for _ in range(ROUNDS if rank in (0, other) else 0):
             if rank == 0:
-                asked = torch.zeros(1, dtype=torch.float64)
+                asked = torch.zeros(1, dtype=torch.float64, device="cpu")
                 dist.recv(asked, other)
-                dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), other)
+                dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64, device="cpu"), other)
                 continue
-            answer = torch.zeros(1, dtype=torch.float64)
+            answer = torch.zeros(1, dtype=torch.float64, device="cpu")
             begin = time.perf_counter()
-            dist.send(torch.zeros(1, dtype=torch.float64), 0)
+            dist.send(torch.zeros(1, dtype=torch.float64, device="cpu"), 0)
             dist.recv(answer, 0)
             end = time.perf_counter()
             if (end - begin) / 2 < best.bound:

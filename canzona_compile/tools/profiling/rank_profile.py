@@ -141,7 +141,7 @@ def random_gradients(made: Built, seed: int) -> list[torch.Tensor | None]:
         if not param.requires_grad:
             found.append(None)
             continue
-        found.append((torch.randn(param.shape, generator=random) * SIZE).to(param.dtype))
+        found.append((torch.randn(param.shape, generator=random, device="cpu") * SIZE).to(param.dtype))
     return found
 
 

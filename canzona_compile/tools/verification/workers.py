@@ -115,7 +115,7 @@ def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple
         random = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
         for param in made.params:
             if param.requires_grad:
-                param.grad = (torch.randn(param.shape, generator=random) * 1e-2).to(param.dtype)
+                param.grad = (torch.randn(param.shape, generator=random, device="cpu") * 1e-2).to(param.dtype)
     for name, param in zip(made.names, made.params, strict=True):
         if param.grad is not None:
             check_gradient(param, name, param.grad.dtype)
