@@ -19,6 +19,7 @@ from tests.harness.traps import (
     standing,
     states,
     surroundings,
+    swallowed,
 )
 from tests.harness.traps.trap import Trap
 
@@ -39,6 +40,7 @@ TRAPS: tuple[Trap, ...] = (
     *harmless.TRAPS,
     *harmless_edits.TRAPS,
     *aliases.TRAPS,
+    *swallowed.TRAPS,
 )
 NAMED = {trap.name: trap for trap in TRAPS}
 FAMILIES = tuple(dict.fromkeys(trap.family for trap in TRAPS))
