@@ -16,6 +16,7 @@ from tests.harness.traps import (
     missing,
     modules,
     places,
+    sizes,
     standing,
     states,
     surroundings,
@@ -41,6 +42,7 @@ TRAPS: tuple[Trap, ...] = (
     *harmless_edits.TRAPS,
     *aliases.TRAPS,
     *swallowed.TRAPS,
+    *sizes.TRAPS,
 )
 NAMED = {trap.name: trap for trap in TRAPS}
 FAMILIES = tuple(dict.fromkeys(trap.family for trap in TRAPS))
