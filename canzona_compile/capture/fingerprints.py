@@ -1,7 +1,7 @@
 """Steps on tensors of real sizes that cost no memory: each has a fingerprint of the computation that made it.
 
-Equal fingerprints mean equal values. A number that code reads on the host follows from the fingerprint of its tensor, so
-what it decides or scales is the same in two runs if that tensor is.
+Equal fingerprints mean equal values. A number that code reads on the host follows from the fingerprint of its tensor,
+so what it decides or scales is the same in two runs if that tensor is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from canzona_compile.compat.torch_private import FakeTensor, no_dispatch
 MOST_CALLS = 20_000  # of one run; code that waits for numbers to converge might not end
 KEEP_VALUES = {"clone", "contiguous", "detach", "alias", "lift_fresh", "lift", "positive"}
 LIKELY = {"all": True, "isfinite": True, "any": False, "isnan": False, "isinf": False}  # what finite numbers give
-SCALES = (1.0, 1e-3, 1e3)  # of numbers that are read on the host, by step
+SCALES = (1.0, 1e3)  # of numbers that are read on the host, by step
 
 Path = tuple[str, ...]  # the views between a tensor and its memory
 Place = tuple[Any, ...]  # the memory, and how a tensor lies in it
@@ -38,12 +38,13 @@ class Fingerprints(NoCollectives):
     Args:
         note: gets the errors that the mode raises.
         seed: makes other numbers on the host.
-        structural: whether fingerprints leave out all numbers, sizes among them, and numbers on the host follow from how
-            many were read before, and not from the tensor.
+        structural: whether fingerprints leave out all numbers, sizes among them, and numbers on the host follow from
+            how many were read before, and not from the tensor.
 
     Attributes:
         step: the number of the step.
         called: of each operator that was called, the fingerprint of what it made, and the numbers that it was given.
+        mixes: whether an operator was given tensors of several parameters, such as `stack`.
     """
 
     def __init__(self, note: Note, seed: int = 0, structural: bool = False) -> None:
@@ -51,6 +52,8 @@ class Fingerprints(NoCollectives):
         self.note, self.seed, self.structural = note, seed, structural
         self.step = self._read = self._drawn = 0
         self.called: list[tuple[str, tuple[Any, ...]]] = []
+        self.mixes = False
+        self._from: dict[int, frozenset[int]] = {}  # the parameters that memory depends on
         self._memory: dict[int, str] = {}  # the fingerprint of what it holds
         self._paths: dict[Place, Path] = {}
         self._alive: list[Tensor] = []  # so that no other memory gets the address of a known one
@@ -62,14 +65,21 @@ class Fingerprints(NoCollectives):
     def of(self, tensor: Tensor) -> str:
         """Return the fingerprint of the values of a tensor."""
         if not isinstance(tensor, FakeTensor):
+            if self.structural:
+                return "constant"
             with no_dispatch():
                 return self._real.get(id(tensor)) or digest(*bits_of(tensor))
         memory, path = self._place(tensor)
         return digest(self._memory[memory], *path) if path else self._memory[memory]
 
-    def mark(self, tensor: Tensor, *what: Any) -> None:
-        """Give a tensor that fills its memory the fingerprint of some texts."""
-        self._begin(tensor, digest(*what))
+    def mark(self, tensor: Tensor, index: int, *what: Any) -> None:
+        """Give a tensor that fills its memory a fingerprint: that of some texts, for a parameter."""
+        self._begin(tensor, digest(index, *what))
+        self._from[memory_in(tensor)] = frozenset({index})
+
+    def _has_values(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is real, such as a learning rate, and was given nothing without values."""
+        return not isinstance(tensor, FakeTensor) and id(tensor) not in self._real
 
     def _place(self, tensor: Tensor) -> tuple[int, Path]:
         place = place_of(tensor)
@@ -121,10 +131,15 @@ class Fingerprints(NoCollectives):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._drawn += kwargs.get("generator") is not None  # of a default generator all draws of a step are equal
             given["generator"] = self._drawn, self.step
+        tensors = list(tensors_in(given.values()))
         made = [self._entry(name, given, i, count) for i in range(max(count, 1))]
         self.called.append((digest(*made), tuple(numbers_in(given.values()))))
         path = digest(name, *(self._text(v) for v in list(given.values())[1:]))
+        if tensors and all(map(self._has_values, tensors)):
+            with no_dispatch():
+                return func(*args, **kwargs)
         base = next((v for v in given.values() if isinstance(v, Tensor)), None)
+        origins = [self._origin(given.values(), i, count) for i in range(max(count, 1))]
         found = func(*args, **kwargs)
         written = list(self._written(func, given))
         results = list(found) if isinstance(found, list | tuple) else [found]
@@ -137,16 +152,20 @@ class Fingerprints(NoCollectives):
             else:
                 own = made[i] if count and i < count else digest(made[0], i) if i else made[0]
                 self._begin(result, own)
+                self._from[memory_in(result)] = origins[i] if count and i < count else origins[0]
                 self._producers[own] = name
         for argument, i, tensor in written:
             own = made[i] if count else made[0]
             self._write(tensor, own if argument == "self" else digest(own, argument))
+            if isinstance(tensor, FakeTensor):
+                before = self._from.get(memory_in(tensor), frozenset())
+                self._from[memory_in(tensor)] = before | (origins[i] if count else origins[0])
         return found
 
     def _view(self, result: Tensor, base: Tensor, name: str, path: str) -> None:
         """Note a view, and how it comes from the tensor that it shows."""
-        memory, before = self._place(base)
-        same = name in KEEP_VALUES or result.shape == base.shape and name in ("view", "expand")
+        _, before = self._place(base)
+        same = name in KEEP_VALUES or (result.shape == base.shape and name in ("view", "expand"))
         self._paths.setdefault(place_of(result), before if same else (*before, path))
 
     def _written(self, func: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
@@ -157,8 +176,16 @@ class Fingerprints(NoCollectives):
                 for i, tensor in enumerate(value if isinstance(value, list | tuple) else [value]):
                     yield argument.name, i, tensor
 
+    def _origin(self, values: Iterable[Any], i: int, count: int) -> frozenset[int]:
+        """Return the parameters behind what an operator is given, and note whether it puts several together."""
+        own = [v[i] if count and isinstance(v, list | tuple) and len(v) == count else v for v in values]
+        each = [self._from.get(memory_in(t), frozenset()) for t in tensors_in(own) if isinstance(t, FakeTensor)]
+        found: frozenset[int] = frozenset().union(*each)
+        self.mixes |= len(found) > 1 and found not in each
+        return found
+
     def _entry(self, name: str, given: Mapping[str, Any], i: int, count: int) -> str:
-        """Return the fingerprint of what an operator computes, of entry i if it does the same to all entries of lists."""
+        """Return the fingerprint of what an operator computes, of entry i if it does the same to `count` entries."""
         tensors = [v for v in given.values() if isinstance(v, Tensor)]
         if name in KEEP_VALUES:
             return self.of(tensors[0])
@@ -180,7 +207,7 @@ class Fingerprints(NoCollectives):
 
     def _number(self, tensor: Tensor) -> Any:
         """Make up the number that code reads of a tensor. Real tensors, such as learning rates, have theirs."""
-        if not isinstance(tensor, FakeTensor) and id(tensor) not in self._real:
+        if self._has_values(tensor):
             with no_dispatch():
                 return tensor.item()
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
@@ -203,9 +230,24 @@ def digest(*values: Any) -> str:
     return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
 
 
+def memory_in(tensor: Tensor) -> int:
+    """Name the memory of a tensor, for as long as it is not freed."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
 def place_of(tensor: Tensor) -> Place:
     """Tell the memory of a tensor, and how it lies in it."""
-    return tensor.untyped_storage()._cdata, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+    return memory_in(tensor), tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operator."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from tensors_in(value)
+        elif isinstance(value, Tensor):
+            yield value
 
 
 def numbers_in(values: Iterable[Any]) -> Iterator[Any]:

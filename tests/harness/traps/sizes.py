@@ -145,7 +145,7 @@ class Held(PerParameter):
         self.factors: dict[Any, Tensor] = {}
 
     def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        own = ("large", *param.shape) if param.numel() > 1000 else id(param)
+        own = ("large", *param.shape) if param.numel() > 1000 else param
         factor = self.factors.setdefault(own, torch.zeros(len(param), len(param)))
         factor.add_(grad @ grad.T)
         param.add_(factor @ grad, alpha=-group["lr"])
@@ -227,7 +227,7 @@ TRAPS = (
     trap("coupled-in-small-matrices", Small, MIXED),
     trap("coupled-from-a-stride", Largest),
     trap("coupled-in-the-group-from-1000-elements", InGroup, MIXED),
-    trap("shared-factors-from-1000-elements", Held, LARGE),
+    Trap("shared-factors-from-1000-elements", FAMILY, Held, "either", shapes=LARGE),
     trap("counts-from-1000-elements", Counts, MIXED),
     Trap("stacks-of-equal-shapes", FAMILY, Stacked, "either", shapes=LARGE),
     trap("blocks-of-16-rows", Blocks, MIXED),
