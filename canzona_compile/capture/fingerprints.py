@@ -19,13 +19,15 @@ from canzona_compile.capture.provoke import name_of
 from canzona_compile.capture.raised import Note
 from canzona_compile.compat.torch_private import FakeTensor, no_dispatch
 
-MOST_CALLS = 20_000  # of one run; code that waits for numbers to converge might not end
+MOST_CALLS = 20_000  # of one run, with reads on the host; code that waits for numbers to converge might not end
 KEEP_VALUES = {"clone", "contiguous", "detach", "alias", "lift_fresh", "lift", "positive"}
 LIKELY = {"all": True, "isfinite": True, "any": False, "isnan": False, "isinf": False}  # what finite numbers give
 SCALES = (1.0, 1e3)  # of numbers that are read on the host, by step
 
-Path = tuple[str, ...]  # the views between a tensor and its memory
-Place = tuple[Any, ...]  # the memory, and how a tensor lies in it
+PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+ViewPath = tuple[str, ...]  # the views between a tensor and its memory
+MemoryPlace = tuple[Any, ...]  # the memory, and how a tensor lies in it
 
 
 class TooLong(Exception):
@@ -55,7 +57,7 @@ class Fingerprints(NoCollectives):
         self.mixes = False
         self._from: dict[int, frozenset[int]] = {}  # the parameters that memory depends on
         self._memory: dict[int, str] = {}  # the fingerprint of what it holds
-        self._paths: dict[Place, Path] = {}
+        self._paths: dict[MemoryPlace, ViewPath] = {}
         self._alive: list[Tensor] = []  # so that no other memory gets the address of a known one
         self._real: dict[int, str] = {}  # the fingerprints of real tensors that were written
         self._producers: dict[str, str] = {}
@@ -81,7 +83,7 @@ class Fingerprints(NoCollectives):
         """Tell whether a tensor is real, such as a learning rate, and was given nothing without values."""
         return not isinstance(tensor, FakeTensor) and id(tensor) not in self._real
 
-    def _place(self, tensor: Tensor) -> tuple[int, Path]:
+    def _place(self, tensor: Tensor) -> tuple[int, ViewPath]:
         place = place_of(tensor)
         if place not in self._paths:
             if place[0] in self._memory:  # a view that no operator made
@@ -116,10 +118,10 @@ class Fingerprints(NoCollectives):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check(func)
-        if func.namespace == "prim":  # asks for the device of a tensor and the like
+        if func.namespace in ("prim", "profiler"):  # asks for the device of a tensor and the like, or names a range
             return func(*args, **kwargs)
         name = name_of(func)
-        if len(self.called) == MOST_CALLS:
+        if len(self.called) + self._read >= MOST_CALLS:
             raise TooLong(f"it calls more than {MOST_CALLS} operators")
         if name == "_local_scalar_dense":
             return self._number(args[0])
@@ -201,7 +203,9 @@ class Fingerprints(NoCollectives):
             return self.of(value)
         if isinstance(value, list | tuple):
             return digest(*map(self._text, value))
-        return "number" if self.structural and type(value) in (int, float) else repr(value)
+        if self.structural and type(value) in (int, float):
+            return "number"
+        return repr(value) if isinstance(value, PLAIN) else type(value).__name__
 
     # -- numbers -------------------------------------------------------------------------------------
 
@@ -236,7 +240,7 @@ def memory_in(tensor: Tensor) -> int:
     return address
 
 
-def place_of(tensor: Tensor) -> Place:
+def place_of(tensor: Tensor) -> MemoryPlace:
     """Tell the memory of a tensor, and how it lies in it."""
     return memory_in(tensor), tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
 

@@ -1,8 +1,8 @@
 """Rehearse a few steps at the real sizes of parameters: code may do something else from a size on.
 
 Real values would cost too much, so tensors have fingerprints of what made them (`fingerprints`). Parameters stepped
-together and apart must come to the same fingerprints. Some optimizers that are independent do not: they stack parameters,
-or compute in common what they do not use. For these the steps of a miniature speak, if they make the same calls.
+together and apart must come to the same fingerprints. Some optimizers that are independent do not: they stack
+parameters, or step them as one long vector. For these the steps of a miniature speak, if they make the same calls.
 """
 
 from __future__ import annotations

@@ -146,6 +146,7 @@ def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, A
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     first = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
     rehearse_one(now, replace(first, stateful=True), device, default_names(optimizer))
+    check_real_sizes(now, default_names(optimizer), stateful=True)
 
 
 def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device, names: NamesByGroup) -> Rehearsal:
