@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from canzona_compile.capture.caches import caches_of, without_traces
 from canzona_compile.capture.construction import Construction
 from canzona_compile.capture.contents import Contents, Walk
 from canzona_compile.capture.coupling import NamesByGroup, difference, where
@@ -210,25 +211,34 @@ def taken(
     Returns:
         What they did, and the mode.
     """
-    small = FakeMiniature(cast.optimizer, cast.chosen, cast.stateful, real, prints)
-    outside, found = Outside(cast.optimizer, small.label), RehearsedSteps()
+    found = RehearsedSteps()
     try:
-        with valueless(small):
-            step = stepping_all(small, cast) if apart is None else stepping_each(small, cast, apart)
-        for prints.step in range(STEPS):
-            give_gradients(small, cast.still)
-            before = counts_of(small.optimizer)
-            with valueless(small):
-                step()
-            found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
-            found.after.append(small.contents())
+        small = FakeMiniature(cast.optimizer, cast.chosen, cast.stateful, real, prints)
+        outside = Outside(cast.optimizer, small.label)
+        try:
+            with without_traces(caches_of(cast.optimizer)):
+                take_steps(small, cast, apart, found)
+        finally:
+            outside.restore()
     except CanzonaError:
         raise
     except Exception as error:  # whatever its code raises on tensors without values
         found.error = error
-    finally:
-        outside.restore()
     return found, prints
+
+
+def take_steps(small: FakeMiniature, cast: Cast, apart: RehearsedSteps | None, found: RehearsedSteps) -> None:
+    """Take the steps of `taken`, and add what they do."""
+    with valueless(small):
+        step = stepping_all(small, cast) if apart is None else stepping_each(small, cast, apart)
+    for number in range(STEPS):
+        small.prints.step = number
+        give_gradients(small, cast.still)
+        before = counts_of(small.optimizer)
+        with valueless(small):
+            step()
+        found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
+        found.after.append(small.contents())
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -190,6 +191,38 @@ class Blocks(PerParameter):
             own.sub_(factor @ block / factor.trace() * group["lr"])
 
 
+@functools.lru_cache
+def identity(size: int) -> Tensor:
+    """An identity that is made once for all matrices of a size."""
+    return torch.eye(size) * 2
+
+
+class Cached(PerParameter):
+    """Reads a tensor from a cache of a function."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        identity.cache_clear()
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        state["step"] = state.get("step", 0) + 1
+        param.sub_(identity(len(grad)) @ cube(grad) * (group["lr"] / state["step"]))
+
+
+class CachedAndHeld(PerParameter):
+    """The same, with a factor on itself."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        self.factors: dict[Tensor, Tensor] = {}
+        identity.cache_clear()
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        factor = self.factors.setdefault(param, torch.zeros(len(param), len(param)))
+        factor.add_(grad @ grad.T)
+        param.sub_(identity(len(grad)) @ factor @ grad * group["lr"])
+
+
 class Diagonal(PerParameter):
     """Uses a diagonal for large dims, as many Shampoos do, and clips by a norm of its own."""
 
@@ -232,4 +265,6 @@ TRAPS = (
     Trap("stacks-of-equal-shapes", FAMILY, Stacked, "either", shapes=LARGE),
     trap("blocks-of-16-rows", Blocks, MIXED),
     trap("diagonal-from-32-rows", Diagonal, MIXED),
+    trap("cached-by-size", Cached, MIXED),
+    trap("cached-by-size-and-held", CachedAndHeld, MIXED),
 )
