@@ -19,7 +19,7 @@ from canzona_compile.capture.provoke import name_of
 from canzona_compile.capture.raised import Note
 from canzona_compile.compat.torch_private import FakeTensor, no_dispatch
 
-MOST_CALLS = 20_000  # of one run, with reads on the host; code that waits for numbers to converge might not end
+MOST_CALLS = 10_000  # of one run, with reads on the host; code that waits for numbers to converge might not end
 KEEP_VALUES = {"clone", "contiguous", "detach", "alias", "lift_fresh", "lift", "positive"}
 LIKELY = {"all": True, "isfinite": True, "any": False, "isnan": False, "isinf": False}  # what finite numbers give
 SCALES = (1.0, 1e3)  # of numbers that are read on the host, by step

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
+from canzona_compile.capture import fingerprints
 from canzona_compile.capture.fingerprints import Fingerprints
 from canzona_compile.capture.raised import Note
 from canzona_compile.capture.real_sizes import casts, coupled_at_real_sizes, taken
 from canzona_compile.capture.rehearsal import default_names, rehearse
+from tests.harness.pairs import Pair, feed
 from tests.harness.toy_optimizers import PerParameter, State, cube
 from tests.harness.traps import sizes
 from tests.harness.traps.trap import Params
@@ -140,7 +142,8 @@ class Loops(PerParameter):
             grad = grad + 1
 
 
-def test_a_loop_without_an_end_is_left() -> None:
+def test_a_loop_without_an_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "MOST_CALLS", 200)
     optimizer = Loops(huge((40, 30)))
     found, _ = taken(casts(optimizer, False, None)[0], Fingerprints(Note()))
     assert type(found.error).__name__ == "TooLong"
@@ -152,6 +155,22 @@ def test_few_operators_are_called_however_many_parameters_there_are(make: Make, 
     optimizer = make(huge(*[(4096, 1024), (1024, 4096)] * 100))
     _, prints = taken(casts(optimizer, False, None)[0], Fingerprints(Note()))
     assert len(prints.called) < most
+
+
+class ReadsACache(PerParameter):
+    """Reads a tensor from a cache of a function."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.sub_(sizes.identity(len(grad)) @ cube(grad) * group["lr"])
+
+
+def test_a_cache_of_a_function_holds_nothing_of_a_trial() -> None:
+    """The plain optimizer finds what the wrapped one left there."""
+    sizes.identity.cache_clear()
+    pair = Pair(ReadsACache, ((15, 13), (15, 13)), captures_anew=True)
+    feed(pair.wrapped, 0)
+    pair.wrapped.step()
+    assert type(sizes.identity(15)) is Tensor
 
 
 def test_a_rehearsal_leaves_the_optimizer_and_its_values_alone() -> None:
