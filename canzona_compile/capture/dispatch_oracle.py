@@ -25,6 +25,7 @@ from canzona_compile.capture.dynamo import eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.functional import functional
 from canzona_compile.capture.oracle import MOST_CONSTANTS, Oracle, TwinMoment, matches, unlike
+from canzona_compile.capture.raised import NotingFunctions, Swallowed
 from canzona_compile.capture.recorded_graph import RecordedGraph
 from canzona_compile.capture.recording import (
     CallPath,
@@ -130,16 +131,26 @@ class DispatchOracle(Oracle):
         """Let the twin step, and record what it calls."""
         held = [(tensor, storage_of(tensor)) for tensor, _ in self.tensors()]
         grads = [(param, param.grad) for param in self._params]
-        recorder = CallRecorder(self._root)
+        recorder = CallRecorder(self._root, self.note)
         # Python's profiler, which sees calls of compiled functions, slows down code that makes none.
         watched = recorder.with_compiled_calls() if self.calls_compiled else contextlib.nullcontext()
         try:
-            with outside_modes(), eagerly(), self._mode, recorder, watched:
+            with (
+                self.note.read(),
+                outside_modes(),
+                eagerly(),
+                NotingFunctions(self.note),
+                self._mode,
+                recorder,
+                watched,
+            ):
                 step_plainly(self.twin)
             if recorder.problem is not None:
                 raise recorder.problem
         except CanzonaError:
             raise
+        except Swallowed as error:
+            raise Untraceable(str(error)) from error
         except Unrecordable as error:
             raise Untraceable(f"{error}{blamed(error)}") from error
         except Exception as error:

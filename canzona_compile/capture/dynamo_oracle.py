@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from canzona_compile.capture.dynamo import as_oracle, compiled
+from canzona_compile.capture.dynamo import as_oracle, compiled, eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.functional import functional
-from canzona_compile.capture.oracle import MOST_CONSTANTS, Oracle, matches, unlike
-from canzona_compile.capture.twin import plain_step
+from canzona_compile.capture.no_collectives import NoCollectives
+from canzona_compile.capture.oracle import MOST_CONSTANTS, Oracle, TwinMoment, matches, unlike
+from canzona_compile.capture.raised import NotingFakeMode, NotingFunctions, Swallowed
+from canzona_compile.capture.twin import plain_step, step_plainly
 from canzona_compile.capture.variant import Answer, Scalars, Untraceable, Variant
 from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode, mark_static
 from canzona_compile.errors import CanzonaError
@@ -32,14 +34,18 @@ class DynamoOracle(Oracle):
     reads_counters: ClassVar[bool] = True
 
     def _fake_mode(self) -> FakeTensorMode:
-        return FakeTensorMode(shape_env=ShapeEnv())
+        # Not the numbers without values that torch has for what is read on the host: they raise where no operator does.
+        shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        return NotingFakeMode(self.note, shape_env=shapes)
 
     def prepare(self) -> None:
         """Compile the twin's step, which traces nothing yet."""
         self._asked: tuple[Variant, Scalars] | None = None
         self._returned: tuple[Any, ...] = ()
         # What users compiled would, after a break, run machine code on fake tensors, which have no memory.
-        self._step = compiled(plain_step(type(self.twin)), self._backend, unbroken=self.calls_compiled)
+        self._step = compiled(
+            plain_step(type(self.twin)), self.note.noting(self._backend), unbroken=self.calls_compiled
+        )
         for tensor, _ in self.tensors():
             mark_static(tensor)
 
@@ -47,10 +53,12 @@ class DynamoOracle(Oracle):
         """Evaluate Dynamo's guards; trace if none fit."""
         self._asked = None
         try:
-            with as_oracle():
+            with self.note.read(), as_oracle():
                 self._step(self.twin)
         except CanzonaError:
             raise
+        except Swallowed as error:
+            raise Untraceable(str(error)) from error
         except Untraceable as error:
             raise Untraceable(f"{error}{blamed(error)}") from error
         except Exception as error:
@@ -58,6 +66,25 @@ class DynamoOracle(Oracle):
         if self._asked is None:
             raise Untraceable("its step contains no tensor operation that Dynamo could capture")
         return Answer(*self._asked, self._returned)
+
+    def check_errors(self, variant: Variant, before: TwinMoment) -> None:
+        """Raise, too, if the eager step catches an error that only fake tensors have.
+
+        What Dynamo does not trace it runs as written, with nothing that could note errors of all functions of torch.
+        """
+        now = self.moment()
+        self.restore(before)
+        try:
+            with self.note.read(), outside_modes(), eagerly(), NotingFunctions(self.note), self._mode, NoCollectives():
+                step_plainly(self.twin)
+        except CanzonaError:
+            raise
+        except Swallowed as error:
+            raise Untraceable(str(error)) from error
+        except Exception:  # an error that the step does not catch; Dynamo traces some of what has no values
+            pass
+        self.restore(now)
+        super().check_errors(variant, before)
 
     def _backend(self, gm: fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
         static = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
@@ -97,7 +124,7 @@ class DynamoOracle(Oracle):
             self._returned = tuple(result_of(n, given) if isinstance(n, fx.Node) else n for n in returned)
             return self._returned
 
-        return call
+        return self.note.noting(call)
 
 
 def settings_of(graph: fx.Graph) -> str:

@@ -51,18 +51,19 @@ class Miniature:
 
     def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False, loops: bool = False) -> None:
         real = [p for group in optimizer.param_groups for p in group["params"]]
-        sizes = small_sizes(p.shape for p in real)
+        sizes = self.sizes_of(p.shape for p in real)
         self.optimizer: Optimizer = object.__new__(plain_class(optimizer))
         memo: dict[int, Any] = {id(optimizer): self.optimizer}  # methods kept as attributes step the copy
-        for param in real:
-            memo[id(param)] = small(param, sizes)
-        for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
-            memo.setdefault(id(tensor), blank(tensor, sizes))
+        with self.making():
+            for param in real:
+                memo[id(param)] = small(param, sizes)
+            for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
+                memo.setdefault(id(tensor), blank(tensor, sizes))
         for param in real:
             vars(memo[id(param)]).update(copied(public(vars(param)), memo))
         known: dict[int, Any] = {id(p): id(memo[id(p)]) for p in real}
         for param in real:
-            known |= {where: memo[id(param)].data_ptr() for where in addresses(param)}
+            known |= {where: self.address_of(memo[id(param)]) for where in addresses(param)}
         own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
         small_of = {id(p): memo[id(p)] for p in real}
         vars(self.optimizer).update(translated(copied(own, memo), known, small_of))
@@ -86,7 +87,20 @@ class Miniature:
         self.optimizer.state = state
         for param in real if stateful else ():
             if own_state := optimizer.state.get(param):
-                state[memo[id(param)]] = small_state(own_state, sizes)
+                with self.making():
+                    state[memo[id(param)]] = small_state(own_state, sizes)
+
+    def sizes_of(self, shapes: Iterable[Shape]) -> Mapping[int, int]:
+        """The size that each size becomes."""
+        return small_sizes(shapes)
+
+    def making(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which parameters, and other tensors of their sizes, are made."""
+        return contextlib.nullcontext()
+
+    def address_of(self, param: Tensor) -> int:
+        """Where a small parameter lies."""
+        return param.data_ptr()
 
     def label(self, value: Any) -> str | None:
         """Name a parameter, or the optimizer, for `contents`."""

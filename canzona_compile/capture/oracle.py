@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.caches import caches_of, without_traces
 from canzona_compile.capture.compiled_calls import compiled_calls
 from canzona_compile.capture.dynamo import eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
@@ -31,6 +32,7 @@ from canzona_compile.capture.leaves import (
 )
 from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.provoke import Provoked, Provoker, fallible
+from canzona_compile.capture.raised import Note, NotingFakeMode, NotingFunctions, Swallowed
 from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin, rebound, step_plainly
 from canzona_compile.capture.variant import Answer, FormChange, ParameterSpec, Scalars, Source, Untraceable, Variant
 from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode, pytree
@@ -66,6 +68,7 @@ class Oracle(ABC):
         paths: where in the state its leaves are.
         counts: the numbers that the first step changed outside of the state.
         calls_compiled: whether the first step called functions that users compiled.
+        note: gets the errors that the twin's step meets, as its code may catch them.
     """
 
     way: ClassVar[str]
@@ -97,10 +100,11 @@ class Oracle(ABC):
         self.why = ""
         self.bake = set() if bake is None else bake
         self.variants: list[Variant] = []
+        self.note, self._caches = Note(), caches_of(optimizer)
         self._known_to_raise: set[Variant] = set()
         self._mode = self._fake_mode()
         group = one_by_one(group)
-        with self._mode, NoCollectives():
+        with without_traces(self._caches), self._mode, NoCollectives():
             self._params = [self._parameter(spec) for _ in range(count)]
             group = {k: self._mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in group.items()}
             self.twin = make_twin(optimizer, group, self._params)
@@ -122,7 +126,7 @@ class Oracle(ABC):
 
     def _fake_mode(self) -> FakeTensorMode:
         """Make the mode under which the twin lives."""
-        return FakeTensorMode()
+        return NotingFakeMode(self.note)
 
     @abstractmethod
     def prepare(self) -> None:
@@ -154,11 +158,12 @@ class Oracle(ABC):
         group = self.set_numbers(group, counts)
         before = self.snapshot()
         try:
-            variant, scalars, returned = self.ask()
-            replaced = self.replaced(before)
-            if variant not in self._known_to_raise:
-                self._check_errors(variant, TwinMoment(before, group, counts or {}))
-                self._known_to_raise.add(variant)
+            with without_traces(self._caches):
+                variant, scalars, returned = self.ask()
+                replaced = self.replaced(before)
+                if variant not in self._known_to_raise:
+                    self.check_errors(variant, TwinMoment(before, group, counts or {}))
+                    self._known_to_raise.add(variant)
             self._put_back(replaced, variant, returned)
         except Untraceable:  # other parameters may still be at steps that can be captured
             for param in self._params:
@@ -179,7 +184,7 @@ class Oracle(ABC):
         own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
         return group
 
-    def _check_errors(self, variant: Variant, before: TwinMoment) -> None:
+    def check_errors(self, variant: Variant, before: TwinMoment) -> None:
         """Raise if the step catches the error of an operator, because a graph has no such branch.
 
         Args:
@@ -229,10 +234,12 @@ class Oracle(ABC):
     def _first_step(self) -> None:
         """Create the twin's state by an eager step on fake tensors."""
         try:
-            with compiled_calls() as calls:
+            with self.note.read(), NotingFunctions(self.note), compiled_calls() as calls:
                 self.counts = step_alone(self.twin)
         except CanzonaError:
             raise
+        except Swallowed as error:
+            raise Untraceable(str(error)) from error
         except Exception as error:
             raise Untraceable(f"its step needs tensor values: {first_line(error)}{blamed(error)}") from error
         if any(param.grad is None for param in self._params):

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from canzona_compile.capture.no_collectives import check_local
-from canzona_compile.compat.torch_private import TorchDispatchMode
+from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.ir.compiled_call import opened
 
 
@@ -104,7 +103,7 @@ class MatrixGenerators:
                 self.states = generators(self.device)
 
 
-class MutedDraws(TorchDispatchMode):
+class MutedDraws(NoCollectives):
     """Gives all draws of one moment equal numbers if their shapes are equal, whoever draws, in whatever order.
 
     So runs that draw can be compared. Generators are as they were after each draw. Nothing may communicate here.
@@ -116,7 +115,7 @@ class MutedDraws(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device, self.moment = device, 0
         self.drew = self.from_its_own = False
 
@@ -124,7 +123,7 @@ class MutedDraws(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         own = dict(kwargs or {})
-        check_local(func)
+        self.check(func)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **own)
         self.drew = True

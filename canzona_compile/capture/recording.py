@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.compiled_calls import CompiledFunction, arguments_of, compiled_function, watched_calls
 from canzona_compile.capture.error_origin import is_optimizer
-from canzona_compile.capture.no_collectives import check_local
+from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.provoke import name_of
+from canzona_compile.capture.raised import Note
 from canzona_compile.compat.matmul_precision import precision_now
 from canzona_compile.compat.torch_private import (
     OpOverload,
-    TorchDispatchMode,
     count_function_modes,
     no_dispatch,
     pytree,
@@ -151,24 +151,28 @@ class CallPath:
                         call.varying.add(place)
 
 
-class CallRecorder(TorchDispatchMode):
+class CallRecorder(NoCollectives):
     """Inside this mode, a step of a twin walks through the tree of calls. It must be inside the twin's fake mode.
 
     Args:
         root: the root of the tree.
+        note: gets what the mode raises.
 
     Attributes:
         walk: the calls so far.
         problem: why the call of a compiled function cannot be part of a graph; None if all can.
     """
 
-    def __init__(self, root: RecordedCall) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, root: RecordedCall, note: Note) -> None:
+        super().__init__()
         self.walk = CallPath()
         self.problem: Unrecordable | UnsupportedOptimizer | None = None
-        self._here = root
+        self._here, self._note = root, note
         self._ambient, self._precision = settings(), precision_now()
+
+    def __enter__(self) -> Any:
         self._around = surroundings()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +186,11 @@ class CallRecorder(TorchDispatchMode):
             if call.func is func and call.fits(leaves, precision):
                 break
         else:
-            call = self._record(func, args, kwargs, leaves, precision)
+            try:
+                call = self._record(func, args, kwargs, leaves, precision)
+            except BaseException as error:
+                self._note.add(error)
+                raise
             self._here.next.append(call)
         self._go(call, leaves)
         return call.result
@@ -253,7 +261,7 @@ class CallRecorder(TorchDispatchMode):
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], precision: str
     ) -> RecordedCall:
-        check_local(func)
+        self.check(func)
         if settings() != self._ambient:
             raise Unrecordable(f"its step changes torch's settings for {func}")
         if torch.is_grad_enabled():

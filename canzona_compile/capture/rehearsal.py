@@ -26,6 +26,7 @@ from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import Company
 from canzona_compile.capture.randomness import seeded
+from canzona_compile.capture.real_sizes import check_real_sizes
 from canzona_compile.capture.resident import Recipe
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, apart, contents_of, run, together
 from canzona_compile.capture.twin import plain_class, plain_step
@@ -98,6 +99,7 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
             f"shows whether it updates them independently{tensors_kept(optimizer)}: {skipped.skipped}",
             hint="make the state in step() and for parameters of any size; pass no closure that step() needs",
         )
+    check_real_sizes(optimizer, names, stateful=cast[0].stateful)
     if any(one.rounds_in_foreach for one in found):
         warnings.warn(
             RoundsOtherwise(
@@ -144,6 +146,7 @@ def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, A
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     first = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
     rehearse_one(now, replace(first, stateful=True), device, default_names(optimizer))
+    check_real_sizes(now, default_names(optimizer), stateful=True)
 
 
 def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device, names: NamesByGroup) -> Rehearsal:

@@ -21,6 +21,7 @@ from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, where
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.joint_rehearsal import rehearse_jointly
+from canzona_compile.capture.real_sizes import coupled_at_real_sizes
 from canzona_compile.capture.rehearsal import (
     Rehearsal,
     all_of,
@@ -150,6 +151,8 @@ def rehearse_residents(
             rehearse_one(optimizer, construction, scenario, device, names or default_names(optimizer))
             for scenario in scenarios(counts)
         ]
+        if at := coupled_at_real_sizes(optimizer, names or default_names(optimizer), construction=construction):
+            raise Dependent(f"the update of {at} depends on other parameters, of the sizes that they have")
     except (NotConstructible, Dependent) as problem:
         hint = f"{refused.hint}; " if refused.hint else ""
         raise UnsupportedOptimizer(

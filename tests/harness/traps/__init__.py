@@ -16,9 +16,11 @@ from tests.harness.traps import (
     missing,
     modules,
     places,
+    sizes,
     standing,
     states,
     surroundings,
+    swallowed,
 )
 from tests.harness.traps.trap import Trap
 
@@ -39,6 +41,8 @@ TRAPS: tuple[Trap, ...] = (
     *harmless.TRAPS,
     *harmless_edits.TRAPS,
     *aliases.TRAPS,
+    *swallowed.TRAPS,
+    *sizes.TRAPS,
 )
 NAMED = {trap.name: trap for trap in TRAPS}
 FAMILIES = tuple(dict.fromkeys(trap.family for trap in TRAPS))

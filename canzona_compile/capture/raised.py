@@ -1,0 +1,117 @@
+"""Note what a trial of a step raises, because the step's code may catch it and do something else then.
+
+Fake tensors have no values, and our modes refuse calls. A step that caught an error of theirs took a way that the real
+step does not take, whatever it did afterwards. So errors are noted where they are raised, and whoever ends the trial
+looks at the note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.compat.torch_private import FakeTensorMode
+from canzona_compile.errors import CanzonaError
+
+
+class Swallowed(Exception):
+    """The step caught an error of its trial, and the message says which."""
+
+
+class Note:
+    """Notes the first error of a trial.
+
+    Attributes:
+        error: it; an error for the user has precedence over others. None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def add(self, error: BaseException) -> None:
+        """Note an error that is raised."""
+        if self.error is None or (isinstance(error, CanzonaError) and not isinstance(self.error, CanzonaError)):
+            self.error = error
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[None]:
+        """Around a trial: raise what its code caught.
+
+        Raises:
+            CanzonaError: the first one that was raised, whatever the step made of it.
+            Swallowed: the step caught another error, and has ended without one.
+        """
+        self.error = None
+        try:
+            yield
+        except BaseException:
+            self._raise_refusal()
+            raise
+        self._raise_refusal()
+        if self.error is not None:
+            problem = f"its step catches an error that only its capture has: {first_line(self.error)}"
+            raise Swallowed(f"{problem}{blamed(self.error)}") from self.error
+
+    def _raise_refusal(self) -> None:
+        if isinstance(self.error, CanzonaError):
+            raise self.error
+
+    def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a function note what it raises."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                self.add(error)
+                raise
+
+        return noted
+
+
+class NotingFakeMode(FakeTensorMode):
+    """A mode of fake tensors that notes what their operators raise.
+
+    Args:
+        note: gets the errors.
+        options: what a `FakeTensorMode` takes.
+    """
+
+    def __init__(self, note: Note, **options: Any) -> None:
+        super().__init__(**options)
+        self.note, self._inside = note, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inside:  # torch's own code called this, and may go on by itself
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self._inside = True
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except BaseException as error:
+            self.note.add(error)
+            raise
+        finally:
+            self._inside = False
+
+
+class NotingFunctions(TorchFunctionMode):
+    """Notes what functions and methods of torch raise that call no operator, such as `numpy` of a fake tensor.
+
+    Args:
+        note: gets the errors.
+    """
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except BaseException as error:
+            self.note.add(error)
+            raise

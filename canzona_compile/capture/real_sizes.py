@@ -1,0 +1,322 @@
+"""Rehearse a few steps at the real sizes of parameters: code may do something else from a size on.
+
+Real values would cost too much, so tensors have fingerprints of what made them (`fingerprints`). Parameters stepped
+together and apart must come to the same fingerprints. Some optimizers that are independent do not: they stack
+parameters, or step them as one long vector. For these the steps of a miniature speak, if they make the same calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from canzona_compile.capture.caches import caches_of, without_traces
+from canzona_compile.capture.construction import Construction
+from canzona_compile.capture.contents import Contents, Walk
+from canzona_compile.capture.coupling import NamesByGroup, difference, where
+from canzona_compile.capture.dynamo import as_written
+from canzona_compile.capture.external_counters import CounterShadow, counts_of
+from canzona_compile.capture.fingerprints import Fingerprints
+from canzona_compile.capture.miniature import Chosen, Miniature
+from canzona_compile.capture.outside import Outside
+from canzona_compile.capture.parts import Company, contiguous, step_one
+from canzona_compile.capture.raised import Note, NotingFunctions
+from canzona_compile.capture.trial import RehearsedSteps, Scenario
+from canzona_compile.capture.twin import hypers, marks_of, plain_class, step_plainly
+from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.ir.layout import Shape
+
+MOST_STEPPING = 8  # parameters
+SECONDS = 2  # of these that are of the kind of another one
+MOST_PARAMETERS = 64  # with those that have no gradient
+STEPS = 2
+
+
+class SameSizes(dict[int, int]):
+    """Maps every size to itself."""
+
+    def __missing__(self, size: int) -> int:
+        return size
+
+    def get(self, size: int, default: Any = None) -> int:
+        """Return the size, known or not."""
+        return size
+
+
+class FakeMiniature(Miniature):
+    """A copy of an optimizer with parameters that have no values, of the real sizes or of those of a miniature.
+
+    Args:
+        optimizer: the optimizer.
+        chosen: which of its parameters the copy holds.
+        stateful: whether they have the state that they have now.
+        real: whether sizes are the real ones.
+        prints: the mode that knows the values of its tensors.
+    """
+
+    def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool, real: bool, prints: Fingerprints) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.prints, self.real = prints, real
+        super().__init__(optimizer, chosen, stateful)
+        for i, param in enumerate(self.params):
+            prints.mark(param, i)
+
+    def sizes_of(self, shapes: Iterable[Shape]) -> Mapping[int, int]:
+        return SameSizes() if self.real else super().sizes_of(shapes)
+
+    def making(self) -> contextlib.AbstractContextManager[Any]:
+        return self.mode
+
+    def address_of(self, param: Tensor) -> int:
+        return id(param)
+
+    def label(self, value: Any) -> str | None:
+        if isinstance(value, FakeTensor) and all(value is not param for param in self.params):
+            return f"a tensor: {self.prints.of(value)}"
+        return super().label(value)
+
+    def contents(self) -> Contents:
+        """All that it holds, as far as a plan has to give it to its user."""
+        walk = Walk(self.label)
+        for i, param in enumerate(self.params):
+            walk.found[f"parameter {i}"] = self.prints.of(param)
+            walk.add(f"the state of parameter {i}", self.optimizer.state.get(param) or {})
+        for g, group in enumerate(self.optimizer.param_groups):
+            for name, value in hypers(group).items():
+                walk.add(f"param_groups[{g}][{name!r}]", value)
+        for counter, number in counts_of(self.optimizer).items():
+            if counter.home != "group":
+                walk.found[f"{counter.home}.{counter.key}"] = number
+        return walk.found
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """What takes part.
+
+    Attributes:
+        optimizer: the optimizer.
+        chosen: which of its parameters.
+        still: those among them that get no gradient, in the order of all.
+        stateful: whether these begin with the state that they have now.
+        construction: how to construct one object for all, and one for each; None steps twins, as plans do.
+    """
+
+    optimizer: Optimizer
+    chosen: Chosen
+    still: frozenset[int] = frozenset()
+    stateful: bool = False
+    construction: Construction | None = None
+
+
+def coupled_at_real_sizes(
+    optimizer: Optimizer, names: NamesByGroup, stateful: bool = False, construction: Construction | None = None
+) -> str:
+    """Find out whether parameters of the real sizes depend on one another, although small ones do not.
+
+    Every rank finds the same, without communication. What cannot run without values is not checked.
+
+    Args:
+        optimizer: the optimizer.
+        names: those of its parameters by group.
+        stateful: whether parameters begin with the state that they have now.
+        construction: how to construct residents; None if parameters are stepped on twins.
+
+    Returns:
+        The name of a parameter that depends on others; empty if there is none.
+    """
+    for seed, cast in enumerate(casts(optimizer, stateful, construction)):
+        whole, prints = taken(cast, Fingerprints(Note(), seed))
+        if whole.error is None:
+            break
+    else:
+        return ""
+    parts, _ = taken(cast, Fingerprints(Note(), seed), apart=whole)
+    if construction is not None:  # what an object keeps is its own
+        for after in (*whole.after, *parts.after):
+            for place in [place for place in after if not place.startswith("parameter ")]:
+                del after[place]
+    places = difference(whole, parts)
+    if not places or (prints.mixes and same_calls(cast)):
+        return ""
+    return where(places, Scenario(cast.chosen, STEPS, {}, {}, {}), names)
+
+
+def check_real_sizes(optimizer: Optimizer, names: NamesByGroup, stateful: bool = False) -> None:
+    """Raise if parameters of the real sizes depend on one another, see `coupled_at_real_sizes`.
+
+    Raises:
+        UnsupportedOptimizer: they do.
+    """
+    if at := coupled_at_real_sizes(optimizer, names, stateful):
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__} couples parameters of the sizes that they have: the update of one "
+            "depends on others",
+            at=at,
+            hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
+        )
+
+
+def casts(optimizer: Optimizer, stateful: bool, construction: Construction | None) -> list[Cast]:
+    """Choose parameters: the largest of several kinds step, and others are there without gradients, if that can be.
+
+    Args:
+        optimizer: the optimizer.
+        stateful: whether parameters begin with the state that they have now.
+        construction: how to construct residents; None if parameters are stepped on twins.
+    """
+    places = [(g, i) for g, group in enumerate(optimizer.param_groups) for i in range(len(group["params"]))]
+    params = {(g, i): optimizer.param_groups[g]["params"][i] for g, i in places}
+    alike: Counter[Any] = Counter()
+    ranked = []
+    for g, i in places:
+        param = params[g, i]
+        kind = (g, tuple(param.shape), param.dtype)
+        ranked.append((alike[kind], -param.numel(), g, i))
+        alike[kind] += 1
+    ranked.sort()
+    order = [(g, i) for _, _, g, i in ranked]
+    kinds = min(len(alike), MOST_STEPPING - SECONDS)
+    stepping = {*order[:kinds], *order[len(alike) : len(alike) + MOST_STEPPING - kinds]}
+    there = {*stepping, *order[:MOST_PARAMETERS]}
+    found = []
+    for taking_part in (there, stepping):
+        groups = enumerate(optimizer.param_groups)
+        chosen = [[i for i in range(len(group["params"])) if (g, i) in taking_part] for g, group in groups]
+        still = [number for number, place in enumerate(sorted(taking_part)) if place not in stepping]
+        found.append(Cast(optimizer, chosen, frozenset(still), stateful, construction))
+    return found if there != stepping else found[:1]
+
+
+def taken(
+    cast: Cast, prints: Fingerprints, apart: RehearsedSteps | None = None, real: bool = True
+) -> tuple[RehearsedSteps, Fingerprints]:
+    """Take a few steps without values.
+
+    Args:
+        cast: what takes part.
+        prints: the mode in which it steps.
+        apart: what all parameters did together, to step each by itself; None steps them together.
+        real: whether sizes are the real ones, and not those of a miniature.
+
+    Returns:
+        What they did, and the mode.
+    """
+    found = RehearsedSteps()
+    try:
+        small = FakeMiniature(cast.optimizer, cast.chosen, cast.stateful, real, prints)
+        outside = Outside(cast.optimizer, small.label)
+        try:
+            with without_traces(caches_of(cast.optimizer)):
+                take_steps(small, cast, apart, found)
+        finally:
+            outside.restore()
+    except CanzonaError:
+        raise
+    except Exception as error:  # whatever its code raises on tensors without values
+        found.error = error
+    return found, prints
+
+
+def take_steps(small: FakeMiniature, cast: Cast, apart: RehearsedSteps | None, found: RehearsedSteps) -> None:
+    """Take the steps of `taken`, and add what they do."""
+    with valueless(small):
+        step = stepping_all(small, cast) if apart is None else stepping_each(small, cast, apart)
+    for number in range(STEPS):
+        small.prints.step = number
+        give_gradients(small, cast.still)
+        before = counts_of(small.optimizer)
+        with valueless(small):
+            step()
+        found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
+        found.after.append(small.contents())
+
+
+@contextlib.contextmanager
+def valueless(small: FakeMiniature) -> Iterator[None]:
+    """Inside this context code runs on tensors that have no values. Nobody hears of its warnings."""
+    note = small.prints.note
+    with warnings.catch_warnings(), as_written(), note.read(), NotingFunctions(note), small.mode, small.prints:
+        warnings.simplefilter("ignore")
+        yield
+
+
+def stepping_all(small: FakeMiniature, cast: Cast) -> Callable[[], None]:
+    """Return what steps all parameters together."""
+    if cast.construction is not None:
+        small.optimizer = cast.construction.copied().make(small.optimizer.param_groups)
+    return lambda: step_plainly(small.optimizer)
+
+
+def stepping_each(small: FakeMiniature, cast: Cast, whole: RehearsedSteps) -> Callable[[], None]:
+    """Return what steps each parameter by itself, as plans do for an optimizer that did `whole` together."""
+    # Backwards, so that what one step leaves to the next shows.
+    places = [i for i in reversed(range(len(small.params))) if i not in cast.still]
+    if cast.construction is not None:
+        objects = {i: resident_of(small, i, cast.construction) for i in places}
+    shadow = CounterShadow(small.optimizer)
+
+    def step_twins() -> None:
+        for i in places:
+            step_one(small, i, Company.NONE)
+        if whole.counters:
+            shadow.count()
+
+    def step_objects() -> None:
+        for i in places:
+            own = objects[i].param_groups[0]["params"][0]
+            grad = small.params[i].grad
+            own.grad = None if grad is None else contiguous(grad)
+            step_plainly(objects[i])
+            small.params[i].data.copy_(own.detach())
+
+    return step_twins if cast.construction is None else step_objects
+
+
+def resident_of(small: FakeMiniature, index: int, construction: Construction) -> Optimizer:
+    """Construct an optimizer of one parameter."""
+    param = small.params[index]
+    own = nn.Parameter(contiguous(param.detach()))
+    if param.grad_dtype not in (None, param.dtype):
+        own.grad_dtype = param.grad_dtype
+    vars(own).update(marks_of(param))
+    group = hypers(small.optimizer.param_groups[small.group_of[index]])
+    return construction.copied().make([{**group, "params": [own], "param_names": [f"parameter {index}"]}])
+
+
+def give_gradients(small: FakeMiniature, still: Container[int]) -> None:
+    """Give each parameter a gradient of its own, but for some."""
+    for i, param in enumerate(small.params):
+        if i in still:
+            continue
+        with small.mode:
+            param.grad = torch.empty_like(param, dtype=param.grad_dtype or param.dtype, requires_grad=False)
+        small.prints.mark(param.grad, i, "gradient", small.prints.step)
+
+
+def same_calls(cast: Cast) -> bool:
+    """Tell whether steps at real sizes call what those of a miniature call, but for sizes and other numbers.
+
+    Numbers that were read from tensors have to come to the same calls, which shows if they are others.
+    """
+    by_size = []
+    for real in (True, False):
+        calls: list[Sequence[tuple[str, tuple[Any, ...]]]] = []
+        for seed in range(2):
+            found, prints = taken(cast, Fingerprints(Note(), seed, structural=True), real=real)
+            if found.error is not None:
+                return False
+            calls.append(prints.called)
+        one, other = calls
+        read = [i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a[1] != b[1]]
+        by_size.append(([made for made, _ in one], [made for made, _ in other], read))
+    return by_size[0] == by_size[1]

@@ -1,0 +1,182 @@
+"""Steps at the real sizes of parameters, on tensors that have fingerprints in place of values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+from canzona_compile.capture import fingerprints
+from canzona_compile.capture.fingerprints import Fingerprints
+from canzona_compile.capture.raised import Note
+from canzona_compile.capture.real_sizes import casts, coupled_at_real_sizes, taken
+from canzona_compile.capture.rehearsal import default_names, rehearse
+from tests.harness.pairs import Pair, feed
+from tests.harness.toy_optimizers import PerParameter, State, cube
+from tests.harness.traps import sizes
+from tests.harness.traps.trap import Params
+
+Make = Callable[[Params], Optimizer]
+
+
+def huge(*shapes: tuple[int, ...]) -> Params:
+    """Parameters of any size that lie in one element."""
+    return [nn.Parameter(torch.zeros(()).expand(shape)) for shape in shapes]
+
+
+def coupled(make: Make, params: Params) -> str:
+    """The parameter that depends on others at real sizes; empty if there is none."""
+    optimizer = make(params)
+    return coupled_at_real_sizes(optimizer, default_names(optimizer))
+
+
+HUGE = ((50_000, 20_000), (20_000, 50_000), (50_000, 20_000), (50_000,))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: SGD(params, lr=0.1, momentum=0.9),
+        AdamW,
+        lambda params: AdamW(params, foreach=True, amsgrad=True),
+        lambda params: AdamW(params, foreach=False, capturable=False),
+        sizes.Blocks,
+        lambda params: sizes.Diagonal(params[:3]),
+        lambda params: Muon(params[:3]),
+    ],
+    ids=["sgd", "adamw", "adamw-foreach", "adamw-loops", "blocks", "diagonal", "muon"],
+)
+def test_sizes_that_no_memory_holds_are_stepped(make: Make) -> None:
+    shapes = HUGE if make is not sizes.Blocks else ((640, 200), (200, 640))
+    assert coupled(make, huge(*shapes)) == ""
+
+
+class FromMillions(sizes.Coupled):
+    """Couples matrices that are too large to be tried with values."""
+
+    def couples(self, param: Tensor, group: dict[str, Any]) -> bool:
+        return param.numel() > 500_000_000
+
+
+def test_coupling_from_a_size_that_no_memory_holds_is_named() -> None:
+    assert coupled(FromMillions, huge(*HUGE[:3])) == "group0.param0"
+    assert coupled(FromMillions, huge((5_000, 2_000), (2_000, 5_000))) == ""
+
+
+class Stacks(PerParameter):
+    """Steps equal shapes as one stack, and divides large ones by what all of them have."""
+
+    def __init__(self, params: Params, most: float) -> None:
+        super().__init__(params)
+        self.most = most
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = group["params"]
+            updates = torch.stack([p.grad for p in params])
+            scale = updates.abs().amax() if params[0].numel() > self.most else 1.0
+            for param, update in zip(params, (updates / scale).unbind(), strict=True):
+                param.sub_(update, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(("most", "found"), [(math.inf, ""), (1000, "group0.param0")], ids=["never", "from a size"])
+def test_of_stacks_the_calls_are_those_of_a_miniature(most: float, found: str) -> None:
+    assert coupled(lambda params: Stacks(params, most), huge((40, 30), (40, 30))) == found
+
+
+class Scales(PerParameter):
+    """Computes the norm of all gradients always, and large matrices are divided by it."""
+
+    def __init__(self, params: Params, most: float) -> None:
+        super().__init__(params)
+        self.most = most
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        norm = float(torch.stack([p.grad.norm() for p in params]).norm())
+        for param in params:
+            scale = norm if param.numel() > self.most else 1.0
+            param.sub_(cube(param.grad), alpha=0.1 / scale)
+
+
+@pytest.mark.parametrize(("most", "found"), [(math.inf, ""), (1000, "group0.param0")], ids=["never", "from a size"])
+def test_numbers_that_are_read_count_where_they_are_used(most: float, found: str) -> None:
+    assert coupled(lambda params: Scales(params, most), huge((40, 30), (40, 30))) == found
+
+
+class OfMany(sizes.Coupled):
+    """Couples once a group has many elements; most of its matrices are small."""
+
+    def couples(self, param: Tensor, group: dict[str, Any]) -> bool:
+        return sum(p.numel() for p in group["params"]) > 500
+
+
+def test_parameters_beyond_those_that_step_are_there() -> None:
+    assert coupled(OfMany, huge(*[(5, 6)] * 40)) == "group0.param0"
+
+
+class ByArray(sizes.Elements):
+    """Reads gradients as arrays, which tensors without values do not give."""
+
+    def norm(self, params: Params) -> Any:
+        return math.sqrt(sum(float((p.grad.numpy() ** 2).sum()) for p in params))
+
+
+def test_what_is_read_as_an_array_is_not_tried_at_real_sizes() -> None:
+    """A limit, which the documentation names."""
+    assert coupled(ByArray, huge((40, 30), (40, 30))) == ""
+
+
+class Loops(PerParameter):
+    """Waits for a number that does not come."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        while grad.norm().item() < 1e9:
+            grad = grad + 1
+
+
+def test_a_loop_without_an_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "MOST_CALLS", 200)
+    optimizer = Loops(huge((40, 30)))
+    found, _ = taken(casts(optimizer, False, None)[0], Fingerprints(Note()))
+    assert type(found.error).__name__ == "TooLong"
+
+
+@pytest.mark.parametrize(("make", "most"), [(Muon, 1200), (AdamW, 400)], ids=["muon", "adamw"])
+def test_few_operators_are_called_however_many_parameters_there_are(make: Make, most: int) -> None:
+    """Each takes a tenth of a millisecond, and a rehearsal is not to take much longer by that."""
+    optimizer = make(huge(*[(4096, 1024), (1024, 4096)] * 100))
+    _, prints = taken(casts(optimizer, False, None)[0], Fingerprints(Note()))
+    assert len(prints.called) < most
+
+
+class ReadsACache(PerParameter):
+    """Reads a tensor from a cache of a function."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.sub_(sizes.identity(len(grad)) @ cube(grad) * group["lr"])
+
+
+def test_a_cache_of_a_function_holds_nothing_of_a_trial() -> None:
+    """The plain optimizer finds what the wrapped one left there."""
+    sizes.identity.cache_clear()
+    pair = Pair(ReadsACache, ((15, 13), (15, 13)), captures_anew=True)
+    feed(pair.wrapped, 0)
+    pair.wrapped.step()
+    assert type(sizes.identity(15)) is Tensor
+
+
+def test_a_rehearsal_leaves_the_optimizer_and_its_values_alone() -> None:
+    params = [nn.Parameter(torch.randn(40, 30)) for _ in range(2)]
+    before = [p.detach().clone() for p in params]
+    optimizer = AdamW(params)
+    rehearse(optimizer)
+    assert not optimizer.state
+    assert all(torch.equal(p, b) and p.grad is None for p, b in zip(params, before, strict=True))
