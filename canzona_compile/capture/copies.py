@@ -33,7 +33,16 @@ VALUES = (*CONTAINERS, slice, functools.partial, types.SimpleNamespace, io.Strin
 # Values that nobody can change, and objects that stand for nothing but themselves.
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-SHARED = (*ATOMS, *SYMBOLS, *CODE, np.generic, np.dtype, weakref.ref, weakref.finalize, *weakref.ProxyTypes)
+SHARED: tuple[Any, ...] = (
+    *ATOMS,
+    *SYMBOLS,
+    *CODE,
+    np.generic,
+    np.dtype,
+    weakref.ref,
+    weakref.finalize,
+    *weakref.ProxyTypes,
+)
 # Their modules hold handles, threads, modes of tensors, and what torch's compiler knows; one copy of these is right.
 MACHINERY = (
     *("asyncio", "concurrent", "ctypes", "logging", "multiprocessing", "queue", "selectors", "socket", "ssl"),
@@ -43,7 +52,7 @@ MACHINERY = (
     *("torch.multiprocessing", "torch.overrides", "torch.utils._python_dispatch"),
 )
 # Classes of these kinds are copied although torch has written them, or a base of theirs.
-HOLDERS = (Tensor, nn.Module, Optimizer, torch.UntypedStorage, torch.TypedStorage)
+HOLDERS: tuple[Any, ...] = (Tensor, nn.Module, Optimizer, torch.Generator, torch.UntypedStorage, torch.TypedStorage)
 MOST = 20_000  # objects that are looked at below one that copies itself
 
 Way = Callable[[Any], Any]
@@ -223,17 +232,17 @@ class Copies:
         left, seen = held_by(value), {id(value)}
         while left and len(seen) < MOST:
             one = left.pop()
-            if isinstance(one, SHARED) or id(one) in seen or id(one) in self._memo:
+            if isinstance(one, ATOMS) or id(one) in seen or id(one) in self._memo:
                 continue
             seen.add(id(one))
-            self._originals.append(one)
-            kind = type(one)
-            if is_shared(kind):
-                self.put(one, one)
-            elif hasattr(kind, "__del__") and kind not in VALUES:
+            way = self._way(type(one))
+            inside = held_by(one)
+            if way in (as_it_is, self._keep, refused):
+                self.put(one, way(one))
+            elif not inside and way == self._reconstructed and not is_told(one):
                 self._keep(one)
             else:
-                left += held_by(one)
+                left += inside
 
 
 def deep_copy(value: Any) -> Any:
@@ -243,18 +252,20 @@ def deep_copy(value: Any) -> Any:
 
 def with_own_containers(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """The same attributes with shallow copies of lists, dicts and sets, so that code adds to others."""
-    kinds = list | dict | set
-    return {
-        name: copy.copy(value) if isinstance(value, kinds) and not hasattr(type(value), "__del__") else value
-        for name, value in attributes.items()
-    }
+
+    def own(value: Any) -> Any:
+        if isinstance(value, list | dict | set) and not hasattr(type(value), "__del__"):
+            return copy.copy(value)
+        return value
+
+    return {name: own(value) for name, value in attributes.items()}
 
 
 def is_shared(kind: type) -> bool:
     """Whether objects of a class are never copied, and are no concern of trials."""
     if kind is object or issubclass(kind, SHARED):
         return True
-    if issubclass(kind, (*HOLDERS, torch.Generator)):
+    if issubclass(kind, HOLDERS):
         return False
     modules = [str(getattr(base, "__module__", "")) for base in kind.__mro__]
     return any(module == name or module.startswith(f"{name}.") for module in modules for name in MACHINERY)
@@ -272,6 +283,15 @@ def is_plain(kind: type) -> bool:
     return True
 
 
+def is_told(value: Any) -> bool:
+    """Whether an object tells what it holds, as pickle asks it."""
+    try:
+        value.__reduce_ex__(4)
+    except Exception:  # whatever a class raises that cannot be copied
+        return False
+    return True
+
+
 def held_by(value: Any) -> list[Any]:
     """What a container or an object holds."""
     found: list[Any] = []
@@ -285,7 +305,8 @@ def held_by(value: Any) -> list[Any]:
         found.append(value.__self__)
     elif isinstance(value, Tensor):
         found.append(gradient_of(value))
-    found.append(getattr(value, "__dict__", None))
+    if hasattr(value, "__dict__"):
+        found.append(vars(value))
     return found + [getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)]
 
 
