@@ -8,7 +8,6 @@ silently.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -21,10 +20,10 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.attributes import TORCH_S_OWN
 from canzona_compile.capture.contents import ATOMS, Contents, Walk, changed
+from canzona_compile.capture.copies import deep_copy
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.memory import memory_of
 from canzona_compile.capture.miniature import public
-from canzona_compile.capture.sentinels import sentinels
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, plain_class
 from canzona_compile.compat.torch_private import FakeTensorMode
 from canzona_compile.errors import some
@@ -85,11 +84,7 @@ class Construction:
 
     def copied(self) -> Construction:
         """Copy the arguments, so that what a constructed optimizer writes into them does not reach the real one."""
-        try:
-            given = self.positional, dict(self.named)
-            own = copy.deepcopy(given, sentinels(given))
-        except Exception:  # whatever a class raises that cannot be copied
-            return self
+        own = deep_copy((self.positional, dict(self.named)))
         return Construction(self.kind, own[0], own[1], self.form, self.atoms)
 
     def renewed(self, optimizer: Optimizer) -> Construction:
@@ -234,6 +229,7 @@ def check_likeness(
         NotConstructible: it fails there, or something differs.
     """
     real = [p for group in optimizer.param_groups for p in group["params"]]
+    construction = construction.copied()  # what the constructor writes into arguments here would be fake
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = {id(p): fake_of(p) for p in real}
         groups = [{**group, "params": [fakes[id(p)] for p in group["params"]]} for group in optimizer.param_groups]

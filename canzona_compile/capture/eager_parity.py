@@ -9,7 +9,6 @@ calls them itself is compared with both sides running them as written.
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from canzona_compile.capture.compiled_calls import compiled_calls
+from canzona_compile.capture.copies import deep_copy
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.external_counters import give_counts
 from canzona_compile.capture.leaves import read, state_leaves, write
@@ -111,7 +111,7 @@ def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, mom
 
 def alike(state: dict[str, Any], oracle: Oracle, generator: torch.Generator) -> dict[str, Any]:
     """Make a state with the leaves of the oracle's state. Each is the leaf of `state` if it fits, else random."""
-    made: dict[str, Any] = copy.deepcopy(oracle.structure)  # with its empty containers
+    made: dict[str, Any] = deep_copy(oracle.structure)  # with its empty containers
     for name, path in oracle.paths.items():
         like, value = oracle.first_state[0][name], read(state, path)
         if isinstance(like, Tensor):

@@ -7,7 +7,6 @@ step too, and its counts are copied. Everything else is refused.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.copies import with_own_containers
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.randomness import devices_among
@@ -52,7 +52,7 @@ def step_alone(twin: Optimizer) -> Counts:
     Raises:
         UnsupportedOptimizer: the step changed something there that is not a plain number.
     """
-    vars(twin).update({k: copy.copy(v) for k, v in vars(twin).items() if isinstance(v, list | dict | set)})
+    vars(twin).update(with_own_containers(vars(twin)))
     before = surroundings(twin)
     with as_written():
         step_plainly(twin)

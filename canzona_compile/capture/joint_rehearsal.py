@@ -145,7 +145,7 @@ def at_once(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
         UnsupportedOptimizer: the step communicates, or changes what other ranks cannot be shown.
     """
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
-    outside = Outside(optimizer, small.label)
+    outside = Outside(optimizer, small.label, small.kept)
 
     def step() -> None:
         real = small.optimizer

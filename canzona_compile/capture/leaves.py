@@ -5,7 +5,6 @@ The name of `state["sides"]["left"]` is sides_left, and the name of `state["fact
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from canzona_compile.capture.copies import deep_copy
 from canzona_compile.capture.memory import expanded, overlap
 from canzona_compile.compat.torch_private import FakeTensor, pytree
 
@@ -48,7 +48,7 @@ def structure_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def empty_containers(structure: Mapping[str, Any]) -> dict[str, Any]:
     """Copy the entries that hold no leaves, such as the empty list of a vector's preconditioners."""
-    return {key: copy.deepcopy(value) for key, value in structure.items() if not pytree.tree_leaves(value)}
+    return {key: deep_copy(value) for key, value in structure.items() if not pytree.tree_leaves(value)}
 
 
 def keys_of(path: Sequence[Any]) -> LeafPath:
@@ -83,7 +83,7 @@ def write(state: dict[str, Any], path: LeafPath, value: Any, structure: Mapping[
         TypeError: the leaf lies in a tuple.
     """
     if path[0] not in state:
-        state[path[0]] = copy.deepcopy(structure[path[0]])
+        state[path[0]] = deep_copy(structure[path[0]])
     holder: Any = state
     for key in path[:-1]:
         holder = holder[key]

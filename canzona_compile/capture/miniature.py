@@ -6,9 +6,7 @@ Its step is the optimizer's own step on all parameters together, which costs lit
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-import types
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from canzona_compile.capture.sentinels import sentinels
+from canzona_compile.capture.copies import Copies
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, odd_state, plain_class
 from canzona_compile.compat.torch_private import pytree
-from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.layout import Shape, local_part
 from canzona_compile.ir.step import Leaf
 
@@ -47,35 +44,50 @@ class Miniature:
         optimizer: the copy, an object of the class that the user wrote.
         params: its parameters, group by group.
         group_of: the index of the parameter group of each.
+        kept: objects of the real optimizer that it holds, too, see `copies`.
     """
 
     def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False, loops: bool = False) -> None:
         real = [p for group in optimizer.param_groups for p in group["params"]]
         sizes = self.sizes_of(p.shape for p in real)
         self.optimizer: Optimizer = object.__new__(plain_class(optimizer))
+<<<<<<< HEAD
         memo: dict[int, Any] = {id(optimizer): self.optimizer}  # methods kept as attributes step the copy
         with self.making():
             for param in real:
                 memo[id(param)] = small(param, sizes)
             for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
                 memo.setdefault(id(tensor), blank(tensor, sizes))
+=======
+        copies = Copies()
+        copies.put(optimizer, self.optimizer)  # methods kept as attributes step the copy
+        small_of = {id(p): small(p, sizes) for p in real}
         for param in real:
-            vars(memo[id(param)]).update(copied(public(vars(param)), memo))
-        known: dict[int, Any] = {id(p): id(memo[id(p)]) for p in real}
+            copies.put(param, small_of[id(param)])
+        for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
+            copies.put(tensor, blank(tensor, sizes))
+>>>>>>> copies
         for param in real:
+            vars(small_of[id(param)]).update(copies.of(public(vars(param))))
+        known: dict[int, Any] = {id(p): id(small_of[id(p)]) for p in real}
+        for param in real:
+<<<<<<< HEAD
             known |= {where: self.address_of(memo[id(param)]) for where in addresses(param)}
+=======
+            known |= {where: small_of[id(param)].data_ptr() for where in addresses(param)}
+>>>>>>> copies
         own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
-        small_of = {id(p): memo[id(p)] for p in real}
-        vars(self.optimizer).update(translated(copied(own, memo), known, small_of))
+        vars(self.optimizer).update(translated(copies.of(own), known, small_of))
         vars(self.optimizer).update({name: OrderedDict() for name in HOOKS})
         self.optimizer.param_groups = []
         self.params: list[nn.Parameter] = []
         self.group_of: list[int] = []
+        scaled: dict[int, Tensor] = {}
         for g, (group, places) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
             if group["params"] and not places:
                 continue  # code may take it for granted that a group has parameters
-            params = [memo[id(group["params"][i])] for i in places]
-            made = {k: distinct(v, g, memo) for k, v in copied(hypers(group), memo).items()}
+            params = [small_of[id(group["params"][i])] for i in places]
+            made = {k: distinct(v, g, scaled) for k, v in copies.of(hypers(group)).items()}
             if group.get("param_names"):
                 made["param_names"] = [group["param_names"][i] for i in places]
             if loops:
@@ -83,10 +95,11 @@ class Miniature:
             self.optimizer.param_groups.append({**made, "params": params})
             self.params += params
             self.group_of += [len(self.optimizer.param_groups) - 1] * len(params)
-        state: defaultdict[Any, Any] = defaultdict(dict, copied(odd_state(optimizer), memo))
+        state: defaultdict[Any, Any] = defaultdict(dict, copies.of(odd_state(optimizer)))
         self.optimizer.state = state
         for param in real if stateful else ():
             if own_state := optimizer.state.get(param):
+<<<<<<< HEAD
                 with self.making():
                     state[memo[id(param)]] = small_state(own_state, sizes)
 
@@ -101,6 +114,10 @@ class Miniature:
     def address_of(self, param: Tensor) -> int:
         """Where a small parameter lies."""
         return param.data_ptr()
+=======
+                state[small_of[id(param)]] = small_state(own_state, sizes, copies)
+        self.kept = copies.kept
+>>>>>>> copies
 
     def label(self, value: Any) -> str | None:
         """Name a parameter, or the optimizer, for `contents`."""
@@ -140,7 +157,7 @@ def blank(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
     return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def small_state(state: Mapping[str, Any], sizes: Mapping[int, int]) -> dict[str, Any]:
+def small_state(state: Mapping[str, Any], sizes: Mapping[int, int], copies: Copies) -> dict[str, Any]:
     """Copy the state of a parameter: corners of its tensors, or zeros where this rank holds none.
 
     A `Leaf` in place of a tensor becomes random numbers between 0 and 1.
@@ -150,7 +167,7 @@ def small_state(state: Mapping[str, Any], sizes: Mapping[int, int]) -> dict[str,
         if isinstance(leaf, Leaf):
             return torch.rand([sizes.get(n, min(n, 4)) for n in leaf.shape or ()], device="cpu").to(leaf.dtype)
         if not isinstance(leaf, Tensor):
-            return copy.deepcopy(leaf)
+            return copies.of(leaf)
         shape = [sizes.get(n, min(n, 4)) for n in leaf.shape]
         part = local_part(leaf).detach()
         if any(n < m for n, m in zip(part.shape, shape, strict=True)):
@@ -178,37 +195,6 @@ def tensors_on(param: Tensor) -> list[Tensor]:
 def public(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of a parameter that users set; names of frameworks begin with an underscore."""
     return {name: value for name, value in attributes.items() if not name.startswith("_")}
-
-
-def copied(values: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    """Copy values deeply. What cannot be copied, such as a process group, is the same object in the copy."""
-    own = {**memo, **sentinels(values)}
-    try:
-        found = copy.deepcopy(dict(values), own)
-        memo.update(own)
-        return found
-    except Exception:  # whatever a class raises that cannot be copied: then copy all else
-        return {name: copied_one(value, memo) for name, value in values.items()}
-
-
-def copied_one(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy one value deeply, or return it if that is impossible.
-
-    Raises:
-        UnsupportedOptimizer: it holds a generator, which a rehearsal would use up.
-    """
-    own = {**memo, **sentinels(value)}
-    try:
-        found = copy.deepcopy(value, own)
-    except Exception:  # see above
-        if any(isinstance(leaf, types.GeneratorType) for leaf in pytree.tree_leaves(value)):
-            raise UnsupportedOptimizer(
-                f"the optimizer holds a generator, {value!r}, which every step of one parameter would advance",
-                hint="compute what it yields from a counter in self.state[param] or in the group",
-            ) from None
-        return value
-    memo.update(own)
-    return found
 
 
 def addresses(param: Tensor) -> set[int]:
@@ -247,7 +233,7 @@ def translated(value: Any, known: Mapping[int, int], small_of: Mapping[int, Tens
     return value
 
 
-def distinct(value: Any, group: int, shared: dict[int, Any]) -> Any:
+def distinct(value: Any, group: int, scaled: dict[int, Tensor]) -> Any:
     """A hyperparameter of a group, a little different from that of other groups if it is a float.
 
     A tensor that several groups have stays one, and in attributes too.
@@ -255,5 +241,5 @@ def distinct(value: Any, group: int, shared: dict[int, Any]) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         return value / (1.0 + 0.03 * group)
     if isinstance(value, Tensor) and value.is_floating_point():
-        return shared.setdefault(id(value), value / (1.0 + 0.03 * group) if group else value)
+        return scaled.setdefault(id(value), value / (1.0 + 0.03 * group) if group else value)
     return value

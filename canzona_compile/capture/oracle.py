@@ -7,7 +7,6 @@ out, see `dynamo_oracle` and `dispatch_oracle`.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.caches import caches_of, without_traces
 from canzona_compile.capture.compiled_calls import compiled_calls
+from canzona_compile.capture.copies import with_own_containers
 from canzona_compile.capture.dynamo import eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.external_counters import Counts, counts_of, give_counts, step_alone
@@ -214,7 +214,7 @@ class Oracle(ABC):
         for name in vars(self.twin).keys() - own.keys() - NOT_COPIED:
             del vars(self.twin)[name]
         own = rebound(own, optimizer, self.twin)
-        vars(self.twin).update({k: copy.copy(v) if isinstance(v, list | dict | set) else v for k, v in own.items()})
+        vars(self.twin).update(with_own_containers(own))
 
     # -- the twin ----------------------------------------------------------------------------
 

@@ -7,14 +7,14 @@ import os
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from torch.optim import Optimizer
 
-from canzona_compile.capture.contents import ATOMS, Contents, Label, Walk, cells_of, nothing_labelled
+from canzona_compile.capture.contents import ATOMS, Contents, Label, Walk, cells_of, changed, nothing_labelled
 from canzona_compile.capture.twin import plain_class
 
 # Packages whose code is not read: torch's, ours, and those that keep no numbers of an optimizer. Some count messages.
@@ -31,9 +31,13 @@ class Outside:
     Args:
         optimizer: the optimizer.
         label: names values that are not looked into, such as parameters.
+        kept: objects that the optimizer holds and that its copies share, see `copies`.
     """
 
-    def __init__(self, optimizer: Optimizer, label: Label = nothing_labelled) -> None:
+    def __init__(self, optimizer: Optimizer, label: Label = nothing_labelled, kept: Sequence[Any] = ()) -> None:
+        self._kept = kept
+        self._kept_walk = walk_of(kept, label)
+        self._label = label
         self._walk = Walk(label, bits=False)
         self._put_back: list[Callable[[], None]] = []
         self._followed: set[int] = set()
@@ -48,12 +52,15 @@ class Outside:
     @property
     def contents(self) -> Contents:
         """By place, what is there."""
-        return self._walk.found
+        return self._walk.found | self._kept_walk.found
 
     def restore(self) -> None:
         """Put back the numbers, texts and entries of containers that were there."""
         for undo in [*self._walk.undo, *self._put_back]:
             undo()
+        if changed(self._kept_walk.found, walk_of(self._kept, self._label).found):  # else other threads may use them
+            for undo in self._kept_walk.undo:
+                undo()
 
     def _follow(self, value: Any) -> None:
         """Look at the code of a class, a function or an object with methods, once."""
@@ -128,6 +135,14 @@ class Outside:
         self._walk.add(place, value)
         if isinstance(value, ATOMS):
             self._put_back.append(partial(put_back, get, put, value))
+
+
+def walk_of(kept: Sequence[Any], label: Label) -> Walk:
+    """Look at objects that copies share."""
+    walk = Walk(label, bits=False)
+    for i, value in enumerate(kept):
+        walk.add(f"the {type(value).__name__} that copies share ({i})", value)
+    return walk
 
 
 def put_back(get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> None:

@@ -242,7 +242,7 @@ def closure_problem(optimizer: Optimizer) -> str:
 
     def taken(with_closure: bool) -> RehearsedSteps:
         small = Miniature(optimizer, first.chosen)
-        outside = Outside(optimizer, small.label)
+        outside = Outside(optimizer, small.label, small.kept)
 
         def closure() -> Tensor:
             calls.append(contents_of(small))

@@ -65,7 +65,7 @@ def all_together(
 ) -> StepsTogether:
     """Take the steps of `together`."""
     small = Miniature(optimizer, scenario.chosen, loops=scenario.loops)
-    outside = Outside(optimizer, small.label)
+    outside = Outside(optimizer, small.label, small.kept)
     muted = MutedDraws(device)
     try:
         with seeded(device), muted:
@@ -80,7 +80,7 @@ def all_together(
                 return plain_step(type(small.optimizer))(small.optimizer)
 
         found = run(small, scenario, step)
-        if places := changed(outside.contents, Outside(optimizer, small.label).contents):
+        if places := changed(outside.contents, Outside(optimizer, small.label, small.kept).contents):
             raise Dependent(f"it changes {some(places)}, outside of the optimizer")
         if muted.from_its_own:
             raise Dependent("it draws from a random generator of its own, for one parameter after the other")
@@ -107,7 +107,7 @@ def apart(
         What they did. All that they hold is found under the place of the parameter.
     """
     small = Miniature(optimizer, scenario.chosen, loops=scenario.loops)
-    outside = Outside(optimizer, small.label)
+    outside = Outside(optimizer, small.label, small.kept)
     muted = MutedDraws(device)
     own = replace(recipe, construction=recipe.construction.copied())
     objects: dict[int, Resident] = {}

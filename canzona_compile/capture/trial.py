@@ -106,7 +106,7 @@ def read_later(take: Callable[[Scenario], RehearsedSteps], scenario: Scenario) -
 def all_together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
     """Take the steps of `together`."""
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
-    outside = Outside(optimizer, small.label)
+    outside = Outside(optimizer, small.label, small.kept)
 
     def step() -> Any:
         with torch.no_grad():
@@ -114,7 +114,7 @@ def all_together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
 
     try:
         found = run(small, scenario, step)
-        if places := changed(outside.contents, Outside(optimizer, small.label).contents):
+        if places := changed(outside.contents, Outside(optimizer, small.label, small.kept).contents):
             raise UnsupportedOptimizer(
                 f"{plain_class(optimizer).__name__}.step changes {some(places)}, outside of the optimizer",
                 hint="keep what belongs to a parameter in self.state[param], and counters on the optimizer",
@@ -127,7 +127,7 @@ def all_together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
 def apart(optimizer: Optimizer, scenario: Scenario, company: Company, whole: RehearsedSteps) -> RehearsedSteps:
     """Step each parameter by itself, as plans do for an optimizer that did `whole` together."""
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
-    outside = Outside(optimizer, small.label)
+    outside = Outside(optimizer, small.label, small.kept)
     shadow = CounterShadow(small.optimizer)
 
     def step() -> None:

@@ -45,11 +45,16 @@ def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 def check_step_signature(kind: type[Optimizer]) -> None:
-    """Refuse optimizers whose step cannot be called once without arguments, and wrappers of others."""
+    """Refuse wrappers of others, finalizers, and steps that cannot be called once without arguments."""
     if isinstance(inspect.getattr_static(kind, "param_groups", None), property):
         raise UnsupportedOptimizer(
             f"{kind.__name__} passes its parameters on to another optimizer",
             hint="wrap the optimizer inside it",
+        )
+    if hasattr(kind, "__del__"):
+        raise UnsupportedOptimizer(
+            f"{kind.__name__} has a finalizer, __del__, which would run for every copy that its step is tried on",
+            hint="free what it frees in a method of its own, or with weakref.finalize in an object that it holds",
         )
     required = [
         name

@@ -33,7 +33,8 @@ from torch._ops import OpOverload
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 # Tensors with shapes and without values. Documented, under this path only.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorModeOfTorch
 
 # Whether FSDP1 has put a parameter into a flat one, or it is one.
 from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_flattened
@@ -69,6 +70,18 @@ __all__ = [
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # `__torch_function__` of a subclass that wants none
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # makes a tensor of a shape that has no memory
 LOGGER = logging.getLogger("torch._logging._internal")  # where Dynamo's messages for users go
+
+
+class FakeTensorMode(FakeTensorModeOfTorch):
+    """The mode of fake tensors, which deep copies of its tensors share.
+
+    A fake tensor leads to its mode, and torch copies that too. The mode holds weak references of storages, each with a
+    handle that its finalizer frees. A copy of one would free it once more, and with it memory that is in use. Code of
+    users copies tensors: constructors and steps do, when they are tried on fake ones.
+    """
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> FakeTensorMode:
+        return self
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode, OpOverload
+from canzona_compile.compat.torch_private import FakeTensor, OpOverload
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.compiled_call import CompiledCall
 
@@ -245,7 +245,7 @@ def fake_result(graph: fx.Graph, target: Callable[..., Any], args: Sequence[Any]
         raise InvalidStep(f"{target} does not take its operands: {error}", at=names or str(target)) from error
 
 
-def fake_mode(nodes: Iterable[fx.Node]) -> FakeTensorMode | None:
+def fake_mode(nodes: Iterable[fx.Node]) -> contextlib.AbstractContextManager[Any] | None:
     """The mode of the first fake tensor that is recorded for these nodes."""
     for node in nodes:
         value = node.meta.get("val")

@@ -1,0 +1,511 @@
+"""What is copied of what users own: values are, and nothing that holds a handle; no finalizer runs once too often."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import ctypes
+import dataclasses
+import enum
+import functools
+import gc
+import io
+import itertools
+import os
+import random
+import tempfile
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import SGD, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import canzona_compile
+from canzona_compile.capture.copies import Copies, deep_copy
+from canzona_compile.capture.miniature import Miniature
+from canzona_compile.errors import UnsupportedOptimizer
+from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
+from tests.harness.toy_optimizers import PerParameter, State, cube
+
+SHAPES = ((6, 4), (4, 6), (6, 4))
+
+
+class FreedHandles:
+    """Counts how often finalizers free the handles of weak references of storages.
+
+    Attributes:
+        count: how many were freed.
+        too_often: how many frees there were without a handle that was given out.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.held: collections.Counter[int] = collections.Counter()
+        self.count = self.too_often = 0
+        give, take = torch.UntypedStorage._weak_ref, torch.UntypedStorage._free_weak_ref
+
+        def given(storage: Any) -> int:
+            handle: int = give(storage)
+            self.held[handle] += 1
+            return handle
+
+        def freed(handle: int) -> None:
+            if handle not in self.held:  # given out before
+                take(handle)
+            elif self.held[handle] > 0:
+                self.held[handle] -= 1
+                self.count += 1
+                take(handle)
+            else:
+                self.too_often += 1  # and the handle is left alone, so that this process lives
+
+        patch.setattr(torch.UntypedStorage, "_weak_ref", given)
+        patch.setattr(torch.UntypedStorage, "_free_weak_ref", staticmethod(freed))
+
+
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> FreedHandles:
+    return FreedHandles(monkeypatch)
+
+
+class CopiesInConstructor(PerParameter):
+    """Keeps lists of blocks on itself, and deep copies of parameters to make them, as Distributed Shampoo does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        everyone = [p for group in self.param_groups for p in group["params"]]
+        half = torch.tensor(0.5)  # a constant, whose storage the mode of fake tensors remembers
+        self.moments = {p: torch.zeros_like(copy.deepcopy(p)) * half for p in everyone}
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        moment = self.moments[param].lerp_(grad, 0.5)
+        param.add_(cube(moment), alpha=-group["lr"])
+
+
+class CopiesInStep(PerParameter):
+    """Deep copies of parameter and gradient in the step."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        half = torch.tensor(0.5)
+        state.setdefault("last", torch.zeros_like(param)).copy_(copy.deepcopy(grad) * half)
+        param.add_(cube(state["last"]) + copy.deepcopy(param.detach()), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("kind", [CopiesInConstructor, CopiesInStep])
+def test_code_that_copies_fake_tensors_frees_no_handle_twice(kind: type[Optimizer], freed: FreedHandles) -> None:
+    pair = Pair(lambda params: kind(params), SHAPES)
+    for step in range(3):
+        for optimizer in pair.both:
+            feed(optimizer, step)
+            optimizer.step()
+    same = [same_bits(a, b) for a, b in zip(*map(params_of, pair.both), strict=True)]
+    del pair, optimizer
+    gc.collect()
+    assert all(same)
+    assert freed.too_often == 0
+    assert freed.count > 0
+
+
+# -- what is shared --------------------------------------------------------------------------------
+
+
+class Handle:
+    """A handle that a finalizer frees."""
+
+    freed = 0
+
+    def __init__(self) -> None:
+        self.notes: dict[str, int] = {}
+
+    def __del__(self) -> None:
+        Handle.freed += 1
+
+
+class Locked:
+    """A plain object that holds what cannot be copied, and numbers."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.counts = [1, 2]
+
+
+class CopiesItself:
+    """Copies what it holds by the rules of Python."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        return CopiesItself(copy.deepcopy(self.held, memo))
+
+
+class Watching(TorchDispatchMode):
+    """A mode that a user wrote."""
+
+
+class Listed(list[Any]):
+    """A list with an attribute."""
+
+
+def fake_tensor() -> Tensor:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return torch.tensor(1.0) + torch.zeros(2)
+
+
+def mode_with_memory() -> FakeTensorMode:
+    mode: FakeTensorMode = fake_tensor().fake_mode  # type: ignore[attr-defined]
+    mode.fake_tensor_converter.meta_converter.storage_memo  # noqa: B018
+    return mode
+
+
+SHARED: dict[str, Callable[[], Any]] = {
+    "weak reference of a storage": lambda: StorageWeakRef(torch.zeros(3).untyped_storage()),
+    "object with a finalizer": Handle,
+    "mode of fake tensors": mode_with_memory,
+    "mode of a user": Watching,
+    "file": lambda: open(os.devnull),  # noqa: SIM115
+    "temporary file": tempfile.TemporaryFile,
+    "lock": threading.Lock,
+    "thread": threading.Thread,
+    "event of a thread": threading.Event,
+    "pointer": lambda: ctypes.pointer(ctypes.c_int(3)),
+    "library": lambda: ctypes.CDLL(None),
+    "memory view": lambda: memoryview(bytearray(4)),
+    "weak reference": lambda: weakref.ref(torch.nn.Linear(1, 1)),
+    "finalizer": lambda: weakref.finalize(torch.nn.Linear(1, 1), print),
+    "module": lambda: os,
+    "function": lambda: fake_tensor,
+    "compiled function": lambda: torch.compile(cube),
+    "class": lambda: Handle,
+    "sentinel": object,
+    "event of a stream": lambda: torch.Event("cpu"),
+}
+WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "itself": (lambda one: one, lambda held: held),
+    "in a list": (lambda one: [0, one], lambda held: held[1]),
+    "in a tuple": (lambda one: (one, []), lambda held: held[0]),
+    "in a dict": (lambda one: {"a": {"b": one}}, lambda held: held["a"]["b"]),
+    "in an object": (lambda one: types.SimpleNamespace(one=one), lambda held: held.one),
+    "in a partial": (lambda one: functools.partial(print, one), lambda held: held.args[0]),
+    "in one that copies itself": (lambda one: CopiesItself([one]), lambda held: held.held[0]),
+    "on a tensor": (lambda one: with_attribute(torch.ones(2), one), lambda held: held.one),
+}
+
+
+def with_attribute(holder: Any, one: Any) -> Any:
+    holder.one = one
+    return holder
+
+
+@pytest.mark.parametrize("name", list(SHARED))
+def test_handles_are_shared(name: str, freed: FreedHandles) -> None:
+    one, before = SHARED[name](), Handle.freed
+    for way, (put, get) in WAYS.items():
+        held = put(one)
+        made = deep_copy(held)
+        assert get(made) is one, way
+        assert (made is held) == (way == "itself"), way
+        del made
+    if name in ("weak reference of a storage", "object with a finalizer", "mode of fake tensors"):
+        gc.collect()  # what lies in cycles
+    assert (freed.too_often, Handle.freed) == (0, before)
+    if isinstance(one, io.IOBase):
+        one.close()
+
+
+HOMES: dict[str, Callable[[Any, Any], None]] = {
+    "attribute": lambda optimizer, one: setattr(optimizer, "held", [one]),
+    "group": lambda optimizer, one: optimizer.param_groups[0].update(held={"one": one}),
+    "state": lambda optimizer, one: optimizer.state[params_of(optimizer)[0]].update(held=one),
+    "state of none": lambda optimizer, one: optimizer.state.update(held=(one, [])),
+    "parameter": lambda optimizer, one: setattr(params_of(optimizer)[0], "held", [one]),
+}
+
+
+@pytest.mark.parametrize("home", list(HOMES))
+@pytest.mark.parametrize("kind", ["weak reference of a storage", "object with a finalizer", "mode of fake tensors"])
+def test_finalizers_run_once_wherever_an_optimizer_holds_a_handle(home: str, kind: str, freed: FreedHandles) -> None:
+    one, optimizer, before = SHARED[kind](), SGD(parameters(SHAPES), lr=0.1), Handle.freed
+    HOMES[home](optimizer, one)
+    for _ in range(3):
+        Miniature(optimizer, [[0, 1, 2]], stateful=True)
+    gc.collect()
+    assert (freed.too_often, Handle.freed) == (0, before)
+    del one, optimizer
+    gc.collect()
+    assert (freed.too_often, Handle.freed) == (0, before + (kind == "object with a finalizer"))
+
+
+# -- what is copied --------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    values: list[int]
+
+
+@dataclasses.dataclass
+class Open:
+    values: list[int]
+    own: Any = None
+
+
+class Slotted:
+    __slots__ = ("values",)
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = values
+
+
+class Named(tuple[Any, ...]):
+    __slots__ = ()
+
+
+Pair2 = collections.namedtuple("Pair2", "a b")
+COPIED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (lambda: [1, [2]], lambda v: v[1]),
+    "list with an attribute": (lambda: with_attribute(Listed([[1]]), [2]), lambda v: v.one),
+    "tuple": (lambda: (1, [2]), lambda v: v[1]),
+    "named tuple": (lambda: Pair2(1, [2]), lambda v: v.b),
+    "dict": (lambda: {1: [2]}, lambda v: v[1]),
+    "ordered dict": (lambda: collections.OrderedDict(a=[2]), lambda v: v["a"]),
+    "default dict": (lambda: collections.defaultdict(list, a=[2]), lambda v: v["a"]),
+    "counter": (lambda: collections.Counter("aab"), lambda v: v),
+    "deque": (lambda: collections.deque([[1], 2], maxlen=3), lambda v: v[0]),
+    "set": (lambda: {1, 2}, lambda v: v),
+    "bytes": (lambda: bytearray(b"ab"), lambda v: v),
+    "text file in memory": (lambda: io.StringIO("ab"), lambda v: v),
+    "partial": (lambda: functools.partial(print, [1]), lambda v: v.args[0]),
+    "view of a dict": (lambda: types.MappingProxyType({"a": [1]}), lambda v: v["a"]),
+    "namespace": (lambda: types.SimpleNamespace(a=[1]), lambda v: v.a),
+    "frozen dataclass": (lambda: Frozen([1]), lambda v: v.values),
+    "dataclass": (lambda: Open([1]), lambda v: v.values),
+    "slots": (lambda: Slotted([1]), lambda v: v.values),
+    "object with a lock": (Locked, lambda v: v.counts),
+    "array": (lambda: np.arange(3.0), lambda v: v),
+    "array of objects": (lambda: np.array([[1], None], dtype=object), lambda v: v[0]),
+    "random": (lambda: random.Random(3), lambda v: v),
+    "numpy's random": (lambda: np.random.default_rng(3), lambda v: v.bit_generator),
+    "torch's random": (lambda: torch.Generator().manual_seed(3), lambda v: v),
+    "count": (lambda: itertools.count(3), lambda v: v),
+    "tensor": (lambda: torch.arange(3.0), lambda v: v),
+    "parameter": (lambda: torch.nn.Parameter(torch.ones(2)), lambda v: v),
+    "storage": (lambda: torch.arange(3.0).untyped_storage(), lambda v: v),
+    "module": (lambda: torch.nn.Linear(2, 2), lambda v: v.weight),
+    "optimizer": (lambda: SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), lambda v: v.param_groups),
+    "method": (lambda: Open([1]).__eq__, lambda v: v.__self__),
+}
+
+
+def as_text(value: Any) -> str:
+    """What tells whether two values are equal."""
+    if isinstance(value, torch.Generator):
+        return str(value.get_state().tolist())
+    if isinstance(value, random.Random):
+        return str(value.getstate())
+    if isinstance(value, np.random.BitGenerator):
+        return str(value.state)
+    if isinstance(value, io.StringIO):
+        return value.getvalue()
+    return str(list(value)) if isinstance(value, torch.UntypedStorage) else repr(value)
+
+
+@pytest.mark.parametrize("name", list(COPIED))
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support will be removed from itertools")
+def test_values_are_copied(name: str) -> None:
+    make, inside = COPIED[name]
+    value = make()
+    held = {"first": value, "second": [value]}
+    copies = Copies()
+    made = copies.of(held)
+    assert made["first"] is made["second"][0]
+    assert type(made["first"]) is type(value)
+    assert inside(made["first"]) is not inside(value)
+    if name not in ("method", "optimizer"):
+        assert as_text(inside(made["first"])) == as_text(inside(value))
+
+
+def test_numbers_and_symbols_are_what_they_are() -> None:
+    for value in (1, 2.5, "a", None, b"a", Colour.RED, torch.float32, torch.device("cpu"), np.float64(2), range(3)):
+        assert deep_copy([value])[0] == value
+
+
+def test_a_cycle_is_copied_as_one() -> None:
+    value = Open([1])
+    value.own = [(value, {})]
+    made = deep_copy(value)
+    assert made is not value
+    assert made.own[0][0] is made
+
+
+def test_views_of_one_tensor_stay_views() -> None:
+    whole = torch.zeros(4)
+    made = deep_copy([whole, whole[1:]])
+    made[0][1] = 7.0
+    assert made[1][0] == 7.0
+    assert whole[1] == 0.0
+
+
+def test_a_copy_that_fails_leaves_no_halves() -> None:
+    """What an object has copied before it fails is copied anew where others hold it."""
+
+    class Failing:
+        def __init__(self, held: Any) -> None:
+            self.held = held
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Failing:
+            memo[id(self)] = Failing(copy.deepcopy(self.held, memo))
+            raise RuntimeError("no")
+
+    inner = [1]
+    failing = Failing(inner)
+    copies = Copies()
+    made = copies.of([failing, inner])
+    assert made[0] is failing
+    assert made[1] == [1]
+    assert made[1] is not inner
+    assert copies.kept == [failing]
+
+
+def test_generators_are_refused_wherever_they_are() -> None:
+    with pytest.raises(UnsupportedOptimizer, match="holds a generator"):
+        deep_copy([types.SimpleNamespace(one=(i for i in range(3)))])
+
+
+# -- what trials may not change --------------------------------------------------------------------
+
+
+class NotesInHandle(PerParameter):
+    """Writes into an object that copies of the optimizer share."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.handle = Handle()
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        self.handle.notes["steps"] = self.handle.notes.get("steps", 0) + 1
+        param.add_(cube(grad), alpha=-0.1 / self.handle.notes["steps"])
+
+
+class ReadsHandle(NotesInHandle):
+    """Only reads it."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(cube(grad), alpha=-0.1 if self.handle.notes else -0.2)
+
+
+def test_a_step_that_writes_what_copies_share_is_refused_and_nothing_is_written() -> None:
+    optimizer: Any = canzona_compile.wrap(NotesInHandle(parameters(SHAPES)))
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    feed(optimizer, 0)
+    with pytest.raises(UnsupportedOptimizer, match=r"the Handle that copies share"):
+        optimizer.step()
+    assert optimizer.handle.notes == {}
+    assert all(map(same_bits, before, params_of(optimizer)))
+
+
+def test_a_step_that_reads_what_copies_share_is_equal() -> None:
+    gc.collect()
+    before = Handle.freed
+    pair = Pair(ReadsHandle, SHAPES)
+    pair.steps(2)
+    gc.collect()
+    assert Handle.freed == before
+
+
+def test_an_optimizer_with_a_finalizer_is_refused() -> None:
+    class Freeing(SGD):
+        def __del__(self) -> None:
+            pass
+
+    with pytest.raises(UnsupportedOptimizer, match="has a finalizer, __del__"):
+        canzona_compile.wrap(Freeing(parameters(SHAPES), lr=0.1))
+
+
+# -- ids that are given again ----------------------------------------------------------------------
+
+
+class Laden(SGD):
+    """Dicts and lists at many places, so that copies of them come and go."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for i in range(4):
+            setattr(self, f"table{i}", {"a": [i], "b": {"c": i}})
+        for param in params_of(self):
+            param.marks = {"a": [1], "b": {}}  # type: ignore[attr-defined]
+        self.state["odd"] = {"k": [1]}  # type: ignore[index]
+
+
+def well_made(small: Miniature) -> bool:
+    """Whether every copy is of the class of its original."""
+    own: Any = small.optimizer
+    tables = [getattr(own, f"table{i}") == {"a": [i], "b": {"c": i}} for i in range(4)]
+    marks = [p.marks == {"a": [1], "b": {}} for p in small.params]  # type: ignore[attr-defined]
+    groups = [isinstance(group["lr"], float) for group in own.param_groups]
+    return all(tables) and all(marks) and all(groups) and own.state["odd"] == {"k": [1]}
+
+
+def count_of_failures(miniatures: int) -> int:
+    """Make many miniatures while the collector runs at every chance."""
+    optimizer = Laden(parameters(SHAPES))
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        failures = 0
+        for i in range(miniatures):
+            litter = [{} for _ in range(i % 7)]
+            try:
+                failures += not well_made(Miniature(optimizer, [[0, 1, 2]]))
+            except Exception:  # whatever a copy of the wrong class leads to
+                failures += 1
+            del litter
+        return failures
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_miniatures_while_the_collector_runs() -> None:
+    assert count_of_failures(60) == 0
+
+
+def test_no_address_of_a_memo_is_given_to_what_is_copied_later() -> None:
+    """Python keeps alive what a deep copy has copied in a list, under the id of the memo itself."""
+    optimizer = Laden(parameters(SHAPES))
+    seen: list[dict[Any, Any]] = []
+
+    class Asks:
+        def __deepcopy__(self, memo: dict[Any, Any]) -> Asks:
+            memo[id(self)] = made = Asks()
+            copy.deepcopy([1], memo)
+            seen.append(memo)
+            return made
+
+    for name in ("first", "second"):
+        setattr(optimizer, name, Asks())
+    optimizer.param_groups[0]["third"] = Asks()
+    optimizer.state["fourth"] = Asks()  # type: ignore[index]
+    Miniature(optimizer, [[0, 1, 2]])
+    assert len(seen) == 4
+    for memo in seen:
+        foreign = [key for key, made in memo.items() if isinstance(made, list) and made and key == id(made)]
+        assert foreign == []
+        held = [key for key in memo if key != id(memo) and isinstance(memo[key], list) and memo[key] is kept_by(memo)]
+        assert held == []
+    assert len({id(memo) for memo in seen}) == 1
+
+
+def kept_by(memo: dict[Any, Any]) -> Any:
+    return memo.get(id(memo))
