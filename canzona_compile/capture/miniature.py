@@ -51,31 +51,19 @@ class Miniature:
         real = [p for group in optimizer.param_groups for p in group["params"]]
         sizes = self.sizes_of(p.shape for p in real)
         self.optimizer: Optimizer = object.__new__(plain_class(optimizer))
-<<<<<<< HEAD
-        memo: dict[int, Any] = {id(optimizer): self.optimizer}  # methods kept as attributes step the copy
-        with self.making():
-            for param in real:
-                memo[id(param)] = small(param, sizes)
-            for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
-                memo.setdefault(id(tensor), blank(tensor, sizes))
-=======
         copies = Copies()
         copies.put(optimizer, self.optimizer)  # methods kept as attributes step the copy
-        small_of = {id(p): small(p, sizes) for p in real}
-        for param in real:
-            copies.put(param, small_of[id(param)])
-        for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
-            copies.put(tensor, blank(tensor, sizes))
->>>>>>> copies
+        with self.making():
+            small_of = {id(p): small(p, sizes) for p in real}
+            for param in real:
+                copies.put(param, small_of[id(param)])
+            for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
+                copies.put(tensor, blank(tensor, sizes))
         for param in real:
             vars(small_of[id(param)]).update(copies.of(public(vars(param))))
         known: dict[int, Any] = {id(p): id(small_of[id(p)]) for p in real}
         for param in real:
-<<<<<<< HEAD
-            known |= {where: self.address_of(memo[id(param)]) for where in addresses(param)}
-=======
-            known |= {where: small_of[id(param)].data_ptr() for where in addresses(param)}
->>>>>>> copies
+            known |= {where: self.address_of(small_of[id(param)]) for where in addresses(param)}
         own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
         vars(self.optimizer).update(translated(copies.of(own), known, small_of))
         vars(self.optimizer).update({name: OrderedDict() for name in HOOKS})
@@ -99,9 +87,9 @@ class Miniature:
         self.optimizer.state = state
         for param in real if stateful else ():
             if own_state := optimizer.state.get(param):
-<<<<<<< HEAD
                 with self.making():
-                    state[memo[id(param)]] = small_state(own_state, sizes)
+                    state[small_of[id(param)]] = small_state(own_state, sizes, copies)
+        self.kept = copies.kept
 
     def sizes_of(self, shapes: Iterable[Shape]) -> Mapping[int, int]:
         """The size that each size becomes."""
@@ -114,10 +102,6 @@ class Miniature:
     def address_of(self, param: Tensor) -> int:
         """Where a small parameter lies."""
         return param.data_ptr()
-=======
-                state[small_of[id(param)]] = small_state(own_state, sizes, copies)
-        self.kept = copies.kept
->>>>>>> copies
 
     def label(self, value: Any) -> str | None:
         """Name a parameter, or the optimizer, for `contents`."""
