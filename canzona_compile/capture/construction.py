@@ -229,7 +229,6 @@ def check_likeness(
         NotConstructible: it fails there, or something differs.
     """
     real = [p for group in optimizer.param_groups for p in group["params"]]
-    construction = construction.copied()  # what the constructor writes into arguments here would be fake
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = {id(p): fake_of(p) for p in real}
         groups = [{**group, "params": [fakes[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
