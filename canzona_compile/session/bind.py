@@ -130,8 +130,11 @@ class Binder:
         group = self._replicate_group() if self.replicas else None
         self._stand_ins, self._rows = exchange_stand_ins(self._named, self.options.layout, group, self.rank)
 
-    def bind(self) -> list[BoundParam]:
+    def bind(self, refused: dict[str, CanzonaError] | None = None) -> list[BoundParam]:
         """Bind all parameters of the optimizer. This is a collective if some of them are plain fragments.
+
+        Args:
+            refused: gets the errors of parameters that are refused, by name, and nothing is raised for them.
 
         Returns:
             One entry per parameter, and one per piece of a fused parameter.
@@ -143,17 +146,28 @@ class Binder:
         if self._stand_ins is None:
             self.exchange()
         assert self._stand_ins is not None
-        self.capture.notice()  # of what changed since `explain`, or since the plan before this one
         groups = range(len(self.optimizer.param_groups))
-        self.capture.rehearse([[name for name, g, _ in self._named if g == group] for group in groups])
         names = [name for name, _, _ in self._named]
+        try:
+            self.capture.notice()  # of what changed since `explain`, or since the plan before this one
+            self.capture.rehearse([[name for name, g, _ in self._named if g == group] for group in groups])
+        except UnsupportedOptimizer as error:
+            if refused is None:
+                raise
+            refused |= dict.fromkeys(names, error)
+            return []
         check_disjoint(self._named)
         self._stand_ins.check_others(names)
         check_patterns(self.options.split, names)
         check_layout_patterns(self.options.layout, names)
         found: list[BoundParam] = []
         for own in self._named:
-            found += self.bind_one(len(found), *own)
+            try:
+                found += self.bind_one(len(found), *own)
+            except CanzonaError as error:
+                if refused is None:
+                    raise
+                refused[own[0]] = error
         return found
 
     def bind_one(
