@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from canzona_compile.capture.closures import copy_closures
 from canzona_compile.capture.sentinels import sentinels
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, odd_state, plain_class
 from canzona_compile.compat.torch_private import pytree
@@ -65,6 +66,7 @@ class Miniature:
             known |= {where: memo[id(param)].data_ptr() for where in addresses(param)}
         own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
         small_of = {id(p): memo[id(p)] for p in real}
+        copy_closures(own, memo)
         vars(self.optimizer).update(translated(copied(own, memo), known, small_of))
         vars(self.optimizer).update({name: OrderedDict() for name in HOOKS})
         self.optimizer.param_groups = []
