@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.contents import changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, difference, where
 from canzona_compile.capture.error_origin import blamed, first_line
@@ -65,6 +66,7 @@ def rehearse_jointly(
         aliases=all_of(one.whole.aliases for one in found),
         drops_gradients=any(not one.whole.keeps_gradients for one in found),
         needs_gradients=any(one.needs_gradients for one in found),
+        asks_layout=frozenset().union(*(one.whole.asks_layout for one in found)),
         joint=JointUpdate(
             refused.problem,
             advice,
@@ -145,7 +147,7 @@ def at_once(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
         UnsupportedOptimizer: the step communicates, or changes what other ranks cannot be shown.
     """
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
-    outside = Outside(optimizer, small.label)
+    outside = Outside(optimizer, small.label, CachedCalls())
 
     def step() -> None:
         real = small.optimizer

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch.optim import Optimizer
 
+from canzona_compile.capture.cached_calls import CACHED, CachedCalls
 from canzona_compile.capture.contents import ATOMS, Contents, Label, Walk, cells_of, nothing_labelled
 from canzona_compile.capture.twin import plain_class
 
@@ -31,9 +32,15 @@ class Outside:
     Args:
         optimizer: the optimizer.
         label: names values that are not looked into, such as parameters.
+        calls: gives cached functions empty caches of their own, until `restore`; None leaves them as they are.
+
+    Attributes:
+        reads_variables: whether the code calls `os.getenv`.
     """
 
-    def __init__(self, optimizer: Optimizer, label: Label = nothing_labelled) -> None:
+    def __init__(self, optimizer: Optimizer, label: Label = nothing_labelled, calls: CachedCalls | None = None) -> None:
+        self._calls = calls
+        self.reads_variables = False
         self._walk = Walk(label, bits=False)
         self._put_back: list[Callable[[], None]] = []
         self._followed: set[int] = set()
@@ -73,7 +80,11 @@ class Outside:
 
     def _follow_class(self, kind: type) -> None:
         for name, value in list(vars(kind).items()):
-            if function := function_in(value):
+            inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if isinstance(inner, CACHED):
+                form = type(value) if inner is not value else lambda made: made
+                self._cache(inner, lambda made, name=name, form=form: setattr(kind, name, form(made)))
+            elif function := function_in(value):
                 self._follow(function)
             elif not name.startswith("__") and not isinstance(value, types.MemberDescriptorType):
                 self._hold(
@@ -92,6 +103,7 @@ class Outside:
             if isinstance(value, types.ModuleType):
                 self._follow_module(value, names)
             elif isinstance(value, type | types.FunctionType):
+                self.reads_variables |= value is os.getenv
                 self._follow(value)
             else:
                 self._hold(f"the global {name}", partial(where.get, name), partial(where.__setitem__, name))
@@ -112,6 +124,7 @@ class Outside:
     def _follow_module(self, module: types.ModuleType, names: set[str]) -> None:
         if names & {"environ", "getenv"} and module is os:
             self._walk.add("the environment", dict(os.environ))
+            self.reads_variables |= "getenv" in names
         if module.__name__.partition(".")[0] in NOT_READ:
             return
         for name in sorted(names & vars(module).keys()):
@@ -121,8 +134,21 @@ class Outside:
             elif not isinstance(value, types.ModuleType):
                 self._hold(f"{module.__name__}.{name}", partial(getattr, module, name), partial(setattr, module, name))
 
+    def _cache(self, cached: Any, put: Callable[[Any], None]) -> None:
+        """Follow a cached function, and put one with a cache of its own in its place."""
+        function = cached.__wrapped__
+        if not is_read(function):
+            return
+        self._follow(function)
+        if self._calls is not None:
+            put(self._calls.of_its_own(cached))
+            self._put_back.append(partial(put, cached))
+
     def _hold(self, place: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         value = get()
+        if isinstance(value, CACHED):
+            self._cache(value, put)
+            return
         if isinstance(value, type | types.FunctionType | types.ModuleType | logging.Logger):
             return
         self._walk.add(place, value)

@@ -122,6 +122,7 @@ class Residency:
                 aliases=all_of((rehearsal.aliases, own.aliases)),
                 needs_gradients=rehearsal.needs_gradients or own.needs_gradients,
                 asks_frozen=rehearsal.asks_frozen or own.asks_frozen,
+                asks_layout=rehearsal.asks_layout | own.asks_layout,
             )
         return rehearsal
 
@@ -236,6 +237,7 @@ def rehearse_one(
             aliases=tuple(whole.steps.aliases),
             needs_gradients=one.missing != scenario.missing,
             asks_frozen=one.frozen != scenario.frozen,
+            asks_layout=frozenset(whole.steps.asks_layout),
             rounds_in_foreach=one.loops,
             draws=whole.drew,
             recipe=recipe,

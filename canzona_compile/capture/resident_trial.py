@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.construction import Construction, NotConstructible, atoms_of, reads_values
 from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import attribute_of
@@ -66,7 +67,7 @@ def all_together(
 ) -> StepsTogether:
     """Take the steps of `together`."""
     small = Miniature(optimizer, scenario.chosen, loops=scenario.loops)
-    outside = Outside(optimizer, small.label)
+    outside = Outside(optimizer, small.label, CachedCalls())
     muted = MutedDraws(device)
     try:
         with seeded(device), muted:
@@ -109,7 +110,7 @@ def apart(
         attributes hold what a wrapped one shows there.
     """
     small = Miniature(optimizer, scenario.chosen, loops=scenario.loops)
-    outside = Outside(optimizer, small.label)
+    outside = Outside(optimizer, small.label, CachedCalls())
     muted = MutedDraws(device)
     own = replace(recipe, construction=recipe.construction.copied())
     shadow = ResidentShadow(small.optimizer, own, ()) if recipe.is_shown else None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from tests.harness.traps import (
     aliases,
+    asking,
     attributes,
     calls,
     counters,
     gradients,
     groups,
+    habits,
     harmless,
     harmless_edits,
     late_counters,
@@ -39,6 +41,8 @@ TRAPS: tuple[Trap, ...] = (
     *harmless.TRAPS,
     *harmless_edits.TRAPS,
     *aliases.TRAPS,
+    *habits.TRAPS,
+    *asking.TRAPS,
 )
 NAMED = {trap.name: trap for trap in TRAPS}
 FAMILIES = tuple(dict.fromkeys(trap.family for trap in TRAPS))

@@ -1,0 +1,46 @@
+"""Notice that a step asks how gradients lie in memory. Their owner gets contiguous copies of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+QUESTIONS = ("is_contiguous", "stride")
+TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+class LayoutQuestions(TorchFunctionMode):
+    """Inside this mode, code that is none of torch's is watched while it asks how gradients lie in memory.
+
+    Args:
+        grads: the gradients.
+        asked: gets the names of the methods that are called, among `QUESTIONS`.
+    """
+
+    def __init__(self, grads: Iterable[Tensor], asked: set[str]) -> None:
+        super().__init__()
+        self._memory = {grad.untyped_storage().data_ptr() for grad in grads} - {0}
+        self._asked = asked
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in QUESTIONS and args and isinstance(args[0], Tensor) and args[0].layout is torch.strided:
+            ours = args[0].untyped_storage().data_ptr() in self._memory
+            if ours and not sys._getframe(1).f_code.co_filename.startswith(TORCH):
+                self._asked.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def lies_otherwise(grad: Tensor, asked: Iterable[str]) -> bool:
+    """Tell whether code that asks these questions hears something else of a contiguous copy of a gradient."""
+    if not grad.is_contiguous():
+        return True
+    return "stride" in asked and grad.stride() != torch.empty(grad.shape, device="meta").stride()
