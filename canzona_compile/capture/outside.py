@@ -82,8 +82,7 @@ class Outside:
         for name, value in list(vars(kind).items()):
             inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
             if isinstance(inner, CACHED):
-                form = type(value) if inner is not value else lambda made: made
-                self._cache(inner, lambda made, name=name, form=form: setattr(kind, name, form(made)))
+                self._cache(inner, partial(put_method, kind, name, value))
             elif function := function_in(value):
                 self._follow(function)
             elif not name.startswith("__") and not isinstance(value, types.MemberDescriptorType):
@@ -154,6 +153,11 @@ class Outside:
         self._walk.add(place, value)
         if isinstance(value, ATOMS):
             self._put_back.append(partial(put_back, get, put, value))
+
+
+def put_method(kind: type, name: str, old: Any, function: Any) -> None:
+    """Put a function into a class, as a static or a class method if the old entry is one."""
+    setattr(kind, name, type(old)(function) if isinstance(old, staticmethod | classmethod) else function)
 
 
 def put_back(get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> None:

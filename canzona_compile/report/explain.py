@@ -23,6 +23,7 @@ from canzona_compile.options import Options
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.given_layout import check_marked
+from canzona_compile.session.joint_step import check_whole
 from canzona_compile.session.param_checks import check_params
 from canzona_compile.session.param_names import named_params
 from canzona_compile.session.plan import Plan, make_plan
@@ -129,7 +130,12 @@ def _explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> 
     check_params(named, refused)
     bound = [b for b in binder.bind(refused) if b.name not in refused]
     check_marked(options.layout, [b.origin for b in bound])
-    rows: dict[str, list[ExplainedParameter]] = {b.name: [] for b in bound}
+    if any(b.kind.joint is not None for b in bound):
+        try:
+            check_whole({b.task.name: b for b in bound})
+        except CanzonaError as error:
+            bound, refused = [], dict.fromkeys([name for name, _, _ in named], error) | refused
+    rows: dict[str, list[ExplainedParameter]] = {b.name: [] for b in bound}  # several of what is split
     if bound:
         planned = {row.name: row for row in rows_of(make_plan(bound, plain_class(optimizer).__name__, options))}
         for b in bound:
