@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.asked import ADDRESS
 from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, difference, refusal, tensors_kept
@@ -170,6 +172,7 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device,
         if whole.error is not None and not whole.after:
             return Rehearsal(skipped=f"{first_line(whole.error)}{blamed(whole.error)}", draws=dice.rolled)
         check_returned(optimizer, whole)
+        check_address(optimizer, whole)
         if whole.uses_cache:
             raise UnsupportedOptimizer(
                 f"{plain_class(optimizer).__name__}.step {whole.uses_cache}",
@@ -185,7 +188,7 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device,
                 aliases=tuple(whole.aliases),
                 needs_gradients=one.missing != scenario.missing,
                 asks_frozen=one.frozen != scenario.frozen,
-                asks_layout=frozenset(whole.asks_layout),
+                asks_layout=frozenset(whole.asks_layout) - {ADDRESS},
                 reads_variables=whole.reads_variables,
                 rounds_in_foreach=one.loops,
                 draws=dice.rolled,
@@ -236,6 +239,17 @@ def check_returned(optimizer: Optimizer, whole: RehearsedSteps) -> None:
         raise UnsupportedOptimizer(
             f"{plain_class(optimizer).__name__}.step returns a value without a closure, which would be lost",
             hint="keep the value elsewhere, or return None",
+        )
+
+
+def check_address(optimizer: Optimizer, whole: RehearsedSteps) -> None:
+    """Raise if a step asks for the address of a parameter, and parameters are DTensors, which have none."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    if ADDRESS in whole.asks_layout and any(isinstance(p, DTensor) for p in params):
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__}.step asks for the address of its parameter (data_ptr), and "
+            "DTensors have none",
+            hint="tell parameters apart by attributes of theirs, by group, or by self.state[param]",
         )
 
 

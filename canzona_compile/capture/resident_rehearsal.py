@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from canzona_compile.capture.asked import ADDRESS
 from canzona_compile.capture.construction import Construction, NotConstructible, ParamGroup, beginnings
 from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, caches, where
@@ -237,7 +238,7 @@ def rehearse_one(
             aliases=tuple(whole.steps.aliases),
             needs_gradients=one.missing != scenario.missing,
             asks_frozen=one.frozen != scenario.frozen,
-            asks_layout=frozenset(whole.steps.asks_layout),
+            asks_layout=frozenset(whole.steps.asks_layout) - {ADDRESS},
             rounds_in_foreach=one.loops,
             draws=whole.drew,
             recipe=recipe,
@@ -304,9 +305,7 @@ def shared_in(whole: StepsTogether, parts: RehearsedSteps, recipe: Recipe, param
 
 
 def unseen(whole: StepsTogether, parts: RehearsedSteps, params: int) -> list[str]:
-    """The places in groups and attributes where the wrapped optimizer does not show what the plain one has.
-
-    What belongs to one parameter they see by `state_dict` only. Caches do not count.
+    """The places in groups and attributes where the wrapped optimizer shows other values. Caches do not count.
 
     Args:
         whole: all parameters together.

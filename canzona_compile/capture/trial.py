@@ -185,8 +185,14 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             # A mode costs as much as a small operator, so only the first step is watched for collectives.
             watched = number == 0
             grads = [grad for _, grad, _ in given if grad is not None]
-            asking = LayoutQuestions(grads, found.asks_layout) if number < ASKING else contextlib.nullcontext()
-            with as_written(), NoCollectives() if watched else contextlib.nullcontext(), asking:
+            asking = (
+                LayoutQuestions(grads, small.params, found.asks_layout) if number < ASKING else contextlib.nullcontext()
+            )
+            with (
+                as_written(),
+                NoCollectives() if watched else contextlib.nullcontext(),
+                asking if number < ASKING else contextlib.nullcontext(),
+            ):
                 found.returned.append(step())
         except CanzonaError:
             raise
