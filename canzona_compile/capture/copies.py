@@ -80,6 +80,10 @@ class Copies:
             self._memo[id(original)] = made
             self._originals.append(original)
 
+    def has(self, original: Any) -> bool:
+        """Tell whether an object was copied already."""
+        return id(original) in self._memo
+
     def of(self, value: Any) -> Any:
         """Copy a value.
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.asked import ADDRESS
+from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.contents import changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, difference, where
 from canzona_compile.capture.error_origin import blamed, first_line
@@ -22,7 +24,7 @@ from canzona_compile.capture.kept import Finder, NoPlace
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.randomness import seeded
-from canzona_compile.capture.rehearsal import Rehearsal, all_of, check_returned, default_names, scenarios
+from canzona_compile.capture.rehearsal import Rehearsal, all_of, check_address, check_returned, default_names, scenarios
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, run, together
 from canzona_compile.capture.twin import odd_state, plain_class
 from canzona_compile.compat.torch_private import pytree
@@ -65,6 +67,7 @@ def rehearse_jointly(
         aliases=all_of(one.whole.aliases for one in found),
         drops_gradients=any(not one.whole.keeps_gradients for one in found),
         needs_gradients=any(one.needs_gradients for one in found),
+        asks_layout=frozenset().union(*(one.whole.asks_layout for one in found)) - {ADDRESS},
         joint=JointUpdate(
             refused.problem,
             advice,
@@ -125,6 +128,7 @@ def rehearse_one(
     if dice.rolled:
         raise UnsupportedOptimizer(f"{kind} draws random numbers")
     check_returned(optimizer, whole)
+    check_address(optimizer, whole)
     with seeded(device):
         copies = at_once(optimizer, one)
     if places := difference(whole, copies):
@@ -145,7 +149,7 @@ def at_once(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
         UnsupportedOptimizer: the step communicates, or changes what other ranks cannot be shown.
     """
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
-    outside = Outside(optimizer, small.label, small.kept)
+    outside = Outside(optimizer, small.label, small.kept, CachedCalls())
 
     def step() -> None:
         real = small.optimizer

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from canzona_compile.capture.closures import copy_closures
 from canzona_compile.capture.copies import Copies
 from canzona_compile.capture.twin import HOOKS, NOT_COPIED, hypers, odd_state, plain_class
 from canzona_compile.compat.torch_private import pytree
@@ -65,6 +66,7 @@ class Miniature:
         for param in real:
             known |= {where: self.address_of(small_of[id(param)]) for where in addresses(param)}
         own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
+        copy_closures(own, copies)
         vars(self.optimizer).update(translated(copies.of(own), known, small_of))
         vars(self.optimizer).update({name: OrderedDict() for name in HOOKS})
         self.optimizer.param_groups = []

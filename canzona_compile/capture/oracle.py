@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.caches import caches_of, without_traces
 from canzona_compile.capture.compiled_calls import compiled_calls
 from canzona_compile.capture.copies import with_own_containers
 from canzona_compile.capture.dynamo import eagerly, outside_modes
@@ -100,11 +99,11 @@ class Oracle(ABC):
         self.why = ""
         self.bake = set() if bake is None else bake
         self.variants: list[Variant] = []
-        self.note, self._caches = Note(), caches_of(optimizer)
+        self.note = Note()
         self._known_to_raise: set[Variant] = set()
         self._mode = self._fake_mode()
         group = one_by_one(group)
-        with without_traces(self._caches), self._mode, NoCollectives():
+        with self._mode, NoCollectives():
             self._params = [self._parameter(spec) for _ in range(count)]
             group = {k: self._mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in group.items()}
             self.twin = make_twin(optimizer, group, self._params)
@@ -158,12 +157,11 @@ class Oracle(ABC):
         group = self.set_numbers(group, counts)
         before = self.snapshot()
         try:
-            with without_traces(self._caches):
-                variant, scalars, returned = self.ask()
-                replaced = self.replaced(before)
-                if variant not in self._known_to_raise:
-                    self.check_errors(variant, TwinMoment(before, group, counts or {}))
-                    self._known_to_raise.add(variant)
+            variant, scalars, returned = self.ask()
+            replaced = self.replaced(before)
+            if variant not in self._known_to_raise:
+                self.check_errors(variant, TwinMoment(before, group, counts or {}))
+                self._known_to_raise.add(variant)
             self._put_back(replaced, variant, returned)
         except Untraceable:  # other parameters may still be at steps that can be captured
             for param in self._params:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch.optim import Optimizer
 
+from canzona_compile.capture.cached_calls import CACHED, CachedCalls
 from canzona_compile.capture.contents import ATOMS, Contents, Label, Walk, cells_of, changed, nothing_labelled
 from canzona_compile.capture.twin import plain_class
 
@@ -32,12 +33,23 @@ class Outside:
         optimizer: the optimizer.
         label: names values that are not looked into, such as parameters.
         kept: objects that the optimizer holds and that its copies share, see `copies`.
+        calls: gives cached functions empty caches of their own, until `restore`; None leaves them as they are.
+
+    Attributes:
+        reads_variables: whether the code calls `os.getenv`.
     """
 
-    def __init__(self, optimizer: Optimizer, label: Label = nothing_labelled, kept: Sequence[Any] = ()) -> None:
-        self._kept = kept
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        label: Label = nothing_labelled,
+        kept: Sequence[Any] = (),
+        calls: CachedCalls | None = None,
+    ) -> None:
+        self._kept, self._label = kept, label
         self._kept_walk = walk_of(kept, label)
-        self._label = label
+        self._calls = calls
+        self.reads_variables = False
         self._walk = Walk(label, bits=False)
         self._put_back: list[Callable[[], None]] = []
         self._followed: set[int] = set()
@@ -80,7 +92,10 @@ class Outside:
 
     def _follow_class(self, kind: type) -> None:
         for name, value in list(vars(kind).items()):
-            if function := function_in(value):
+            inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if isinstance(inner, CACHED):
+                self._cache(inner, partial(put_method, kind, name, value))
+            elif function := function_in(value):
                 self._follow(function)
             elif not name.startswith("__") and not isinstance(value, types.MemberDescriptorType):
                 self._hold(
@@ -99,6 +114,7 @@ class Outside:
             if isinstance(value, types.ModuleType):
                 self._follow_module(value, names)
             elif isinstance(value, type | types.FunctionType):
+                self.reads_variables |= value is os.getenv
                 self._follow(value)
             else:
                 self._hold(f"the global {name}", partial(where.get, name), partial(where.__setitem__, name))
@@ -119,6 +135,7 @@ class Outside:
     def _follow_module(self, module: types.ModuleType, names: set[str]) -> None:
         if names & {"environ", "getenv"} and module is os:
             self._walk.add("the environment", dict(os.environ))
+            self.reads_variables |= "getenv" in names
         if module.__name__.partition(".")[0] in NOT_READ:
             return
         for name in sorted(names & vars(module).keys()):
@@ -128,8 +145,21 @@ class Outside:
             elif not isinstance(value, types.ModuleType):
                 self._hold(f"{module.__name__}.{name}", partial(getattr, module, name), partial(setattr, module, name))
 
+    def _cache(self, cached: Any, put: Callable[[Any], None]) -> None:
+        """Follow a cached function, and put one with a cache of its own in its place."""
+        function = cached.__wrapped__
+        if not is_read(function):
+            return
+        self._follow(function)
+        if self._calls is not None:
+            put(self._calls.of_its_own(cached))
+            self._put_back.append(partial(put, cached))
+
     def _hold(self, place: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         value = get()
+        if isinstance(value, CACHED):
+            self._cache(value, put)
+            return
         if isinstance(value, type | types.FunctionType | types.ModuleType | logging.Logger):
             return
         self._walk.add(place, value)
@@ -143,6 +173,11 @@ def walk_of(kept: Sequence[Any], label: Label) -> Walk:
     for i, value in enumerate(kept):
         walk.add(f"the {type(value).__name__} that copies share ({i})", value)
     return walk
+
+
+def put_method(kind: type, name: str, old: Any, function: Any) -> None:
+    """Put a function into a class, as a static or a class method if the old entry is one."""
+    setattr(kind, name, type(old)(function) if isinstance(old, staticmethod | classmethod) else function)
 
 
 def put_back(get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,9 +49,23 @@ def step_one(small: Miniature, index: int, company: Company) -> None:
             for h, group in enumerate(optimizer.param_groups)
             if h == g or company is Company.ALL_GROUPS
         ]
-    step_plainly(twin)
+    with bare(p for p in small.params if p is not own):
+        step_plainly(twin)
     param.data.copy_(own.detach())
     state.update(twin.state[own])
+
+
+@contextlib.contextmanager
+def bare(params: Iterable[Tensor]) -> Iterator[None]:
+    """Inside this context, parameters have no gradients: what an optimizer does to them beside its step shows."""
+    before = [(param, param.grad) for param in params]
+    for param, _ in before:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in before:
+            param.grad = grad
 
 
 def contiguous(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from canzona_compile.capture.caches import caches_of, without_traces
+from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.construction import Construction
 from canzona_compile.capture.contents import Contents, Walk
 from canzona_compile.capture.coupling import NamesByGroup, difference, where
@@ -214,10 +214,9 @@ def taken(
     found = RehearsedSteps()
     try:
         small = FakeMiniature(cast.optimizer, cast.chosen, cast.stateful, real, prints)
-        outside = Outside(cast.optimizer, small.label)
+        outside = Outside(cast.optimizer, small.label, small.kept, CachedCalls())
         try:
-            with without_traces(caches_of(cast.optimizer)):
-                take_steps(small, cast, apart, found)
+            take_steps(small, cast, apart, found)
         finally:
             outside.restore()
     except CanzonaError:

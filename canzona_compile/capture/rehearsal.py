@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.asked import ADDRESS
+from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, difference, refusal, tensors_kept
 from canzona_compile.capture.error_origin import blamed, first_line
@@ -48,6 +51,8 @@ class Rehearsal:
         aliases: where it holds a gradient itself after a step, and no copy of it, e.g. "self.state[param]['prev']".
         needs_gradients: whether a step does something, or fails, if a parameter has no gradient.
         asks_frozen: whether it does something else for a parameter that has a gradient and requires none.
+        asks_layout: what it asks about the layout of gradients in memory, see `LayoutQuestions`.
+        reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
         rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds otherwise than one by one.
         draws: whether a step draws random numbers.
         skipped: why the optimizer cannot be rehearsed; empty if it was.
@@ -62,6 +67,8 @@ class Rehearsal:
     aliases: tuple[str, ...] = ()
     needs_gradients: bool = False
     asks_frozen: bool = False
+    asks_layout: frozenset[str] = frozenset()
+    reads_variables: bool = False
     rounds_in_foreach: bool = False
     draws: bool = False
     skipped: str = ""
@@ -120,6 +127,8 @@ def habits_of(found: Sequence[Rehearsal]) -> Rehearsal:
         aliases=all_of(one.aliases for one in found),
         needs_gradients=any(one.needs_gradients for one in found),
         asks_frozen=any(one.asks_frozen for one in found),
+        asks_layout=frozenset().union(*(one.asks_layout for one in found)),
+        reads_variables=any(one.reads_variables for one in found),
         rounds_in_foreach=any(one.rounds_in_foreach for one in found),
         draws=any(one.draws for one in found),
     )
@@ -166,6 +175,12 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device,
         if whole.error is not None and not whole.after:
             return Rehearsal(skipped=f"{first_line(whole.error)}{blamed(whole.error)}", draws=dice.rolled)
         check_returned(optimizer, whole)
+        check_address(optimizer, whole)
+        if whole.uses_cache:
+            raise UnsupportedOptimizer(
+                f"{plain_class(optimizer).__name__}.step {whole.uses_cache}",
+                hint="make such things in the step, or keep them in self.state[param]",
+            )
         with seeded(device):
             parts = apart(optimizer, one, Company.NONE, whole)
         if not difference(whole, parts):
@@ -176,6 +191,8 @@ def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device,
                 aliases=tuple(whole.aliases),
                 needs_gradients=one.missing != scenario.missing,
                 asks_frozen=one.frozen != scenario.frozen,
+                asks_layout=frozenset(whole.asks_layout) - {ADDRESS},
+                reads_variables=whole.reads_variables,
                 rounds_in_foreach=one.loops,
                 draws=dice.rolled,
             )
@@ -209,9 +226,13 @@ def scenarios(numbers: Sequence[int]) -> list[Scenario]:
     few = [sorted({0, n - 1}) if g in groups else [] for g, n in enumerate(numbers)]
     nan = float("nan")
     last = sum(map(len, many)) - 1
+    # Near the end, because what gradients of another size leave in the state hides slight differences.
+    surges = {LONG - 3: 1e6, LONG - 2: 1e-6}
     return [
         Scenario(many, 8, {1: 0, 2: last}, {4: 1e4, 5: 0.0, 7: nan}, {3: 0.5}, frozen=5),
-        Scenario(few, LONG, {5: 0, 9: 1}, {15: 1e6, 16: 1e-6, LONG - 1: nan}, {20: 0.01, 30: 1e-9, 31: 1e11}),
+        Scenario(
+            few, LONG, {5: 0, 9: 1}, {15: 1e6, 16: 1e-6, LONG - 1: nan}, {20: 0.01, 30: 1e-9, 31: 1e11}, surges=surges
+        ),
     ]
 
 
@@ -221,6 +242,17 @@ def check_returned(optimizer: Optimizer, whole: RehearsedSteps) -> None:
         raise UnsupportedOptimizer(
             f"{plain_class(optimizer).__name__}.step returns a value without a closure, which would be lost",
             hint="keep the value elsewhere, or return None",
+        )
+
+
+def check_address(optimizer: Optimizer, whole: RehearsedSteps) -> None:
+    """Raise if a step asks for the address of a parameter, and parameters are DTensors, which have none."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    if ADDRESS in whole.asks_layout and any(isinstance(p, DTensor) for p in params):
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__}.step asks for the address of its parameter (data_ptr), and "
+            "DTensors have none",
+            hint="tell parameters apart by attributes of theirs, by group, or by self.state[param]",
         )
 
 
@@ -242,7 +274,7 @@ def closure_problem(optimizer: Optimizer) -> str:
 
     def taken(with_closure: bool) -> RehearsedSteps:
         small = Miniature(optimizer, first.chosen)
-        outside = Outside(optimizer, small.label, small.kept)
+        outside = Outside(optimizer, small.label, small.kept, CachedCalls())
 
         def closure() -> Tensor:
             calls.append(contents_of(small))

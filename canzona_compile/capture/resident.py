@@ -62,6 +62,11 @@ class Recipe:
     numbers: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether the real optimizer has to be shown something that the objects count."""
+        return bool(self.shared or self.hyperparameters)
+
 
 class Resident:
     """An optimizer object with one whole parameter.

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from canzona_compile.capture.asked import ADDRESS
 from canzona_compile.capture.construction import Construction, NotConstructible, ParamGroup, beginnings
 from canzona_compile.capture.contents import Contents, changed
-from canzona_compile.capture.coupling import NamesByGroup, attribute_of, where
+from canzona_compile.capture.coupling import NamesByGroup, attribute_of, caches, where
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.joint_rehearsal import rehearse_jointly
 from canzona_compile.capture.real_sizes import coupled_at_real_sizes
@@ -68,7 +69,10 @@ class Residency:
             try:
                 return self._rehearse_residents(refused, names)
             except UnsupportedOptimizer as twice:
-                return rehearse_jointly(self.optimizer, twice, names, refused.hint or "")
+                try:
+                    return rehearse_jointly(self.optimizer, twice, names, refused.hint or "")
+                except UnsupportedOptimizer as last:
+                    raise advised(self.optimizer, last) from refused
 
     def of(self, manner: Any, known: Iterable[Rehearsal]) -> Rehearsal | None:
         """Find the rehearsal by which parameters are resident, or step all at once; None if they do neither.
@@ -120,8 +124,20 @@ class Residency:
                 aliases=all_of((rehearsal.aliases, own.aliases)),
                 needs_gradients=rehearsal.needs_gradients or own.needs_gradients,
                 asks_frozen=rehearsal.asks_frozen or own.asks_frozen,
+                asks_layout=rehearsal.asks_layout | own.asks_layout,
             )
         return rehearsal
+
+
+def advised(optimizer: Optimizer, refused: UnsupportedOptimizer) -> UnsupportedOptimizer:
+    """Add the remedy to a refusal if the optimizer holds another one, whose steps it may take."""
+    inner = [f"self.{name}" for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+    if not inner:
+        return refused
+    hint = (
+        f"{plain_class(optimizer).__name__} holds another optimizer: wrap that one, {some(inner)}, before it is given"
+    )
+    return UnsupportedOptimizer(refused.problem, at=refused.at, hint=f"{hint}; {refused.hint or ''}".rstrip("; "))
 
 
 def rehearse_residents(
@@ -213,18 +229,22 @@ def rehearse_one(
             continue
         recipe = replace(recipe, numbers=frozenset(moving))
         shared = shared_in(whole, parts, recipe, sum(map(len, one.chosen)))
+        recipe = replace(recipe, shared=shared)
         again = apart(optimizer, recipe, one, device, moving, restored_at=one.steps // 2)
         if places := difference(whole.steps, again):
             problem = f"{some(places)} differs" if again.error is None else first_line(again.error)
             raise Dependent(f"what it keeps cannot be saved and put back: {problem}")
+        if places := unseen(whole, again, sum(map(len, one.chosen))):
+            raise Dependent(f"its step leaves values of the last parameter at {some(places)}, for all to see")
         return Rehearsal(
             writes_gradients=whole.steps.writes_gradients,
             aliases=tuple(whole.steps.aliases),
             needs_gradients=one.missing != scenario.missing,
             asks_frozen=one.frozen != scenario.frozen,
+            asks_layout=frozenset(whole.steps.asks_layout) - {ADDRESS},
             rounds_in_foreach=one.loops,
             draws=whole.drew,
-            recipe=replace(recipe, shared=shared),
+            recipe=recipe,
         )
     if parts.error is not None and whole.steps.error is None:
         raise Dependent(f"it fails for one parameter alone: {first_line(parts.error)}{blamed(parts.error)}")
@@ -270,17 +290,14 @@ def shared_in(whole: StepsTogether, parts: RehearsedSteps, recipe: Recipe, param
             if kept and is_value(value) and value not in anywhere:
                 raise Dependent(f"it changes {place}, which belongs to no parameter")
     last = {place: v for place, v in whole.steps.after[-1].items() if attribute_of(place) in recipe.attributes}
-    held: dict[str, list[Any]] = {}
-    for place, value in parts.after[-1].items():
-        if place.startswith("object "):
-            held.setdefault(place.partition(": ")[2], []).append(value)
+    held = held_in(parts.after[-1])
     objects = max(map(len, held.values()), default=0)
-    here, there = (Counter(map(without_digits, places)) for places in (last, held))
+    for_all = once_for_all(whole.first, last, held, params)
     found = set()
     for place, value in last.items():
-        if not is_value(value) or value == whole.first.get(place) or in_a_map_of_parameters(place, last, held):
+        if not is_value(value) or value == whole.first.get(place):
             continue
-        if params > 1 and here[without_digits(place)] == there[without_digits(place)]:
+        if place in for_all:
             if place not in whole.first and held.get(place) == [value] * objects and in_a_list(place):
                 raise Dependent(f"it adds {place}, which belongs to no parameter")
             if held.get(place) == [value] * objects:
@@ -288,6 +305,63 @@ def shared_in(whole: StepsTogether, parts: RehearsedSteps, recipe: Recipe, param
                     raise Dependent(f"it makes what holds {place} in its step")
                 found.add(path_of(place))
     return frozenset(found)
+
+
+def unseen(whole: StepsTogether, parts: RehearsedSteps, params: int) -> list[str]:
+    """The places in groups and attributes where the wrapped optimizer shows other values. Caches do not count.
+
+    Args:
+        whole: all parameters together.
+        parts: each by itself, beside the shadow of all.
+        params: the number of parameters.
+    """
+    cached, before = caches(whole.steps), whole.first
+    for one, other in zip(whole.steps.after, parts.after, strict=False):
+        for_all = once_for_all(before, one, held_in(other), params)
+        places = [
+            place
+            for place in changed(one, other)
+            if place.startswith("param_groups") or (place in for_all and attribute_of(place) not in cached)
+        ]
+        if places := [p for p in places if is_leaf(one.get(p, other.get(p))) and one.get(p) != before.get(p)]:
+            return places
+    return []
+
+
+def is_leaf(value: Any) -> bool:
+    """Tell whether `contents` found a value, and not the length of a container or the name of a class."""
+    return is_value(value) or (isinstance(value, tuple) and value[0] in ("bool", "str", "complex", "bytes", "NoneType"))
+
+
+def held_in(after: Contents) -> dict[str, list[Any]]:
+    """By place in an object of one parameter, what the objects hold there."""
+    held: dict[str, list[Any]] = {}
+    for place, value in after.items():
+        if place.startswith("object "):
+            held.setdefault(place.partition(": ")[2], []).append(value)
+    return held
+
+
+def once_for_all(first: Contents, last: Contents, held: dict[str, list[Any]], params: int) -> set[str]:
+    """The places in attributes that are there once for all parameters, and not once for each.
+
+    Args:
+        first: what the optimizer of all parameters held before its first step.
+        last: what it holds later.
+        held: the same of each object.
+        params: the number of parameters. Of a single one, what a container has for a number or a parameter belongs to
+            it, if the container was there before the first step.
+    """
+    own = {place for place in last if attribute_of(place)}
+    if params == 1:
+        numbered = re.compile(r"\[(?!')|\['parameter")
+        return {p for p in own if not numbered.search(p) or f"self.{attribute_of(p)}" not in first}
+    here, there = (Counter(map(without_digits, places)) for places in (own, held))
+    return {
+        place
+        for place in own
+        if here[without_digits(place)] == there[without_digits(place)] and not in_a_map_of_parameters(place, last, held)
+    }
 
 
 def in_a_map_of_parameters(place: str, last: Contents, held: dict[str, list[Any]]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.construction import Construction, NotConstructible, atoms_of, reads_values
 from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import attribute_of
@@ -17,6 +18,7 @@ from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import contiguous
 from canzona_compile.capture.randomness import MutedDraws, seeded
 from canzona_compile.capture.resident import Recipe, Resident
+from canzona_compile.capture.resident_shadow import ResidentShadow
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, contents_of, read_later, run
 from canzona_compile.capture.twin import marks_of, plain_step
 from canzona_compile.capture.variant import ParameterSpec
@@ -65,7 +67,7 @@ def all_together(
 ) -> StepsTogether:
     """Take the steps of `together`."""
     small = Miniature(optimizer, scenario.chosen, loops=scenario.loops)
-    outside = Outside(optimizer, small.label, small.kept)
+    outside = Outside(optimizer, small.label, small.kept, CachedCalls())
     muted = MutedDraws(device)
     try:
         with seeded(device), muted:
@@ -104,12 +106,14 @@ def apart(
         restored_at: the step before which every object is replaced by one that is made anew and gets what it kept.
 
     Returns:
-        What they did. All that they hold is found under the place of the parameter.
+        What they did. All that they hold is found under the place of the parameter. The optimizer's own groups and
+        attributes hold what a wrapped one shows there.
     """
     small = Miniature(optimizer, scenario.chosen, loops=scenario.loops)
-    outside = Outside(optimizer, small.label, small.kept)
+    outside = Outside(optimizer, small.label, small.kept, CachedCalls())
     muted = MutedDraws(device)
     own = replace(recipe, construction=recipe.construction.copied())
+    shadow = ResidentShadow(small.optimizer, own, ()) if recipe.is_shown else None
     objects: dict[int, Resident] = {}
     held: list[Contents] = []
     atoms = atoms_of(optimizer)
@@ -127,6 +131,8 @@ def apart(
         muted.moment += 1
         with seeded(device), muted:
             step_objects()
+            if shadow is not None:
+                shadow.count()
 
     def step_objects() -> None:
         if muted.moment - 1 == restored_at:

@@ -41,6 +41,7 @@ KindKey = tuple[Any, ...]
 LOOKAHEAD = 128  # steps; periodic work with a longer period is captured when it comes, which costs a new plan
 MOST_FORM_CHANGES = 8  # if a state changes its form more often, its steps are interpreted for good
 NOT_FAITHFUL = "its graph does not give the bits of its eager step: the code depends on being compiled"
+READS_VARIABLES = "its step calls os.getenv, which Dynamo takes for a constant"
 COMPILED_BY_USERS = "its step calls functions that the user compiled, which round in a way of their own"
 
 
@@ -224,6 +225,8 @@ class Capture:
         self, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None, failed: str = ""
     ) -> ParamKind:
         """Capture a kind; `failed` says why Dynamo cannot."""
+        if not failed and any(rehearsal.reads_variables for rehearsal in self._rehearsals.values()):
+            failed = READS_VARIABLES
         try:
             oracle = open_oracle(lambda way: way(self.optimizer, group, spec, bake=self._bake, state=state), failed)
         except FormChange as reason:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.asked import LayoutQuestions
+from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.contents import Contents, Walk, bits_of, changed
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.external_counters import Counter, CounterShadow, counts_of
@@ -24,6 +26,7 @@ from canzona_compile.capture.twin import NOT_COPIED, hypers, plain_class, plain_
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
 from canzona_compile.progress.interrupts import interrupted_here
 
+ASKING = 4  # steps in which questions about the layout of gradients are noticed
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
 
 
@@ -36,6 +39,7 @@ class Scenario:
         steps: the number of steps.
         missing: by step, the parameter that has no gradient.
         scales: by step, the factor of the first parameter's gradient.
+        surges: by step, the factor of all gradients.
         rates: by step, the factor of all hyperparameters that are floats, from that step on.
         frozen: the step before which the last parameter stops to require a gradient, although it has one.
         loops: whether steps do without `foreach`.
@@ -52,6 +56,7 @@ class Scenario:
     stateful: bool = False
     loops: bool = False
     in_place: bool = False
+    surges: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -65,7 +70,10 @@ class RehearsedSteps:
         writes_gradients: whether one of them wrote a gradient.
         keeps_gradients: whether one of them left a gradient to its parameter.
         aliases: where the optimizer held a gradient itself after one of them, and no copy of it.
+        uses_cache: why they need a cache of the user's process, see `CachedCalls`; empty if they do not.
+        reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
         returned: by step, what it returned.
+        asks_layout: what they asked about the layout of gradients in memory, see `LayoutQuestions`.
         drew: whether they drew random numbers from torch's own generators.
         error: what ended the run early; None if it took all steps.
     """
@@ -76,6 +84,9 @@ class RehearsedSteps:
     writes_gradients: bool = False
     keeps_gradients: bool = False
     aliases: dict[str, None] = field(default_factory=dict)
+    asks_layout: set[str] = field(default_factory=set)
+    uses_cache: str = ""
+    reads_variables: bool = False
     returned: list[Any] = field(default_factory=list)
     error: Exception | None = None
     drew: bool = False
@@ -105,8 +116,8 @@ def read_later(take: Callable[[Scenario], RehearsedSteps], scenario: Scenario) -
 
 def all_together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
     """Take the steps of `together`."""
-    small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
-    outside = Outside(optimizer, small.label, small.kept)
+    small, calls = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops), CachedCalls()
+    outside = Outside(optimizer, small.label, small.kept, calls)
 
     def step() -> Any:
         with torch.no_grad():
@@ -121,13 +132,14 @@ def all_together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
             )
     finally:
         outside.restore()
+    found.uses_cache, found.reads_variables = calls.problem, outside.reads_variables
     return found
 
 
 def apart(optimizer: Optimizer, scenario: Scenario, company: Company, whole: RehearsedSteps) -> RehearsedSteps:
     """Step each parameter by itself, as plans do for an optimizer that did `whole` together."""
     small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
-    outside = Outside(optimizer, small.label, small.kept)
+    outside = Outside(optimizer, small.label, small.kept, CachedCalls())
     shadow = CounterShadow(small.optimizer)
 
     def step() -> None:
@@ -162,6 +174,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             grad = torch.randn(param.shape, generator=random, device="cpu").to(
                 param.device, param.grad_dtype or param.dtype
             )
+            grad *= scenario.surges.get(number, 1.0)
             if i == 0:
                 grad *= scenario.scales.get(number, 1.0)
             if scenario.in_place and scenario.missing.get(number) != i:
@@ -175,7 +188,15 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
         try:
             # A mode costs as much as a small operator, so only the first step is watched for collectives.
             watched = number == 0
-            with as_written(), NoCollectives() if watched else contextlib.nullcontext():
+            grads = [grad for _, grad, _ in given if grad is not None]
+            asking = (
+                LayoutQuestions(grads, small.params, found.asks_layout) if number < ASKING else contextlib.nullcontext()
+            )
+            with (
+                as_written(),
+                NoCollectives() if watched else contextlib.nullcontext(),
+                asking if number < ASKING else contextlib.nullcontext(),
+            ):
                 found.returned.append(step())
         except CanzonaError:
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,7 +21,10 @@ from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.options import Options
 from canzona_compile.report.units import format_shape
-from canzona_compile.session.bind import Binder, BoundParam
+from canzona_compile.session.bind import Binder
+from canzona_compile.session.given_layout import check_marked
+from canzona_compile.session.joint_step import check_whole
+from canzona_compile.session.param_checks import check_params
 from canzona_compile.session.param_names import named_params
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
@@ -122,22 +124,26 @@ def explain_session(session: Session) -> Explanation:
 
 def _explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> Explanation:
     """Explain before the first step. A collective only with `layout=`, or `replicate=` and DTensors of another mesh."""
-    binder = Binder(optimizer, options, capture)
+    binder, named = Binder(optimizer, options, capture), named_params(optimizer, options.names)
     binder.exchange()
-    with contextlib.suppress(CanzonaError):  # what is wrong with a parameter is reported with it, below
-        capture.notice()
-        capture.rehearse()
-    bound: list[BoundParam] = []
-    rows: list[ExplainedParameter | str] = []
-    for name, group, param in named_params(optimizer, options.names):
+    refused: dict[str, CanzonaError] = {}
+    check_params(named, refused)
+    bound = [b for b in binder.bind(refused) if b.name not in refused]
+    check_marked(options.layout, [b.origin for b in bound])
+    if any(b.kind.joint is not None for b in bound):
         try:
-            own = binder.bind_one(len(bound), name, group, param)
-            bound += own
-            rows += [b.task.name for b in own]
+            check_whole({b.task.name: b for b in bound})
         except CanzonaError as error:
-            rows.append(ExplainedParameter(name, tuple(param.shape), "refused", error.problem))
-    planned = {row.name: row for row in rows_of(make_plan(bound, plain_class(optimizer).__name__, options))}
-    found = tuple(planned[row] if isinstance(row, str) else row for row in rows)
+            bound, refused = [], dict.fromkeys([name for name, _, _ in named], error) | refused
+    rows: dict[str, list[ExplainedParameter]] = {b.name: [] for b in bound}  # several of what is split
+    if bound:
+        planned = {row.name: row for row in rows_of(make_plan(bound, plain_class(optimizer).__name__, options))}
+        for b in bound:
+            rows[b.name].append(planned[b.task.name])
+    for name, _, param in named:
+        if name in refused:
+            rows[name] = [ExplainedParameter(name, tuple(param.shape), "refused", refused[name].problem)]
+    found = tuple(row for name, _, _ in named for row in rows[name])
     return Explanation(plain_class(optimizer).__name__, found)
 
 

@@ -1,7 +1,6 @@
 """Bind an optimizer's parameters to tasks: find the name, the layout and the kind of each.
 
-Parameters are bound at the first step and no earlier, because Accelerate and other frameworks replace parameters
-after the optimizer was built.
+They are bound at the first step and no earlier, because frameworks replace parameters after the optimizer was built.
 """
 
 from __future__ import annotations
@@ -27,15 +26,7 @@ from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import marks_of
 from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.ir.layout import (
-    Box,
-    Grid,
-    Layout,
-    Shape,
-    dtensor_layout,
-    local_layout,
-    replicated_layout,
-)
+from canzona_compile.ir.layout import Box, Grid, Layout, Shape, dtensor_layout, local_layout, replicated_layout
 from canzona_compile.ir.step import Task
 from canzona_compile.options import Options
 from canzona_compile.session.division import Division, Piece
@@ -130,30 +121,43 @@ class Binder:
         group = self._replicate_group() if self.replicas else None
         self._stand_ins, self._rows = exchange_stand_ins(self._named, self.options.layout, group, self.rank)
 
-    def bind(self) -> list[BoundParam]:
+    def bind(self, refused: dict[str, CanzonaError] | None = None) -> list[BoundParam]:
         """Bind all parameters of the optimizer. This is a collective if some of them are plain fragments.
+
+        Args:
+            refused: gets the errors of single parameters, by name; then they are not raised.
 
         Returns:
             One entry per parameter, and one per piece of a fused parameter.
 
         Raises:
-            CanzonaError: a pattern of `split=` or `layout=` fits no parameter, or a parameter has a layout or an
-                update that is not supported. The error then names the parameter.
+            CanzonaError: a pattern of `split=` or `layout=` fits no parameter, or a parameter, which the error names,
+                has a layout or an update that is not supported.
         """
         if self._stand_ins is None:
             self.exchange()
         assert self._stand_ins is not None
-        self.capture.notice()  # of what changed since `explain`, or since the plan before this one
-        groups = range(len(self.optimizer.param_groups))
-        self.capture.rehearse([[name for name, g, _ in self._named if g == group] for group in groups])
-        names = [name for name, _, _ in self._named]
+        names, groups = [name for name, _, _ in self._named], range(len(self.optimizer.param_groups))
+        try:
+            self.capture.notice()  # of what changed since `explain`, or since the last plan
+            self.capture.rehearse([[name for name, g, _ in self._named if g == group] for group in groups])
+        except UnsupportedOptimizer as error:
+            if refused is not None:
+                refused |= dict.fromkeys(names, error)
+                return []
+            raise
         check_disjoint(self._named)
         self._stand_ins.check_others(names)
         check_patterns(self.options.split, names)
         check_layout_patterns(self.options.layout, names)
         found: list[BoundParam] = []
         for own in self._named:
-            found += self.bind_one(len(found), *own)
+            try:
+                found += self.bind_one(len(found), *own)
+            except CanzonaError as error:
+                if refused is None:
+                    raise
+                refused[own[0]] = error
         return found
 
     def bind_one(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from canzona_compile.capture.asked import lies_otherwise
 from canzona_compile.errors import InvalidGradient, some
 from canzona_compile.ir.layout import local_part
 
@@ -51,12 +52,24 @@ def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
         raise InvalidGradient(f"the gradient is {grad.dtype}; the plan was made for {expected}", at=name)
 
 
-def check_attributes(grad: Tensor, name: str) -> None:
-    """Refuse a gradient to which users gave attributes: its owner gets a copy without them.
+def check_attributes(grad: Tensor, name: str, asked: Collection[str] = ()) -> None:
+    """Refuse a gradient of which its owner gets a copy that is unlike it: contiguous, without users' attributes.
+
+    Args:
+        grad: the gradient.
+        name: the name of its parameter.
+        asked: what the optimizer asks about the layout of gradients in memory, see `LayoutQuestions`.
 
     Raises:
-        InvalidGradient: it has some.
+        InvalidGradient: it has attributes, or it is not contiguous and the optimizer asks that.
     """
+    if asked and lies_otherwise(local_part(grad), asked):
+        raise InvalidGradient(
+            "the optimizer's step asks for the strides of gradients, or whether they are contiguous; this one is not, "
+            "and its owner gets a contiguous copy",
+            at=name,
+            hint="make gradients contiguous before step()",
+        )
     own = [attribute for attribute in vars(grad) if not attribute.startswith("_")]
     if own:
         raise InvalidGradient(

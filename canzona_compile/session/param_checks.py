@@ -21,20 +21,26 @@ Module = TypeVar("Module", bound=nn.Module)
 Named = Sequence[tuple[str, int, Tensor]]  # name, index of the parameter group, parameter
 
 
-def check_params(named: Named) -> None:
+def check_params(named: Named, refused: dict[str, CanzonaError] | None = None) -> None:
     """Refuse parameters whose steps would train nothing, that are no matrices any more, or whose gradients do not fit.
 
     Args:
         named: the parameters of the optimizer.
+        refused: gets the errors of single parameters, by name, and nothing is raised for them.
 
     Raises:
         CanzonaError: parameters have no values, are flattened, or were replaced in the model.
         InvalidGradient: a gradient is none that a step can take.
     """
     for name, _, param in named:
-        check_usable(name, param)
-        if param.grad is not None:
-            check_gradient(param, name, param.grad.dtype)
+        try:
+            check_usable(name, param)
+            if param.grad is not None:
+                check_gradient(param, name, param.grad.dtype)
+        except CanzonaError as error:
+            if refused is None:
+                raise
+            refused[name] = error
     check_in_use(named)
 
 

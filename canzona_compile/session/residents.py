@@ -63,7 +63,7 @@ class ResidentTasks:
             if self.store.owns(task):
                 self._objects[task.name] = self._begun(task, bound)
         recipe = tasks[0][1].kind.recipe if tasks else None
-        if recipe is not None and (recipe.shared or recipe.hyperparameters):
+        if recipe is not None and recipe.is_shown:
             self._shadow = self._shadow_of(recipe)
 
     def _shadow_of(self, recipe: Recipe) -> ResidentShadow:

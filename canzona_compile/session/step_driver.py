@@ -226,7 +226,7 @@ class StepDriver:
             param, grad = bound.param, bound.param.grad
             if grad is None:
                 continue
-            check_attributes(grad, name)
+            check_attributes(grad, name, self._habits.asks_layout)
             own = grad._local_tensor if isinstance(grad, DTensor) else grad
             part = param._local_tensor if isinstance(param, DTensor) else param
             expected = bound.kind.grad_dtype

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
 from canzona_compile.report.explain import ExplainedParameter, Explanation
 from tests.harness import toy_optimizers as toys
 from tests.harness.pairs import Pair, feed, muon, parameters
+from tests.harness.traps import NAMED
 
 
 def explained(optimizer: Any) -> dict[str, tuple[str, str]]:
@@ -56,6 +58,42 @@ def test_refused_ones_do_not_hide_the_others() -> None:
     found = explained(torch.optim.SGD([imaginary, real], lr=0.1))
     assert found["group0.param0"] == ("refused", "complex parameters are not supported")
     assert found["group0.param1"][0] == "local"
+
+
+def on_meta() -> Optimizer:
+    return AdamW([torch.nn.Parameter(torch.empty(3, 4, device="meta"))])
+
+
+def in_columns() -> Optimizer:
+    """Steps all parameters at once, of which none may lie in columns."""
+    return toys.GlobalNormOnHost([torch.nn.Parameter(torch.ones(4, 3).t()), *parameters()])
+
+
+def sparse() -> Optimizer:
+    param = torch.nn.Parameter(torch.ones(4, 3))
+    param.grad = torch.ones(4, 3).to_sparse()
+    return AdamW([param])
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    name: (lambda name=name: NAMED[name].make(parameters()))  # type: ignore[misc]
+    for name in ("optimizer-inside", "optimizer-inside-with-momentum", "cache-with-effect", "address-in-set")
+}
+REFUSED |= {"on meta": on_meta, "in columns": in_columns, "sparse gradient": sparse}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_first_step_refuses_is_refused_with_its_words(name: str) -> None:
+    optimizer = REFUSED[name]()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param) if param.grad is None else param.grad
+    found = canzona_compile.explain(optimizer).parameters
+    with pytest.raises(CanzonaError) as caught:
+        canzona_compile.wrap(optimizer).step()
+    assert {(row.how, row.why) for row in found} == {("refused", caught.value.problem)}
+    if "inside" in name:
+        assert "wrap that one, self.base" in (caught.value.hint or "")
 
 
 def test_text_and_data() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from tests.harness.traps import (
     aliases,
+    asking,
     attributes,
     calls,
     counters,
     gradients,
     groups,
+    habits,
     harmless,
     harmless_edits,
     late_counters,
@@ -43,6 +45,8 @@ TRAPS: tuple[Trap, ...] = (
     *aliases.TRAPS,
     *swallowed.TRAPS,
     *sizes.TRAPS,
+    *habits.TRAPS,
+    *asking.TRAPS,
 )
 NAMED = {trap.name: trap for trap in TRAPS}
 FAMILIES = tuple(dict.fromkeys(trap.family for trap in TRAPS))
