@@ -141,6 +141,12 @@ class Session:
                 param.grad = None
 
     def _step(self) -> bool:
+        driver = self.prepared()
+        with self.telling():
+            return driver.step() and driver.last is not None
+
+    def prepared(self) -> StepDriver:
+        """Plan if that is needed, and agree with the other ranks on the step, which changes parameters then."""
         driver = self.driver
         self._check_unbroken()
         if driver is None or self._must_replan(driver):
@@ -149,21 +155,18 @@ class Session:
                 driver = self.driver = self._start()
             driver.clock = self.measuring.clock
             self._settle(driver, "", None)
-        with self.telling():
-            return driver.step() and driver.last is not None
+        return driver
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Inside this context, ranks communicate. An error ends that for good, and the others hear of it."""
-        agreement = self._agreement
-        assert agreement is not None
-        agreement.number = self.number
         try:
             yield
         except BaseException as error:  # an interrupt, too, leaves others waiting
             if self.driver is not None and self.driver.shares:
+                assert self._agreement is not None
                 self._broken = first_line(error)
-                agreement.fail(None, failed_on(self.rank, error))
+                self._agreement.fail(failed_on(self.rank, error))
             raise
 
     def _check_unbroken(self) -> None:
@@ -210,7 +213,8 @@ class Session:
         if distributed():
             self.groups.learn([*meshes, *([replicate] if replicate else [])])
         plan, error = self._plan()
-        agreement = self._agreement = self._agreement or RankAgreement(self.groups, device)
+        kind = plain_class(self.optimizer).__name__
+        agreement = self._agreement = self._agreement or RankAgreement(self.groups, device, kind)
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {replica_ranks(replicate)}
         agreement.report(members, error)
         assert plan is not None

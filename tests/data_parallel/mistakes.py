@@ -194,7 +194,6 @@ def another_rate() -> None:
 
 
 def another_rate_between_backward_and_step() -> None:
-    """The next backward pass finds it."""
     model, optimizers, _ = set_up()
     train(model, optimizers)
     model(batch(1, dist.get_rank())).backward()

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.runtime.store_agreement import host_group
+from canzona_compile.runtime.process_groups import Groups, host_group
 from tests.harness.pairs import one_rank
 
 
