@@ -304,6 +304,7 @@ class Reduction:
             while self._pending:
                 self._take(self._pending.popleft())
         self._leave()
+        self._announced = None
         self.under_way, self.reduced, self.present = False, True, present
         self.number += 1
         self._hand_out()

@@ -56,6 +56,7 @@ class OwnerSession(Session):
         self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.begun: Callable[[], None] = lambda: None
         self._loaded = 0  # how often whole state was loaded
+        self._noticed = False  # whether the whole state that is there now is counted
         self._stepped = False  # whether the optimizer has state since
         self._fragments: tuple[Fragment, ...] = ()
         self._group = DataParallelGroup(None, None, 0, 1, 1)
@@ -132,7 +133,7 @@ class OwnerSession(Session):
 
     def _start(self) -> Any:
         take_apart(self.optimizer, self._fragments)
-        self._apart = True
+        self._apart, self._noticed = True, False
         return super()._start()
 
     def bind_and_plan(self) -> Plan:
@@ -213,7 +214,8 @@ class OwnerSession(Session):
         super().forget_plan()
         if any(self.optimizer.state.get(f.param) for f in self._fragments):
             self._apart = False
-            self._loaded += 1
+            self._loaded += not self._noticed
+            self._noticed = True
 
     def _whole_leaf(self, piece: Piece, name: str, value: DTensor) -> Tensor:
         """Gather a leaf of a piece from the ranks beside this one that hold its fragments. This is a collective."""

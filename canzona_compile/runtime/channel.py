@@ -220,8 +220,8 @@ class Channel:
         if self.broken:  # the others know
             return
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        hint = getattr(error, "hint", None)
-        self.fail(CanzonaError(f"the step failed on rank {self.rank}: {type(error).__name__}: {text}", hint=hint))
+        problem = f"the step failed on rank {self.rank}: {type(error).__name__}: {text}"
+        self.fail(CanzonaError(problem, at=getattr(error, "at", None), hint=getattr(error, "hint", None)))
 
     def fail(self, error: CanzonaError) -> None:
         """Break the channel, and tell the others. The first error that is told stays."""

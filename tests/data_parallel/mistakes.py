@@ -218,6 +218,8 @@ def rate_set_right() -> list[str]:
             found.append("")
         except canzona_compile.CanzonaError as error:
             found.append(type(error).__name__)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
     return found
 
 
