@@ -15,6 +15,7 @@ key-value server, tells the others, who listen while they wait. What is bound la
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -28,9 +29,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from canzona_compile.compat.torch_private import PrefixStore, Store
+from canzona_compile.compat.torch_private import AllreduceOptions, PrefixStore, host_group
 from canzona_compile.errors import CanzonaError, RankMismatch
-from canzona_compile.runtime.process_groups import host_group
 from canzona_compile.runtime.waiter import Waiter
 
 Ranks = tuple[int, ...]
@@ -39,7 +39,7 @@ ENDED = "see what the ranks wrote that do not answer: they ended, or hang. Start
 AGAIN = "start all ranks again from a checkpoint"
 
 
-class Entry(NamedTuple):
+class Notice(NamedTuple):
     """What one rank announces.
 
     Attributes:
@@ -62,13 +62,13 @@ class Announcement:
         error: the error of this rank; None if it can go on.
     """
 
-    def __init__(self, channel: Channel, entry: Entry, error: CanzonaError | None) -> None:
+    def __init__(self, channel: Channel, entry: Notice, error: CanzonaError | None) -> None:
         self._channel, self._entry, self._error = channel, entry, error
         self._answers: list[str] = []
         text = json.dumps(entry)
         digest = int(hash_of(text)[:14], 16)
         self._values = torch.tensor([digest, -digest])
-        self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, group=channel.group, async_op=True)
+        self._work = channel.largest(self._values)
         self._finished = False
 
     @property
@@ -86,7 +86,6 @@ class Announcement:
             return
         channel = self._channel
         with channel.on_its_way():
-            assert self._work is not None
             channel.watch.wait(self._work)
             largest, smallest = self._values.tolist()
             if largest == -smallest:
@@ -96,9 +95,8 @@ class Announcement:
         self._finished = True
 
     def _read(self, channel: Channel) -> None:
-        texts: list[str | None] = [None] * len(channel.ranks)
-        dist.all_gather_object(texts, json.dumps(self._entry), group=channel.group)
-        found = {rank: Entry(*json.loads(text or "")) for rank, text in zip(channel.ranks, texts, strict=True)}
+        texts = channel.gather(json.dumps(self._entry))
+        found = {rank: Notice(*json.loads(text)) for rank, text in zip(channel.ranks, texts, strict=True)}
         self._answers = [entry.told for entry in found.values()]
         if self._error is not None:
             return
@@ -134,6 +132,7 @@ class Channel:
 
     Attributes:
         group: a process group of the host, for announcements alone: the user's groups may be in use in other threads.
+        announced: how often this rank announced something.
         store: holds keys of this channel alone.
         broken: why no rank can go on here; empty if all can.
         under_way: the models whose gradients are being reduced; the first one starts collectives. See `Reduction`.
@@ -142,23 +141,42 @@ class Channel:
 
     def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
         self.ranks, self.rank = ranks, dist.get_rank()
-        self.broken = ""
+        self.broken, self.announced = "", 0
         self.under_way: list[Any] = []
         self.promised: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.watch = Waiter([self], torch.device("cpu"), ENDED, self.complete)
-        self.store: Store | None = None
         self._users: Counter[str] = Counter()
         self._last: Announcement | None = None
         self._noted = False
-        self.group = host_group(ranks, timeout=timeout)
-        token = self.exchange("begin", f"{time.time_ns()}")[0]
-        store = dist.distributed_c10d._get_default_store()
-        self.store = PrefixStore(f"canzona/{token}/{'-'.join(map(str, ranks))}", store)
+        # All ranks have made equally many channels, also if torch's process groups began anew on the same store.
+        base = PrefixStore(f"canzona/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
+        made = (base.add("made", 1) - 1) // len(ranks)
+        self.store = PrefixStore(str(made), base)
+        self.group = host_group(PrefixStore("gloo", self.store), ranks, self.rank, timeout)
+        _living.add(self)
 
     def number(self, kind: str) -> int:
         """Count one more user of a kind. Ranks that make them in the same order give them the same number."""
         self._users[kind] += 1
         return self._users[kind] - 1
+
+    def largest(self, values: torch.Tensor) -> dist.Work:
+        """Start to replace integers by their maxima over all ranks."""
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        work: dist.Work = self.group.allreduce([values], options)
+        return work
+
+    def gather(self, text: str) -> list[str]:
+        """Gather a text without zero bytes from every rank. This is a collective."""
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        self.watch.wait(self.largest(length))
+        padded = torch.zeros(int(length), dtype=torch.uint8)
+        padded[: len(data)] = data
+        found = [torch.empty_like(padded) for _ in self.ranks]
+        self.watch.wait(self.group.allgather([found], [padded]))
+        return [bytes(own.tolist()).rstrip(b"\0").decode() for own in found]
 
     # -- announcements -------------------------------------------------------------------------------
 
@@ -176,10 +194,11 @@ class Channel:
         self.check()
         if self._last is not None:
             self._last.finish()
-        if self._noted and self.store is not None:
+        if self._noted:
             self.store.delete_key(f"raised/{self.rank}")
             self._noted = False
-        self._last = Announcement(self, Entry(doing, str(error or ""), told), error)
+        self.announced += 1
+        self._last = Announcement(self, Notice(doing, str(error or ""), told), error)
         return self._last
 
     def exchange(self, doing: str, told: str = "", error: CanzonaError | None = None) -> list[str]:
@@ -227,15 +246,13 @@ class Channel:
         """Break the channel, and tell the others. The first error that is told stays."""
         self.broken = self.broken or error.problem.splitlines()[0]
         with contextlib.suppress(RuntimeError):  # the store may have died with its host
-            if self.store is not None:
-                self.store.compare_set("broken", "", str(error))
+            self.store.compare_set("broken", "", str(error))
 
     def note(self, error: CanzonaError) -> None:
         """Tell ranks that wait for this one of an error that changed nothing, until this rank announces something."""
         with contextlib.suppress(RuntimeError):
-            if self.store is not None:
-                self.store.set(f"raised/{self.rank}", str(error))
-                self._noted = True
+            self.store.set(f"raised/{self.rank}", str(error))
+            self._noted = True
 
     def listen(self) -> None:
         """Hear, while this rank waits, whether another one failed.
@@ -244,8 +261,6 @@ class Channel:
             CanzonaError: a rank failed. The channel is broken.
         """
         store = self.store
-        if store is None:
-            return
         if store.check(["roll"]):
             store.set(f"here/{self.rank}", "1")
         for key in ("broken", *(f"raised/{rank}" for rank in self.ranks if rank != self.rank)):
@@ -257,8 +272,6 @@ class Channel:
     def absent(self) -> list[int]:
         """After a collective failed, find the ranks that do not answer: they have ended, or hang."""
         store, others = self.store, [rank for rank in self.ranks if rank != self.rank]
-        if store is None:
-            return []
         try:
             store.set(f"here/{self.rank}", "1")
             store.set("roll", "1")
@@ -271,6 +284,14 @@ class Channel:
         return others
 
 
+@atexit.register
+def close_all() -> None:
+    """End the threads of all channels before the interpreter ends; users may still hold optimizers."""
+    for channel in list(_living):
+        channel.group = channel._last = None
+
+
+_living: weakref.WeakSet[Channel] = weakref.WeakSet()
 _channels: weakref.WeakKeyDictionary[Any, dict[Ranks, Channel]] = weakref.WeakKeyDictionary()
 
 
@@ -295,7 +316,7 @@ def channel_of(ranks: Sequence[int], timeout: timedelta) -> Channel:
 
 def is_broken(channel: Channel) -> bool:
     """Tell whether a rank has broken a channel, also if this one has not heard of it yet."""
-    return bool(channel.broken) or (channel.store is not None and channel.store.check(["broken"]))
+    return bool(channel.broken) or channel.store.check(["broken"])
 
 
 def hash_of(text: str) -> str:

@@ -87,11 +87,6 @@ def new_group_of(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
     return made
 
 
-def host_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
-    """Make a process group of the host, as `new_group_of` does. This is a collective of its ranks."""
-    return new_group_of(ranks, backend="gloo", **options)
-
-
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which a CUDA device is the current one. For other devices it does nothing.
 

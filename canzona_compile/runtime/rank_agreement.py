@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch.optim import Optimizer
 
+from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.printer import show
@@ -30,14 +32,14 @@ class RankAgreement:
     Args:
         groups: finds the process group of each agreement.
         device: the device of the parameters.
-        kind: the class of the optimizer, for messages.
+        optimizer: the optimizer, for messages.
 
     Attributes:
         waiter: waits for collectives and listens in all of them meanwhile.
     """
 
-    def __init__(self, groups: Groups, device: torch.device, kind: str) -> None:
-        self.groups, self.device, self.kind = groups, device, kind
+    def __init__(self, groups: Groups, device: torch.device, optimizer: Optimizer) -> None:
+        self.groups, self.device, self.name = groups, device, f"optimizer ({plain_class(optimizer).__name__})"
         self._agreements: dict[Ranks, StoreAgreement] = {}
         self.waiter = Waiter(self._agreements.values(), device)
 
@@ -174,7 +176,5 @@ class RankAgreement:
 
     def _agreement_of(self, ranks: Ranks) -> StoreAgreement:
         if ranks not in self._agreements:
-            self._agreements[ranks] = StoreAgreement(
-                ranks, self.groups.of(ranks), self.device, f"optimizer ({self.kind})"
-            )
+            self._agreements[ranks] = StoreAgreement(ranks, self.groups.of(ranks), self.device, self.name)
         return self._agreements[ranks]

@@ -64,7 +64,6 @@ class StoreAgreement:
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, name: str) -> None:
         self.ranks, self.rank = tuple(ranks), dist.get_rank()
         self.channel = channel_of(ranks, timedelta(seconds=timeout_of(group, device)))
-        assert self.channel.store is not None
         self.name = f"{name}, number {self.channel.number(name)}"
         meetings = PrefixStore(f"meet/{self.name}", self.channel.store)
         self.meeting = Meeting(meetings, self.ranks, self.rank, self.channel.listen)

@@ -163,18 +163,13 @@ class Session:
         try:
             yield
         except BaseException as error:  # an interrupt, too, leaves others waiting
-            if self.driver is not None and self.driver.shares:
-                assert self._agreement is not None
+            if self.driver is not None and self.driver.shares and self._agreement is not None:
                 self._broken = first_line(error)
                 self._agreement.fail(failed_on(self.rank, error))
             raise
 
     def _check_unbroken(self) -> None:
-        """Raise if an earlier step ended on its way.
-
-        Raises:
-            CanzonaError: its collectives may still wait for partners, and would get the data of this step.
-        """
+        """Raise if an earlier step ended on its way: its collectives may wait, and would get the data of this step."""
         if self._broken:
             raise CanzonaError(
                 f"an earlier step failed on its way, so ranks may hold parameters of different steps: {self._broken}",
@@ -213,8 +208,7 @@ class Session:
         if distributed():
             self.groups.learn([*meshes, *([replicate] if replicate else [])])
         plan, error = self._plan()
-        kind = plain_class(self.optimizer).__name__
-        agreement = self._agreement = self._agreement or RankAgreement(self.groups, device, kind)
+        agreement = self._agreement = self._agreement or RankAgreement(self.groups, device, self.optimizer)
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {replica_ranks(replicate)}
         agreement.report(members, error)
         assert plan is not None

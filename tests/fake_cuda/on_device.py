@@ -122,7 +122,7 @@ def on_stand_in(seed: int | None, world: int) -> Iterator[Callable[..., list[Any
         stack.enter_context(patched(plan, "machine_of", lambda params, rates=None: machine))
         stack.enter_context(patched(make_program, "Executor", DeviceExecutor))
         stack.enter_context(patched(step_driver, "ProgramMaker", DeviceProgramMaker))
-        stack.enter_context(patched(channel, "host_group", lambda ranks, **_: Groups().of(tuple(ranks))))
+        stack.enter_context(patched(channel, "host_group", lambda store, ranks, *_: Groups().of(tuple(ranks))))
         for owner, name in (
             (state.StateStore, "release"),
             (state.StateStore, "shown_portably"),
