@@ -206,7 +206,7 @@ class OwnerSession(Session):
         """
         super().leave()
         if self._apart:  # on a rank that owns nothing too: the others wait for it
-            put_together(self.optimizer, self._fragments, self._group, self._whole_leaf)
+            self._put_together()
             self._apart = False
 
     def forget_plan(self) -> None:
@@ -232,5 +232,10 @@ class OwnerSession(Session):
             yield
             return
         with super().gathered_state(), restoring(self.optimizer):
-            put_together(self.optimizer, self._fragments, self._group, self._whole_leaf)
+            self._put_together()
             yield
+
+    def _put_together(self) -> None:
+        """Gather whole state. All ranks have met for that, so an error here leaves some of them in a collective."""
+        with contextlib.nullcontext() if self._whole is None else self._whole.channel.on_its_way():
+            put_together(self.optimizer, self._fragments, self._group, self._whole_leaf)

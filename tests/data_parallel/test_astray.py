@@ -9,6 +9,7 @@ import pytest
 
 from tests.data_parallel.astray import SOON, astray
 from tests.data_parallel.mistakes import step_alone
+from tests.harness.marks import crossed
 from tests.harness.ranks import run
 
 GO_ON = {  # what both ranks say; training goes on
@@ -36,9 +37,9 @@ STATEFUL = {"clears_state", "loads_state"}
 AFTER = partial(step_alone)
 
 
-@pytest.mark.parametrize("way", list(GO_ON))
-def test_both_ranks_raise_and_go_on(way: str) -> None:
-    for course in run(2, astray, way, after=AFTER):
+@pytest.mark.parametrize(("way", "gather"), crossed(list(GO_ON), ["step", "forward"]))
+def test_both_ranks_raise_and_go_on(way: str, gather: str) -> None:
+    for course in run(2, astray, way, gather, after=AFTER):
         assert len(course.said) == 1, course.said
         assert re.search(GO_ON[way], course.said[0], re.DOTALL), course.said
         assert course.seconds < SOON
