@@ -141,7 +141,7 @@ def zero1(
     the ranks that own them. The step updates what each rank owns. An all-gather returns the parameters. A matrix has
     one owner; parameters with elementwise updates are cut so that all ranks own equally much. The first rank's
     parameters and buffers are sent to all ranks now. Buffers are not sent again, which DDP does in every forward pass.
-    Ranks compare their hyperparameters in every backward pass.
+    Ranks compare their hyperparameters, and what they are about to do, before every step.
 
     Args:
         model: the model, on its device, not wrapped in DDP or FSDP. Parameters may be plain tensors, or DTensors over

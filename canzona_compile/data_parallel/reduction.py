@@ -323,7 +323,7 @@ class Reduction:
         device = self.fragments[names[0]].param.device
         flags = torch.ones(len(names), dtype=torch.uint8, device=device)
         if any(missing):
-            absent = torch.tensor(missing, pin_memory=device.type == "cuda")
+            absent = torch.tensor(missing, device="cpu", pin_memory=device.type == "cuda")
             flags.masked_fill_(absent.to(device, non_blocking=True), 0)
         with during(self.clock, f"wait {REDUCE}"):
             found = largest(self.group, flags, self.waiter)

@@ -67,7 +67,7 @@ class Announcement:
         self._answers: list[str] = []
         text = json.dumps(entry)
         digest = int(hash_of(text)[:14], 16)
-        self._values = torch.tensor([digest, -digest])
+        self._values = torch.tensor([digest, -digest], device="cpu")
         self._work = channel.largest(self._values)
         self._finished = False
 
@@ -147,7 +147,7 @@ class Channel:
         self.watch = Waiter([self], torch.device("cpu"), ENDED, self.complete)
         self._users: Counter[str] = Counter()
         self._last: Announcement | None = None
-        self._noted = False
+        self._noted = self._own = ""  # what this rank noted last, and whether that was before its last announcement
         # All ranks have made equally many channels, also if torch's process groups began anew on the same store.
         base = PrefixStore(f"canzona/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
         made = (base.add("made", 1) - 1) // len(ranks)
@@ -169,10 +169,10 @@ class Channel:
 
     def gather(self, text: str) -> list[str]:
         """Gather a text without zero bytes from every rank. This is a collective."""
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        length = torch.tensor([len(data)])
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        length = torch.tensor([len(data)], device="cpu")
         self.watch.wait(self.largest(length))
-        padded = torch.zeros(int(length), dtype=torch.uint8)
+        padded = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = data
         found = [torch.empty_like(padded) for _ in self.ranks]
         self.watch.wait(self.group.allgather([found], [padded]))
@@ -196,7 +196,7 @@ class Channel:
             self._last.finish()
         if self._noted:
             self.store.delete_key(f"raised/{self.rank}")
-            self._noted = False
+        self._noted, self._own = "", self._noted
         self.announced += 1
         self._last = Announcement(self, Notice(doing, str(error or ""), told), error)
         return self._last
@@ -252,7 +252,7 @@ class Channel:
         """Tell ranks that wait for this one of an error that changed nothing, until this rank announces something."""
         with contextlib.suppress(RuntimeError):
             self.store.set(f"raised/{self.rank}", str(error))
-            self._noted = True
+            self._noted = str(error)
 
     def listen(self) -> None:
         """Hear, while this rank waits, whether another one failed.
@@ -264,8 +264,9 @@ class Channel:
         if store.check(["roll"]):
             store.set(f"here/{self.rank}", "1")
         for key in ("broken", *(f"raised/{rank}" for rank in self.ranks if rank != self.rank)):
-            if store.check([key]):
-                error = RankMismatch(store.get(key).decode())
+            text = store.get(key).decode() if store.check([key]) else ""
+            if text and text != self._own:  # another rank that raised what this one did goes on as this one does
+                error = RankMismatch(text)
                 self.broken = self.broken or error.problem.splitlines()[0]
                 raise error
 

@@ -24,6 +24,7 @@ ON_BOTH = {
     "step_without_backward": "no gradient to step with",
     "parameter_added": r"a trained parameter of shape \[8, 8\]",
     "memory_replaced": "(?s)memory of the parameter was replaced.*blocks.0.up.weight",
+    "parameters_replaced_by_a_checkpoint": "(?s)the model has other parameters now.*embed.weight.*assign=True",
     "unfrozen_later": "(?s)no bucket holds.*requires_grad",
     "under_ddp": "under DistributedDataParallel already",
     "under_fsdp": "under FSDP",

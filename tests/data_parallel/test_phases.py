@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.data_parallel.phases import gated_run, measure, scaler_run
+from tests.data_parallel.phases import gated_run, keys_of_scaled_steps, measure, scaler_run
 from tests.harness.marks import also, first
 from tests.harness.ranks import run
 
@@ -55,3 +55,9 @@ def test_parameters_that_no_rank_used_are_left_alone() -> None:
     one, two = run(2, gated_run, gates)
     assert one == two
     assert one == [[True, any(own), False] for own in gates]
+
+
+def test_the_store_does_not_grow_with_steps() -> None:
+    """Also where gradients are scaled by hand, which ranks tell one another."""
+    for first_step, *later in run(2, keys_of_scaled_steps, 4):
+        assert later == [first_step] * 3

@@ -67,6 +67,7 @@ def test_a_rank_dies_in_mid_step(case: Case, victim: int, call: int) -> None:
     for outcome in found:
         assert outcome.ours, f"{outcome.error}: {outcome.said}"
         assert outcome.seconds < PATIENCE / 2, "it waited for the process group's timeout"
+        assert f"no answer from rank {victim}" in outcome.said
     if case.layout != "hsdp":
         assert [outcome.changed for outcome in found] == [[]] * (case.world - 1)
 
