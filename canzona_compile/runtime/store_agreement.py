@@ -181,7 +181,10 @@ def first_difference(ranks: Sequence[int], texts: Sequence[str]) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the timeout of a process group on a device, in seconds."""
-    options = getattr(group._get_backend(device), "options", None)
+    """Return the timeout of a process group on a device, in seconds: torch's default if it does not tell."""
+    try:
+        options = getattr(group._get_backend(device), "options", None)
+    except RuntimeError:  # it has no backend for this device
+        options = None
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout.total_seconds()
