@@ -20,6 +20,7 @@ from canzona_compile.api.wrap import names_in
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.compat.torch_private import calls_outside_dynamo
+from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.filling import Filling
@@ -32,16 +33,11 @@ from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options
 from canzona_compile.progress.telling import SOON, shown
-from canzona_compile.runtime.store_agreement import StoreAgreement, Subject
+from canzona_compile.runtime.store_agreement import StoreAgreement, timeout_of
 from canzona_compile.session.given_layout import check_layout_patterns, check_marked, shardings_of
 from canzona_compile.split import Split, check_patterns, fitting, splits_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
-
-SCALED_APART = Subject(
-    "gradients were scaled differently on some ranks",
-    "scale gradients alike on all ranks, or not at all; clip with optimizer.canzona.clip_grad_norm_(max_norm)",
-)
 
 
 @calls_outside_dynamo
@@ -147,7 +143,7 @@ def zero1(
     the ranks that own them. The step updates what each rank owns. An all-gather returns the parameters. A matrix has
     one owner; parameters with elementwise updates are cut so that all ranks own equally much. The first rank's
     parameters and buffers are sent to all ranks now. Buffers are not sent again, which DDP does in every forward pass.
-    Ranks compare their hyperparameters in every backward pass.
+    Ranks compare their hyperparameters, and what they are about to do, before every step.
 
     Args:
         model: the model, on its device, not wrapped in DDP or FSDP. Parameters may be plain tensors, or DTensors over
@@ -226,7 +222,11 @@ def zero1(
     told = shardings_of([(name, 0, param) for name, param in params.items()], given).by_name
     check_meshes({name: param.device_mesh for name, param in params.items() if isinstance(param, DTensor)}, ranks)
     check_meshes({name: sharding.mesh for name, sharding in told.items()}, ranks)
-    agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, SCALED_APART)
+    agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, "zero1()")
+    either = group.shard or group.replicate
+    announcer = Announcer(
+        [] if either is None else every_rank(mesh), 0.0 if either is None else timeout_of(either, device)
+    )
     if agreement is not None:
         said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
         agreement.agree("\n".join([said, *(own.text for own in options), *described(model, params)]), None)
@@ -249,7 +249,7 @@ def zero1(
     names = {
         s: tuple(dict.fromkeys(b.name for b in own.values())) for s, own in zip(sessions, joint.bound, strict=True)
     }
-    engine = Zero1(model, filling, group, names, reduce_dtype, gather, missing_grads == "zero", agreement)
+    engine = Zero1(model, filling, group, names, reduce_dtype, gather, missing_grads == "zero", announcer)
     for own, session, bound in zip(optimizers, sessions, joint.bound, strict=True):
         session.attach([filling.fragments[name] for name in names[session]], group, joint, bound, agreement)
         attach(own, Zero1Canzona(session, engine, joint))
@@ -291,6 +291,12 @@ def group_of(mesh: DeviceMesh | ProcessGroup) -> tuple[DataParallelGroup, tuple[
     replicas = mesh.size(0) if mesh.ndim == 2 else 1
     alone = len(ranks) == 1
     return DataParallelGroup(None if alone else shard, replicate, shard.rank(), len(ranks), replicas), ranks
+
+
+def every_rank(mesh: DeviceMesh | ProcessGroup) -> list[int]:
+    """The global ranks over which gradients are reduced, replicas of shards as well."""
+    found = dist.get_process_group_ranks(mesh) if isinstance(mesh, ProcessGroup) else mesh.mesh.flatten().tolist()
+    return sorted(found)
 
 
 def described(model: nn.Module, params: Mapping[str, Tensor]) -> Iterable[str]:

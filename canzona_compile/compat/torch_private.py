@@ -14,13 +14,14 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
 import torch
 
 # torch.distributed has these, without types.
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, Store, TCPStore
 
 # Makes of a function one that Dynamo leaves alone, with all that it calls. `torch.compiler.disable` does so too, and
 # imports Dynamo at once.
@@ -52,6 +53,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "AllreduceOptions",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
@@ -111,6 +113,25 @@ def without_view_records() -> contextlib.AbstractContextManager[Any]:
     """Make a context in which torch keeps no record of which tensors are views of others."""
     guard: Any = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
     return guard  # type: ignore[no-any-return]
+
+
+def host_group(store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> Any:
+    """Make a process group of gloo that torch's lists do not hold. This is a collective of its ranks.
+
+    `dist.new_group(use_local_synchronization=True)` names a group by how many its process has, so ranks that have
+    unequally many never meet.
+
+    Args:
+        store: holds keys of this group alone.
+        ranks: the global ranks.
+        rank: this rank, global.
+        timeout: how long a collective waits for other ranks.
+    """
+    from torch._C._distributed_c10d import ProcessGroupGloo  # not in builds without gloo
+
+    made = ProcessGroupGloo(store, list(ranks).index(rank), len(ranks), timeout=timeout)
+    made._set_sequence_number_for_group()
+    return made
 
 
 def in_backward() -> bool:

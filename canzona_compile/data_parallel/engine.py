@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal
@@ -13,20 +14,21 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.compat.torch_private import in_backward
+from canzona_compile.data_parallel.announcing import Announcer, Details, bare_of, numbers_of
 from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, send
 from canzona_compile.data_parallel.filling import Filling
-from canzona_compile.data_parallel.fragment import laid_out_like
+from canzona_compile.data_parallel.fragment import Fragment, laid_out_like
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
-from canzona_compile.data_parallel.norms import clip_by_norm, cut_by_mesh
-from canzona_compile.data_parallel.numbers import StepNumbers
+from canzona_compile.data_parallel.norms import check_reduced, clip_by_norm, cut_by_mesh, total_norm
 from canzona_compile.data_parallel.reduction import MARK, Reduction
 from canzona_compile.data_parallel.session import OwnerSession
-from canzona_compile.errors import CanzonaError
+from canzona_compile.errors import CanzonaError, problem_of, some
+from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.runtime.step_clock import StepClock
-from canzona_compile.runtime.store_agreement import StoreAgreement, hash_of
 
-LONGEST_NOTE = 300  # letters of what ranks tell one another of scalings; the store keeps them
 GatherAt = Literal["step", "forward"]
 
 
@@ -41,7 +43,7 @@ class Zero1:
         wire: the dtype in which gradients travel; None is that of the gradients.
         gather: when parameters are whole again: when `step` returns, or when a module needs them.
         zeros: whether a gradient that is missing on all ranks counts as zeros.
-        agreement: tells the other ranks of errors; None if this rank is alone.
+        announcer: announces what this rank is about to do with the other ranks.
 
     Attributes:
         reduction: what happens during backward.
@@ -57,36 +59,37 @@ class Zero1:
         wire: torch.dtype | None,
         gather: GatherAt,
         zeros: bool,
-        agreement: StoreAgreement | None,
+        announcer: Announcer,
     ) -> None:
         self.fragments, self.buckets, self.group, self.gather = filling.fragments, filling.buckets, group, gather
-        self._agreement = agreement
+        self.announcer = announcer
         self._names = {session: frozenset(names) for session, names in sessions.items()}
-        self._numbers = StepNumbers(
-            group,
-            lambda: [session.optimizer for session in self._names],
-            lambda: "".join(session.measuring.text for session in self._names),
-        )
-        self.reduction = Reduction(filling, group, wire, agreement, self, zeros, self._numbers)
+        self._order = list(sessions)  # of the optimizers, in messages
+        self._model = weakref.ref(model)
+        self.reduction = Reduction(filling, group, wire, announcer, self, zeros)
         self.gathering = Gathering(filling, group, self.reduction.waiter)
+        if announcer.channel is not None:
+            announcer.channel.promised[self.gathering] = announcer.name
         self._held = [frozenset(names) for names in filling.names]
         self._trained = {id(fragment.param) for fragment in self.fragments.values()}
         # By bucket, the parameters that were updated since it was gathered last.
         self._stepped: list[frozenset[str]] = [frozenset()] * len(self._held)
         self._scalings: list[str] = []  # of the gradients that were reduced last
         self._scaled = 0  # the number of those gradients
-        self._agreed = 0  # the number of the gradients whose scalings were agreed on last
+        self._used = 0  # the number of the gradients that an optimizer has stepped with
+        self._state = ""  # what ranks must know of the state of the optimizer that steps
+        self._announcing = False  # whether this step was announced
+        self._agreed = False  # whether all ranks take it, and it is not over
         self.forward = ForwardHooks(model, self.gathering) if gather == "forward" else None
         self._hooks: list[RemovableHandle] = [
             *self.reduction.hooks,
             *(self.forward.hooks if self.forward is not None else ()),
-            model.register_forward_pre_hook(lambda *_: self.reduction.forget_failure(), prepend=True),
         ]
         for module in model.modules():  # parts of the model may be called or saved by themselves
             self._hooks.append(module.register_forward_pre_hook(lambda *_: self.flush(), prepend=True))
             self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.synchronize()))
         for session in sessions:
-            session.around = partial(self._around, session)
+            session.around, session.begun = partial(self._around, session), partial(self._begun, session)
         self.reduction.at_begin = self.gathering.wait
         if self.forward is not None:
             self.reduction.check = self.forward.check
@@ -105,27 +108,75 @@ class Zero1:
 
     @contextlib.contextmanager
     def _around(self, session: OwnerSession) -> Iterator[None]:
-        with self.reduction.told():
+        """The context of a step. In it, `_begun` announces the step, once it is certain that this rank can take it."""
+        self._state = session.state_text()
+        self._announcing, self._agreed = False, False
+        try:
             self._before()
-            self._numbers.note(session.optimizer)
             yield
             self._after(session)
+        except BaseException as error:
+            if self._agreed or not isinstance(error, Exception):
+                self.announcer.interrupt(error)
+            elif not self._announcing:  # the other ranks must hear of it, and nothing has begun
+                told = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
+                self._begun(session, told)
+            raise
+        finally:
+            self._agreed = False
+
+    def _begun(self, session: OwnerSession, error: CanzonaError | None = None) -> None:
+        """Announce a step, and compare what ranks must have in common for it."""
+        self._announcing = True
+        scalings = self._scalings if self._scaled == self.reduction.number else []
+        details = {
+            "gradients": self._bare(),
+            "scalings": "; ".join(scalings),
+            "state": self._state,
+            "numbers": numbers_of(session.optimizer) + session.measuring.text,
+        }
+        index, kind = self._order.index(session), plain_class(session.optimizer).__name__
+        try:
+            self.announcer.agree(f"step() of optimizer {index} ({kind})", details, error, self.gathering)
+        except CanzonaError as found:
+            if found is not error:
+                raise
+        self._agreed, self._used = error is None, self.reduction.number
+
+    def _bare(self) -> str:
+        """The parameters whose reduced gradients are gone on this rank, as text."""
+        fragments = self.fragments
+        held = self.reduction.present if self.reduction.reduced else frozenset[str]()
+        return bare_of((n for n in fragments if n in held), lambda name: fragments[name].param.grad is not None)
 
     def _before(self) -> None:
-        """See to it that gradients are with their owners, scaled alike on all ranks."""
+        """See to it that gradients are with their owners."""
         reduction = self.reduction
+        self.announcer.check()
         self._check_params()
         grads = [f.param.grad for f in self.fragments.values()]
         if reduction.under_way or any(g is not None and not isinstance(g, ReducedGradient) for g in grads):
+            self._announcing = True
             reduction.finish()
+            self._announcing = False
         elif not any(isinstance(g, ReducedGradient) for g in grads):
-            reduction.count()  # ranks that have gradients wait for them under the next number
+            self._check_model()
             raise CanzonaError(
                 "there is no gradient to step with",
                 at="step()",
                 hint="call backward() before every step(), on every rank, and zero_grad() after it",
             )
-        self._agree_on_scalings()
+
+    def _check_model(self) -> None:
+        """Raise if the model has other parameters than those of which gradients were to come."""
+        model = self._model()
+        now = {} if model is None else canonical_params(model)
+        if replaced := [n for n, f in self.fragments.items() if n in now and now[n] is not f.param]:
+            raise CanzonaError(
+                "the model has other parameters now than when zero1() was called, and they get the gradients",
+                at=some(replaced),
+                hint="load checkpoints without assign=True, and move or replace parameters before zero1()",
+            )
 
     def _check_params(self) -> None:
         """Raise unless the optimizers still have the parameters that buckets hold."""
@@ -159,6 +210,7 @@ class Zero1:
     def flush(self) -> None:
         """Gather what an optimizer updated while another one, which shares its buckets, took no step."""
         if any(self._stepped):
+            self._agree("gathering of stepped parameters", {})
             self._gather([i for i, done in enumerate(self._stepped) if done])
 
     def synchronize(self) -> None:
@@ -178,7 +230,26 @@ class Zero1:
         """Scale the gradients of all parameters so that their total norm is at most `max_norm`. A collective."""
         if self.reduction.under_way:
             self.reduction.finish()
-        return clip_by_norm(self.fragments, self.group, self.reduction.waiter, max_norm, norm_type, error_if_nonfinite)
+        limit = max_norm if not isinstance(max_norm, Tensor) or max_norm.device.type == "cpu" else "a tensor"
+        arguments = f"max_norm={limit}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"
+        error = problem_of(lambda: check_reduced(self.fragments))
+        self._agree("clip_grad_norm_()", {"gradients": self._bare(), "arguments": arguments}, error)
+        with self._on_its_way():
+            norm = total_norm(self.fragments, self.group, self.reduction.waiter, norm_type)
+        clip_by_norm(self.fragments, norm, max_norm, norm_type, error_if_nonfinite)
+        return norm
+
+    def _agree(self, call: str, details: Details, error: CanzonaError | None = None) -> None:
+        self.announcer.agree(call, details, error, self.gathering)
+
+    @contextlib.contextmanager
+    def _on_its_way(self) -> Iterator[None]:
+        """Inside this context collectives run that were announced. An error, an interrupt too, ends that for good."""
+        try:
+            yield
+        except BaseException as error:
+            self.announcer.interrupt(error)
+            raise
 
     # -- what operations on gradients tell, see `gradient.Ledger` -----------------------------------------
 
@@ -189,7 +260,7 @@ class Zero1:
             CanzonaError: another optimizer has stepped with these gradients already.
         """
         number = self.reduction.number
-        if self._agreed == number:
+        if self._used == number:
             error = CanzonaError(
                 f"gradients are scaled ({operation}) after the step of another optimizer",
                 hint="scale gradients before the first optimizer steps",
@@ -200,12 +271,20 @@ class Zero1:
         self._scaled = number
 
     def tell(self, error: CanzonaError) -> None:
-        """Tell the other ranks of an error that this rank raises."""
-        self.reduction.tell(error)
+        """Tell the other ranks of an error that this rank raises, and that changed nothing."""
+        if in_backward():
+            self.reduction.abandon(error)
+        elif self.announcer.channel is not None:
+            self.announcer.channel.note(error)
 
     def whole(self, gradient: ReducedGradient) -> Tensor:
         """Gather a gradient from its owners. This is a collective."""
         fragment = self.fragments[gradient.origin]
+        self._agree(f"full_tensor() of the gradient of {fragment.name}", {})
+        with self._on_its_way():
+            return self._whole(gradient, fragment)
+
+    def _whole(self, gradient: ReducedGradient, fragment: Fragment) -> Tensor:
         whole = torch.empty_like(fragment.values())
         own = dict(zip(fragment.owned, gradient.parts, strict=True))
         for part in fragment.slices:
@@ -218,19 +297,8 @@ class Zero1:
 
     def share_infinity(self, found: Tensor) -> None:
         """Make `found` the maximum over all ranks. This is a collective."""
-        largest(self.group, found, self.reduction.waiter)
-        for cut in cut_by_mesh(list(self.fragments.values())):
-            all_reduce(found, ReduceOp.MAX, cut.groups(), self.reduction.waiter)
-
-    def _agree_on_scalings(self) -> None:
-        """Raise unless all ranks scaled gradients alike. Ranks that did not scale do not communicate here."""
-        number = self.reduction.number
-        if self._scaled != number or self._agreed == number:
-            return
-        self._agreed = number
-        told = "; ".join(self._scalings)
-        if len(told) > LONGEST_NOTE:
-            told = f"{told[:LONGEST_NOTE]}... {hash_of(told)[:12]}"
-        if self._agreement is not None:
-            self._agreement.call(number, told, None)
-            self._agreement.hear(number, told)
+        self._agree("unscaling of gradients", {"gradients": self._bare()})
+        with self._on_its_way():
+            largest(self.group, found, self.reduction.waiter)
+            for cut in cut_by_mesh(list(self.fragments.values())):
+                all_reduce(found, ReduceOp.MAX, cut.groups(), self.reduction.waiter)

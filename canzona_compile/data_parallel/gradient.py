@@ -134,10 +134,9 @@ def flattened(values: Sequence[Any]) -> list[Any]:
 
 
 def refuse(func: Any, gradient: ReducedGradient) -> NoReturn:
-    """Raise for an operation. The other ranks are told where one that goes on would wait for this one."""
+    """Raise for an operation, and tell the other ranks, which may wait for this one."""
     error = refusal(func, gradient)
-    if func.overloadpacket.__name__ == "add_":
-        gradient.ledger.tell(error)
+    gradient.ledger.tell(error)
     raise error
 
 

@@ -18,33 +18,32 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.program_ops import Watch
 
 
+def check_reduced(fragments: Mapping[str, Fragment]) -> None:
+    """Raise if a gradient is not reduced yet."""
+    for fragment in fragments.values():
+        if fragment.param.grad is not None and not isinstance(fragment.param.grad, ReducedGradient):
+            raise CanzonaError(
+                "its gradient is not reduced yet",
+                at=fragment.name,
+                hint="clip after the last backward pass, which runs outside of no_sync()",
+            )
+
+
 def clip_by_norm(
-    fragments: Mapping[str, Fragment],
-    group: DataParallelGroup,
-    watch: Watch,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-) -> Tensor:
-    """Scale gradients as `torch.nn.utils.clip_grad_norm_` does on whole gradients. This is a collective.
+    fragments: Mapping[str, Fragment], norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> None:
+    """Scale gradients as `torch.nn.utils.clip_grad_norm_` does on whole gradients.
 
     Args:
         fragments: the parameters, by name, in the order of the model.
-        group: the data-parallel ranks.
-        watch: waits for collectives.
+        norm: what `total_norm` found.
         max_norm: the largest total norm.
-        norm_type: the order p of the norm; `math.inf` for the largest absolute value.
+        norm_type: the order of the norm, for the message.
         error_if_nonfinite: whether to raise if the norm is not finite.
-
-    Returns:
-        The norm before, a 0-d tensor that is equal on all ranks. Its bits are those of torch's norm over the parameters
-        in the order of the model, unless a parameter is cut: the sum over its elements then has another order.
 
     Raises:
         RuntimeError: the norm is not finite, and `error_if_nonfinite`. Torch raises the same.
-        CanzonaError: a gradient is not reduced yet.
     """
-    norm = total_norm(fragments, group, watch, norm_type)
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from the parameters is non-finite, "
@@ -54,11 +53,21 @@ def clip_by_norm(
     for fragment in fragments.values():
         if isinstance(fragment.param.grad, ReducedGradient) and fragment.param.grad.parts:
             torch._foreach_mul_(list(fragment.param.grad.parts), scale)
-    return norm
 
 
 def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watch: Watch, norm_type: float) -> Tensor:
-    """The norm of all gradients, from the norm of each. This is a collective."""
+    """The norm of all gradients, from the norm of each. This is a collective.
+
+    Args:
+        fragments: the parameters, by name, in the order of the model. `check_reduced` passed.
+        group: the data-parallel ranks.
+        watch: waits for collectives.
+        norm_type: the order p of the norm; `math.inf` for the largest absolute value.
+
+    Returns:
+        A 0-d tensor that is equal on all ranks. Its bits are those of torch's norm over the parameters in the order of
+        the model, unless a parameter is cut: the sum over its elements then has another order.
+    """
     present = [f for f in fragments.values() if f.param.grad is not None]
     device = next(iter(fragments.values())).param.device
     if not present:
@@ -67,12 +76,7 @@ def total_norm(fragments: Mapping[str, Fragment], group: DataParallelGroup, watc
     found = torch.zeros(len(present), device=device)  # of uncut gradients their norm, of cut ones a sum of powers
     for i, fragment in enumerate(present):
         grad = fragment.param.grad
-        if not isinstance(grad, ReducedGradient):
-            raise CanzonaError(
-                "its gradient is not reduced yet",
-                at=fragment.name,
-                hint="clip after the last backward pass, which runs outside of no_sync()",
-            )
+        assert isinstance(grad, ReducedGradient)
         for part in (own for own in grad.parts if own.numel()):
             norm = torch.linalg.vector_norm(part, norm_type)
             if infinite:

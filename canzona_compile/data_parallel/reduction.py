@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -12,19 +13,41 @@ from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
 from canzona_compile.compat.torch_private import in_backward
+from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, all_reduce, largest, reduce
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
-from canzona_compile.data_parallel.numbers import StepNumbers
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
+from canzona_compile.runtime.channel import Announcement
 from canzona_compile.runtime.step_clock import StepClock, during
-from canzona_compile.runtime.store_agreement import StoreAgreement, Waiter
+from canzona_compile.runtime.waiter import Waiter
 
-PEER_DIED = "a peer died or left; its shards of gradients and parameters are lost, so load a checkpoint to go on"
+BROKEN = "see what the other ranks wrote; shards of gradients and parameters are lost, so load a checkpoint to go on"
+CALL = "backward()"  # what this announces
 REDUCE = "reduce"  # the act of a measured step
 MARK = "_canzona_zero1"  # on parameters whose gradients are reduced already
+
+
+class EndOfBackward:
+    """Called by autograd when a backward pass ends. Dropped without a call if an exception ended it.
+
+    Args:
+        reached: called at the end.
+        missed: called if there is none.
+    """
+
+    def __init__(self, reached: Callable[[], None], missed: Callable[[], None]) -> None:
+        self._reached, self._missed, self._open = reached, missed, True
+
+    def __call__(self) -> None:
+        self._open = False
+        self._reached()
+
+    def __del__(self) -> None:
+        if self._open and not sys.is_finalizing():
+            self._missed()
 
 
 class Reduction:
@@ -38,13 +61,12 @@ class Reduction:
         filling: the buckets and their parameters.
         group: the ranks.
         wire: the dtype in which gradients travel; None is that of the gradients.
-        agreement: tells the other ranks of an error; None if this rank is alone.
+        announcer: announces backward passes before the first collective of each.
         ledger: where operations on reduced gradients are noted.
         zeros: whether a gradient that is missing on all ranks counts as zeros.
-        numbers: what ranks step with, which they compare in the same exchange as the presence of gradients.
 
     Attributes:
-        number: how often gradients were reduced, this time included.
+        number: how often gradients were reduced.
         under_way: whether a backward pass has begun whose gradients are not all reduced.
         reduced: whether gradients are with their owners now.
         hooks: the handles of the hooks through which autograd calls this.
@@ -60,16 +82,15 @@ class Reduction:
         filling: Filling,
         group: DataParallelGroup,
         wire: torch.dtype | None,
-        agreement: StoreAgreement | None,
+        announcer: Announcer,
         ledger: Ledger,
         zeros: bool,
-        numbers: StepNumbers,
     ) -> None:
         self.filling, self.group, self.wire = filling, group, wire
         self.fragments, self.buckets = filling.fragments, filling.buckets
-        self.agreement, self.ledger, self.zeros, self.numbers = agreement, ledger, zeros, numbers
+        self.announcer, self.ledger, self.zeros = announcer, ledger, zeros
         device = next(iter(self.fragments.values())).param.device
-        self.waiter = Waiter([] if agreement is None else [agreement], device, PEER_DIED)
+        self.waiter = Waiter([] if announcer.channel is None else [announcer], device, BROKEN)
         self.number = 0
         self.reduced = False
         self.present: frozenset[str] = frozenset()
@@ -82,6 +103,7 @@ class Reduction:
         for fragment in self.fragments.values():
             setattr(fragment.param, MARK, True)
         self._queued = False  # whether the end of this backward pass will call `finish`
+        self._announced: Announcement | None = None  # this backward pass
         self._missing: list[set[str]] = []  # by bucket, the parameters whose gradients are not there yet
         self._next = 0  # the first bucket that is not started
         self._pending: deque[Pending] = deque()
@@ -117,22 +139,46 @@ class Reduction:
         """Inside this context, tell the other ranks of any error, so that none of them waits for this rank."""
         try:
             yield
-        except Exception as error:
-            self.under_way = self._queued = False
-            self.tell(error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}"))
+        except BaseException as error:  # an interrupt, too, leaves others waiting
+            self.abandon(error)
             raise
 
-    def tell(self, error: CanzonaError) -> None:
-        """Tell the other ranks of an error that this rank raises."""
-        if self.agreement is not None:
-            self.agreement.fail(error, self.number)
+    def abandon(self, error: BaseException) -> None:
+        """Give up a backward pass because of an error.
+
+        If it was not announced, it is now, with the error: all ranks raise, and nothing has begun. Else other ranks may
+        be waiting for collectives of this one, so none of them can go on.
+        """
+        announced, self._announced = self._announced, None
+        under_way, self.under_way = self.under_way, False
+        self._queued = False
+        self._leave()
+        if announced is not None and announced.refused:
+            return
+        if announced is not None or under_way or not isinstance(error, Exception):
+            self.announcer.interrupt(error)
+            return
+        told = error if isinstance(error, CanzonaError) else CanzonaError(f"{type(error).__name__}: {error}")
+        announced = self.announcer.start(CALL, told) if self.announcer.channel is not None else None
+        if announced is not None:
+            announced.finish()
+
+    def _missed(self) -> None:
+        """An exception ended a backward pass: other ranks may wait for its collectives."""
+        if self.under_way:
+            self.abandon(CanzonaError("a backward pass ended on its way, with an exception"))
+
+    def _leave(self) -> None:
+        channel = self.announcer.channel
+        if channel is not None and self in channel.under_way:
+            channel.under_way.remove(self)
 
     def _arrived(self, fragment: Fragment) -> None:
         if not self.under_way:
             self._begin()
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(self._at_end)
+            Variable._execution_engine.queue_callback(EndOfBackward(self._at_end, self._missed))
         indices = self.filling.buckets_of[fragment.name]
         if not any(fragment.name in self._missing[index] for index in indices):
             raise CanzonaError(
@@ -146,8 +192,9 @@ class Reduction:
         self._start_complete()
 
     def _begin(self) -> None:
-        """Begin to reduce gradients anew."""
-        self.count()
+        """Begin to reduce gradients anew: announce it, and go on. The answer is read before the first collective."""
+        self._announced = None
+        self.announcer.check()
         stale = [n for n, f in self.fragments.items() if isinstance(f.param.grad, ReducedGradient)]
         if stale:
             raise CanzonaError(
@@ -156,6 +203,10 @@ class Reduction:
                 hint="call zero_grad() before; to accumulate, run all backward passes but the last inside no_sync()",
             )
         self.at_begin()
+        channel = self.announcer.channel
+        if channel is not None:
+            self._announced = self.announcer.start(CALL)
+            channel.under_way.append(self)
         self.under_way, self.reduced = True, False
         self._missing = [set(names) for names in self.filling.names]
         self._next = 0
@@ -163,23 +214,23 @@ class Reduction:
         self._shards.clear()
         self._seen.clear()
 
-    def count(self) -> None:
-        """Go on to the next number, under which ranks tell one another of errors."""
-        self.number += 1
-        self.waiter.number = self.number
+    def _is_first(self) -> bool:
+        """Whether collectives of this model may start: models that share ranks reduce one after the other.
 
-    def forget_failure(self) -> None:
-        """Drop what a backward pass left that an exception ended. Called when a forward pass of the model begins."""
-        if not in_backward() and self._queued:
-            self.under_way = self._queued = False
+        A layer that took no part on one rank would have another model's bucket start before this one's there.
+        """
+        channel = self.announcer.channel
+        return channel is None or channel.under_way[0] is self
 
     def _start_complete(self) -> None:
-        while self._next < len(self.buckets) and not self._missing[self._next]:
+        while self._next < len(self.buckets) and not self._missing[self._next] and self._is_first():
             with during(self.clock, REDUCE):
                 self._start(self.buckets[self._next])
 
     def _start(self, bucket: Bucket) -> None:
         """Copy the gradients of a bucket together, free those that no later one needs, and start to reduce it."""
+        if self._announced is not None:
+            self._announced.result()
         while len(self._pending) >= IN_FLIGHT:
             self._take(self._pending.popleft())
         filled = self._filled(bucket)
@@ -239,40 +290,46 @@ class Reduction:
         Every rank must call this. Autograd does at the end of backward.
 
         Raises:
-            CanzonaError: another rank failed, died, or would step with other numbers.
+            CanzonaError: another rank failed, died, or does something else.
         """
         with self.told(), during(self.clock, REDUCE):
             if not self.under_way:
                 self._begin()
+            while not self._is_first():
+                assert self.announcer.channel is not None
+                self.announcer.channel.under_way[0].finish()
             while self._next < len(self.buckets):
                 self._start(self.buckets[self._next])
-            present, told = self._exchange()
+            present = self._exchange()
             while self._pending:
                 self._take(self._pending.popleft())
-            self.numbers.hear(told)
+        self._leave()
+        self._announced = None
         self.under_way, self.reduced, self.present = False, True, present
+        self.number += 1
         self._hand_out()
         self.at_finish()
 
-    def _exchange(self) -> tuple[frozenset[str], Tensor]:
+    def _exchange(self) -> frozenset[str]:
         """Find the parameters that have a gradient on some rank. This is a collective.
 
         The host reads the answer only if a gradient is missing here, because reading waits for the device.
 
         Returns:
-            Their names, and what ranks told of the numbers that they step with.
+            Their names.
         """
         names = tuple(self.fragments)
-        missing = [i for i, name in enumerate(names) if name not in self._seen]
-        param = self.fragments[names[0]].param
-        flags = torch.ones(len(names), dtype=torch.uint8, device=param.device)
-        flags[missing] = 0
+        missing = [name not in self._seen for name in names]
+        device = self.fragments[names[0]].param.device
+        flags = torch.ones(len(names), dtype=torch.uint8, device=device)
+        if any(missing):
+            absent = torch.tensor(missing, device="cpu", pin_memory=device.type == "cuda")
+            flags.masked_fill_(absent.to(device, non_blocking=True), 0)
         with during(self.clock, f"wait {REDUCE}"):
-            found = largest(self.group, torch.cat([flags, self.numbers.told(param.device)]), self.waiter)
-        there, told = found[: len(names)], found[len(names) :]
-        if not missing or self.zeros:
-            return frozenset(names), told
-        return frozenset(name for name, held in zip(names, there.tolist(), strict=True) if held), told
+            found = largest(self.group, flags, self.waiter)
+        if not any(missing) or self.zeros:
+            return frozenset(names)
+        return frozenset(name for name, held in zip(names, found.tolist(), strict=True) if held)
 
     def _hand_out(self) -> None:
         """Give owners the gradients of what they own, and every rank the sign that there are gradients."""

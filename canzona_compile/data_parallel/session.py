@@ -30,6 +30,7 @@ from canzona_compile.session.gathered import Ranks
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
 from canzona_compile.session.state import restoring
+from canzona_compile.session.step_driver import StepDriver
 from canzona_compile.session.whole_leaf import whole_leaf
 
 
@@ -45,6 +46,7 @@ class OwnerSession(Session):
 
     Attributes:
         around: makes the context of every step. It sees to the gradients before and to the parameters after.
+        begun: called in that context when this rank can take the step; raises unless all ranks can.
     """
 
     lost_in_copies: ClassVar[str] = "zero1 is lost in a copy of the optimizer: a copy of the model has no buckets"
@@ -52,6 +54,10 @@ class OwnerSession(Session):
     def __init__(self, optimizer: Optimizer, options: Options) -> None:
         super().__init__(optimizer, options)
         self.around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self.begun: Callable[[], None] = lambda: None
+        self._loaded = 0  # how often whole state was loaded
+        self._noticed = False  # whether the whole state that is there now is counted
+        self._stepped = False  # whether the optimizer has state since
         self._fragments: tuple[Fragment, ...] = ()
         self._group = DataParallelGroup(None, None, 0, 1, 1)
         self._joint: JointPlan | None = None
@@ -94,7 +100,20 @@ class OwnerSession(Session):
         if self._fragments and not self.optimizer.state:
             # Torch would take it for one that never stepped, and take a dummy step on this rank alone.
             self.optimizer.state[self._fragments[0].param] = {}
+        self._stepped = True
         return new
+
+    def prepared(self) -> StepDriver:
+        """Plan if that is needed, which each rank does on its own, and agree with the other ranks on the step."""
+        driver = super().prepared()
+        if not self._in_dummy_step:
+            self.begun()
+        return driver
+
+    def state_text(self) -> str:
+        """What users did to the state, which they have to do on all ranks."""
+        cleared = ", and cleared" if self._stepped and not self.optimizer.state else ""
+        return f"loaded {self._loaded} times{cleared}"
 
     @contextlib.contextmanager
     def gradients(self) -> Iterator[None]:
@@ -114,7 +133,7 @@ class OwnerSession(Session):
 
     def _start(self) -> Any:
         take_apart(self.optimizer, self._fragments)
-        self._apart = True
+        self._apart, self._noticed = True, False
         return super()._start()
 
     def bind_and_plan(self) -> Plan:
@@ -187,7 +206,7 @@ class OwnerSession(Session):
         """
         super().leave()
         if self._apart:  # on a rank that owns nothing too: the others wait for it
-            put_together(self.optimizer, self._fragments, self._group, self._whole_leaf)
+            self._put_together()
             self._apart = False
 
     def forget_plan(self) -> None:
@@ -195,6 +214,8 @@ class OwnerSession(Session):
         super().forget_plan()
         if any(self.optimizer.state.get(f.param) for f in self._fragments):
             self._apart = False
+            self._loaded += not self._noticed
+            self._noticed = True
 
     def _whole_leaf(self, piece: Piece, name: str, value: DTensor) -> Tensor:
         """Gather a leaf of a piece from the ranks beside this one that hold its fragments. This is a collective."""
@@ -211,5 +232,10 @@ class OwnerSession(Session):
             yield
             return
         with super().gathered_state(), restoring(self.optimizer):
-            put_together(self.optimizer, self._fragments, self._group, self._whole_leaf)
+            self._put_together()
             yield
+
+    def _put_together(self) -> None:
+        """Gather whole state. All ranks have met for that, so an error here leaves some of them in a collective."""
+        with contextlib.nullcontext() if self._whole is None else self._whole.channel.on_its_way():
+            put_together(self.optimizer, self._fragments, self._group, self._whole_leaf)

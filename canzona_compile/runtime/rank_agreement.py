@@ -6,16 +6,20 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch.optim import Optimizer
 
+from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.progress.telling import tell
+from canzona_compile.runtime.channel import hash_of
 from canzona_compile.runtime.equal_copies import Copy, Digest, difference, digests
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.runtime.store_agreement import StoreAgreement, Waiter, hash_of
+from canzona_compile.runtime.store_agreement import StoreAgreement
+from canzona_compile.runtime.waiter import Waiter
 
 Ranks = tuple[int, ...]
 
@@ -28,26 +32,16 @@ class RankAgreement:
     Args:
         groups: finds the process group of each agreement.
         device: the device of the parameters.
+        optimizer: the optimizer, for messages.
 
     Attributes:
         waiter: waits for collectives and listens in all of them meanwhile.
-        host_waiter: does so for collectives of tensors on the CPU.
     """
 
-    def __init__(self, groups: Groups, device: torch.device) -> None:
-        self.groups, self.device = groups, device
+    def __init__(self, groups: Groups, device: torch.device, optimizer: Optimizer) -> None:
+        self.groups, self.device, self.name = groups, device, f"optimizer ({plain_class(optimizer).__name__})"
         self._agreements: dict[Ranks, StoreAgreement] = {}
         self.waiter = Waiter(self._agreements.values(), device)
-        self.host_waiter = Waiter(self._agreements.values(), torch.device("cpu"))
-
-    @property
-    def number(self) -> int:
-        """The number of the step whose collectives ranks wait for."""
-        return self.waiter.number
-
-    @number.setter
-    def number(self, number: int) -> None:
-        self.waiter.number = self.host_waiter.number = number
 
     def report(self, members: Iterable[Ranks], error: CanzonaError | None) -> None:
         """Tell the ranks of every mesh whether this rank could make a plan. This is a collective.
@@ -163,7 +157,7 @@ class RankAgreement:
             CanzonaError: a rank died, or failed on its way through an earlier step.
         """
         for ranks in sorted(numbers):
-            found = self._agreement_of(ranks).compare(change, numbers[ranks], error, self.host_waiter)
+            found = self._agreement_of(ranks).compare(change, numbers[ranks], error)
             error = error or found
         return error
 
@@ -175,17 +169,12 @@ class RankAgreement:
         """Gather a text from every rank of a set, in the order of the ranks. This is a collective."""
         return self._agreement_of(ranks).share(text)
 
-    def fail(self, number: int | None, error: CanzonaError) -> None:
-        """Tell all ranks that this rank raised an error, so that no rank waits for it.
-
-        Args:
-            number: the number of the step; None if no later step can work either.
-            error: the error.
-        """
+    def fail(self, error: CanzonaError) -> None:
+        """Tell all ranks that this rank raised an error on its way, so that no rank waits for it."""
         for agreement in self._agreements.values():
-            agreement.fail(error, number)
+            agreement.fail(error)
 
     def _agreement_of(self, ranks: Ranks) -> StoreAgreement:
         if ranks not in self._agreements:
-            self._agreements[ranks] = StoreAgreement(ranks, self.groups.of(ranks), self.device)
+            self._agreements[ranks] = StoreAgreement(ranks, self.groups.of(ranks), self.device, self.name)
         return self._agreements[ranks]

@@ -146,6 +146,12 @@ class Session:
                 param.grad = None
 
     def _step(self) -> bool:
+        driver = self.prepared()
+        with self.telling():
+            return driver.step() and driver.last is not None
+
+    def prepared(self) -> StepDriver:
+        """Plan if that is needed, and agree with the other ranks on the step, which changes parameters then."""
         driver = self.driver
         self._check_unbroken()
         if driver is None or self._must_replan(driver):
@@ -154,29 +160,22 @@ class Session:
                 driver = self.driver = self._start()
             driver.clock = self.measuring.clock
             self._settle(driver, "", None)
-        with self.telling():
-            return driver.step() and driver.last is not None
+        return driver
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def telling(self, driver: StepDriver | None = None) -> Iterator[None]:
         """Inside this context, ranks communicate. An error ends that for good, and the others hear of it."""
-        agreement = self._agreement
-        assert agreement is not None
-        agreement.number = self.number
         try:
             yield
         except BaseException as error:  # an interrupt, too, leaves others waiting
-            if self.driver is not None and self.driver.shares:
+            driver = driver or self.driver
+            if driver is not None and driver.shares and self._agreement is not None:
                 self._broken = first_line(error)
-                agreement.fail(None, failed_on(self.rank, error))
+                self._agreement.fail(failed_on(self.rank, error))
             raise
 
     def _check_unbroken(self) -> None:
-        """Raise if an earlier step ended on its way.
-
-        Raises:
-            CanzonaError: its collectives may still wait for partners, and would get the data of this step.
-        """
+        """Raise if an earlier step ended on its way: its collectives may wait, and would get the data of this step."""
         if self._broken:
             raise CanzonaError(
                 f"an earlier step failed on its way, so ranks may hold parameters of different steps: {self._broken}",
@@ -216,13 +215,14 @@ class Session:
             self.groups.learn([*meshes, *([replicate] if replicate else [])])
         found: list[Plan] = []
         error = problem_of(lambda: found.append(self.bind_and_plan()))
-        agreement = self._agreement = self._agreement or RankAgreement(self.groups, device)
+        agreement = self._agreement = self._agreement or RankAgreement(self.groups, device, self.optimizer)
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {replica_ranks(replicate)}
         agreement.report(members, error)
         (plan,) = found
         driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, agreement.waiter)
         with given_back_on_error(self.optimizer, partial(self._give_up, driver)):
-            has = driver.begin()
+            with self.telling(driver):
+                has = driver.begin()
             agreement.report(members, problem_of(driver.check))
             agreement.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", has)
             if not self._in_dummy_step:  # a checkpoint may be loaded after it, and make the copies equal
@@ -234,8 +234,9 @@ class Session:
     def _give_up(self, driver: StepDriver, error: BaseException) -> None:
         """Leave a plan that has not taken a step."""
         driver.end_step()
-        if driver.shares and not isinstance(error, CanzonaError):  # the others may wait where no rank comes any more
-            self._broken = first_line(error)
+        if not isinstance(error, CanzonaError):  # the others may wait where no rank comes any more
+            with contextlib.suppress(BaseException), self.telling(driver):
+                raise error
 
     def bind_and_plan(self) -> Plan:
         """Bind the parameters and plan their updates.

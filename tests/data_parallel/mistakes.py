@@ -117,6 +117,13 @@ def memory_replaced() -> None:
     train(model, optimizers)
 
 
+def parameters_replaced_by_a_checkpoint() -> None:
+    model, optimizers, _ = set_up()
+    train(model, optimizers)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    train(model, optimizers)
+
+
 def unfrozen_later() -> None:
     model = Model()
     model.blocks[0].up.weight.requires_grad_(False)
@@ -194,7 +201,6 @@ def another_rate() -> None:
 
 
 def another_rate_between_backward_and_step() -> None:
-    """The next backward pass finds it."""
     model, optimizers, _ = set_up()
     train(model, optimizers)
     model(batch(1, dist.get_rank())).backward()
@@ -219,6 +225,8 @@ def rate_set_right() -> list[str]:
             found.append("")
         except canzona_compile.CanzonaError as error:
             found.append(type(error).__name__)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
     return found
 
 
@@ -290,6 +298,7 @@ MISTAKES: dict[str, Callable[..., None]] = {
         step_without_backward,
         parameter_added,
         memory_replaced,
+        parameters_replaced_by_a_checkpoint,
         unfrozen_later,
         under_ddp,
         under_fsdp,

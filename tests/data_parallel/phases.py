@@ -143,6 +143,24 @@ def scaler_run(bad_rank: int | None) -> tuple[list[bool], list[float], float]:
     return moved, scales, float(sum(p.detach().double().sum() for p in model.parameters()))
 
 
+def keys_of_scaled_steps(steps: int) -> list[int]:
+    """How many keys the store has after each iteration in which gradients are scaled by hand."""
+    model, optimizers, _ = set_up()
+    store: Any = dist.distributed_c10d._get_default_store()
+    found = []
+    for step in range(steps):
+        model(batch(step, dist.get_rank())).backward()
+        for param in model.parameters():
+            param.grad.mul_(0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+        found.append(store.num_keys())
+        dist.barrier()
+    return found
+
+
 class Gated(nn.Module):
     """A model of which only a part takes part in each forward pass, decided by step and rank."""
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from tests.data_parallel.phases import gated_run, measure, scaler_run
+from tests.data_parallel.phases import gated_run, keys_of_scaled_steps, measure, scaler_run
 from tests.harness.marks import also, first
 from tests.harness.ranks import run
 
 FP32 = 4
+OPTIMIZERS = 2
 
 
 @pytest.mark.parametrize("gather", first(["step", "forward"]))
 def test_a_step_has_no_collective_of_its_own(gather: str) -> None:
     for found in run(2, measure, gather):
         assert found.buckets > 2
-        assert found.backward == found.buckets + 1  # a reduction per bucket, and one exchange of who has gradients
-        assert found.step == (found.buckets if gather == "step" else 0)
+        # The announcement on the host, a reduction per bucket, and one exchange of who has gradients.
+        assert found.backward == 1 + found.buckets + 1
+        assert found.step == OPTIMIZERS + (found.buckets if gather == "step" else 0)  # each announces its step
         assert found.forward == (found.buckets if gather == "forward" else 0)
-        assert 1 <= found.started < found.buckets  # the last gradient was not there yet
+        assert 1 <= found.started - 1 < found.buckets  # the last gradient was not there yet
         assert found.late == (gather == "forward")
         assert found.reduced == FP32 * (found.elements + found.padding) // 2
         assert found.padding <= 0.03 * found.elements
@@ -53,3 +55,9 @@ def test_parameters_that_no_rank_used_are_left_alone() -> None:
     one, two = run(2, gated_run, gates)
     assert one == two
     assert one == [[True, any(own), False] for own in gates]
+
+
+def test_the_store_does_not_grow_with_steps() -> None:
+    """Also where gradients are scaled by hand, which ranks tell one another."""
+    for first_step, *later in run(2, keys_of_scaled_steps, 4):
+        assert later == [first_step] * 3

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import canzona_compile
 from canzona_compile.capture.dynamo_oracle import DynamoOracle as Oracle
+from canzona_compile.runtime import channel
 from tests.harness.layouts import Case, Laid, replicate_of
 from tests.harness.marks import crossed, first, full
 from tests.harness.optimizers import (
@@ -102,6 +103,13 @@ def observed(traffic: Traffic) -> Iterator[None]:
 
         return call
 
+    announced = channel.Channel.largest
+
+    def announcing(own: channel.Channel, values: torch.Tensor) -> Any:
+        traffic.functions.extend(AGREEMENT)
+        return announced(own, values)
+
+    channel.Channel.largest = announcing  # type: ignore[method-assign]
     modules = [m for m in (dist, c10d) for name in FUNCTIONS if hasattr(m, name)]
     for name in FUNCTIONS:
         for module in modules:
@@ -109,6 +117,7 @@ def observed(traffic: Traffic) -> Iterator[None]:
     try:
         yield
     finally:
+        channel.Channel.largest = announced  # type: ignore[method-assign]
         for name, original in originals.items():
             for module in modules:
                 setattr(module, name, original)

@@ -20,10 +20,11 @@ from torch import Tensor
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import Step
-from canzona_compile.runtime import store_agreement
+from canzona_compile.runtime import channel
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor, Sources
-from canzona_compile.runtime.store_agreement import Waiter
+from canzona_compile.runtime.process_groups import Groups
+from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session import make_program, plan, state, step_driver
 from canzona_compile.session.make_program import ProgramMaker
 from canzona_compile.session.program_cache import BoundProgram
@@ -121,7 +122,7 @@ def on_stand_in(seed: int | None, world: int) -> Iterator[Callable[..., list[Any
         stack.enter_context(patched(plan, "machine_of", lambda params, rates=None: machine))
         stack.enter_context(patched(make_program, "Executor", DeviceExecutor))
         stack.enter_context(patched(step_driver, "ProgramMaker", DeviceProgramMaker))
-        stack.enter_context(patched(store_agreement, "has_host_backend", lambda group: True))
+        stack.enter_context(patched(channel, "host_group", lambda store, ranks, *_: Groups().of(tuple(ranks))))
         for owner, name in (
             (state.StateStore, "release"),
             (state.StateStore, "shown_portably"),

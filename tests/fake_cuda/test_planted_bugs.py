@@ -19,7 +19,7 @@ from canzona_compile.codegen.launch import GroupedKernel
 from canzona_compile.ir.program_ops import finish, keep, on_stream, record, start_all_to_all, wait
 from canzona_compile.ir.step import Step
 from canzona_compile.lowering.stream_sync import CALLER, COMPUTE
-from canzona_compile.runtime import store_agreement, stretches
+from canzona_compile.runtime import stretches, waiter
 from canzona_compile.runtime.cuda_graph import Replay
 from canzona_compile.runtime.graph_recorder import GraphRecorder
 from canzona_compile.runtime.scalar_ops import DeviceNumber
@@ -182,7 +182,7 @@ def joined(forks: bool, joins: bool) -> Iterator[None]:
 
 CONNECTING_LESS = tuple(c for c in stretches.CONNECTING if c not in (start_all_to_all, finish))
 MISTAKES: dict[str, tuple[Setting, Mistake]] = {
-    "no wait for collectives": (Setting(cuda_graphs=False), replaced(store_agreement.Waiter, "wait", nothing)),
+    "no wait for collectives": (Setting(cuda_graphs=False), replaced(waiter.Waiter, "wait", nothing)),
     "events are not recorded": (Setting(cuda_graphs=False), replaced(CudaStreams, "record", nothing)),
     "events are not waited for": (Setting((2, 1), cuda_graphs=False), replaced(CudaStreams, "wait", nothing)),
     "numbers are not filled": (Setting(changing=True), replaced(Replay, "_fill", nothing)),

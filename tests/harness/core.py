@@ -8,7 +8,7 @@ to be here. Meant for about four minutes on two idle cores.
 from __future__ import annotations
 
 CORE: dict[str, tuple[str, ...]] = {
-    "private names of torch, and imports": ("tests/test_structure.py", "tests/runtime/test_store_agreement.py"),
+    "private names of torch, and imports": ("tests/test_structure.py", "tests/runtime/test_waiter.py"),
     "metadata": ("tests/packages/test_versions.py",),
     "capture by Dynamo": (
         "tests/capture/test_attributes.py",

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from canzona_compile.runtime import channel
 from tests.harness.nursery import Child, answer, call_of, nursery, write_to
 
 PATIENCE = 60.0  # seconds: timeout of the process groups
@@ -228,9 +229,10 @@ def brief(failure: str, lines: int = 4) -> str:
 
 
 def collectives() -> int:
-    """How many collectives this rank has started, as its process groups count them."""
+    """How many collectives this rank has started, as its process groups count them, and announcements."""
     groups: Any = dist.distributed_c10d._world.pg_map
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    announced = sum(own.announced for own in channel._living)
+    return sum(group._get_sequence_number_for_group() for group in groups) + announced
 
 
 # -- a rank ----------------------------------------------------------------------------------------

@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.runtime.store_agreement import host_group
 from tests.harness.pairs import one_rank
 
 
-@pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_group_is_not_split_from_a_bound_one(monkeypatch: pytest.MonkeyPatch, host: bool, fails: bool) -> None:
+def test_a_group_is_not_split_from_a_bound_one(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """A split needs all ranks of the default group, and only the members make ours."""
     seen: list[Any] = []
 
@@ -34,9 +32,9 @@ def test_a_group_is_not_split_from_a_bound_one(monkeypatch: pytest.MonkeyPatch, 
         try:
             if fails:
                 with pytest.raises(RuntimeError, match="no"):
-                    host_group((0,)) if host else Groups().of((0,))
+                    Groups().of((0,))
             else:
-                assert (host_group((0,)) if host else Groups().of((0,))) is default
+                assert (Groups().of((0,))) is default
             assert default.bound_device_id == device
         finally:
             default.bound_device_id = None

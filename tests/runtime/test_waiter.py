@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.runtime import store_agreement
-from canzona_compile.runtime.store_agreement import Waiter
+from canzona_compile.runtime import waiter
+from canzona_compile.runtime.waiter import Waiter
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(milliseconds=20)
@@ -19,7 +19,7 @@ PATIENCE = timedelta(milliseconds=20)
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_agreement, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(waiter, "PATIENCE", PATIENCE)
 
 
 class Work:
@@ -47,13 +47,16 @@ class Listener:
     def __init__(self, call: CanzonaError | None = None) -> None:
         self.call, self.heard, self.failures = call, 0, 0
 
-    def listen(self, number: int) -> None:
+    def listen(self) -> None:
         self.heard += 1
         if self.call is not None:
             raise self.call
 
-    def fail(self, error: CanzonaError, number: int | None = None) -> None:
+    def fail(self, error: CanzonaError) -> None:
         self.failures += 1
+
+    def absent(self) -> list[int]:
+        return []
 
 
 def wait(work: Work, listener: Listener) -> None:

@@ -1,0 +1,138 @@
+"""What data-parallel ranks must have in common before they go on, and the errors if they do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.optim import Optimizer
+
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
+from canzona_compile.runtime.channel import Announcement, Channel, channel_of
+from canzona_compile.runtime.store_agreement import first_difference
+from canzona_compile.session.shared_numbers import described
+
+Details = Mapping[str, str]  # by topic
+HINTS = {
+    "gradients": "set gradients to None on all ranks or on none, and call zero_grad() on all of them",
+    "scalings": "scale gradients alike on all ranks, or not at all; clip with "
+    "optimizer.canzona.clip_grad_norm_(max_norm)",
+    "state": "load or clear the state of the optimizer on all ranks",
+    "numbers": "set the hyperparameters of the optimizer to the same values, and call measure(), on all ranks",
+    "arguments": "give this call the same arguments on all ranks",
+}
+
+
+class Announcer:
+    """Announces what one model is about to do on all of its data-parallel ranks. Alone, it announces nothing.
+
+    Args:
+        ranks: the global ranks; empty or one if this rank is alone.
+        timeout: seconds that an announcement waits for other ranks, if these ranks have no channel yet.
+
+    Attributes:
+        channel: of these ranks; None if this rank is alone.
+        name: of the model, for messages.
+    """
+
+    def __init__(self, ranks: Sequence[int] = (), timeout: float = 0.0) -> None:
+        self.channel: Channel | None = None
+        self.name = "model"
+        if len(ranks) > 1:
+            self.channel = channel_of(ranks, timedelta(seconds=timeout))
+            self.name = f"model {self.channel.number('model')}"
+
+    def start(self, call: str, error: CanzonaError | None = None) -> Announcement | None:
+        """Start to announce a call without details; see `Channel.start`. What was promised is completed first."""
+        if self.channel is not None:
+            self.channel.complete()
+            return self.channel.start(f"{call} of {self.name}", "{}", error)
+        if error is not None:
+            raise error
+        return None
+
+    def agree(self, call: str, details: Details, error: CanzonaError | None = None, gathering: Any = None) -> None:
+        """Announce a call, and wait until all ranks have announced the same. This is a collective on the host.
+
+        Args:
+            call: what this rank is about to do.
+            details: what must be equal on all ranks, by topic, see `HINTS`.
+            error: what keeps this rank from it; None if nothing does.
+            gathering: what this model has promised, which this call does not have to complete.
+
+        Raises:
+            CanzonaError: a rank cannot go on, or does something else, or with other details. Every rank raises.
+        """
+        channel = self.channel
+        if channel is None:
+            if error is not None:
+                raise error
+            return
+        channel.check()
+        channel.complete(gathering)
+        told = channel.exchange(f"{call} of {self.name}", json.dumps(details), error)
+        if len(set(told)) > 1:
+            raise difference(call, channel.ranks, [json.loads(own) for own in told])
+
+    # -- Listener, for what waits for collectives of data ----------------------------------------------
+
+    def listen(self) -> None:
+        """Raise if another rank failed, so that a collective of this rank will not complete."""
+        if self.channel is not None:
+            self.channel.listen()
+
+    def fail(self, error: CanzonaError) -> None:
+        """Tell the other ranks that a collective broke."""
+        if self.channel is not None:
+            self.channel.fail(error)
+
+    def absent(self) -> list[int]:
+        """The ranks that do not answer, after a collective failed."""
+        return [] if self.channel is None else self.channel.absent()
+
+    def check(self) -> None:
+        """Raise if an earlier call failed on its way."""
+        if self.channel is not None:
+            self.channel.check()
+
+    def interrupt(self, error: BaseException) -> None:
+        """Tell the other ranks of an error on the way through a call."""
+        if self.channel is not None:
+            self.channel.interrupt(error)
+
+
+def difference(call: str, ranks: Sequence[int], told: Sequence[Details]) -> CanzonaError:
+    """The error that all ranks raise whose details differ: of the first topic that does."""
+    topic = next(t for t in told[0] if len({own[t] for own in told}) > 1)
+    found = {rank: own[topic] for rank, own in zip(ranks, told, strict=True)}
+    said = "; ".join(f"rank {rank}: {text or 'no change'}" for rank, text in found.items())
+    hint = HINTS[topic]
+    if topic == "gradients":
+        return InvalidGradient(f"gradients are missing on some ranks only ({said}); nothing was updated", hint=hint)
+    if topic == "scalings":
+        problem = f"gradients were scaled differently on some ranks ({said}); this step updated nothing"
+        return InvalidGradient(problem, hint=hint)
+    if topic == "state":
+        return RankMismatch(f"ranks hold different state ({said}); nothing was updated", hint=hint)
+    if topic == "arguments":
+        return RankMismatch(f"{call} has other arguments on some ranks ({said}); nothing was changed", hint=hint)
+    return RankMismatch(
+        "the numbers of a step differ between data-parallel ranks, and nothing was updated; "
+        + first_difference(ranks, list(found.values())),
+        hint=hint,
+    )
+
+
+def numbers_of(optimizer: Optimizer) -> str:
+    """The hyperparameters of an optimizer, one line for each parameter group."""
+    kind, groups = plain_class(optimizer).__name__, optimizer.param_groups
+    return "\n".join(f"group {g} of {kind} has {described(group)}" for g, group in enumerate(groups))
+
+
+def bare_of(names: Iterable[str], has_gradient: Callable[[str], bool]) -> str:
+    """Which of the parameters that had a reduced gradient have none now, as text."""
+    bare = [name for name in names if not has_gradient(name)]
+    return f"no gradient for {', '.join(bare)}" if bare else ""

@@ -1,0 +1,98 @@
+"""Wait for collectives on the host, and listen meanwhile for what the other ranks tell through the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from canzona_compile.errors import CanzonaError
+
+PATIENCE = timedelta(seconds=1)
+LEFT_THE_STEP = (
+    "a peer died, or does not call step(): see what the other ranks wrote. What belongs to this micro-group was not "
+    "updated, so load a checkpoint to go on"
+)
+
+
+class Listener(Protocol):
+    """What hears of the errors of other ranks, and tells them of those of this one."""
+
+    def listen(self) -> None:
+        """Raise a CanzonaError if a collective that this rank waits for will not complete."""
+
+    def fail(self, error: CanzonaError) -> None:
+        """Tell the other ranks of an error after which no later step can work."""
+
+    def absent(self) -> list[int]:
+        """The ranks that do not answer, after a collective failed."""
+
+
+class Waiter:
+    """Waits for the collectives of a step and listens meanwhile. Implements `program_ops.Watch`.
+
+    Args:
+        listeners: those that listen; the collection may grow later.
+        device: the device of the tensors that the collectives move.
+        hint: what a collective that fails means.
+        meanwhile: called whenever patience ended, after listening.
+    """
+
+    def __init__(
+        self,
+        listeners: Collection[Listener],
+        device: torch.device,
+        hint: str = LEFT_THE_STEP,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.listeners, self.device, self.hint, self._meanwhile = listeners, device, hint, meanwhile
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective. On the CPU the host waits; on other devices the current stream waits.
+
+        Args:
+            work: the collective, which was started asynchronously.
+
+        Raises:
+            CanzonaError: the collective failed, or a peer failed and will not take part in it.
+        """
+        if self.device.type != "cpu":  # the watchdog of NCCL ends a collective that hangs; none is ever recorded
+            work.wait()
+            return
+        while True:
+            begin = time.monotonic()
+            try:
+                work.wait(PATIENCE)
+                return
+            except RuntimeError:  # `wait` raises the same type for a timeout and for a failure
+                # Work of gloo's reduce-scatter is never complete once it failed; but then no time passes in `wait`.
+                if work.is_completed() or time.monotonic() - begin < PATIENCE.total_seconds() / 2:
+                    break
+            self._listen()
+            self._meanwhile()
+        try:
+            work.wait()  # returns at once: the work succeeded as the timeout ran out, or this raises the reason
+        except RuntimeError as error:
+            self._listen()  # a rank that failed for a reason of its own has told it, and closed its connections
+            absent = sorted({rank for listener in self.listeners for rank in listener.absent()})
+            who = f"; no answer from rank {', '.join(map(str, absent))}" if absent else ""
+            failure = CanzonaError(
+                f"a collective of this step failed{who}: {str(error).splitlines()[0]}",
+                hint=self.hint,
+            )
+            for listener in self.listeners:
+                listener.fail(failure)
+            raise failure from error
+
+    def _listen(self) -> None:
+        try:
+            for listener in self.listeners:
+                listener.listen()
+        except CanzonaError as error:
+            for listener in self.listeners:
+                listener.fail(error)
+            raise
