@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal
@@ -18,16 +19,24 @@ from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import laid_out_like
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
+from canzona_compile.data_parallel.hooks import MARK, Hook
 from canzona_compile.data_parallel.norms import clip_by_norm, cut_by_mesh
 from canzona_compile.data_parallel.numbers import StepNumbers
-from canzona_compile.data_parallel.reduction import MARK, Reduction
+from canzona_compile.data_parallel.reduction import Reduction
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
+from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import StepClock
 from canzona_compile.runtime.store_agreement import StoreAgreement, hash_of
 
 LONGEST_NOTE = 300  # letters of what ranks tell one another of scalings; the store keeps them
 GatherAt = Literal["step", "forward"]
+WHOLE_PARAMETERS = Purpose(
+    "reading whole parameters",
+    'because gather="forward" has not gathered them since the last step',
+    "call state_dict(), and the model without gradients, on all ranks, or optimizer.canzona.synchronize() on all ranks "
+    "before one of them does",
+)
 
 
 class Zero1:
@@ -67,7 +76,9 @@ class Zero1:
             lambda: [session.optimizer for session in self._names],
             lambda: "".join(session.measuring.text for session in self._names),
         )
-        self.reduction = Reduction(filling, group, wire, agreement, self, zeros, self._numbers)
+        # Gradients refer to it. Python's collector does not see what hangs on tensors, so it would keep all alive.
+        ledger: Zero1 = weakref.proxy(self)
+        self.reduction = Reduction(filling, group, wire, agreement, ledger, zeros, self._numbers)
         self.gathering = Gathering(filling, group, self.reduction.waiter)
         self._held = [frozenset(names) for names in filling.names]
         self._trained = {id(fragment.param) for fragment in self.fragments.values()}
@@ -76,15 +87,15 @@ class Zero1:
         self._scalings: list[str] = []  # of the gradients that were reduced last
         self._scaled = 0  # the number of those gradients
         self._agreed = 0  # the number of the gradients whose scalings were agreed on last
-        self.forward = ForwardHooks(model, self.gathering) if gather == "forward" else None
+        self.forward = ForwardHooks(model, self.gathering, self.synchronize) if gather == "forward" else None
         self._hooks: list[RemovableHandle] = [
             *self.reduction.hooks,
             *(self.forward.hooks if self.forward is not None else ()),
-            model.register_forward_pre_hook(lambda *_: self.reduction.forget_failure(), prepend=True),
+            model.register_forward_pre_hook(Hook(self.reduction.forget_failure), prepend=True),
         ]
         for module in model.modules():  # parts of the model may be called or saved by themselves
-            self._hooks.append(module.register_forward_pre_hook(lambda *_: self.flush(), prepend=True))
-            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.synchronize()))
+            self._hooks.append(module.register_forward_pre_hook(Hook(self.flush, self._check_copied), prepend=True))
+            self._hooks.append(module.register_state_dict_pre_hook(Hook(self.synchronize)))
         for session in sessions:
             session.around = partial(self._around, session)
         self.reduction.at_begin = self.gathering.wait
@@ -140,11 +151,14 @@ class Zero1:
                         )
 
     def _after(self, session: OwnerSession) -> None:
-        """Gather every bucket whose parameters have all been updated."""
+        """Gather every bucket whose parameters have all been updated, or, to return them whole, all that were."""
         if not self.reduction.reduced:
             return
         present = self.reduction.present
         updated = self._names[session] & present
+        if self.gather == "step":  # a bucket with parameters of two optimizers is gathered after both
+            self._gather([i for i, held in enumerate(self._held) if held & updated])
+            return
         self._stepped = [done | held & updated for held, done in zip(self._held, self._stepped, strict=True)]
         pairs = enumerate(zip(self._held, self._stepped, strict=True))
         self._gather([i for i, (held, done) in pairs if done and held & present <= done])
@@ -153,8 +167,10 @@ class Zero1:
         for index in indices:
             self._stepped[index] = frozenset()
         self.gathering.queue(indices)
-        if self.gather == "step":
+        if self.forward is None:
             self.gathering.wait()
+        else:
+            self.forward.updated(indices)
 
     def flush(self) -> None:
         """Gather what an optimizer updated while another one, which shares its buckets, took no step."""
@@ -162,9 +178,27 @@ class Zero1:
             self._gather([i for i, done in enumerate(self._stepped) if done])
 
     def synchronize(self) -> None:
-        """Wait until all parameters are whole on this rank. Every rank must call this, or run a forward pass."""
+        """Wait until all parameters are whole on this rank.
+
+        Raises:
+            CanzonaError: another rank does not read parameters too, and no collective has begun; or it failed.
+        """
         self.flush()
+        if self.gathering.unsettled and self._agreement is not None:
+            meeting = self._agreement.meeting
+            meet_all({meeting.ranks: ""}, lambda _: meeting, WHOLE_PARAMETERS)
         self.gathering.wait()
+        if self.forward is not None:
+            self.forward.forget()
+
+    def _check_copied(self) -> None:
+        """Raise if the model is copied or saved while parameters are not whole. A copy has nothing to wait for."""
+        if self.gathering.outstanding or any(self._stepped):
+            raise CanzonaError(
+                "the model is copied before its parameters are gathered",
+                at='zero1(..., gather="forward")',
+                hint="call optimizer.canzona.synchronize() on all ranks before",
+            )
 
     def measure(self, clock: StepClock | None) -> None:
         """Let a clock note how long reductions and gathers take; None ends that."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 from canzona_compile.ir.program_ops import Watch
+from canzona_compile.runtime.held_works import waited
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.process_groups import current_device, new_group_of
 
@@ -310,6 +311,7 @@ class Waiter:
             begin = time.monotonic()
             try:
                 work.wait(PATIENCE)
+                waited(work)
                 return
             except RuntimeError:  # `wait` raises the same type for a timeout and for a failure
                 # Work of gloo's reduce-scatter is never complete once it failed; but then no time passes in `wait`.
