@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from canzona_compile.api.wrapped_class import check_wrappable, is_wrapped
-from canzona_compile.data_parallel.reduction import MARK
+from canzona_compile.data_parallel.hooks import MARK
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.layout import local_part
@@ -78,7 +78,7 @@ def check_params(model: nn.Module, params: Mapping[str, Tensor]) -> None:
         raise CanzonaError(f"the parameters lie on several devices: {', '.join(map(str, devices))}", at="zero1()")
     for name, own in params.items():
         check_usable(name, own)
-        if hasattr(own, MARK):
+        if getattr(own, MARK, False):
             raise CanzonaError(
                 "its gradient is reduced by another call of zero1",
                 at=name,

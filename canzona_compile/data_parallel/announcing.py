@@ -10,8 +10,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from canzona_compile.capture.twin import plain_class
+from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 from canzona_compile.runtime.channel import Announcement, Channel, channel_of
+from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.store_agreement import first_difference
 from canzona_compile.session.shared_numbers import described
 
@@ -35,15 +37,19 @@ class Announcer:
 
     Attributes:
         channel: of these ranks; None if this rank is alone.
+        meeting: where they wait for one another before calls that some of them may not make; None if alone.
         name: of the model, for messages.
     """
 
     def __init__(self, ranks: Sequence[int] = (), timeout: float = 0.0) -> None:
         self.channel: Channel | None = None
+        self.meeting: Meeting | None = None
         self.name = "model"
         if len(ranks) > 1:
             self.channel = channel_of(ranks, timedelta(seconds=timeout))
             self.name = f"model {self.channel.number('model')}"
+            store = PrefixStore(f"meet/{self.name}", self.channel.store)
+            self.meeting = Meeting(store, self.channel.ranks, self.channel.rank, self.channel.listen)
 
     def start(self, call: str, error: CanzonaError | None = None) -> Announcement | None:
         """Start to announce a call without details; see `Channel.start`. What was promised is completed first."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.program_ops import Watch
+from canzona_compile.runtime.held_works import hold
 
 # Torch 2.13 gave both collectives new names and warns of the old ones.
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -76,7 +77,7 @@ def reduce(group: DataParallelGroup, bucket: Bucket, filled: Tensor) -> Pending:
         work = REDUCE_SCATTER(shard, filled, group=group.shard, async_op=True)
     else:
         work = dist.reduce_scatter(shard, shards_of(bucket, filled), group=group.shard, async_op=True)
-    return Pending(bucket, shard, tuple(w for w in (work,) if w is not None), (filled,))
+    return pending(bucket, shard, work, (filled,))
 
 
 def gather(group: DataParallelGroup, bucket: Bucket, shard: Tensor) -> Pending:
@@ -99,7 +100,14 @@ def gather(group: DataParallelGroup, bucket: Bucket, shard: Tensor) -> Pending:
         work = dist.all_to_all_single(whole, sent, list(bucket.shard_lengths), sizes, group=group.shard, async_op=True)
     else:
         work = dist.all_gather(shards_of(bucket, whole), shard, group=group.shard, async_op=True)
-    return Pending(bucket, whole, tuple(w for w in (work,) if w is not None), (sent,))
+    return pending(bucket, whole, work, (sent,))
+
+
+def pending(bucket: Bucket, result: Tensor, work: dist.Work | None, kept: tuple[Tensor, ...]) -> Pending:
+    """A collective that was started, see `Pending`; `work` is None if it is done."""
+    if work is not None and result.device.type == "cpu":
+        hold(work)
+    return Pending(bucket, result, () if work is None else (work,), kept)
 
 
 def shards_of(bucket: Bucket, whole: Tensor) -> list[Tensor]:

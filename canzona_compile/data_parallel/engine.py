@@ -22,14 +22,22 @@ from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment, laid_out_like
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
+from canzona_compile.data_parallel.hooks import MARK, Hook
 from canzona_compile.data_parallel.norms import check_reduced, clip_by_norm, cut_by_mesh, total_norm
-from canzona_compile.data_parallel.reduction import MARK, Reduction
+from canzona_compile.data_parallel.reduction import Reduction
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError, problem_of, some
 from canzona_compile.ir.canonical_names import canonical_params
+from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import StepClock
 
 GatherAt = Literal["step", "forward"]
+WHOLE_PARAMETERS = Purpose(
+    "reading whole parameters",
+    'because gather="forward" has not gathered them since the last step',
+    "call state_dict(), and the model without gradients, on all ranks, or optimizer.canzona.synchronize() on all ranks "
+    "before one of them does",
+)
 
 
 class Zero1:
@@ -66,7 +74,9 @@ class Zero1:
         self._names = {session: frozenset(names) for session, names in sessions.items()}
         self._order = list(sessions)  # of the optimizers, in messages
         self._model = weakref.ref(model)
-        self.reduction = Reduction(filling, group, wire, announcer, self, zeros)
+        # Gradients refer to it. Python's collector does not see what hangs on tensors, so it would keep all alive.
+        ledger: Zero1 = weakref.proxy(self)
+        self.reduction = Reduction(filling, group, wire, announcer, ledger, zeros)
         self.gathering = Gathering(filling, group, self.reduction.waiter)
         if announcer.channel is not None:
             announcer.channel.promised[self.gathering] = announcer.name
@@ -80,14 +90,14 @@ class Zero1:
         self._state = ""  # what ranks must know of the state of the optimizer that steps
         self._announcing = False  # whether this step was announced
         self._agreed = False  # whether all ranks take it, and it is not over
-        self.forward = ForwardHooks(model, self.gathering) if gather == "forward" else None
+        self.forward = ForwardHooks(model, self.gathering, self.synchronize) if gather == "forward" else None
         self._hooks: list[RemovableHandle] = [
             *self.reduction.hooks,
             *(self.forward.hooks if self.forward is not None else ()),
         ]
         for module in model.modules():  # parts of the model may be called or saved by themselves
-            self._hooks.append(module.register_forward_pre_hook(lambda *_: self.flush(), prepend=True))
-            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.synchronize()))
+            self._hooks.append(module.register_forward_pre_hook(Hook(self.flush, self._check_copied), prepend=True))
+            self._hooks.append(module.register_state_dict_pre_hook(Hook(self.synchronize)))
         for session in sessions:
             session.around, session.begun = partial(self._around, session), partial(self._begun, session)
         self.reduction.at_begin = self.gathering.wait
@@ -191,11 +201,14 @@ class Zero1:
                         )
 
     def _after(self, session: OwnerSession) -> None:
-        """Gather every bucket whose parameters have all been updated."""
+        """Gather every bucket whose parameters have all been updated, or, to return them whole, all that were."""
         if not self.reduction.reduced:
             return
         present = self.reduction.present
         updated = self._names[session] & present
+        if self.gather == "step":  # a bucket with parameters of two optimizers is gathered after both
+            self._gather([i for i, held in enumerate(self._held) if held & updated])
+            return
         self._stepped = [done | held & updated for held, done in zip(self._held, self._stepped, strict=True)]
         pairs = enumerate(zip(self._held, self._stepped, strict=True))
         self._gather([i for i, (held, done) in pairs if done and held & present <= done])
@@ -204,8 +217,10 @@ class Zero1:
         for index in indices:
             self._stepped[index] = frozenset()
         self.gathering.queue(indices)
-        if self.gather == "step":
+        if self.forward is None:
             self.gathering.wait()
+        else:
+            self.forward.updated(indices)
 
     def flush(self) -> None:
         """Gather what an optimizer updated while another one, which shares its buckets, took no step."""
@@ -214,9 +229,27 @@ class Zero1:
             self._gather([i for i, done in enumerate(self._stepped) if done])
 
     def synchronize(self) -> None:
-        """Wait until all parameters are whole on this rank. Every rank must call this, or run a forward pass."""
+        """Wait until all parameters are whole on this rank.
+
+        Raises:
+            CanzonaError: another rank does not read parameters too, and no collective has begun; or it failed.
+        """
         self.flush()
+        meeting = self.announcer.meeting
+        if self.gathering.unsettled and meeting is not None:
+            meet_all({meeting.ranks: ""}, lambda _: meeting, WHOLE_PARAMETERS)
         self.gathering.wait()
+        if self.forward is not None:
+            self.forward.forget()
+
+    def _check_copied(self) -> None:
+        """Raise if the model is copied or saved while parameters are not whole. A copy has nothing to wait for."""
+        if self.gathering.outstanding or any(self._stepped):
+            raise CanzonaError(
+                "the model is copied before its parameters are gathered",
+                at='zero1(..., gather="forward")',
+                hint="call optimizer.canzona.synchronize() on all ranks before",
+            )
 
     def measure(self, clock: StepClock | None) -> None:
         """Let a clock note how long reductions and gathers take; None ends that."""

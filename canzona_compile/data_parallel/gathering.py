@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from canzona_compile.compat.torch_private import is_optimized
 from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, empty_shard, gather
 from canzona_compile.data_parallel.filling import Filling
+from canzona_compile.data_parallel.hooks import Hook
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.program_ops import Watch
@@ -35,6 +37,7 @@ class Gathering:
     def __init__(self, filling: Filling, group: DataParallelGroup, watch: Watch) -> None:
         self.filling, self.group, self.watch = filling, group, watch
         self.clock: StepClock | None = None
+        self.unsettled = False  # whether buckets were queued that not all ranks are known to wait for
         self._waiting: deque[Bucket] = deque()  # updated by owners, not started
         self._pending: deque[Pending] = deque()
 
@@ -49,6 +52,7 @@ class Gathering:
         Args:
             indices: those of the buckets whose parameters were updated. Every rank must give the same ones.
         """
+        self.unsettled = True
         self._waiting.extend(self.filling.buckets[i] for i in sorted(indices, reverse=True))
 
     def start(self) -> None:
@@ -86,6 +90,7 @@ class Gathering:
             self.start()
             while self._pending:
                 self._take()
+        self.unsettled = False
 
     def wait_for(self, names: Iterable[str]) -> None:
         """Wait until these parameters are whole."""
@@ -104,18 +109,20 @@ class ForwardHooks:
     Args:
         model: the model.
         gathering: what to wait for.
+        settle: waits for all parameters once all ranks have come. It raises if one does not come.
 
     Attributes:
         hooks: the handles of all hooks.
     """
 
-    def __init__(self, model: nn.Module, gathering: Gathering) -> None:
-        self.gathering = gathering
-        self._early: set[str] = set()  # parameters that were not here when a forward pass began
+    def __init__(self, model: nn.Module, gathering: Gathering, settle: Callable[[], None]) -> None:
+        self.gathering, self._settle = gathering, settle
+        self._early: set[str] = set()  # parameters that were updated and not whole since
         self._called: set[str] = set()  # parameters whose modules have been called since
+        self._begun = False  # whether a forward pass of the model has begun since
         self._at_begin: tuple[str, ...] = ()  # parameters that the whole forward pass waits for
         self.hooks: list[RemovableHandle] = [
-            model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True),
+            model.register_forward_pre_hook(Hook(self._begin), prepend=True),
         ]
         self._known = {id(f.param): name for name, f in gathering.filling.fragments.items()}
         self._hook(model)
@@ -131,29 +138,34 @@ class ForwardHooks:
         if module._compiled_call_impl is not None and not compiled:
             self._at_begin += names  # `module.compile()` compiles the call with its hooks
         elif names:
-            # A function, because a copy of the model would copy all that a bound method refers to.
-            self.hooks.append(module.register_forward_pre_hook(lambda *_: self._before(names)))
+            self.hooks.append(module.register_forward_pre_hook(Hook(partial(self._before, names))))
         for child in () if inside else module.children():
             self._hook(child)
 
     def _begin(self) -> None:
         gathering = self.gathering
+        self._begun = True
         if torch.is_grad_enabled():
             with during(gathering.clock, RETURN):
                 gathering.start()
         else:
-            gathering.wait()  # no backward pass will tell whether a parameter was read too early
-        late = gathering.outstanding
-        self._early |= {name for i in late for name in gathering.filling.names[i]}
+            self._settle()  # no backward pass will tell whether a parameter was read too early
         self._called |= set(self._at_begin)
         gathering.wait_for(self._at_begin)
 
     def _before(self, names: tuple[str, ...]) -> None:
+        if not self._begun and not torch.is_grad_enabled():
+            self._settle()  # a part of the model is evaluated, possibly on one rank alone
         self._called.update(names)
         self.gathering.wait_for(names)
 
+    def updated(self, indices: Iterable[int]) -> None:
+        """Note that the parameters of these buckets are whole only once their modules have waited for them."""
+        self._early |= {name for i in indices for name in self.gathering.filling.names[i]}
+        self._called, self._begun = set(), False
+
     def forget(self) -> None:
-        """Begin anew: the gradients of all forward passes so far have arrived."""
+        """Begin anew: all parameters are whole, or the gradients of all forward passes so far have arrived."""
         self._early, self._called = set(), set()
 
     def check(self, name: str) -> None:
@@ -169,5 +181,6 @@ class ForwardHooks:
             raise CanzonaError(
                 "the forward pass read it before it was gathered, because its module was not called",
                 at=name,
-                hint='use gather="step", or call optimizer.canzona.synchronize() before such a forward pass',
+                hint='use gather="step", or call optimizer.canzona.synchronize() before code that reads parameters '
+                "without calling their module, such as model.encode(x) or model.forward(x)",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -18,6 +19,7 @@ from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGro
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gradient import Ledger, ReducedGradient
+from canzona_compile.data_parallel.hooks import MARK, Mark
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
 from canzona_compile.runtime.channel import Announcement
@@ -27,7 +29,6 @@ from canzona_compile.runtime.waiter import Waiter
 BROKEN = "see what the other ranks wrote; shards of gradients and parameters are lost, so load a checkpoint to go on"
 CALL = "backward()"  # what this announces
 REDUCE = "reduce"  # the act of a measured step
-MARK = "_canzona_zero1"  # on parameters whose gradients are reduced already
 
 
 class EndOfBackward:
@@ -101,7 +102,7 @@ class Reduction:
         self.at_begin: Callable[[], None] = lambda: None
         self.at_finish: Callable[[], None] = lambda: None
         for fragment in self.fragments.values():
-            setattr(fragment.param, MARK, True)
+            setattr(fragment.param, MARK, Mark())
         self._queued = False  # whether the end of this backward pass will call `finish`
         self._announced: Announcement | None = None  # this backward pass
         self._missing: list[set[str]] = []  # by bucket, the parameters whose gradients are not there yet
@@ -126,11 +127,17 @@ class Reduction:
             self._paused = before
 
     def _hook_of(self, fragment: Fragment) -> Callable[[Tensor], None]:
+        # Python's collector does not see the hooks of tensors: a reference to the parameter would keep all alive.
+        reference, name = weakref.ref(self), fragment.name
+
         def arrived(_: Tensor) -> None:
-            with self.told():
-                self.check(fragment.name)
-                if not self._paused:
-                    self._arrived(fragment)
+            own = reference()
+            if own is None:
+                return
+            with own.told():
+                own.check(name)
+                if not own._paused:
+                    own._arrived(own.fragments[name])
 
         return arrived
 

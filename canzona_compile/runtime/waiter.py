@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.runtime.held_works import waited
 
 PATIENCE = timedelta(seconds=1)
 LEFT_THE_STEP = (
@@ -67,6 +68,7 @@ class Waiter:
             begin = time.monotonic()
             try:
                 work.wait(PATIENCE)
+                waited(work)
                 return
             except RuntimeError:  # `wait` raises the same type for a timeout and for a failure
                 # Work of gloo's reduce-scatter is never complete once it failed; but then no time passes in `wait`.

@@ -47,8 +47,13 @@ def train(model: Any, optimizers: Any, steps: int = 1, zero: bool = True) -> Non
 
 def said(mistake: str, *args: Any) -> str:
     """The error that a mistake raises on this rank; empty if none."""
+    return said_of(lambda: MISTAKES[mistake](*args))
+
+
+def said_of(call: Callable[[], object]) -> str:
+    """The error that a call raises; empty if none."""
     try:
-        MISTAKES[mistake](*args)
+        call()
     except canzona_compile.CanzonaError as error:
         return f"{type(error).__name__}: {error}"
     except Exception as error:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.data_parallel.mistakes import set_up, train
-from tests.data_parallel.models import Model, batch
+from tests.data_parallel.models import Model, batch, hidden
 from tests.data_parallel.traffic import Traffic
 from tests.harness.ranks import collectives
 
@@ -24,6 +24,7 @@ class Phases:
 
     Attributes:
         buckets: how many.
+        shared: those with parameters of several optimizers.
         elements: of all parameters.
         padding: elements that padding and alignment add.
         started: the collectives that had started when the last gradient was complete.
@@ -40,6 +41,7 @@ class Phases:
     """
 
     buckets: int
+    shared: int
     elements: int
     padding: int
     started: int
@@ -72,6 +74,7 @@ def measure(gather: str) -> Phases:
     with traffic:
         loss = model(batch(5, rank))
     counts.append(collectives())
+    matrices = {name for name, p in model.named_parameters() if any(p is own for own in hidden(model))}
     reduced: list[int] = []
     unreduced: list[int] = []
 
@@ -96,6 +99,7 @@ def measure(gather: str) -> Phases:
     whole = sum(bytes_of(v) for o in optimizers for s in o.state_dict()["state"].values() for v in s.values())
     return Phases(
         len(engine.buckets),
+        sum(bool(held & matrices) and not held <= matrices for held in map(set, engine.gathering.filling.names)),
         sum(b.elements for b in engine.buckets),
         sum(b.padding for b in engine.buckets),
         seen[-1] - counts[1],

@@ -16,9 +16,12 @@ OPTIMIZERS = 2
 def test_a_step_has_no_collective_of_its_own(gather: str) -> None:
     for found in run(2, measure, gather):
         assert found.buckets > 2
+        assert found.shared
         # The announcement on the host, a reduction per bucket, and one exchange of who has gradients.
         assert found.backward == 1 + found.buckets + 1
-        assert found.step == OPTIMIZERS + (found.buckets if gather == "step" else 0)  # each announces its step
+        # Each optimizer announces its step. A bucket with parameters of both is gathered after each of them, so that
+        # parameters are whole when either returns.
+        assert found.step == OPTIMIZERS + (found.buckets + found.shared if gather == "step" else 0)
         assert found.forward == (found.buckets if gather == "forward" else 0)
         assert 1 <= found.started - 1 < found.buckets  # the last gradient was not there yet
         assert found.late == (gather == "forward")

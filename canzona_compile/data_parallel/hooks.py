@@ -1,0 +1,41 @@
+"""What ZeRO-1 hangs on the user's model: hooks and marks that leave themselves out of copies of it.
+
+A copy of a model has no buckets. Its hooks would gather the parameters of the original, and they refer to process
+groups, which cannot be saved. So a copy, in memory or in a file, gets hooks that do nothing and marks that are false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+MARK = "_canzona_zero1"  # on parameters whose gradients are reduced already
+
+
+class Hook:
+    """A hook of a module that ignores its arguments.
+
+    Args:
+        call: what the hook does; None for nothing.
+        at_copy: called when the model is copied or saved. It may raise.
+    """
+
+    def __init__(self, call: Callable[[], None] | None = None, at_copy: Callable[[], None] | None = None) -> None:
+        self._call, self._at_copy = call, at_copy
+
+    def __call__(self, *_: Any) -> None:
+        """Do it."""
+        if self._call is not None:
+            self._call()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        if self._at_copy is not None:
+            self._at_copy()
+        return Hook, ()
+
+
+class Mark:
+    """The value of `MARK`. Its copies are `False`, also where this package is not installed."""
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()

@@ -1,0 +1,45 @@
+"""Under ZeRO-1 models can be copied and saved, and nothing reads parameters that are not whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.data_parallel.copied import (
+    READS,
+    copied_too_early,
+    copies,
+    read_by_method,
+    read_by_one,
+    whole_after_each,
+)
+from tests.harness.marks import also, first
+from tests.harness.ranks import run
+
+
+@pytest.mark.parametrize("gather", first(["forward", "step"]))
+def test_copies_are_models_of_their_own(gather: str) -> None:
+    assert run(2, copies, gather) == [[], []]
+
+
+def test_a_copy_before_parameters_are_whole() -> None:
+    for text in run(2, copied_too_early):
+        assert "copied before its parameters are gathered" in text
+
+
+@pytest.mark.parametrize("how", list(READS))
+def test_a_method_that_reads_a_parameter_of_the_root(how: str) -> None:
+    for text in run(2, read_by_method, how, fresh=True):
+        assert "before it was gathered" in text
+        assert "model.encode(x)" in text
+
+
+@pytest.mark.parametrize("how", ["state_dict", "eval", *also(["eval of a part"])])
+def test_one_rank_reads_parameters_alone(how: str) -> None:
+    (text, one), (_, two) = run(2, read_by_one, how, fresh=True)
+    assert "rank 1 did not make this call" in text
+    assert "synchronize() on all ranks" in text
+    assert one == two == []
+
+
+def test_parameters_are_whole_after_the_step_of_each_optimizer() -> None:
+    assert run(2, whole_after_each) == [[], []]
