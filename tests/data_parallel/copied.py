@@ -110,7 +110,8 @@ def read_by_one(how: str) -> tuple[str, list[str]]:
     meeting.PATIENCE = timedelta(seconds=1)
     model, optimizers, handle = set_up(gather="forward")
     other, others, _ = set_up()
-    for one, own in ((model, optimizers), (other, others)):
+    pairs = ((other, others), (model, optimizers))  # what the second one announces would gather the first one's
+    for one, own in pairs:
         train(one, own)
     text = ""
     if dist.get_rank() == 0:
@@ -122,7 +123,7 @@ def read_by_one(how: str) -> tuple[str, list[str]]:
             }
             text = said_of(reads[how])
     dist.barrier()
-    for one, own in ((model, optimizers), (other, others)):
+    for one, own in pairs:
         train(one, own)
     handle.synchronize()
     return text, different(model, other)
