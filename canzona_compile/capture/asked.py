@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 QUESTIONS = ("is_contiguous", "stride")
@@ -38,8 +39,10 @@ class LayoutQuestions(TorchFunctionMode):
         known = name in QUESTIONS or name == ADDRESS
         if known and args and isinstance(args[0], Tensor) and args[0].layout is torch.strided:
             memory = self._params if name == ADDRESS else self._memory
-            ours = args[0].untyped_storage().data_ptr() in memory
-            if ours and not sys._getframe(1).f_code.co_filename.startswith(TORCH):
+            code = sys._getframe(1).f_code
+            ours = args[0].untyped_storage().data_ptr() in memory and not code.co_filename.startswith(TORCH)
+            # Code that names DTensors has something else for them than their address.
+            if ours and not (name == ADDRESS and DTensor.__name__ in code.co_names):
                 self._asked.add(name)
         return func(*args, **(kwargs or {}))
 

@@ -13,14 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from canzona_compile.capture.dynamo import as_oracle, compiled, eagerly, outside_modes
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.functional import functional
 from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.oracle import MOST_CONSTANTS, Oracle, TwinMoment, matches, unlike
-from canzona_compile.capture.raised import NotingFakeMode, NotingFunctions, Swallowed
+from canzona_compile.capture.raised import NotingFakeMode, NotingFunctions, NotingShapeEnv, Swallowed
 from canzona_compile.capture.twin import plain_step, step_plainly
 from canzona_compile.capture.variant import Answer, Scalars, Untraceable, Variant
 from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode, mark_static
@@ -34,9 +33,7 @@ class DynamoOracle(Oracle):
     reads_counters: ClassVar[bool] = True
 
     def _fake_mode(self) -> FakeTensorMode:
-        # Not the numbers without values that torch has for what is read on the host: they raise where no operator does.
-        shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-        return NotingFakeMode(self.note, shape_env=shapes)
+        return NotingFakeMode(self.note, shape_env=NotingShapeEnv(self.note))
 
     def prepare(self) -> None:
         """Compile the twin's step, which traces nothing yet."""

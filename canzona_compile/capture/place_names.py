@@ -66,6 +66,14 @@ def is_held(place: str, first: Contents, last: Contents) -> bool:
     return "." not in holder or (kinds[0] is not None and kinds[0] == kinds[1])
 
 
+def is_added(place: str, first: Contents) -> bool:
+    """Tell whether a place lies in an attribute, or in an entry of a group, that was not there at first."""
+    home = re.match(r"param_groups\[\d+\]\['[^']*'\]|self\.\w+", place)
+    if home is None or home[0] in first:
+        return False
+    return not any(known.startswith((f"{home[0]}.", f"{home[0]}[")) for known in first)
+
+
 def in_a_list(place: str) -> bool:
     """Tell whether a place is an entry of a list, such as a log."""
     return re.search(r"\[\d+\]$", place) is not None

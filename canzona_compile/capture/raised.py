@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 from canzona_compile.capture.error_origin import blamed, first_line
@@ -96,6 +97,29 @@ class NotingFakeMode(FakeTensorMode):
             raise
         finally:
             self._inside = False
+
+
+class NotingShapeEnv(ShapeEnv):
+    """Gives numbers without values for what is read of fake tensors on the host, and notes questions about them.
+
+    Such a number can be computed with, and scale a tensor. What code asks of it, such as which of two is larger, raises
+    where no operator is called.
+
+    Args:
+        note: gets the errors.
+    """
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self.note = note
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a question about numbers."""
+        try:
+            return super().evaluate_expr(*args, **kwargs)
+        except BaseException as error:
+            self.note.add(error)
+            raise
 
 
 class NotingFunctions(TorchFunctionMode):

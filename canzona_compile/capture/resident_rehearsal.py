@@ -20,7 +20,7 @@ from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, caches, where
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.joint_rehearsal import rehearse_jointly
-from canzona_compile.capture.place_names import held_in, in_a_list, is_held, once_for_all, path_of
+from canzona_compile.capture.place_names import held_in, in_a_list, is_added, is_held, once_for_all, path_of
 from canzona_compile.capture.real_sizes import coupled_at_real_sizes
 from canzona_compile.capture.rehearsal import (
     Rehearsal,
@@ -36,6 +36,14 @@ from canzona_compile.capture.resident_trial import Dependent, StepsTogether, apa
 from canzona_compile.capture.trial import RehearsedSteps, Scenario
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import DrawsRandomNumbers, UnsupportedOptimizer, some
+
+
+class AddsUnseen(UnsupportedOptimizer):
+    """Residents would do, but the wrapped optimizer does not show what the step adds to groups and attributes."""
+
+
+class Unshown(Dependent):
+    """The same of one scenario."""
 
 
 class Residency:
@@ -71,6 +79,8 @@ class Residency:
                 try:
                     return rehearse_jointly(self.optimizer, twice, names, refused.hint or "")
                 except UnsupportedOptimizer as last:
+                    if isinstance(twice, AddsUnseen):  # what it adds by itself, nobody has set
+                        return self._rehearse_residents(refused, names, showing_additions=False)
                     raise advised(self.optimizer, last) from refused
 
     def of(self, manner: Any, known: Iterable[Rehearsal]) -> Rehearsal | None:
@@ -108,8 +118,10 @@ class Residency:
         self._drawing[manner] = found = self._rehearse_residents(refused, ())
         return found
 
-    def _rehearse_residents(self, refused: UnsupportedOptimizer, names: NamesByGroup) -> Rehearsal:
-        found = rehearse_residents(self.optimizer, refused, names, self.began, self._counting)
+    def _rehearse_residents(
+        self, refused: UnsupportedOptimizer, names: NamesByGroup, showing_additions: bool = True
+    ) -> Rehearsal:
+        found = rehearse_residents(self.optimizer, refused, names, self.began, self._counting, showing_additions)
         if found.recipe is not None:
             self._counting |= {path.split("/")[1] for path in found.recipe.shared}
         return found
@@ -145,6 +157,7 @@ def rehearse_residents(
     names: NamesByGroup = (),
     began: Sequence[ParamGroup] = (),
     counting: Container[str] = (),
+    showing_additions: bool = True,
 ) -> Rehearsal:
     """Rehearse an optimizer as residents. Every rank gets the same result, without communication.
 
@@ -154,8 +167,10 @@ def rehearse_residents(
         names: those of its parameters by group, for errors.
         began: the hyperparameters of its groups when it was wrapped.
         counting: its attributes in which residents have counted since.
+        showing_additions: whether the wrapped optimizer has to show what a step adds to groups and attributes.
 
     Raises:
+        AddsUnseen: residents would do but for additions that the wrapped optimizer does not show.
         UnsupportedOptimizer: `refused`, with the reason why residents are no way out.
     """
     counts = [len(group["params"]) for group in optimizer.param_groups]
@@ -163,14 +178,17 @@ def rehearse_residents(
     try:
         construction = Construction.of(optimizer, began, counting)
         found = [
-            rehearse_one(optimizer, construction, scenario, device, names or default_names(optimizer))
+            rehearse_one(
+                optimizer, construction, scenario, device, names or default_names(optimizer), showing_additions
+            )
             for scenario in scenarios(counts)
         ]
         if at := coupled_at_real_sizes(optimizer, names or default_names(optimizer), construction=construction):
             raise Dependent(f"the update of {at} depends on other parameters, of the sizes that they have")
     except (NotConstructible, Dependent) as problem:
         hint = f"{refused.hint}; " if refused.hint else ""
-        raise UnsupportedOptimizer(
+        error = AddsUnseen if isinstance(problem, Unshown) else UnsupportedOptimizer
+        raise error(
             refused.problem, at=refused.at, hint=f"{hint}it cannot run as one object per matrix either: {problem}"
         ) from refused
     if any(one.draws for one in found):
@@ -202,11 +220,17 @@ def reason(kind: str, attributes: Iterable[str], drawing: bool) -> str:
 
 
 def rehearse_one(
-    optimizer: Optimizer, construction: Construction, scenario: Scenario, device: torch.device, names: NamesByGroup
+    optimizer: Optimizer,
+    construction: Construction,
+    scenario: Scenario,
+    device: torch.device,
+    names: NamesByGroup,
+    showing_additions: bool,
 ) -> Rehearsal:
     """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`.
 
     Raises:
+        Unshown: all that the wrapped optimizer would not show are additions.
         Dependent: the runs differ.
         NotConstructible: the constructor fails on small parameters, or keeps values of parameters.
     """
@@ -233,8 +257,11 @@ def rehearse_one(
         if places := difference(whole.steps, again):
             problem = f"{some(places)} differs" if again.error is None else first_line(again.error)
             raise Dependent(f"what it keeps cannot be saved and put back: {problem}")
-        if places := unseen(whole, again, sum(map(len, one.chosen))):
-            raise Dependent(f"its step leaves values of the last parameter at {some(places)}, for all to see")
+        places = unseen(whole, again, sum(map(len, one.chosen)))
+        if changes := [place for place in places if not is_added(place, whole.first)]:
+            raise Dependent(f"its step leaves values of the last parameter at {some(changes)}, for all to see")
+        if places and showing_additions:
+            raise Unshown(f"its step adds values of the last parameter at {some(places)}, for all to see")
         return Rehearsal(
             writes_gradients=whole.steps.writes_gradients,
             aliases=tuple(whole.steps.aliases),

@@ -222,7 +222,7 @@ def test_the_losses_gradients_are_checked() -> None:
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        ("by_address", "ByAddress.step does something else on copies of its parameters"),
+        ("by_address", "ByAddress.step asks for the address of its parameter"),
         ("another_every_time", "build() does not make the same values every time\n  at:   0.weight"),
     ],
 )
