@@ -224,8 +224,9 @@ def zero1(
     check_meshes({name: sharding.mesh for name, sharding in told.items()}, ranks)
     agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, "zero1()")
     either = group.shard or group.replicate
+    meshes = [p.device_mesh for p in params.values() if isinstance(p, DTensor)] + [own.mesh for own in told.values()]
     announcer = Announcer(
-        [] if either is None else every_rank(mesh), 0.0 if either is None else timeout_of(either, device)
+        [] if either is None else every_rank(mesh, meshes, group), 0.0 if either is None else timeout_of(either, device)
     )
     if agreement is not None:
         said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
@@ -293,9 +294,25 @@ def group_of(mesh: DeviceMesh | ProcessGroup) -> tuple[DataParallelGroup, tuple[
     return DataParallelGroup(None if alone else shard, replicate, shard.rank(), len(ranks), replicas), ranks
 
 
-def every_rank(mesh: DeviceMesh | ProcessGroup) -> list[int]:
-    """The global ranks over which gradients are reduced, replicas of shards as well."""
-    found = dist.get_process_group_ranks(mesh) if isinstance(mesh, ProcessGroup) else mesh.mesh.flatten().tolist()
+def every_rank(mesh: DeviceMesh | ProcessGroup, others: Sequence[DeviceMesh], group: DataParallelGroup) -> list[int]:
+    """The global ranks whose collectives depend on one another. This is a collective of the data-parallel ranks.
+
+    Args:
+        mesh: the data-parallel ranks.
+        others: the meshes over which parameters are sharded. A norm is a sum over these, too.
+        group: the process groups of `mesh`.
+
+    Returns:
+        Those over which gradients are reduced, and all that share a parameter with one of them.
+    """
+    found = set(dist.get_process_group_ranks(mesh) if isinstance(mesh, ProcessGroup) else mesh.mesh.flatten().tolist())
+    for other in others:
+        found |= set(other.mesh.flatten().tolist())
+    for own in (group.shard, group.replicate) if others else ():
+        if own is not None:
+            parts: list[set[int]] = [set() for _ in range(dist.get_world_size(own))]
+            dist.all_gather_object(parts, found, group=own)
+            found = found.union(*parts)
     return sorted(found)
 
 

@@ -18,6 +18,7 @@ from canzona_compile.runtime.store_agreement import first_difference
 from canzona_compile.session.shared_numbers import described
 
 Details = Mapping[str, str]  # by topic
+BROKEN = "see what the other ranks wrote; shards of gradients and parameters are lost, so load a checkpoint to go on"
 HINTS = {
     "gradients": "set gradients to None on all ranks or on none, and call zero_grad() on all of them",
     "scalings": "scale gradients alike on all ranks, or not at all; clip with "
@@ -82,6 +83,16 @@ class Announcer:
         told = channel.exchange(f"{call} of {self.name}", json.dumps(details), error)
         if len(set(told)) > 1:
             raise difference(call, channel.ranks, [json.loads(own) for own in told])
+
+    @property
+    def listeners(self) -> list[Announcer]:
+        """What listens to other ranks: this, unless this rank is alone."""
+        return [] if self.channel is None else [self]
+
+    def waits(self, number: int) -> None:
+        """Tell the other ranks that this one waits for a gather of the model; see `Channel.tell_waiting`."""
+        if self.channel is not None:
+            self.channel.tell_waiting(self.name, number)
 
     # -- Listener, for what waits for collectives of data ----------------------------------------------
 

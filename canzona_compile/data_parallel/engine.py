@@ -77,7 +77,7 @@ class Zero1:
         # Gradients refer to it. Python's collector does not see what hangs on tensors, so it would keep all alive.
         ledger: Zero1 = weakref.proxy(self)
         self.reduction = Reduction(filling, group, wire, announcer, ledger, zeros)
-        self.gathering = Gathering(filling, group, self.reduction.waiter)
+        self.gathering = Gathering(filling, group, announcer)
         if announcer.channel is not None:
             announcer.channel.promised[self.gathering] = announcer.name
         self._held = [frozenset(names) for names in filling.names]
@@ -225,6 +225,8 @@ class Zero1:
     def flush(self) -> None:
         """Gather what an optimizer updated while another one, which shares its buckets, took no step."""
         if any(self._stepped):
+            if not torch.is_grad_enabled():
+                self._meet()  # this rank may be the only one that reads
             self._agree("gathering of stepped parameters", {})
             self._gather([i for i, done in enumerate(self._stepped) if done])
 
@@ -234,13 +236,18 @@ class Zero1:
         Raises:
             CanzonaError: another rank does not read parameters too, and no collective has begun; or it failed.
         """
-        self.flush()
-        meeting = self.announcer.meeting
-        if self.gathering.unsettled and meeting is not None:
-            meet_all({meeting.ranks: ""}, lambda _: meeting, WHOLE_PARAMETERS)
+        if any(self._stepped) or self.gathering.unsettled:
+            self._meet()
+        with torch.enable_grad():  # which does not meet once more
+            self.flush()
         self.gathering.wait()
         if self.forward is not None:
             self.forward.forget()
+
+    def _meet(self) -> None:
+        """Wait for all ranks before parameters are gathered for this one to read. Raises if one does not come."""
+        if (meeting := self.announcer.meeting) is not None:
+            meet_all({meeting.ranks: ""}, lambda _: meeting, WHOLE_PARAMETERS)
 
     def _check_copied(self) -> None:
         """Raise if the model is copied or saved while parameters are not whole. A copy has nothing to wait for."""

@@ -11,13 +11,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.compat.torch_private import is_optimized
+from canzona_compile.data_parallel.announcing import BROKEN, Announcer
 from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, empty_shard, gather
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.hooks import Hook
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket
-from canzona_compile.ir.program_ops import Watch
 from canzona_compile.runtime.step_clock import StepClock, during
+from canzona_compile.runtime.waiter import Waiter
 
 RETURN = "gather params"  # the act of a measured step
 
@@ -28,14 +29,19 @@ class Gathering:
     Args:
         filling: the buckets and their parameters.
         group: the ranks.
-        watch: waits for collectives.
+        announcer: tells the other ranks what this one waits for.
 
     Attributes:
         clock: notes how long gathers take; None while nothing is measured.
+        taken: how many buckets have been gathered.
     """
 
-    def __init__(self, filling: Filling, group: DataParallelGroup, watch: Watch) -> None:
-        self.filling, self.group, self.watch = filling, group, watch
+    def __init__(self, filling: Filling, group: DataParallelGroup, announcer: Announcer) -> None:
+        self.filling, self.group, self._announcer = filling, group, announcer
+        device = self.filling.holder(self.filling.buckets[0].slices[0]).param.device
+        self._watch = Waiter(announcer.listeners, device, BROKEN, self._tell)
+        self.taken = 0
+        self._told = False  # whether others know that this rank waits
         self.clock: StepClock | None = None
         self.unsettled = False  # whether buckets were queued that not all ranks are known to wait for
         self._waiting: deque[Bucket] = deque()  # updated by owners, not started
@@ -70,7 +76,11 @@ class Gathering:
         pending = self._pending[0]
         with during(self.clock, f"wait {RETURN}"):
             for work in pending.works:
-                self.watch.wait(work)
+                self._watch.wait(work)
+        if self._told:
+            self._announcer.waits(0)
+        self._told = False
+        self.taken += 1
         self._pending.popleft()
         bucket = pending.bucket
         for part in bucket.slices if pending.works else ():
@@ -91,6 +101,17 @@ class Gathering:
             while self._pending:
                 self._take()
         self.unsettled = False
+
+    def catch_up(self, number: int) -> None:
+        """Gather until so many buckets have been gathered in all, because another rank waits for that."""
+        with torch.no_grad(), during(self.clock, RETURN):
+            self.start()
+            while self._pending and self.taken < number:
+                self._take()
+
+    def _tell(self) -> None:
+        self._announcer.waits(self.taken + 1)
+        self._told = True
 
     def wait_for(self, names: Iterable[str]) -> None:
         """Wait until these parameters are whole."""

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
 from canzona_compile.compat.torch_private import in_backward
-from canzona_compile.data_parallel.announcing import Announcer
+from canzona_compile.data_parallel.announcing import BROKEN, Announcer
 from canzona_compile.data_parallel.collectives import IN_FLIGHT, DataParallelGroup, Pending, all_reduce, largest, reduce
 from canzona_compile.data_parallel.filling import Filling
 from canzona_compile.data_parallel.fragment import Fragment
@@ -26,7 +27,6 @@ from canzona_compile.runtime.channel import Announcement
 from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.runtime.waiter import Waiter
 
-BROKEN = "see what the other ranks wrote; shards of gradients and parameters are lost, so load a checkpoint to go on"
 CALL = "backward()"  # what this announces
 REDUCE = "reduce"  # the act of a measured step
 
@@ -91,7 +91,7 @@ class Reduction:
         self.fragments, self.buckets = filling.fragments, filling.buckets
         self.announcer, self.ledger, self.zeros = announcer, ledger, zeros
         device = next(iter(self.fragments.values())).param.device
-        self.waiter = Waiter([] if announcer.channel is None else [announcer], device, BROKEN)
+        self.waiter = Waiter(announcer.listeners, device, BROKEN)
         self.number = 0
         self.reduced = False
         self.present: frozenset[str] = frozenset()
@@ -104,6 +104,7 @@ class Reduction:
         for fragment in self.fragments.values():
             setattr(fragment.param, MARK, Mark())
         self._queued = False  # whether the end of this backward pass will call `finish`
+        self._pass = 0  # how many backward passes have begun
         self._announced: Announcement | None = None  # this backward pass
         self._missing: list[set[str]] = []  # by bucket, the parameters whose gradients are not there yet
         self._next = 0  # the first bucket that is not started
@@ -170,9 +171,9 @@ class Reduction:
         if announced is not None:
             announced.finish()
 
-    def _missed(self) -> None:
+    def _missed(self, number: int) -> None:
         """An exception ended a backward pass: other ranks may wait for its collectives."""
-        if self.under_way:
+        if self.under_way and number == self._pass:
             self.abandon(CanzonaError("a backward pass ended on its way, with an exception"))
 
     def _leave(self) -> None:
@@ -185,7 +186,7 @@ class Reduction:
             self._begin()
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(EndOfBackward(self._at_end, self._missed))
+            Variable._execution_engine.queue_callback(EndOfBackward(self._at_end, partial(self._missed, self._pass)))
         indices = self.filling.buckets_of[fragment.name]
         if not any(fragment.name in self._missing[index] for index in indices):
             raise CanzonaError(
@@ -201,6 +202,7 @@ class Reduction:
     def _begin(self) -> None:
         """Begin to reduce gradients anew: announce it, and go on. The answer is read before the first collective."""
         self._announced = None
+        self._pass += 1
         self.announcer.check()
         stale = [n for n, f in self.fragments.items() if isinstance(f.param.grad, ReducedGradient)]
         if stale:

@@ -10,7 +10,8 @@ all raise before any collective of data has begun.
 There is one channel for each set of ranks in a process. All optimizers and models on these ranks share it, so that two
 optimizers that are stepped in another order on some rank are found, too. An error on the way through a call *breaks*
 the channel: collectives may wait for partners that never come, and nobody that shares it may go on. The store, a
-key-value server, tells the others, who listen while they wait. What is bound later gets a new channel.
+key-value server, tells the others, who listen while they wait. Nothing else is bound on these ranks then, because
+their process groups have collectives that never complete.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from canzona_compile.runtime.waiter import Waiter
 Ranks = tuple[int, ...]
 ROLL_CALL = timedelta(seconds=3)  # how long ranks have to answer after a collective failed; they listen every second
 ENDED = "see what the ranks wrote that do not answer: they ended, or hang. Start all ranks again from a checkpoint"
-AGAIN = "start all ranks again from a checkpoint"
+AGAIN = "start all ranks again from a checkpoint, or at least their process groups"
 
 
 class Notice(NamedTuple):
@@ -144,10 +145,11 @@ class Channel:
         self.broken, self.announced = "", 0
         self.under_way: list[Any] = []
         self.promised: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self.watch = Waiter([self], torch.device("cpu"), ENDED, self.complete)
+        self.watch = Waiter([self], torch.device("cpu"), ENDED, self._catch_up)
         self._users: Counter[str] = Counter()
         self._last: Announcement | None = None
-        self._noted = self._own = ""  # what this rank noted last, and whether that was before its last announcement
+        self._noted: set[str] = set()  # what this rank noted since its last announcement
+        self._own: set[str] = set()  # what it had noted before that one
         # All ranks have made equally many channels, also if torch's process groups began anew on the same store.
         base = PrefixStore(f"canzona/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
         made = (base.add("made", 1) - 1) // len(ranks)
@@ -195,8 +197,9 @@ class Channel:
         if self._last is not None:
             self._last.finish()
         if self._noted:
-            self.store.delete_key(f"raised/{self.rank}")
-        self._noted, self._own = "", self._noted
+            with contextlib.suppress(RuntimeError):  # the store may have died with its host
+                self.store.delete_key(f"raised/{self.rank}")
+        self._noted, self._own = set(), self._noted
         self.announced += 1
         self._last = Announcement(self, Notice(doing, str(error or ""), told), error)
         return self._last
@@ -210,6 +213,35 @@ class Channel:
         for gathering in list(self.promised):
             if gathering is not apart_from:
                 gathering.wait()
+
+    def tell_waiting(self, name: str, number: int) -> None:
+        """Tell the others which promised collective this rank waits for.
+
+        Args:
+            name: of the model.
+            number: how many of its collectives will be complete then; 0 if this rank no longer waits.
+        """
+        key = f"waits/{self.rank}"
+        with contextlib.suppress(RuntimeError):  # the store may have died with its host
+            if number:
+                self.store.set(key, json.dumps([self.announced, name, number]))
+            else:
+                self.store.delete_key(key)
+
+    def _catch_up(self) -> None:
+        """Complete what another rank waits for that has not announced what this rank has.
+
+        It cannot announce it before. On ranks that make the same calls this does not happen, and no collective may
+        start because time has passed: others may be on their way to another one.
+        """
+        for rank in self.ranks:
+            key = f"waits/{rank}"
+            if rank == self.rank or not self.store.check([key]):
+                continue
+            announced, name, number = json.loads(self.store.get(key))
+            for gathering, own in list(self.promised.items()):
+                if own == name and announced < self.announced:
+                    gathering.catch_up(number)
 
     # -- errors --------------------------------------------------------------------------------------
 
@@ -252,7 +284,7 @@ class Channel:
         """Tell ranks that wait for this one of an error that changed nothing, until this rank announces something."""
         with contextlib.suppress(RuntimeError):
             self.store.set(f"raised/{self.rank}", str(error))
-            self._noted = str(error)
+            self._noted.add(str(error))
 
     def listen(self) -> None:
         """Hear, while this rank waits, whether another one failed.
@@ -260,15 +292,25 @@ class Channel:
         Raises:
             CanzonaError: a rank failed. The channel is broken.
         """
+        try:
+            text = self._heard()
+        except RuntimeError as error:
+            text = str(CanzonaError(f"the store of these ranks is gone, and with it the rank that hosts it: {error}"))
+        if text:
+            failure = RankMismatch(text)
+            self.broken = self.broken or failure.problem.splitlines()[0]
+            raise failure
+
+    def _heard(self) -> str:
+        """What another rank has told of an error; empty if none has."""
         store = self.store
         if store.check(["roll"]):
             store.set(f"here/{self.rank}", "1")
         for key in ("broken", *(f"raised/{rank}" for rank in self.ranks if rank != self.rank)):
-            text = store.get(key).decode() if store.check([key]) else ""
-            if text and text != self._own:  # another rank that raised what this one did goes on as this one does
-                error = RankMismatch(text)
-                self.broken = self.broken or error.problem.splitlines()[0]
-                raise error
+            text: str = store.get(key).decode() if store.check([key]) else ""
+            if text and text not in self._own:  # another rank that raised what this one did goes on as this one does
+                return text
+        return ""
 
     def absent(self) -> list[int]:
         """After a collective failed, find the ranks that do not answer: they have ended, or hang."""
@@ -299,25 +341,24 @@ _channels: weakref.WeakKeyDictionary[Any, dict[Ranks, Channel]] = weakref.WeakKe
 def channel_of(ranks: Sequence[int], timeout: timedelta) -> Channel:
     """Return the channel of some ranks. If it is new, this is a collective of theirs.
 
-    Channels end with the default process group. One that is broken is not given to those that are bound later.
+    Channels end with the default process group.
 
     Args:
         ranks: the global ranks.
         timeout: how long announcements wait for other ranks, if the channel is new.
+
+    Raises:
+        CanzonaError: the channel is broken. Process groups of these ranks have collectives that never complete.
     """
     world: Any = dist.group.WORLD
     known = _channels.setdefault(world, {})
     key = tuple(sorted(ranks))
-    channel = known.get(key)
-    if channel is not None and not is_broken(channel):
-        return channel
-    made = known[key] = Channel(key, timeout)
-    return made
-
-
-def is_broken(channel: Channel) -> bool:
-    """Tell whether a rank has broken a channel, also if this one has not heard of it yet."""
-    return bool(channel.broken) or channel.store.check(["broken"])
+    if key in known:
+        known[key].listen()
+        known[key].check()
+    else:
+        known[key] = Channel(key, timeout)
+    return known[key]
 
 
 def hash_of(text: str) -> str:
