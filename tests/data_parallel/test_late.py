@@ -1,0 +1,33 @@
+"""ZeRO-1: a late rank is waited for, and what one rank does otherwise is known to all ranks that would wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.data_parallel.late import begins_anew, late_for_a_step, one_column_differs, reads_alone_before_a_flush
+from tests.harness.ranks import run
+
+pytestmark = pytest.mark.ranks
+
+
+def test_a_rank_that_is_late_for_a_step() -> None:
+    """No rank begins to gather because it has waited: the late one goes on to another collective."""
+    assert run(2, late_for_a_step, fresh=True) == [[], []]
+
+
+def test_one_rank_reads_parameters_before_all_optimizers_have_stepped() -> None:
+    said, nothing = run(2, reads_alone_before_a_flush, fresh=True)
+    assert "rank 1 did not make this call" in said
+    assert nothing == ""
+
+
+def test_nothing_is_bound_on_ranks_whose_collectives_never_complete() -> None:
+    for said, later in run(2, begins_anew, fresh=True):
+        assert said
+        assert "ended on its way" in later
+
+
+def test_ranks_of_tensor_parallelism_hear_what_differs_in_another_column() -> None:
+    for first, second, third in run(4, one_column_differs, fresh=True):
+        assert (first, third) == ("", "")
+        assert "other arguments" in second
