@@ -38,12 +38,20 @@ from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import DrawsRandomNumbers, UnsupportedOptimizer, some
 
 
-class AddsUnseen(UnsupportedOptimizer):
-    """Residents would do, but the wrapped optimizer does not show what the step adds to groups and attributes."""
-
-
 class Unshown(Dependent):
-    """The same of one scenario."""
+    """The wrapped optimizer would not show what the step adds to groups and attributes. All else is as it should be."""
+
+
+class AddsUnseen(Exception):
+    """Residents would do, but for what they do not show.
+
+    Attributes:
+        refusal: what to raise if it has to be shown.
+    """
+
+    def __init__(self, refusal: UnsupportedOptimizer) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
 
 
 class Residency:
@@ -73,15 +81,19 @@ class Residency:
         try:
             return rehearse(self.optimizer, names)
         except UnsupportedOptimizer as refused:
+            adds = False
             try:
                 return self._rehearse_residents(refused, names)
-            except UnsupportedOptimizer as twice:
-                try:
-                    return rehearse_jointly(self.optimizer, twice, names, refused.hint or "")
-                except UnsupportedOptimizer as last:
-                    if isinstance(twice, AddsUnseen):  # what it adds by itself, nobody has set
-                        return self._rehearse_residents(refused, names, showing_additions=False)
-                    raise advised(self.optimizer, last) from refused
+            except AddsUnseen as unseen:
+                twice, adds = unseen.refusal, True
+            except UnsupportedOptimizer as problem:
+                twice = problem
+            try:
+                return rehearse_jointly(self.optimizer, twice, names, refused.hint or "")
+            except UnsupportedOptimizer as last:
+                if adds:  # nobody has set what it adds by itself
+                    return self._rehearse_residents(refused, names, showing_additions=False)
+                raise advised(self.optimizer, last) from refused
 
     def of(self, manner: Any, known: Iterable[Rehearsal]) -> Rehearsal | None:
         """Find the rehearsal by which parameters are resident, or step all at once; None if they do neither.
@@ -115,7 +127,7 @@ class Residency:
             at=name,
             hint="use a variant of it that draws none",
         )
-        self._drawing[manner] = found = self._rehearse_residents(refused, ())
+        self._drawing[manner] = found = self._rehearse_residents(refused, (), showing_additions=False)
         return found
 
     def _rehearse_residents(
@@ -187,10 +199,10 @@ def rehearse_residents(
             raise Dependent(f"the update of {at} depends on other parameters, of the sizes that they have")
     except (NotConstructible, Dependent) as problem:
         hint = f"{refused.hint}; " if refused.hint else ""
-        error = AddsUnseen if isinstance(problem, Unshown) else UnsupportedOptimizer
-        raise error(
+        refusal = UnsupportedOptimizer(
             refused.problem, at=refused.at, hint=f"{hint}it cannot run as one object per matrix either: {problem}"
-        ) from refused
+        )
+        raise (AddsUnseen(refusal) if isinstance(problem, Unshown) else refusal) from refused
     if any(one.draws for one in found):
         warnings.warn(
             DrawsRandomNumbers(
