@@ -169,6 +169,22 @@ class StrideOfGradient(Asking):
         return grad.stride(-1) == 1
 
 
+class ContiguousInVmap(PerParameter):
+    """Asks inside of `torch.vmap`, where tensors have no memory that can be reached."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        rows = torch.vmap(lambda row: row if row.is_contiguous() else row.contiguous())(grad)
+        param.add_(cube(rows), alpha=-group["lr"])
+
+
+class ContiguousInGrad(PerParameter):
+    """The same inside of `torch.func.grad`."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        slope = torch.func.grad(lambda own: (own if own.is_contiguous() else own.contiguous()).square().sum())(grad)
+        param.add_(cube(slope), alpha=-group["lr"])
+
+
 class ContiguousGradientElementwise(ContiguousGradient):
     def direction(self, grad: Tensor) -> Tensor:
         return grad
@@ -250,6 +266,8 @@ TRAPS = (
     Trap("contiguous-gradient", FAMILY, ContiguousGradient, "refused", ("strides",), edit=turn_gradients(0)),
     Trap("contiguous-gradient-later", FAMILY, ContiguousGradient, "refused", ("strides",), edit=turn_gradients(2)),
     Trap("contiguous-gradient-never-turned", FAMILY, ContiguousGradient, "equal"),
+    Trap("contiguous-inside-of-vmap", FAMILY, ContiguousInVmap, "equal"),
+    Trap("contiguous-inside-of-grad", FAMILY, ContiguousInGrad, "equal"),
     Trap("stride-of-gradient", FAMILY, StrideOfGradient, "refused", ("strides",), edit=turn_gradients(0)),
     Trap(
         "contiguous-gradient-elementwise",
