@@ -107,7 +107,7 @@ class Walk:
             for name, entry in value.gi_frame.f_locals.items() if value.gi_frame else ():
                 self.add(f"{place}.{name}", entry)
         elif isinstance(value, types.FunctionType):
-            for name, cell in cells_of(value):
+            for name, cell in (*cells_of(value), *defaults_of(value)):
                 self.add(f"{place}.{name}", cell)
         else:
             self._look_into_object(place, value)
@@ -165,6 +165,13 @@ def cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # it has no value yet
             continue
+
+
+def defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The default arguments of a function, by name."""
+    positional, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
+    yield from zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def bits_of(tensor: Tensor) -> tuple[Any, ...]:
