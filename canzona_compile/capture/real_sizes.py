@@ -28,6 +28,7 @@ from canzona_compile.capture.fingerprints import Fingerprints
 from canzona_compile.capture.miniature import Chosen, Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import Company, contiguous, step_one
+from canzona_compile.capture.randomness import devices_among, seed_generators
 from canzona_compile.capture.raised import Note, NotingFunctions
 from canzona_compile.capture.trial import RehearsedSteps, Scenario
 from canzona_compile.capture.twin import hypers, marks_of, plain_class, step_plainly
@@ -212,18 +213,26 @@ def taken(
         What they did, and the mode.
     """
     found = RehearsedSteps()
+    params = [p for group in cast.optimizer.param_groups for p in group["params"]]
     try:
-        small = FakeMiniature(cast.optimizer, cast.chosen, cast.stateful, real, prints)
-        outside = Outside(cast.optimizer, small.label, small.kept, CachedCalls())
-        try:
-            take_steps(small, cast, apart, found)
-        finally:
-            outside.restore()
+        # What draws into tensors with values draws from the generators of the process.
+        with torch.random.fork_rng(devices=devices_among(params)):
+            seed_generators(0, params[0].device)
+            step_miniature(FakeMiniature(cast.optimizer, cast.chosen, cast.stateful, real, prints), cast, apart, found)
     except CanzonaError:
         raise
     except Exception as error:  # whatever its code raises on tensors without values
         found.error = error
     return found, prints
+
+
+def step_miniature(small: FakeMiniature, cast: Cast, apart: RehearsedSteps | None, found: RehearsedSteps) -> None:
+    """Take the steps of `taken`, and leave all outside of the optimizer as it was."""
+    outside = Outside(cast.optimizer, small.label, small.kept, CachedCalls())
+    try:
+        take_steps(small, cast, apart, found)
+    finally:
+        outside.restore()
 
 
 def take_steps(small: FakeMiniature, cast: Cast, apart: RehearsedSteps | None, found: RehearsedSteps) -> None:

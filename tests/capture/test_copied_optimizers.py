@@ -71,7 +71,9 @@ def test_an_optimizer_with_a_finalizer_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [habits.FunctionsWithDefaults, habits.FunctionOnParameter, habits.FunctionsInGroup], ids=lambda k: k.__name__
+    "kind",
+    [habits.FunctionsWithDefaults, habits.FunctionOnParameter, habits.FunctionsInGroup],
+    ids=lambda k: k.__name__,
 )
 def test_a_rehearsal_does_not_step_what_functions_hold(kind: Any) -> None:
     optimizer = kind(parameters(SHAPES))

@@ -180,3 +180,23 @@ def test_a_rehearsal_leaves_the_optimizer_and_its_values_alone() -> None:
     rehearse(optimizer)
     assert not optimizer.state
     assert all(torch.equal(p, b) and p.grad is None for p, b in zip(params, before, strict=True))
+
+
+class DrawsNoise(PerParameter):
+    """Draws into a tensor with values, for large matrices."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        self.noise = torch.zeros(4)
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if param.numel() > 1000:
+            self.noise.normal_()
+        param.sub_(cube(grad) * group["lr"])
+
+
+def test_draws_of_a_trial_are_none_of_the_process() -> None:
+    optimizer = DrawsNoise(huge((40, 30), (40, 30)))
+    before = torch.get_rng_state()
+    coupled_at_real_sizes(optimizer, default_names(optimizer))
+    assert torch.equal(torch.get_rng_state(), before)
