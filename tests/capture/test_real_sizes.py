@@ -149,6 +149,26 @@ def test_a_loop_without_an_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(found.error).__name__ == "TooLong"
 
 
+class ManyCalls(PerParameter):
+    """Steps all parameters by many calls for lists, which are as many calls for each apart."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        updates = torch._foreach_mul([p.grad for p in params], 0.1)
+        for _ in range(20):
+            torch._foreach_mul_(updates, 0.9)
+        torch._foreach_sub_(params, updates)
+
+
+def test_what_is_too_long_to_be_compared_is_not_called_coupled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "MOST_CALLS", 100)
+    params = huge(*[(40, 30)] * 4)
+    whole, _ = taken(casts(ManyCalls(params), False, None)[0], Fingerprints(Note()))
+    assert whole.error is None
+    assert coupled(ManyCalls, params) == ""
+
+
 @pytest.mark.parametrize(("make", "most"), [(Muon, 1200), (AdamW, 400)], ids=["muon", "adamw"])
 def test_few_operators_are_called_however_many_parameters_there_are(make: Make, most: int) -> None:
     """Each takes a tenth of a millisecond, and a rehearsal is not to take much longer by that."""
