@@ -46,6 +46,7 @@ class Miniature:
         params: its parameters, group by group.
         group_of: the index of the parameter group of each.
         kept: objects of the real optimizer that it holds, too, see `copies`.
+        calls: knows of the calls of cached functions that it holds.
     """
 
     def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False, loops: bool = False) -> None:
@@ -92,7 +93,7 @@ class Miniature:
             if own_state := optimizer.state.get(param):
                 with self.making():
                     state[small_of[id(param)]] = small_state(own_state, sizes, copies)
-        self.kept = copies.kept
+        self.kept, self.calls = copies.kept, copies.calls
 
     def sizes_of(self, shapes: Iterable[Shape]) -> Mapping[int, int]:
         """The size that each size becomes."""

@@ -28,8 +28,8 @@ from canzona_compile.capture.fingerprints import Fingerprints
 from canzona_compile.capture.miniature import Chosen, Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import Company, contiguous, step_one
-from canzona_compile.capture.randomness import devices_among, seed_generators
 from canzona_compile.capture.raised import Note, NotingFunctions
+from canzona_compile.capture.randomness import devices_among, seed_generators
 from canzona_compile.capture.trial import RehearsedSteps, Scenario
 from canzona_compile.capture.twin import hypers, marks_of, plain_class, step_plainly
 from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode

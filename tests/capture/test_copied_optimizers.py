@@ -18,7 +18,7 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from tests.capture.test_copies import Handle
 from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
 from tests.harness.toy_optimizers import PerParameter, State, cube
-from tests.harness.traps import habits
+from tests.harness.traps import asking, habits
 
 SHAPES = ((6, 4), (4, 6), (6, 4))
 
@@ -82,6 +82,16 @@ def test_a_rehearsal_does_not_step_what_functions_hold(kind: Any) -> None:
     with contextlib.suppress(CanzonaError):
         rehearse(optimizer)
     assert all(map(same_bits, before, params_of(optimizer)))
+
+
+@pytest.mark.parametrize("kind", [asking.KeptInDict, asking.CachedOnItself, asking.CachedInModule])
+def test_a_plan_leaves_nothing_in_the_caches_of_the_process(kind: Any) -> None:
+    optimizer: Any = canzona_compile.wrap(kind(parameters(SHAPES)))
+    feed(optimizer, 0)
+    with contextlib.suppress(CanzonaError):
+        optimizer.step()
+    cached = asking.doubled if kind is asking.KeptInDict else asking.identity
+    assert [type(cached(size)) for size in (4, 6)] == [Tensor, Tensor]
 
 
 # -- ids that are given again ----------------------------------------------------------------------

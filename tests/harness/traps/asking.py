@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import tests.harness
 from tests.harness.toy_optimizers import PerParameter, State, cube
 from tests.harness.traps.trap import DDP, PLAIN, Params, Trap
 
@@ -112,6 +113,50 @@ class CachedMethod(Cached):
 
     def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
         param.add_(cube(grad), alpha=-group["lr"] * self.scale(tuple(param.shape)))
+
+
+def kept_in_dict(function: Any) -> Any:
+    """A decorator that keeps results in a dict of its own."""
+    results: dict[Any, Any] = {}
+
+    @functools.wraps(function)
+    def known(size: int) -> Any:
+        if size not in results:
+            results[size] = function(size)
+        return results[size]
+
+    known.results = results  # type: ignore[attr-defined]
+    return known
+
+
+@kept_in_dict
+def doubled(size: int) -> Tensor:
+    return torch.eye(size) * 2
+
+
+class KeptInDict(Cached):
+    """The function keeps its tensors in a dict of its decorator."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(doubled(len(param)) @ cube(grad), alpha=-group["lr"])
+
+
+class CachedOnItself(Cached):
+    """The cached function is an attribute."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        self.identity = identity
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(self.identity(len(param)) @ cube(grad), alpha=-group["lr"])
+
+
+class CachedInModule(Cached):
+    """The cached function is found through modules."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(tests.harness.traps.asking.identity(len(param)) @ cube(grad), alpha=-group["lr"])
 
 
 # -- addresses, strides, the environment -------------------------------------------------------------
@@ -240,6 +285,9 @@ TRAPS = (
     Trap("cache-of-numbers", FAMILY, CachedPure, "equal"),
     Trap("cache-with-effect", FAMILY, CachedEffect, "refused", ("MADE",)),
     Trap("cache-of-tensors", FAMILY, CachedTensor, "equal", shapes=((20, 12), (12, 20))),
+    Trap("cache-of-a-decorator", FAMILY, KeptInDict, "refused", ("results",), shapes=((20, 12), (12, 20))),
+    Trap("cache-on-itself", FAMILY, CachedOnItself, "equal", shapes=((20, 12), (12, 20))),
+    Trap("cache-in-a-module", FAMILY, CachedInModule, "equal", shapes=((20, 12), (12, 20))),
     Trap("cache-of-buffers", FAMILY, CachedBuffer, "equal"),
     Trap("cache-of-a-global", FAMILY, CachedRate, "equal", edit=set_rate),
     Trap("cache-of-a-method", FAMILY, CachedMethod, "refused", ("scale", "lru_cache")),
