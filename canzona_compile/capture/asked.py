@@ -28,8 +28,8 @@ class LayoutQuestions(TorchFunctionMode):
 
     def __init__(self, grads: Iterable[Tensor], params: Iterable[Tensor], asked: set[str]) -> None:
         super().__init__()
-        self._memory = {grad.untyped_storage().data_ptr() for grad in grads} - {0}
-        self._params = {param.untyped_storage().data_ptr() for param in params} - {0}
+        self._memory = {storage_of(grad) for grad in grads} - {0}
+        self._params = {storage_of(param) for param in params} - {0}
         self._asked = asked
 
     def __torch_function__(
@@ -38,13 +38,21 @@ class LayoutQuestions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         known = name in QUESTIONS or name == ADDRESS
         if known and args and isinstance(args[0], Tensor) and args[0].layout is torch.strided:
-            memory = self._params if name == ADDRESS else self._memory
             code = sys._getframe(1).f_code
-            ours = args[0].untyped_storage().data_ptr() in memory and not code.co_filename.startswith(TORCH)
+            memory = self._params if name == ADDRESS else self._memory
+            ours = not code.co_filename.startswith(TORCH) and storage_of(args[0]) in memory
             # Code that names DTensors has something else for them than their address.
             if ours and not (name == ADDRESS and DTensor.__name__ in code.co_names):
                 self._asked.add(name)
         return func(*args, **(kwargs or {}))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins; 0 if it has none that can be reached, as inside of `torch.vmap`."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def lies_otherwise(grad: Tensor, asked: Iterable[str]) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 from canzona_compile.capture.contents import ATOMS
 from canzona_compile.compat.torch_private import pytree
 
-CACHED = type(functools.lru_cache(len))  # functools has no public name for it
 CONSTANT = (str, bytes, type(None), torch.dtype, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 

@@ -1,4 +1,7 @@
-"""Copies of functions that close over parameters. Copies share functions, which would step the real ones."""
+"""Copies of functions that have parameters: they close over them, or have them as default arguments.
+
+Copies share functions, which would step the real ones.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from canzona_compile.capture.contents import Walk, cells_of
+from torch import Tensor
+
+from canzona_compile.capture.contents import Walk, cells_of, defaults_of
 from canzona_compile.capture.copies import Copies
 
 
@@ -22,7 +27,9 @@ def copy_closures(value: Any, copies: Copies) -> None:
     def label(one: Any) -> str | None:
         if copies.has(one):
             return "copied"
-        if isinstance(one, types.FunctionType) and one.__closure__:
+        if isinstance(one, Tensor):
+            return "a tensor"
+        if isinstance(one, types.FunctionType) and (one.__closure__ or one.__defaults__ or one.__kwdefaults__):
             found.setdefault(id(one), one)
         return None
 
@@ -33,13 +40,8 @@ def copy_closures(value: Any, copies: Copies) -> None:
         for cell in function.__closure__ or ():
             cells.setdefault(id(cell), (cell, types.CellType()))
         closure = tuple(cells[id(cell)][1] for cell in function.__closure__ or ())
-        name, defaults = function.__name__, function.__defaults__
-        made = types.FunctionType(function.__code__, function.__globals__, name, defaults, closure)
-        made.__kwdefaults__, made.__qualname__, made.__module__ = (
-            function.__kwdefaults__,
-            function.__qualname__,
-            function.__module__,
-        )
+        made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
+        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
         vars(made).update(vars(function))
         copies.put(function, made)
     for old, new in cells.values():
@@ -47,19 +49,22 @@ def copy_closures(value: Any, copies: Copies) -> None:
             new.cell_contents = copies.of(old.cell_contents)
         except ValueError:  # it has no value yet
             continue
+    for function in leading:
+        made = copies.of(function)
+        made.__defaults__, made.__kwdefaults__ = copies.of(function.__defaults__), copies.of(function.__kwdefaults__)
 
 
 def leads(function: types.FunctionType, known: Callable[[Any], bool]) -> bool:
-    """Tell whether what a function closes over holds something that is known."""
+    """Tell whether what a function closes over, or has as a default argument, holds something that is known."""
     hits: list[Any] = []
 
     def label(one: Any) -> str | None:
         if known(one):
             hits.append(one)
             return "known"
-        return None
+        return "a tensor" if isinstance(one, Tensor) else None
 
     walk = Walk(label, bits=False)
-    for name, value in cells_of(function):
+    for name, value in (*cells_of(function), *defaults_of(function)):
         walk.add(name, value)
     return bool(hits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import itertools
 import logging
 import re
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from canzona_compile.ir.layout import local_part
 
 ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum)
+CACHED = type(functools.lru_cache(len))  # functools has no public name for it
 COUNTERS = (itertools.count, range)  # what they stand at is in their text
 # Not looked into. Loggers and handlers lead to all others of the process, and they remember which levels are on.
 OPAQUE = (types.ModuleType, types.BuiltinFunctionType, type, torch.Generator, logging.Filterer, logging.LoggerAdapter)
@@ -106,8 +108,10 @@ class Walk:
             self.found[place] = "generator", value.gi_frame and value.gi_frame.f_lasti
             for name, entry in value.gi_frame.f_locals.items() if value.gi_frame else ():
                 self.add(f"{place}.{name}", entry)
+        elif isinstance(value, CACHED):  # not what a trial has put around the function
+            self.add(f"{place}.__wrapped__", inspect.unwrap(value))
         elif isinstance(value, types.FunctionType):
-            for name, cell in cells_of(value):
+            for name, cell in (*cells_of(value), *defaults_of(value)):
                 self.add(f"{place}.{name}", cell)
         else:
             self._look_into_object(place, value)
@@ -165,6 +169,13 @@ def cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # it has no value yet
             continue
+
+
+def defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The default arguments of a function, by name."""
+    positional, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
+    yield from zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def bits_of(tensor: Tensor) -> tuple[Any, ...]:

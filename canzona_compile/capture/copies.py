@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from canzona_compile.capture.contents import ATOMS, gradient_of, slots_of
+from canzona_compile.capture.cached_calls import CachedCalls
+from canzona_compile.capture.contents import ATOMS, CACHED, gradient_of, slots_of
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 
 # Classes that are not written in Python, whose objects are values.
@@ -64,10 +65,12 @@ class Copies:
     Attributes:
         kept: the objects that are shared although code may change them: those with a finalizer, and those that cannot
             be copied. Whoever runs code on the copies has to look whether it changed them.
+        calls: knows of the calls of copies of cached functions.
     """
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
+        self.calls = CachedCalls()
         # The copies by the ids of the originals, as `__deepcopy__` takes them. It must live as long as this object:
         # its own id is among the keys, and so are the ids of objects that it alone keeps alive.
         self._memo: dict[Any, Any] = {}
@@ -121,6 +124,7 @@ class Copies:
             types.MethodType: lambda one: types.MethodType(one.__func__, self._of(one.__self__)),
             types.MappingProxyType: self._proxy,
             types.GeneratorType: refused,
+            CACHED: self._cached,
         }
         if kind in own:
             return own[kind]
@@ -165,6 +169,11 @@ class Copies:
 
     def _proxy(self, value: types.MappingProxyType[Any, Any]) -> types.MappingProxyType[Any, Any]:
         return types.MappingProxyType(self._of(dict(value)))
+
+    def _cached(self, value: Any) -> Any:
+        """Make a cached function with a cache of its own, which holds nothing yet."""
+        empty = functools.lru_cache(**value.cache_parameters())
+        return self.calls.of_its_own(empty(self._of(value.__wrapped__)))
 
     def _weak_dict(self, value: Any) -> Any:
         made = type(value)()

@@ -62,6 +62,11 @@ class Fingerprints(NoCollectives):
         self._real: dict[int, str] = {}  # the fingerprints of real tensors that were written
         self._producers: dict[str, str] = {}
 
+    @property
+    def too_long(self) -> bool:
+        """Whether the step called more operators than a trial takes, so that nothing is known of it."""
+        return isinstance(self.note.error, TooLong)
+
     # -- what is known of tensors --------------------------------------------------------------------
 
     def of(self, tensor: Tensor) -> str:

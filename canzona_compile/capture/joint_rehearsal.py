@@ -24,6 +24,7 @@ from canzona_compile.capture.kept import Finder, NoPlace
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.randomness import seeded
+from canzona_compile.capture.real_sizes import check_outside
 from canzona_compile.capture.rehearsal import Rehearsal, all_of, check_address, check_returned, default_names, scenarios
 from canzona_compile.capture.trial import RehearsedSteps, Scenario, run, together
 from canzona_compile.capture.twin import odd_state, plain_class
@@ -53,6 +54,7 @@ def rehearse_jointly(
     try:
         check_held(optimizer)
         found = [rehearse_one(optimizer, scenario, device, refused, names) for scenario in scenarios(counts)]
+        check_outside(optimizer)
     except UnsupportedOptimizer as problem:
         if problem is refused or problem.problem == refused.problem:
             raise refused from None

@@ -46,6 +46,7 @@ class Miniature:
         params: its parameters, group by group.
         group_of: the index of the parameter group of each.
         kept: objects of the real optimizer that it holds, too, see `copies`.
+        calls: knows of the calls of cached functions that it holds.
     """
 
     def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False, loops: bool = False) -> None:
@@ -60,13 +61,14 @@ class Miniature:
                 copies.put(param, small_of[id(param)])
             for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
                 copies.put(tensor, blank(tensor, sizes))
+        own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
+        groups, on_params = map(hypers, optimizer.param_groups), [public(vars(p)) for p in real]
+        copy_closures([own, *groups, *on_params, odd_state(optimizer), *map(optimizer.state.get, real)], copies)
         for param in real:
             vars(small_of[id(param)]).update(copies.of(public(vars(param))))
         known: dict[int, Any] = {id(p): id(small_of[id(p)]) for p in real}
         for param in real:
             known |= {where: self.address_of(small_of[id(param)]) for where in addresses(param)}
-        own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
-        copy_closures(own, copies)
         vars(self.optimizer).update(translated(copies.of(own), known, small_of))
         vars(self.optimizer).update({name: OrderedDict() for name in HOOKS})
         self.optimizer.param_groups = []
@@ -91,7 +93,7 @@ class Miniature:
             if own_state := optimizer.state.get(param):
                 with self.making():
                     state[small_of[id(param)]] = small_state(own_state, sizes, copies)
-        self.kept = copies.kept
+        self.kept, self.calls = copies.kept, copies.calls
 
     def sizes_of(self, shapes: Iterable[Shape]) -> Mapping[int, int]:
         """The size that each size becomes."""

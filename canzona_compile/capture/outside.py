@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from torch.optim import Optimizer
 
-from canzona_compile.capture.cached_calls import CACHED, CachedCalls
-from canzona_compile.capture.contents import ATOMS, Contents, Label, Walk, cells_of, changed, nothing_labelled
+from canzona_compile.capture.cached_calls import CachedCalls
+from canzona_compile.capture.contents import ATOMS, CACHED, Contents, Label, Walk, cells_of, changed, nothing_labelled
 from canzona_compile.capture.twin import plain_class
 
 # Packages whose code is not read: torch's, ours, and those that keep no numbers of an optimizer. Some count messages.
@@ -53,6 +53,7 @@ class Outside:
         self._walk = Walk(label, bits=False)
         self._put_back: list[Callable[[], None]] = []
         self._followed: set[int] = set()
+        self._modules: set[tuple[int, frozenset[str]]] = set()
         for kind in plain_class(optimizer).__mro__:
             self._follow(kind)
         for value in vars(optimizer).values():
@@ -105,8 +106,14 @@ class Outside:
                 )
 
     def _follow_function(self, function: types.FunctionType) -> None:
-        while hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
+        """Look at a function and at those that it wraps: a wrapper may keep results."""
+        one: Any = function
+        while one is not None:
+            if isinstance(one, types.FunctionType) and is_read_in(one.__globals__.get("__name__")):
+                self._follow_one(one)
+            one = getattr(one, "__wrapped__", None)
+
+    def _follow_one(self, function: types.FunctionType) -> None:
         names = set(names_in(function.__code__))
         where = function.__globals__
         for name in sorted(names & where.keys()):
@@ -133,16 +140,21 @@ class Outside:
             self._hold(place, partial(getattr, function, name), partial(setattr, function, name))
 
     def _follow_module(self, module: types.ModuleType, names: set[str]) -> None:
+        if (key := (id(module), frozenset(names))) in self._modules:
+            return
+        self._modules.add(key)
         if names & {"environ", "getenv"} and module is os:
             self._walk.add("the environment", dict(os.environ))
             self.reads_variables |= "getenv" in names
-        if module.__name__.partition(".")[0] in NOT_READ:
+        if not is_read_in(module.__name__):
             return
         for name in sorted(names & vars(module).keys()):
             value = vars(module)[name]
             if isinstance(value, type | types.FunctionType):
                 self._follow(value)
-            elif not isinstance(value, types.ModuleType):
+            elif isinstance(value, types.ModuleType):
+                self._follow_module(value, names)
+            else:
                 self._hold(f"{module.__name__}.{name}", partial(getattr, module, name), partial(setattr, module, name))
 
     def _cache(self, cached: Any, put: Callable[[Any], None]) -> None:
@@ -188,7 +200,12 @@ def put_back(get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> 
 
 def is_read(code: Any) -> bool:
     """Tell whether the code of a class or a function may keep something of an optimizer."""
-    return (getattr(code, "__module__", None) or "").partition(".")[0] not in NOT_READ
+    return is_read_in(getattr(code, "__module__", None))
+
+
+def is_read_in(module: str | None) -> bool:
+    """Tell whether the code of a module may keep something of an optimizer."""
+    return (module or "").partition(".")[0] not in NOT_READ
 
 
 def function_in(value: Any) -> types.FunctionType | None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.construction import Construction
-from canzona_compile.capture.contents import Contents, Walk
+from canzona_compile.capture.contents import Contents, Walk, changed
 from canzona_compile.capture.coupling import NamesByGroup, difference, where
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.external_counters import CounterShadow, counts_of
@@ -29,10 +29,11 @@ from canzona_compile.capture.miniature import Chosen, Miniature
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.parts import Company, contiguous, step_one
 from canzona_compile.capture.raised import Note, NotingFunctions
+from canzona_compile.capture.randomness import devices_among, seed_generators
 from canzona_compile.capture.trial import RehearsedSteps, Scenario
 from canzona_compile.capture.twin import hypers, marks_of, plain_class, step_plainly
 from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode
-from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
 from canzona_compile.ir.layout import Shape
 
 MOST_STEPPING = 8  # parameters
@@ -133,6 +134,9 @@ def coupled_at_real_sizes(
 
     Returns:
         The name of a parameter that depends on others; empty if there is none.
+
+    Raises:
+        UnsupportedOptimizer: the step changes something outside of the optimizer.
     """
     for seed, cast in enumerate(casts(optimizer, stateful, construction)):
         whole, prints = taken(cast, Fingerprints(Note(), seed))
@@ -140,7 +144,9 @@ def coupled_at_real_sizes(
             break
     else:
         return ""
-    parts, _ = taken(cast, Fingerprints(Note(), seed), apart=whole)
+    parts, own = taken(cast, Fingerprints(Note(), seed), apart=whole)
+    if own.too_long:
+        return ""
     if construction is not None:  # what an object keeps is its own
         for after in (*whole.after, *parts.after):
             for place in [place for place in after if not place.startswith("parameter ")]:
@@ -151,11 +157,22 @@ def coupled_at_real_sizes(
     return where(places, Scenario(cast.chosen, STEPS, {}, {}, {}), names)
 
 
+def check_outside(optimizer: Optimizer) -> None:
+    """Raise if a step of all parameters together, of the real sizes, changes something outside of the optimizer.
+
+    Raises:
+        UnsupportedOptimizer: it does.
+    """
+    for seed, cast in enumerate(casts(optimizer, stateful=False, construction=None)):
+        if taken(cast, Fingerprints(Note(), seed))[0].error is None:
+            return
+
+
 def check_real_sizes(optimizer: Optimizer, names: NamesByGroup, stateful: bool = False) -> None:
     """Raise if parameters of the real sizes depend on one another, see `coupled_at_real_sizes`.
 
     Raises:
-        UnsupportedOptimizer: they do.
+        UnsupportedOptimizer: they do, or the step changes something outside of the optimizer.
     """
     if at := coupled_at_real_sizes(optimizer, names, stateful):
         raise UnsupportedOptimizer(
@@ -210,20 +227,38 @@ def taken(
 
     Returns:
         What they did, and the mode.
+
+    Raises:
+        UnsupportedOptimizer: the step of all together changes something outside of the optimizer.
     """
     found = RehearsedSteps()
+    params = [p for group in cast.optimizer.param_groups for p in group["params"]]
     try:
-        small = FakeMiniature(cast.optimizer, cast.chosen, cast.stateful, real, prints)
-        outside = Outside(cast.optimizer, small.label, small.kept, CachedCalls())
-        try:
-            take_steps(small, cast, apart, found)
-        finally:
-            outside.restore()
+        # What draws into tensors with values draws from the generators of the process.
+        with torch.random.fork_rng(devices=devices_among(params)):
+            seed_generators(0, params[0].device)
+            step_miniature(FakeMiniature(cast.optimizer, cast.chosen, cast.stateful, real, prints), cast, apart, found)
     except CanzonaError:
         raise
     except Exception as error:  # whatever its code raises on tensors without values
         found.error = error
     return found, prints
+
+
+def step_miniature(small: FakeMiniature, cast: Cast, apart: RehearsedSteps | None, found: RehearsedSteps) -> None:
+    """Take the steps of `taken`, and leave all outside of the optimizer as it was."""
+    outside = Outside(cast.optimizer, small.label, small.kept, CachedCalls())
+    try:
+        take_steps(small, cast, apart, found)
+        after = Outside(cast.optimizer, small.label, small.kept)
+        if apart is None and (places := changed(outside.contents, after.contents)):
+            raise UnsupportedOptimizer(
+                f"{plain_class(cast.optimizer).__name__}.step changes {some(places)}, outside of the optimizer, at the "
+                "sizes that parameters have",
+                hint="keep what belongs to a parameter in self.state[param], and counters on the optimizer",
+            )
+    finally:
+        outside.restore()
 
 
 def take_steps(small: FakeMiniature, cast: Cast, apart: RehearsedSteps | None, found: RehearsedSteps) -> None:
@@ -305,13 +340,16 @@ def give_gradients(small: FakeMiniature, still: Container[int]) -> None:
 def same_calls(cast: Cast) -> bool:
     """Tell whether steps at real sizes call what those of a miniature call, but for sizes and other numbers.
 
-    Numbers that were read from tensors have to come to the same calls, which shows if they are others.
+    Numbers that were read from tensors have to come to the same calls, which shows if they are others. Steps that are
+    too long to compare count as the same.
     """
     by_size = []
     for real in (True, False):
         calls: list[Sequence[tuple[str, tuple[Any, ...]]]] = []
         for seed in range(2):
             found, prints = taken(cast, Fingerprints(Note(), seed, structural=True), real=real)
+            if prints.too_long:
+                return True
             if found.error is not None:
                 return False
             calls.append(prints.called)

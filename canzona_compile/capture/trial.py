@@ -132,7 +132,7 @@ def all_together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
             )
     finally:
         outside.restore()
-    found.uses_cache, found.reads_variables = calls.problem, outside.reads_variables
+    found.uses_cache, found.reads_variables = calls.problem or small.calls.problem, outside.reads_variables
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from typing import Any
@@ -12,10 +13,12 @@ from torch.optim import SGD
 
 import canzona_compile
 from canzona_compile.capture.miniature import Miniature
-from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.capture.rehearsal import rehearse
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from tests.capture.test_copies import Handle
 from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
 from tests.harness.toy_optimizers import PerParameter, State, cube
+from tests.harness.traps import asking, habits
 
 SHAPES = ((6, 4), (4, 6), (6, 4))
 
@@ -65,6 +68,30 @@ def test_an_optimizer_with_a_finalizer_is_refused() -> None:
 
     with pytest.raises(UnsupportedOptimizer, match="has a finalizer, __del__"):
         canzona_compile.wrap(Freeing(parameters(SHAPES), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [habits.FunctionsWithDefaults, habits.FunctionOnParameter, habits.FunctionsInGroup],
+    ids=lambda k: k.__name__,
+)
+def test_a_rehearsal_does_not_step_what_functions_hold(kind: Any) -> None:
+    optimizer = kind(parameters(SHAPES))
+    feed(optimizer, 0)
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    with contextlib.suppress(CanzonaError):
+        rehearse(optimizer)
+    assert all(map(same_bits, before, params_of(optimizer)))
+
+
+@pytest.mark.parametrize("kind", [asking.KeptInDict, asking.CachedOnItself, asking.CachedInModule])
+def test_a_plan_leaves_nothing_in_the_caches_of_the_process(kind: Any) -> None:
+    optimizer: Any = canzona_compile.wrap(kind(parameters(SHAPES)))
+    feed(optimizer, 0)
+    with contextlib.suppress(CanzonaError):
+        optimizer.step()
+    cached = asking.doubled if kind is asking.KeptInDict else asking.identity
+    assert [type(cached(size)) for size in (4, 6)] == [Tensor, Tensor]
 
 
 # -- ids that are given again ----------------------------------------------------------------------

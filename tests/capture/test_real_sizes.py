@@ -149,6 +149,26 @@ def test_a_loop_without_an_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(found.error).__name__ == "TooLong"
 
 
+class ManyCalls(PerParameter):
+    """Steps all parameters by many calls for lists, which are as many calls for each apart."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        updates = torch._foreach_mul([p.grad for p in params], 0.1)
+        for _ in range(20):
+            torch._foreach_mul_(updates, 0.9)
+        torch._foreach_sub_(params, updates)
+
+
+def test_what_is_too_long_to_be_compared_is_not_called_coupled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "MOST_CALLS", 100)
+    params = huge(*[(40, 30)] * 4)
+    whole, _ = taken(casts(ManyCalls(params), False, None)[0], Fingerprints(Note()))
+    assert whole.error is None
+    assert coupled(ManyCalls, params) == ""
+
+
 @pytest.mark.parametrize(("make", "most"), [(Muon, 1200), (AdamW, 400)], ids=["muon", "adamw"])
 def test_few_operators_are_called_however_many_parameters_there_are(make: Make, most: int) -> None:
     """Each takes a tenth of a millisecond, and a rehearsal is not to take much longer by that."""
@@ -180,3 +200,23 @@ def test_a_rehearsal_leaves_the_optimizer_and_its_values_alone() -> None:
     rehearse(optimizer)
     assert not optimizer.state
     assert all(torch.equal(p, b) and p.grad is None for p, b in zip(params, before, strict=True))
+
+
+class DrawsNoise(PerParameter):
+    """Draws into a tensor with values, for large matrices."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        self.noise = torch.zeros(4)
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if param.numel() > 1000:
+            self.noise.normal_()
+        param.sub_(cube(grad) * group["lr"])
+
+
+def test_draws_of_a_trial_are_none_of_the_process() -> None:
+    optimizer = DrawsNoise(huge((40, 30), (40, 30)))
+    before = torch.get_rng_state()
+    coupled_at_real_sizes(optimizer, default_names(optimizer))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import tests.harness
 from tests.harness.toy_optimizers import PerParameter, State, cube
 from tests.harness.traps.trap import DDP, PLAIN, Params, Trap
 
@@ -114,6 +115,50 @@ class CachedMethod(Cached):
         param.add_(cube(grad), alpha=-group["lr"] * self.scale(tuple(param.shape)))
 
 
+def kept_in_dict(function: Any) -> Any:
+    """A decorator that keeps results in a dict of its own."""
+    results: dict[Any, Any] = {}
+
+    @functools.wraps(function)
+    def known(size: int) -> Any:
+        if size not in results:
+            results[size] = function(size)
+        return results[size]
+
+    known.results = results  # type: ignore[attr-defined]
+    return known
+
+
+@kept_in_dict
+def doubled(size: int) -> Tensor:
+    return torch.eye(size) * 2
+
+
+class KeptInDict(Cached):
+    """The function keeps its tensors in a dict of its decorator."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(doubled(len(param)) @ cube(grad), alpha=-group["lr"])
+
+
+class CachedOnItself(Cached):
+    """The cached function is an attribute."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        self.identity = identity
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(self.identity(len(param)) @ cube(grad), alpha=-group["lr"])
+
+
+class CachedInModule(Cached):
+    """The cached function is found through modules."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        param.add_(tests.harness.traps.asking.identity(len(param)) @ cube(grad), alpha=-group["lr"])
+
+
 # -- addresses, strides, the environment -------------------------------------------------------------
 
 
@@ -167,6 +212,22 @@ class ContiguousGradient(Asking):
 class StrideOfGradient(Asking):
     def asked(self, param: Tensor, grad: Tensor) -> bool:
         return grad.stride(-1) == 1
+
+
+class ContiguousInVmap(PerParameter):
+    """Asks inside of `torch.vmap`, where tensors have no memory that can be reached."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        rows = torch.vmap(lambda row: row if row.is_contiguous() else row.contiguous())(grad)
+        param.add_(cube(rows), alpha=-group["lr"])
+
+
+class ContiguousInGrad(PerParameter):
+    """The same inside of `torch.func.grad`."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        slope = torch.func.grad(lambda own: (own if own.is_contiguous() else own.contiguous()).square().sum())(grad)
+        param.add_(cube(slope), alpha=-group["lr"])
 
 
 class ContiguousGradientElementwise(ContiguousGradient):
@@ -224,6 +285,9 @@ TRAPS = (
     Trap("cache-of-numbers", FAMILY, CachedPure, "equal"),
     Trap("cache-with-effect", FAMILY, CachedEffect, "refused", ("MADE",)),
     Trap("cache-of-tensors", FAMILY, CachedTensor, "equal", shapes=((20, 12), (12, 20))),
+    Trap("cache-of-a-decorator", FAMILY, KeptInDict, "refused", ("results",), shapes=((20, 12), (12, 20))),
+    Trap("cache-on-itself", FAMILY, CachedOnItself, "equal", shapes=((20, 12), (12, 20))),
+    Trap("cache-in-a-module", FAMILY, CachedInModule, "equal", shapes=((20, 12), (12, 20))),
     Trap("cache-of-buffers", FAMILY, CachedBuffer, "equal"),
     Trap("cache-of-a-global", FAMILY, CachedRate, "equal", edit=set_rate),
     Trap("cache-of-a-method", FAMILY, CachedMethod, "refused", ("scale", "lru_cache")),
@@ -250,6 +314,8 @@ TRAPS = (
     Trap("contiguous-gradient", FAMILY, ContiguousGradient, "refused", ("strides",), edit=turn_gradients(0)),
     Trap("contiguous-gradient-later", FAMILY, ContiguousGradient, "refused", ("strides",), edit=turn_gradients(2)),
     Trap("contiguous-gradient-never-turned", FAMILY, ContiguousGradient, "equal"),
+    Trap("contiguous-inside-of-vmap", FAMILY, ContiguousInVmap, "equal"),
+    Trap("contiguous-inside-of-grad", FAMILY, ContiguousInGrad, "equal"),
     Trap("stride-of-gradient", FAMILY, StrideOfGradient, "refused", ("strides",), edit=turn_gradients(0)),
     Trap(
         "contiguous-gradient-elementwise",

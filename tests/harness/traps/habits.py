@@ -180,6 +180,57 @@ class ClosureThatDecays(PerParameter):
         param.add_(cube(grad), alpha=-group["lr"])
 
 
+class FunctionsWithDefaults(PerParameter):
+    """One function per parameter, which has the parameter as a default argument."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        own = [p for group in self.param_groups for p in group["params"]]
+        self.updates = [lambda rate, p=p: None if p.grad is None else p.sub_(cube(p.grad) * rate) for p in own]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for update in self.updates:
+            update(0.1)
+
+
+class FunctionOnParameter(PerParameter):
+    """An attribute of each parameter is a function that steps it."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.work = stepping(param)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.work()
+
+
+class FunctionsInGroup(PerParameter):
+    """A group holds a list of functions that step its parameters."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group["work"] = list(map(stepping, group["params"]))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for work in group["work"]:
+                work()
+
+
+def stepping(param: Tensor) -> Callable[[], Any]:
+    """A function that steps a parameter."""
+    return lambda: None if param.grad is None else param.sub_(cube(param.grad) * 0.1)
+
+
 # -- optimizers inside of optimizers -----------------------------------------------------------------
 
 
@@ -258,6 +309,9 @@ TRAPS = (
     Trap("closure-steps-parameters", FAMILY, ClosureOverParameters, "equal"),
     Trap("closures-in-list", FAMILY, ClosuresInList, "equal"),
     Trap("closure-decays-parameters", FAMILY, ClosureThatDecays, "equal"),
+    Trap("closure-default-argument", FAMILY, FunctionsWithDefaults, "either"),
+    Trap("closure-on-parameter", FAMILY, FunctionOnParameter, "either"),
+    Trap("closure-in-group", FAMILY, FunctionsInGroup, "either"),
     Trap("optimizer-inside", FAMILY, holder(0.0), "refused", ("wrap that one", "self.base")),
     Trap("optimizer-inside-with-momentum", FAMILY, holder(0.9), "refused", ("wrap that one", "self.base")),
     Trap("optimizer-inside-of-two", FAMILY, holder(0.0), "refused", ("wrap that one",), shapes=((5, 3), (3, 5))),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -239,6 +241,61 @@ class Diagonal(PerParameter):
         param.add_(update / max(norm, 1.0), alpha=-group["lr"])
 
 
+class Draws(PerParameter):
+    """Draws a number for large matrices from a generator that belongs to no device."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        random.seed(1)
+        np.random.seed(1)
+
+    def drawn(self) -> float:
+        return random.random()
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        scale = 1.0 + self.drawn() if param.numel() > 1000 else 1.0
+        param.sub_(cube(grad) * (group["lr"] * scale))
+
+
+class DrawsByNumpy(Draws):
+    """The same by numpy."""
+
+    def drawn(self) -> float:
+        return float(np.random.rand())
+
+
+LOG: list[int] = []
+COUNT = 0
+
+
+class LogsOutside(PerParameter):
+    """Adds to a list of its module for large matrices, and divides by its length."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        LOG.clear()
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        if param.numel() > 1000:
+            LOG.append(1)
+        param.sub_(cube(grad) * (group["lr"] / max(len(LOG), 1)))
+
+
+class CountsOutside(PerParameter):
+    """Counts large matrices in a global."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        global COUNT
+        COUNT = 0
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        global COUNT
+        if param.numel() > 1000:
+            COUNT += 1
+        param.sub_(cube(grad) * group["lr"])
+
+
 LARGE = ((40, 30), (30, 40), (40, 30), (30, 40))
 MIXED = ((5, 3), (40, 30), (5, 3), (40, 30))
 
@@ -265,6 +322,10 @@ TRAPS = (
     Trap("stacks-of-equal-shapes", FAMILY, Stacked, "either", shapes=LARGE),
     trap("blocks-of-16-rows", Blocks, MIXED),
     trap("diagonal-from-32-rows", Diagonal, MIXED),
+    Trap("draw-python-big", FAMILY, Draws, "refused", ("random", "outside"), shapes=LARGE),
+    Trap("draw-numpy-big", FAMILY, DrawsByNumpy, "refused", ("random", "outside"), shapes=LARGE),
+    Trap("global-list-big", FAMILY, LogsOutside, "refused", ("LOG", "outside"), shapes=LARGE),
+    Trap("global-number-big", FAMILY, CountsOutside, "refused", ("COUNT", "outside"), shapes=LARGE),
     trap("cached-by-size", Cached, MIXED),
     trap("cached-by-size-and-held", CachedAndHeld, MIXED),
 )
