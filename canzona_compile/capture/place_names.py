@@ -66,12 +66,12 @@ def is_held(place: str, first: Contents, last: Contents) -> bool:
     return "." not in holder or (kinds[0] is not None and kinds[0] == kinds[1])
 
 
-def is_added(place: str, first: Contents) -> bool:
-    """Tell whether a place lies in an attribute, or in an entry of a group, that was not there at first."""
-    home = re.match(r"param_groups\[\d+\]\['[^']*'\]|self\.\w+", place)
-    if home is None or home[0] in first:
+def is_option(place: str, first: Contents) -> bool:
+    """Tell whether a place lies in an entry of a group that was there before the first step: users have set it."""
+    home = re.match(r"param_groups\[\d+\]\['[^']*'\]", place)
+    if home is None:
         return False
-    return not any(known.startswith((f"{home[0]}.", f"{home[0]}[")) for known in first)
+    return home[0] in first or any(known.startswith((f"{home[0]}.", f"{home[0]}[")) for known in first)
 
 
 def in_a_list(place: str) -> bool:

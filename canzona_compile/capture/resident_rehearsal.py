@@ -20,7 +20,7 @@ from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, caches, where
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.joint_rehearsal import rehearse_jointly
-from canzona_compile.capture.place_names import held_in, in_a_list, is_added, is_held, once_for_all, path_of
+from canzona_compile.capture.place_names import held_in, in_a_list, is_held, is_option, once_for_all, path_of
 from canzona_compile.capture.real_sizes import coupled_at_real_sizes
 from canzona_compile.capture.rehearsal import (
     Rehearsal,
@@ -39,10 +39,10 @@ from canzona_compile.errors import DrawsRandomNumbers, UnsupportedOptimizer, som
 
 
 class Unshown(Dependent):
-    """The wrapped optimizer would not show what the step adds to groups and attributes. All else is as it should be."""
+    """The wrapped optimizer would not show some attributes, or what the step adds to groups. All else is right."""
 
 
-class AddsUnseen(Exception):
+class HidesValues(Exception):
     """Residents would do, but for what they do not show.
 
     Attributes:
@@ -81,18 +81,18 @@ class Residency:
         try:
             return rehearse(self.optimizer, names)
         except UnsupportedOptimizer as refused:
-            adds = False
+            hides = False
             try:
                 return self._rehearse_residents(refused, names)
-            except AddsUnseen as unseen:
-                twice, adds = unseen.refusal, True
+            except HidesValues as unseen:
+                twice, hides = unseen.refusal, True
             except UnsupportedOptimizer as problem:
                 twice = problem
             try:
                 return rehearse_jointly(self.optimizer, twice, names, refused.hint or "")
             except UnsupportedOptimizer as last:
-                if adds:  # nobody has set what it adds by itself
-                    return self._rehearse_residents(refused, names, showing_additions=False)
+                if hides:  # no option that users have set
+                    return self._rehearse_residents(refused, names, showing_all=False)
                 raise advised(self.optimizer, last) from refused
 
     def of(self, manner: Any, known: Iterable[Rehearsal]) -> Rehearsal | None:
@@ -127,13 +127,13 @@ class Residency:
             at=name,
             hint="use a variant of it that draws none",
         )
-        self._drawing[manner] = found = self._rehearse_residents(refused, (), showing_additions=False)
+        self._drawing[manner] = found = self._rehearse_residents(refused, (), showing_all=False)
         return found
 
     def _rehearse_residents(
-        self, refused: UnsupportedOptimizer, names: NamesByGroup, showing_additions: bool = True
+        self, refused: UnsupportedOptimizer, names: NamesByGroup, showing_all: bool = True
     ) -> Rehearsal:
-        found = rehearse_residents(self.optimizer, refused, names, self.began, self._counting, showing_additions)
+        found = rehearse_residents(self.optimizer, refused, names, self.began, self._counting, showing_all)
         if found.recipe is not None:
             self._counting |= {path.split("/")[1] for path in found.recipe.shared}
         return found
@@ -169,7 +169,7 @@ def rehearse_residents(
     names: NamesByGroup = (),
     began: Sequence[ParamGroup] = (),
     counting: Container[str] = (),
-    showing_additions: bool = True,
+    showing_all: bool = True,
 ) -> Rehearsal:
     """Rehearse an optimizer as residents. Every rank gets the same result, without communication.
 
@@ -179,10 +179,10 @@ def rehearse_residents(
         names: those of its parameters by group, for errors.
         began: the hyperparameters of its groups when it was wrapped.
         counting: its attributes in which residents have counted since.
-        showing_additions: whether the wrapped optimizer has to show what a step adds to groups and attributes.
+        showing_all: whether the wrapped optimizer has to show more than the options in its groups.
 
     Raises:
-        AddsUnseen: residents would do but for additions that the wrapped optimizer does not show.
+        HidesValues: residents would do, but for what the wrapped optimizer does not show.
         UnsupportedOptimizer: `refused`, with the reason why residents are no way out.
     """
     counts = [len(group["params"]) for group in optimizer.param_groups]
@@ -190,9 +190,7 @@ def rehearse_residents(
     try:
         construction = Construction.of(optimizer, began, counting)
         found = [
-            rehearse_one(
-                optimizer, construction, scenario, device, names or default_names(optimizer), showing_additions
-            )
+            rehearse_one(optimizer, construction, scenario, device, names or default_names(optimizer), showing_all)
             for scenario in scenarios(counts)
         ]
         if at := coupled_at_real_sizes(optimizer, names or default_names(optimizer), construction=construction):
@@ -202,7 +200,7 @@ def rehearse_residents(
         refusal = UnsupportedOptimizer(
             refused.problem, at=refused.at, hint=f"{hint}it cannot run as one object per matrix either: {problem}"
         )
-        raise (AddsUnseen(refusal) if isinstance(problem, Unshown) else refusal) from refused
+        raise (HidesValues(refusal) if isinstance(problem, Unshown) else refusal) from refused
     if any(one.draws for one in found):
         warnings.warn(
             DrawsRandomNumbers(
@@ -237,12 +235,12 @@ def rehearse_one(
     scenario: Scenario,
     device: torch.device,
     names: NamesByGroup,
-    showing_additions: bool,
+    showing_all: bool,
 ) -> Rehearsal:
     """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`.
 
     Raises:
-        Unshown: all that the wrapped optimizer would not show are additions.
+        Unshown: the wrapped optimizer would not show some attributes, or what the step adds to groups.
         Dependent: the runs differ.
         NotConstructible: the constructor fails on small parameters, or keeps values of parameters.
     """
@@ -270,10 +268,10 @@ def rehearse_one(
             problem = f"{some(places)} differs" if again.error is None else first_line(again.error)
             raise Dependent(f"what it keeps cannot be saved and put back: {problem}")
         places = unseen(whole, again, sum(map(len, one.chosen)))
-        if changes := [place for place in places if not is_added(place, whole.first)]:
+        if changes := [place for place in places if is_option(place, whole.first)]:
             raise Dependent(f"its step leaves values of the last parameter at {some(changes)}, for all to see")
-        if places and showing_additions:
-            raise Unshown(f"its step adds values of the last parameter at {some(places)}, for all to see")
+        if places and showing_all:
+            raise Unshown(f"its step leaves values of the last parameter at {some(places)}, for all to see")
         return Rehearsal(
             writes_gradients=whole.steps.writes_gradients,
             aliases=tuple(whole.steps.aliases),
