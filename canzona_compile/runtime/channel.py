@@ -148,8 +148,7 @@ class Channel:
         self.watch = Waiter([self], torch.device("cpu"), ENDED, self._catch_up)
         self._users: Counter[str] = Counter()
         self._last: Announcement | None = None
-        self._noted: set[str] = set()  # what this rank noted since its last announcement
-        self._own: set[str] = set()  # what it had noted before that one
+        self._notes: set[tuple[int, str]] = set()  # what this rank noted, after how many announcements
         # All ranks have made equally many channels, also if torch's process groups began anew on the same store.
         base = PrefixStore(f"canzona/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())
         made = (base.add("made", 1) - 1) // len(ranks)
@@ -196,10 +195,9 @@ class Channel:
         self.check()
         if self._last is not None:
             self._last.finish()
-        if self._noted:
-            with contextlib.suppress(RuntimeError):  # the store may have died with its host
-                self.store.delete_key(f"raised/{self.rank}")
-        self._noted, self._own = set(), self._noted
+        if self._notes:
+            self._tell("raised", None)
+        self._notes = {note for note in self._notes if note[0] == self.announced}  # no rank is later than this
         self.announced += 1
         self._last = Announcement(self, Notice(doing, str(error or ""), told), error)
         return self._last
@@ -221,12 +219,7 @@ class Channel:
             name: of the model.
             number: how many of its collectives will be complete then; 0 if this rank no longer waits.
         """
-        key = f"waits/{self.rank}"
-        with contextlib.suppress(RuntimeError):  # the store may have died with its host
-            if number:
-                self.store.set(key, json.dumps([self.announced, name, number]))
-            else:
-                self.store.delete_key(key)
+        self._tell("waits", [self.announced, name, number] if number else None)
 
     def _catch_up(self) -> None:
         """Complete what another rank waits for that has not announced what this rank has.
@@ -234,11 +227,7 @@ class Channel:
         It cannot announce it before. On ranks that make the same calls this does not happen, and no collective may
         start because time has passed: others may be on their way to another one.
         """
-        for rank in self.ranks:
-            key = f"waits/{rank}"
-            if rank == self.rank or not self.store.check([key]):
-                continue
-            announced, name, number = json.loads(self.store.get(key))
+        for announced, name, number in self._told("waits"):
             for gathering, own in list(self.promised.items()):
                 if own == name and announced < self.announced:
                     gathering.catch_up(number)
@@ -281,10 +270,24 @@ class Channel:
             self.store.compare_set("broken", "", str(error))
 
     def note(self, error: CanzonaError) -> None:
-        """Tell ranks that wait for this one of an error that changed nothing, until this rank announces something."""
-        with contextlib.suppress(RuntimeError):
-            self.store.set(f"raised/{self.rank}", str(error))
-            self._noted.add(str(error))
+        """Tell ranks of an error that changed nothing, if they wait for what this one announces next."""
+        note = (self.announced, str(error))
+        self._notes.add(note)
+        self._tell("raised", note)
+
+    def _tell(self, what: str, told: Any) -> None:
+        """Keep what this rank tells where the others can find it; None takes it back.
+
+        Nothing is deleted, because a rank that asked whether there is something would wait for it.
+        """
+        with contextlib.suppress(RuntimeError):  # the store may have died with its host
+            self.store.set(f"{what}/{self.rank}", json.dumps(told))
+
+    def _told(self, what: str) -> list[Any]:
+        """What the other ranks tell at present."""
+        keys = [f"{what}/{rank}" for rank in self.ranks if rank != self.rank]
+        told = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        return [own for own in told if own is not None]
 
     def listen(self) -> None:
         """Hear, while this rank waits, whether another one failed.
@@ -306,10 +309,13 @@ class Channel:
         store = self.store
         if store.check(["roll"]):
             store.set(f"here/{self.rank}", "1")
-        for key in ("broken", *(f"raised/{rank}" for rank in self.ranks if rank != self.rank)):
-            text: str = store.get(key).decode() if store.check([key]) else ""
-            if text and text not in self._own:  # another rank that raised what this one did goes on as this one does
-                return text
+        broken: str = store.get("broken").decode() if store.check(["broken"]) else ""
+        if broken:
+            return broken
+        for announced, text in self._told("raised"):
+            # A rank that raised what this one did goes on as this one does.
+            if announced < self.announced and (announced, text) not in self._notes:
+                return str(text)
         return ""
 
     def absent(self) -> list[int]:

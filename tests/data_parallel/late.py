@@ -54,6 +54,28 @@ def reads_alone_before_a_flush() -> str:
     return said
 
 
+def raises_alike() -> list[str]:
+    """All ranks raise where a gradient is read, rank 1 late, and train on; and again, and bind another model."""
+    waiter.PATIENCE = timedelta(seconds=0.1)
+    found = []
+    model, optimizers, _ = set_up()
+    for step in range(3):
+        model(batch(step, dist.get_rank())).backward()
+        for weight in list(model.parameters())[:3]:
+            found.append(said_of(lambda: weight.grad.norm() is None))  # noqa: B023
+            if dist.get_rank() == 1 and step == 1:
+                time.sleep(0.3)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model(batch(3, dist.get_rank())).backward()
+    found.append(said_of(lambda: next(model.parameters()).grad.norm() is None))
+    dist.barrier()
+    other, others, _ = set_up()
+    train(other, others)
+    return found
+
+
 def begins_anew() -> tuple[str, str]:
     """Backward fails on rank 1, and then another model is to be trained on the same ranks."""
     model, optimizers, _ = set_up()

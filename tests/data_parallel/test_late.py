@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.data_parallel.late import begins_anew, late_for_a_step, one_column_differs, reads_alone_before_a_flush
+from tests.data_parallel.late import (
+    begins_anew,
+    late_for_a_step,
+    one_column_differs,
+    raises_alike,
+    reads_alone_before_a_flush,
+)
 from tests.harness.ranks import run
 
 pytestmark = pytest.mark.ranks
@@ -19,6 +25,13 @@ def test_one_rank_reads_parameters_before_all_optimizers_have_stepped() -> None:
     said, nothing = run(2, reads_alone_before_a_flush, fresh=True)
     assert "rank 1 did not make this call" in said
     assert nothing == ""
+
+
+def test_ranks_that_all_raise_the_same_go_on() -> None:
+    """None of them hears what another one raised at the same place, however late that one is."""
+    for said in run(2, raises_alike, fresh=True):
+        assert len(said) == 10
+        assert all("a norm of it would differ" in one for one in said), said
 
 
 def test_nothing_is_bound_on_ranks_whose_collectives_never_complete() -> None:

@@ -9,7 +9,8 @@ that a pool takes a fraction of a second. Work is named by module and function: 
     results = run(4, work, "fsdp", after=partial(work, "plain"))  # what ranks share is made once, before the fork
 
 An exception on any rank is raised here with that rank's traceback; ranks that do not answer in time
-are an error that shows where they hang. Either way the pool is replaced before its next use.
+are an error that shows where they hang. Either way the pool is replaced before its next use, and so
+it is where a call left a broken channel, because nothing else can be bound on these ranks.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def run(
         finally:
             pool.close()
     pool = pool_of(world, group)
-    if before is not None and before not in pool.behind:
+    if pool.broken or (before is not None and before not in pool.behind):
         drop(world, group)
         pool = pool_of(world, group)
     try:
@@ -138,6 +139,7 @@ class Pool:
 
     def __init__(self, world: int, group: bool, patience: float = PATIENCE) -> None:
         self.behind = nursery().done
+        self.broken = False
         self._logs = tempfile.TemporaryDirectory(prefix="canzona-ranks-")
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group else None
         port = self._store.port if self._store else None
@@ -184,10 +186,11 @@ class Pool:
 
     def _answer(self, rank: int, dying: bool) -> tuple[Any, str]:
         try:
-            done, value = pickle.loads(self._ends[rank].recv_bytes())
+            done, value, broken = pickle.loads(self._ends[rank].recv_bytes())
         except (EOFError, OSError):
             code = self._processes[rank].join(GRACE)
             return Died(code), "" if dying else f"died (exit code {code})\n{self._tail(rank)}"
+        self.broken |= broken
         if dying:
             return None, f"lives and returned {value!r}"
         return (value, "") if done else (None, f"raised\n{value}")
@@ -261,8 +264,10 @@ def serve(end: Connection, rank: int, world: int, port: int | None, patience: fl
 
 
 def reply(job: bytes) -> bytes:
-    """The answer to a call, pickled; one that cannot be is a failure."""
+    """The answer to a call, pickled, and whether it broke a channel; an answer that cannot be pickled is a failure."""
+    done, value = answer(job)
+    broken = any(own.broken for own in channel._living)
     try:
-        return pickle.dumps(answer(job))
+        return pickle.dumps((done, value, broken))
     except Exception as error:
-        return pickle.dumps((False, f"{type(error).__name__}: {error}"))
+        return pickle.dumps((False, f"{type(error).__name__}: {error}", broken))
