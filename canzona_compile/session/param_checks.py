@@ -62,8 +62,9 @@ def check_usable(name: str, param: Tensor) -> None:
 
 
 def check_in_use(named: Named) -> None:
-    """Raise if a model has replaced the parameters: none of them has a gradient, and no module has one of them.
+    """Raise if a model has replaced the parameters by DTensors.
 
+    That is so if none of them has a gradient, no module has one of them, and modules have DTensors of all their shapes.
     Looking for modules takes a moment, and happens only where no parameter has a gradient at the first step.
 
     Args:
@@ -76,11 +77,12 @@ def check_in_use(named: Named) -> None:
         return
     modules = (vars(module).get("_parameters") or {} for module in live(nn.Module))
     held = {id(param): param for own in modules for param in own.values()}
-    if any(id(param) in held for _, _, param in named) or not any(isinstance(p, DTensor) for p in held.values()):
+    sharded = {param.shape for param in held.values() if isinstance(param, DTensor)}
+    if any(id(param) in held or param.shape not in sharded for _, _, param in named):
         return
     raise CanzonaError(
-        "no parameter has a gradient, and no module has any of them, while there are modules with DTensors: the model "
-        "was sharded after its optimizer was made, so steps would train nothing",
+        "no parameter has a gradient, and no module has any of them, while modules have DTensors of their shapes: the "
+        "model was sharded after its optimizer was made, so steps would train nothing",
         at=some(name for name, _, _ in named),
         hint="call fully_shard(model) or parallelize_module(model) first, then make the optimizer from "
         "model.parameters(), and wrap it",

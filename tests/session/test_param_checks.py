@@ -86,6 +86,23 @@ def test_a_first_step_without_gradients_is_none() -> None:
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+def beside_a_sharded_model() -> list[int]:
+    """How many parameters explain and step take, of a model that is whole, without gradients, next to a sharded one."""
+    other = nn.Linear(7, 5)
+    fully_shard(other)
+    loose = nn.Parameter(torch.ones(6, 4))
+    optimizer = torch.optim.Muon([loose])
+    found = [len(canzona_compile.explain(optimizer).parameters)]
+    canzona_compile.wrap(optimizer).step()
+    return [*found, sum(1 for _ in other.parameters())]
+
+
+@pytest.mark.ranks
+def test_parameters_of_no_module_next_to_a_sharded_model() -> None:
+    """The other model has no parameter of this shape, so it cannot have replaced this one."""
+    assert run(2, beside_a_sharded_model) == [[1, 2]] * 2
+
+
 def test_parameters_without_values() -> None:
     model = model_of().to("meta")
     optimizer = muon(model)
