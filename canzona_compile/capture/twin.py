@@ -56,17 +56,21 @@ def check_step_signature(kind: type[Optimizer]) -> None:
             f"{kind.__name__} has a finalizer, __del__, which would run for every copy that its step is tried on",
             hint="free what it frees in a method of its own, or with weakref.finalize in an object that it holds",
         )
-    required = [
+    if required := required_arguments(kind):
+        raise UnsupportedOptimizer(
+            f"{kind.__name__}.step requires {', '.join(required)}: it evaluates the model several times per step",
+            hint="such optimizers (LBFGS) cannot be split by parameter; use them unwrapped",
+        )
+
+
+def required_arguments(kind: type[Optimizer]) -> list[str]:
+    """The arguments without which a class's step cannot be called, such as the closure of LBFGS."""
+    return [
         name
         for name, parameter in list(inspect.signature(plain_step(kind)).parameters.items())[1:]
         if parameter.default is inspect.Parameter.empty
         and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     ]
-    if required:
-        raise UnsupportedOptimizer(
-            f"{kind.__name__}.step requires {', '.join(required)}: it evaluates the model several times per step",
-            hint="such optimizers (LBFGS) cannot be split by parameter; use them unwrapped",
-        )
 
 
 def make_twin(

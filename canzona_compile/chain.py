@@ -1,0 +1,411 @@
+"""`chain`: several optimizers as one `torch.optim.Optimizer`.
+
+A matrix optimizer never trains a model alone: embeddings, heads, norms and biases go to an optimizer such as AdamW.
+Trainers, schedulers, checkpoints and gradient scalers take one optimizer. A `Chain` is that one object. It owns
+nothing: its parameter groups are the very dicts of its optimizers, and its state is a view of theirs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from canzona_compile.capture.twin import plain_class, required_arguments
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+
+Groups = list[dict[str, Any]]
+StateDict = dict[str, Any]
+
+
+def chain(*optimizers: Optimizer) -> Chain:
+    """Make one optimizer of several, which step one after the other.
+
+    Args:
+        optimizers: at least one. No two of them may have a parameter in common. They may be wrapped already.
+
+    Returns:
+        The optimizer. `wrap` and `zero1` take it as they take any other.
+
+    Raises:
+        CanzonaError: one of them is no optimizer, is a chain, or shares a parameter with another one.
+        UnsupportedOptimizer: one needs a closure, as LBFGS does.
+    """
+    return Chain(optimizers)
+
+
+class Chain(Optimizer):
+    """Several optimizers as one, see `chain`.
+
+    Its `state_dict` has the form of a plain optimizer that holds the groups of all. Hooks, schedulers, `GradScaler`,
+    pickles, copies and the helpers of `torch.distributed.checkpoint` work as they do with any optimizer.
+
+    Args:
+        optimizers: as in `chain`.
+
+    Attributes:
+        optimizers: the optimizers in the order in which they step.
+    """
+
+    optimizers: tuple[Optimizer, ...]
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        check_members(optimizers)
+        self.optimizers = tuple(optimizers)
+        super().__init__(self.param_groups, common_defaults(self.optimizers))
+
+    # -- groups and state --------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> Groups:  # type: ignore[override]
+        """The groups of all optimizers in order. They are those dicts themselves, in a list that cannot grow."""
+        return FixedGroups(group for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    @param_groups.setter
+    def param_groups(self, groups: Groups) -> None:
+        if not groups:  # the constructor of Optimizer begins with none
+            return
+        sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        if len(groups) != sum(sizes):
+            raise CanzonaError(
+                f"the chain has {sum(sizes)} parameter groups and is given {len(groups)}",
+                at="chain.param_groups",
+                hint="chain.add_param_group(group, to=...) adds a group to one of its optimizers",
+            )
+        given = iter(groups)
+        for optimizer, size in zip(self.optimizers, sizes, strict=True):
+            optimizer.param_groups = [next(given) for _ in range(size)]
+
+    @property
+    def state(self) -> ChainState:  # type: ignore[override]
+        """The state of all optimizers, by parameter. What is set here is set in the optimizer of that parameter."""
+        return ChainState(self)
+
+    @state.setter
+    def state(self, state: Mapping[Any, Any]) -> None:
+        if not state and "defaults" not in vars(self):  # the constructor of Optimizer begins with none
+            return
+        found = dict(state)
+        own = self.state
+        own.clear()
+        own.update(found)
+
+    def holder(self, param: Any) -> Optimizer | None:
+        """The optimizer that has a parameter; None if none has."""
+        for optimizer in self.optimizers:
+            if any(param is own for group in optimizer.param_groups for own in group["params"]):
+                return optimizer
+        return None
+
+    def add_param_group(self, param_group: dict[str, Any], to: Optimizer | int | None = None) -> None:
+        """Give one of the optimizers another group of parameters.
+
+        Args:
+            param_group: the group, as any optimizer takes it.
+            to: the optimizer, or its position in the chain.
+
+        Raises:
+            CanzonaError: `to` does not say which optimizer, or another one has one of the parameters.
+        """
+        if any(param_group is own for own in self.param_groups):  # as the constructor of Optimizer adds them
+            return
+        member = self.optimizers[to] if isinstance(to, int) and -len(self.optimizers) <= to < len(self.optimizers) else to
+        target = next((own for own in self.optimizers if own is member), None)
+        if target is None:
+            raise CanzonaError(
+                "a chain has to be told which of its optimizers takes the group",
+                at="chain.add_param_group",
+                hint=f"add_param_group(group, to=0), or to=chain.optimizers[0]; {positions(self.optimizers)}",
+            )
+        given = param_group["params"]
+        param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
+        for entry in given:
+            param = entry[1] if isinstance(entry, tuple) else entry
+            holder = self.holder(param)
+            if holder is not None and holder is not target:
+                raise CanzonaError(
+                    f"{plain_class(holder).__name__} has this parameter, of shape {list(param.shape)}, already",
+                    at="chain.add_param_group",
+                    hint="give each parameter to one optimizer",
+                )
+        target.add_param_group(param_group)
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all optimizers in order.
+
+        Args:
+            closure: computes the loss and the gradients. It is called once, before the first optimizer steps.
+
+        Returns:
+            What the closure returned; None without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters.
+
+        Args:
+            set_to_none: to None; otherwise to zeros.
+        """
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def train(self) -> None:
+        """Tell the optimizers that have this method, such as those of schedulefree, that training goes on."""
+        self._tell("train")
+
+    def eval(self) -> None:
+        """Tell the optimizers that have this method, such as those of schedulefree, that the model is evaluated."""
+        self._tell("eval")
+
+    def _tell(self, method: str) -> None:
+        for optimizer in self.optimizers:
+            call = getattr(optimizer, method, None)
+            if callable(call):
+                call()
+
+    # -- checkpoints, copies -----------------------------------------------------------------------------
+
+    def state_dict(self) -> StateDict:
+        """The state in the form of one plain optimizer with all groups; parameters are numbered through all of them.
+
+        Raises:
+            UnsupportedOptimizer: one of the optimizers saves more than groups and the state of parameters.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        found: StateDict = {"state": {}, "param_groups": []}
+        for optimizer in self.optimizers:
+            own = optimizer.state_dict()
+            numbers = {id_: i for i, id_ in enumerate(ids_of(own["param_groups"]), count_of(found["param_groups"]))}
+            check_form(optimizer, own, numbers)
+            found["state"] |= {numbers[id_]: entry for id_, entry in own["state"].items()}
+            found["param_groups"] += [renumbered(group, numbers) for group in own["param_groups"]]
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load what `state_dict` returned, on a chain with groups of the same sizes.
+
+        Args:
+            state_dict: of a chain, or of a plain optimizer whose groups are those of the chain in order.
+
+        Raises:
+            CanzonaError: the groups do not fit; nothing was loaded then.
+        """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        groups = state_dict["param_groups"]
+        check_sizes([len(g["params"]) for g in groups], [len(g["params"]) for g in self.param_groups])
+        begin = 0
+        parts = []
+        for optimizer in self.optimizers:
+            own = groups[begin : begin + len(optimizer.param_groups)]
+            begin += len(own)
+            numbers = {id_: i for i, id_ in enumerate(ids_of(own))}
+            state = {numbers[id_]: entry for id_, entry in state_dict["state"].items() if id_ in numbers}
+            parts.append({"state": state, "param_groups": [renumbered(group, numbers) for group in own]})
+        for optimizer, part in zip(self.optimizers, parts, strict=True):
+            optimizer.load_state_dict(part)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"defaults": self.defaults, "optimizers": self.optimizers}
+
+    def __repr__(self) -> str:
+        return "\n".join(["Chain (", *map(repr, self.optimizers), ")"])
+
+
+class FixedGroups(list[dict[str, Any]]):
+    """The parameter groups of a chain. A group that is put into this list would reach no optimizer, so none can be."""
+
+    def _fixed(self, *_: Any) -> NoReturn:
+        raise CanzonaError(
+            "the parameter groups of a chain are those of its optimizers",
+            at="chain.param_groups",
+            hint="chain.add_param_group(group, to=...) adds one; chain.optimizers[i].param_groups is the list to change",
+        )
+
+    append = extend = insert = remove = pop = clear = __setitem__ = __delitem__ = __iadd__ = _fixed  # type: ignore[assignment]
+
+
+class ChainState(MutableMapping[Any, Any]):
+    """The state of all optimizers of a chain, by parameter: a view, which writes to where the parameter belongs.
+
+    Args:
+        own: the chain.
+    """
+
+    def __init__(self, own: Chain) -> None:
+        self._chain = own
+
+    @property
+    def _states(self) -> list[MutableMapping[Any, Any]]:
+        return [optimizer.state for optimizer in self._chain.optimizers]
+
+    def _home(self, key: Any) -> MutableMapping[Any, Any]:
+        for state in self._states:
+            if key in state:
+                return state
+        holder = self._chain.holder(key)
+        if holder is None:
+            raise KeyError(key)
+        return holder.state
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._home(key)[key]  # where there is none yet, an optimizer makes an empty one
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._home(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._home(key)[key]
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in state for state in self._states)
+
+    def __iter__(self) -> Iterator[Any]:
+        for state in self._states:
+            yield from state
+
+    def __len__(self) -> int:
+        return sum(map(len, self._states))
+
+    def clear(self) -> None:
+        """Drop the state of all optimizers."""
+        for state in self._states:
+            state.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, Any]:
+        return defaultdict(dict, copy.deepcopy(dict(self), memo))
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+    def __repr__(self) -> str:
+        return f"ChainState({dict(self)!r})"
+
+
+def check_members(optimizers: Sequence[Any]) -> None:
+    """Raise unless these can step one after the other, see `chain`."""
+    if not optimizers:
+        raise CanzonaError("a chain has at least one optimizer", at="chain()", hint="chain(muon, adamw)")
+    holders: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        check_member(optimizer)
+        for name, param in named_in(optimizer):
+            holder = holders.setdefault(id(param), optimizer)
+            if holder is not optimizer:
+                raise CanzonaError(
+                    f"both {plain_class(holder).__name__} and {plain_class(optimizer).__name__} have this parameter",
+                    at=name,
+                    hint="give each parameter to one optimizer; canzona_compile.hidden_matrices(model) tells them apart",
+                )
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise CanzonaError("an optimizer is in the chain twice", at="chain()", hint="name each one once")
+
+
+def named_in(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of an optimizer, each with its name, or with its shape if the optimizer has no names."""
+    for group in optimizer.param_groups:
+        shapes = [f"a parameter of shape {list(param.shape)}" for param in group["params"]]
+        yield from zip(group.get("param_names", shapes), group["params"], strict=True)
+
+
+def check_member(optimizer: Any) -> None:
+    """Raise unless an object can be part of a chain."""
+    if isinstance(optimizer, Chain):
+        raise CanzonaError(
+            "a chain cannot be part of another one", at="chain()", hint="chain(*first.optimizers, another)"
+        )
+    if isinstance(optimizer, list | tuple):
+        raise CanzonaError("chain takes optimizers, not a list of them", at="chain()", hint="chain(*optimizers)")
+    if not isinstance(optimizer, Optimizer):
+        raise CanzonaError(
+            f"chain takes torch.optim.Optimizer objects, not a {type(optimizer).__name__}",
+            at="chain()",
+            hint="pass the optimizers themselves, before frameworks wrap them",
+        )
+    if required := required_arguments(plain_class(optimizer)):
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__}.step requires {', '.join(required)}: it evaluates the model several "
+            "times per step, and a chain calls the closure once for all its optimizers",
+            at="chain()",
+            hint="step it by itself, next to the chain",
+        )
+
+
+def common_defaults(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """The defaults that all optimizers have with equal values."""
+    first, *others = (optimizer.defaults for optimizer in optimizers)
+    return {
+        name: value
+        for name, value in first.items()
+        if not isinstance(value, Tensor) and all(name in other and other[name] == value for other in others)
+    }
+
+
+def positions(optimizers: Sequence[Optimizer]) -> str:
+    """Say which optimizer is at which position."""
+    return ", ".join(f"{i} is {plain_class(own).__name__}" for i, own in enumerate(optimizers))
+
+
+def ids_of(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The numbers of parameters in the groups of a state dict, in order."""
+    return [id_ for group in groups for id_ in group["params"]]
+
+
+def count_of(groups: Sequence[Mapping[str, Any]]) -> int:
+    return len(ids_of(groups))
+
+
+def renumbered(group: Mapping[str, Any], numbers: Mapping[Any, int]) -> dict[str, Any]:
+    """A group of a state dict, with other numbers for its parameters."""
+    return {**group, "params": [numbers[id_] for id_ in group["params"]]}
+
+
+def check_form(optimizer: Optimizer, saved: Mapping[str, Any], ids: Mapping[Any, int]) -> None:
+    """Raise unless a state dict holds groups and the state of parameters, and nothing else."""
+    others = [*(saved.keys() - {"state", "param_groups"}), *(saved["state"].keys() - ids.keys())]
+    if others:
+        raise UnsupportedOptimizer(
+            f"the state dict of {plain_class(optimizer).__name__} holds {', '.join(map(str, others))}, for which the state "
+            "dict of one plain optimizer has no place",
+            at="chain.state_dict()",
+            hint="save each of chain.optimizers by itself",
+        )
+
+
+def check_sizes(saved: Sequence[int], own: Sequence[int]) -> None:
+    """Raise unless the groups of a state dict have as many parameters as those of the chain."""
+    if len(saved) != len(own):
+        raise CanzonaError(
+            f"the state dict has {len(saved)} parameter groups, the chain has {len(own)}",
+            at="chain.load_state_dict",
+            hint="make the chain of the same optimizers, in the same order, as the one that was saved",
+        )
+    for number, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
+        if theirs != mine:
+            raise CanzonaError(
+                f"parameter group {number} has {theirs} parameters in the state dict and {mine} in the chain",
+                at="chain.load_state_dict",
+                hint="make the chain from the same model as the one that was saved",
+            )
