@@ -8,6 +8,7 @@ from canzona_compile.api.wrap import explain, unwrap, wrap
 from canzona_compile.api.wrap_cls import wrap_cls
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.api.zero1 import zero1
+from canzona_compile.chain import Chain, chain
 from canzona_compile.errors import (
     CanzonaError,
     InvalidGradient,
@@ -31,6 +32,7 @@ set_up()
 
 __all__ = [
     "CanzonaError",
+    "Chain",
     "Explanation",
     "InvalidGradient",
     "OfflinePlan",
@@ -42,6 +44,7 @@ __all__ = [
     "UnsupportedLayout",
     "UnsupportedOptimizer",
     "Verification",
+    "chain",
     "explain",
     "is_wrapped",
     "plan",

@@ -114,8 +114,7 @@ class Chain(Optimizer):
         """
         if any(param_group is own for own in self.param_groups):  # as the constructor of Optimizer adds them
             return
-        member = self.optimizers[to] if isinstance(to, int) and -len(self.optimizers) <= to < len(self.optimizers) else to
-        target = next((own for own in self.optimizers if own is member), None)
+        target = next((own for i, own in enumerate(self.optimizers) if own is to or i == to), None)
         if target is None:
             raise CanzonaError(
                 "a chain has to be told which of its optimizers takes the group",
@@ -146,13 +145,14 @@ class Chain(Optimizer):
         Returns:
             What the closure returned; None without one.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
+        self.step_all()
+        return loss
+
+    def step_all(self) -> None:
+        """Step all optimizers in order; hooks of the chain and a closure are the business of `step`."""
         for optimizer in self.optimizers:
             optimizer.step()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters.
@@ -241,7 +241,7 @@ class FixedGroups(list[dict[str, Any]]):
         raise CanzonaError(
             "the parameter groups of a chain are those of its optimizers",
             at="chain.param_groups",
-            hint="chain.add_param_group(group, to=...) adds one; chain.optimizers[i].param_groups is the list to change",
+            hint="add one with chain.add_param_group(group, to=...); change the list of chain.optimizers[i]",
         )
 
     append = extend = insert = remove = pop = clear = __setitem__ = __delitem__ = __iadd__ = _fixed  # type: ignore[assignment]
@@ -304,6 +304,14 @@ class ChainState(MutableMapping[Any, Any]):
         return f"ChainState({dict(self)!r})"
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Call a closure as optimizers do; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def check_members(optimizers: Sequence[Any]) -> None:
     """Raise unless these can step one after the other, see `chain`."""
     if not optimizers:
@@ -317,7 +325,7 @@ def check_members(optimizers: Sequence[Any]) -> None:
                 raise CanzonaError(
                     f"both {plain_class(holder).__name__} and {plain_class(optimizer).__name__} have this parameter",
                     at=name,
-                    hint="give each parameter to one optimizer; canzona_compile.hidden_matrices(model) tells them apart",
+                    hint="give each parameter to one optimizer, as canzona_compile.hidden_matrices(model) does",
                 )
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise CanzonaError("an optimizer is in the chain twice", at="chain()", hint="name each one once")
@@ -387,8 +395,8 @@ def check_form(optimizer: Optimizer, saved: Mapping[str, Any], ids: Mapping[Any,
     others = [*(saved.keys() - {"state", "param_groups"}), *(saved["state"].keys() - ids.keys())]
     if others:
         raise UnsupportedOptimizer(
-            f"the state dict of {plain_class(optimizer).__name__} holds {', '.join(map(str, others))}, for which the state "
-            "dict of one plain optimizer has no place",
+            f"the state dict of {plain_class(optimizer).__name__} holds {', '.join(map(str, others))}, for which the "
+            "state dict of a chain has no place",
             at="chain.state_dict()",
             hint="save each of chain.optimizers by itself",
         )

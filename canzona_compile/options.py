@@ -108,6 +108,7 @@ class Options:
         split: patterns of parameter names, each with the logical matrices of the parameters that it matches.
         layout: what the user says of plain tensors that are fragments; None if nothing.
         names: the names of the parameters in each parameter group, for parameter groups without `param_names`.
+        prefix: begins the names of parameters that nobody named; `wrap` sets it for the optimizers of a chain.
         planner: the rule that chooses owner ranks, one of `ownership.NAMES`.
         alpha: the parameter of the rule "alpha", from 0 (even communication) to 1 (even load).
         hardware: the rates that predictions use; None takes those that are assumed for the kind of device.
@@ -131,6 +132,7 @@ class Options:
     split: tuple[tuple[str, Split], ...] = ()
     layout: GivenLayout | None = None
     names: tuple[tuple[str, ...], ...] = ()
+    prefix: str = ""
     planner: str = "joint"
     alpha: float = 1.0
     hardware: Hardware | None = None

@@ -8,7 +8,8 @@ class of the optimizer, as `fully_shard` swaps the class of modules, and all of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,18 +18,22 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from canzona_compile.api.chained import MemberCanzona, attach_chain, detach_chain, members_of
 from canzona_compile.api.handle import Canzona
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
 from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.twin import plain_class
+from canzona_compile.chain import Chain
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options, StrategyOption
-from canzona_compile.report.explain import Explanation, explain_session
+from canzona_compile.report.explain import Explanation, explain_all
+from canzona_compile.session.given_layout import check_layout_patterns
+from canzona_compile.session.param_names import named_params
 from canzona_compile.session.session import Session
-from canzona_compile.split import Split, splits_of
+from canzona_compile.split import Split, check_patterns, fitting, splits_of
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
@@ -108,7 +113,7 @@ def wrap(
     """
     if not isinstance(optimizer, Optimizer):
         raise no_optimizer(optimizer)
-    names = () if model is None else names_in(model, optimizer)
+    names = () if model is None or isinstance(optimizer, Chain) else names_in(model, optimizer)
     if planner == "exact":
         raise CanzonaError(
             "the planner 'exact' is bound by time, so that ranks would plan differently",
@@ -137,19 +142,72 @@ def wrap(
         cuda_graphs=cuda_graphs,
         audit=audit,
     )
+    members = members_of(optimizer)
+    each = [options] if members[0] is optimizer else options_of(members, options, model)
+    for own, wanted in zip(members, each, strict=True):
+        if not (is_wrapped(own) and check_same(own, wanted)):
+            check_wrappable(own)
+    for own, wanted in zip(members, each, strict=True):
+        wrap_one(own, wanted, Canzona if own is optimizer else MemberCanzona)
+    return attach_chain(optimizer) if isinstance(optimizer, Chain) else optimizer
+
+
+def check_same(optimizer: Optimizer, options: Options) -> bool:
+    """Tell whether a wrapped optimizer can go on stepping; it has to have these options then.
+
+    Raises:
+        CanzonaError: it has other ones.
+    """
+    session = optimizer.canzona.session  # type: ignore[attr-defined]
+    if session.options != options and not session.lost:
+        raise CanzonaError(
+            "the optimizer is wrapped already, with other options",
+            hint="unwrap it first, or call wrap once",
+        )
+    return not session.lost
+
+
+def wrap_one(optimizer: Optimizer, options: Options, kind: type[Canzona]) -> None:
+    """Wrap an optimizer that is no chain. One that is wrapped stays as it is, if it can step.
+
+    Args:
+        optimizer: the optimizer.
+        options: of `wrap`.
+        kind: of its handle.
+    """
     if is_wrapped(optimizer):
-        session = optimizer.canzona.session  # type: ignore[attr-defined]
-        if session.options != options and not session.lost:
-            raise CanzonaError(
-                "the optimizer is wrapped already, with other options",
-                hint="unwrap it first, or call wrap once",
-            )
-        if not session.lost:
-            return optimizer
+        if not optimizer.canzona.session.lost:  # type: ignore[attr-defined]
+            return
         optimizer.canzona.release()  # type: ignore[attr-defined]
         detach(optimizer)
-    check_wrappable(optimizer)
-    return attach(optimizer, Canzona(Session(optimizer, options)))
+    attach(optimizer, kind(Session(optimizer, options)))
+
+
+def options_of(members: Sequence[Optimizer], options: Options, model: nn.Module | None) -> list[Options]:
+    """The options of each optimizer of a chain: each has the patterns that fit its parameters, and names of its own.
+
+    Raises:
+        CanzonaError: a pattern fits no parameter of any optimizer, or the model lacks a parameter.
+    """
+    names_of = [() if model is None else names_in(model, own) for own in members]
+    prefixes = [f"{plain_class(own).__name__}{i}." for i, own in enumerate(members)]
+    known = [
+        [name for name, _, _ in named_params(own, names, prefix)]
+        for own, names, prefix in zip(members, names_of, prefixes, strict=True)
+    ]
+    every_name = [name for names in known for name in names]
+    check_patterns(options.split, every_name)
+    check_layout_patterns(options.layout, every_name)
+    return [
+        replace(
+            options,
+            names=own_names,
+            prefix=prefix,
+            split=fitting(options.split, names),
+            layout=None if options.layout is None else options.layout.for_names(names),
+        )
+        for own_names, prefix, names in zip(names_of, prefixes, known, strict=True)
+    ]
 
 
 def names_in(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
@@ -205,7 +263,11 @@ def unwrap(optimizer: Opt) -> Opt:
     Raises:
         CanzonaError: the optimizer is a wrapper around the wrapped one, or it has stepped by objects of its own.
     """
-    if is_wrapped(optimizer):
+    if isinstance(optimizer, Chain) and is_wrapped(optimizer):
+        for own in optimizer.optimizers:
+            unwrap(own)
+        detach_chain(optimizer)
+    elif is_wrapped(optimizer):
         if "canzona" not in vars(optimizer):
             raise CanzonaError(
                 f"{type(optimizer).__name__} goes around the wrapped optimizer",
@@ -254,5 +316,5 @@ def explain(optimizer: Optimizer) -> Explanation:
     Raises:
         CanzonaError: the optimizer as a whole cannot be planned.
     """
-    session = optimizer.canzona.session if is_wrapped(optimizer) else Session(optimizer, Options())  # type: ignore[attr-defined]
-    return explain_session(session)
+    members = members_of(optimizer)
+    return explain_all([own.canzona.session if is_wrapped(own) else Session(own, Options()) for own in members])  # type: ignore[attr-defined]

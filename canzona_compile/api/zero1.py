@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -15,16 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.api.handle import Canzona
+from canzona_compile.api.chained import attach_chain, members_of
 from canzona_compile.api.wrap import names_in
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
-from canzona_compile.compat.torch_private import calls_outside_dynamo
+from canzona_compile.api.zero1_handle import Zero1Canzona
+from canzona_compile.chain import Chain
 from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.filling import Filling
-from canzona_compile.data_parallel.joint_plan import JointPlan, plan_jointly
+from canzona_compile.data_parallel.joint_plan import plan_jointly
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
@@ -38,80 +38,6 @@ from canzona_compile.session.given_layout import check_layout_patterns, check_ma
 from canzona_compile.split import Split, check_patterns, fitting, splits_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
-
-
-@calls_outside_dynamo
-class Zero1Canzona(Canzona):
-    """`optimizer.canzona` of an optimizer under ZeRO-1: what `wrap` gives, and what is done to all gradients.
-
-    Args:
-        session: takes the steps.
-
-    Attributes:
-        owner: the session.
-        zero1: the buckets of the model and their collectives; all optimizers of one call share it.
-        joint: the plan of the model, which they share too.
-    """
-
-    def __init__(self, session: OwnerSession, zero1: Zero1, joint: JointPlan) -> None:
-        super().__init__(session)
-        self.owner, self.zero1, self.joint = session, zero1, joint
-
-    def release(self) -> None:
-        """Leave the optimizer as it would be without `zero1`, and the model too after the last one. A collective."""
-        super().release()
-        self.zero1.release(self.owner)
-
-    def plan(self) -> PlanFile:
-        """Owners, buckets and micro-groups of the whole model: all matrices, of all optimizers of the call of `zero1`.
-
-        `canzona_compile.plan(model, mesh={"dp": ...}, optimizer=..., updates="zero1")` has the same fingerprint.
-        """
-        return PlanFile.of(self.joint.scheduled(self.session.options))
-
-    def measure(self, steps: int = 5) -> None:
-        """Time the next steps of this optimizer, and the reductions and gathers of the whole model around them.
-
-        The arguments and errors are those of `Canzona.measure`.
-        """
-        measuring = self.session.measuring
-        clock = measuring.begin(steps, self.session.device)
-        measuring.at_end = lambda: self.zero1.measure(None)
-        self.zero1.measure(clock)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients of the whole model so that their norm is at most `max_norm`. This is a collective.
-
-        The gradients are those of all optimizers of the call of `zero1`. The result is that of
-        `torch.nn.utils.clip_grad_norm_` on whole gradients, up to the order of one sum.
-
-        Args:
-            max_norm: the largest norm.
-            norm_type: the order of the norm; `math.inf` for the largest absolute value.
-            error_if_nonfinite: whether to raise if the norm is not finite.
-
-        Returns:
-            The norm before, a 0-d tensor of the dtype of gradients, equal on all ranks.
-
-        Raises:
-            RuntimeError: the norm is not finite, and `error_if_nonfinite`.
-            CanzonaError: gradients are not reduced yet.
-        """
-        return self.zero1.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Inside this context, backward passes accumulate gradients on each rank without communication.
-
-        Run the last backward pass of a step outside of it.
-        """
-        return self.zero1.no_sync()
-
-    def synchronize(self) -> None:
-        """Wait until all parameters are whole on this rank.
-
-        With `gather="forward"`, call this on every rank before anything but the model's forward pass reads parameters.
-        """
-        self.zero1.synchronize()
 
 
 def zero1(
@@ -148,7 +74,7 @@ def zero1(
     Args:
         model: the model, on its device, not wrapped in DDP or FSDP. Parameters may be plain tensors, or DTensors over
             other mesh dims than `mesh` (tensor parallelism).
-        optimizer: an optimizer that `wrap` takes, or several that share no parameter.
+        optimizer: an optimizer that `wrap` takes, a chain, or several optimizers that share no parameter.
         mesh: the data-parallel ranks: a mesh of one dim, a process group, or a mesh of two dims whose first one
             replicates: gradients are then reduced along the second dim and summed over the first.
         planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
@@ -181,7 +107,7 @@ def zero1(
     Raises:
         CanzonaError: the model, an optimizer, the mesh or an option does not fit, or ranks differ in their parameters.
     """
-    optimizers: list[Optimizer] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers: list[Optimizer] = list(members_of(optimizer) if isinstance(optimizer, Optimizer) else optimizer)
     check(model, optimizers, bucket_bytes, reduce_dtype, gather)
     group, ranks = group_of(mesh)
     given, names_of = GivenLayout.of(layout), [names_in(model, own) for own in optimizers]
@@ -254,6 +180,8 @@ def zero1(
     for own, session, bound in zip(optimizers, sessions, joint.bound, strict=True):
         session.attach([filling.fragments[name] for name in names[session]], group, joint, bound, agreement)
         attach(own, Zero1Canzona(session, engine, joint))
+    if isinstance(optimizer, Chain):
+        attach_chain(optimizer)
     return optimizer
 
 

@@ -43,6 +43,9 @@ from torch.distributed.fsdp._common_utils import _is_fsdp_flattened as is_flatte
 # How FSDP2 shards a dim that tensor parallelism has cut before.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+# Hooks that run before the step of every optimizer.
+from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS_OF_ALL
+
 # Nested lists and dicts of tensors.
 from torch.utils import _pytree as pytree
 
@@ -53,6 +56,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "HOOKS_OF_ALL",
     "AllreduceOptions",
     "FakeTensor",
     "FakeTensorMode",

@@ -16,12 +16,12 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.bucket import ALIGNMENT
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
-from canzona_compile.ir.step import Form, Step, Template
+from canzona_compile.ir.step import Step
 from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.session.bind import Binder, BoundParam
 from canzona_compile.session.entries import same_but_sizes
-from canzona_compile.session.plan import captured_step, check_pieces, lower
+from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -166,24 +166,6 @@ def constants(kind: ParamKind) -> list[list[int | float]]:
     """The numbers that the captured code holds as constants."""
     calls = [n for n in kind.template.graph.nodes if n.op == "call_function"]
     return [[a for a in (*n.args, *n.kwargs.values()) if isinstance(a, int | float)] for n in calls]
-
-
-def joined(parts: Sequence[Step]) -> Step:
-    """Put the CAPTURED steps of several optimizers together. Templates of equal names get numbers."""
-    if len(parts) == 1:
-        return parts[0]
-    templates: list[Template] = []
-    tasks = []
-    groups = 0
-    for number, part in enumerate(parts):
-        taken = {t.name for t in templates}
-        names = {t.name: t.name if t.name not in taken else f"{t.name}_{number}" for t in part.templates}
-        families = {t.family: f"{t.family}_{number}" if t.family and number else t.family for t in part.templates}
-        templates += [replace(t, name=names[t.name], family=families[t.family]) for t in part.templates]
-        tasks += [replace(t, template=names[t.template], param_group=t.param_group + groups) for t in part.tasks]
-        groups += 1 + max((t.param_group for t in part.tasks), default=0)
-    tasks.sort(key=lambda t: t.index)
-    return Step(Form.CAPTURED, "+".join(p.optimizer for p in parts), parts[0].machine, tuple(templates), tuple(tasks))
 
 
 def schedule_of(step: Step, parts: Sequence[Collection[str]], options: Options) -> Step:

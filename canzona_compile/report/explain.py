@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,21 +12,17 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
-from torch.optim import Optimizer
 
 from canzona_compile.capture.param_kind import ParamKind
-from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
-from canzona_compile.options import Options
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.given_layout import check_marked
 from canzona_compile.session.joint_step import check_whole
 from canzona_compile.session.param_checks import check_params
-from canzona_compile.session.param_names import named_params
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
 
@@ -118,13 +115,20 @@ def explain_session(session: Session) -> Explanation:
         CanzonaError: no plan can hold all parameters together. A parameter that is refused by itself is only reported.
     """
     if session.driver is None:
-        return _explain_ahead(session.optimizer, session.options, session.capture)
+        return _explain_ahead(session)
     return Explanation(plain_class(session.optimizer).__name__, tuple(rows_of(session.driver.plan)))
 
 
-def _explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> Explanation:
+def explain_all(sessions: Sequence[Session]) -> Explanation:
+    """Explain how each parameter of several optimizers is updated, see `explain_session`."""
+    every = [explain_session(session) for session in sessions]
+    return Explanation("+".join(own.optimizer for own in every), tuple(row for own in every for row in own.parameters))
+
+
+def _explain_ahead(session: Session) -> Explanation:
     """Explain before the first step. A collective only with `layout=`, or `replicate=` and DTensors of another mesh."""
-    binder, named = Binder(optimizer, options, capture), named_params(optimizer, options.names)
+    optimizer, options, named = session.optimizer, session.options, session.named
+    binder = Binder(optimizer, options, session.capture)
     binder.exchange()
     refused: dict[str, CanzonaError] = {}
     check_params(named, refused)
@@ -137,7 +141,11 @@ def _explain_ahead(optimizer: Optimizer, options: Options, capture: Capture) -> 
             bound, refused = [], dict.fromkeys([name for name, _, _ in named], error) | refused
     rows: dict[str, list[ExplainedParameter]] = {b.name: [] for b in bound}  # several of what is split
     if bound:
-        planned = {row.name: row for row in rows_of(make_plan(bound, plain_class(optimizer).__name__, options))}
+        kind, owned_as = plain_class(optimizer).__name__, None
+        if session.siblings is not None and not refused:
+            with contextlib.suppress(CanzonaError):  # of another optimizer, whose own rows say it
+                owned_as = session.siblings.owned(session, bound)
+        planned = {row.name: row for row in rows_of(make_plan(bound, kind, options, owned_as=owned_as))}
         for b in bound:
             rows[b.name].append(planned[b.task.name])
     for name, _, param in named:

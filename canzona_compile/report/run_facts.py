@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+
 import torch.distributed as dist
 
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.report.schema import Facts, LocalTask, ProfileReport
 from canzona_compile.report.suggestions import suggestions
+from canzona_compile.session.measuring import both_measured
 from canzona_compile.session.program_cache import BoundProgram
 from canzona_compile.session.session import Session
-from canzona_compile.session.step_memory import step_memory
+from canzona_compile.session.step_memory import one_after_the_other, step_memory
 
 
 def facts_of(session: Session) -> Facts:
@@ -44,6 +49,33 @@ def facts_of(session: Session) -> Facts:
         profile=ProfileReport(both.together, both.apart, options.stagger) if both.together else None,
         measurement=session.measuring.found,
     )
+
+
+def facts_of_all(sessions: Sequence[Session]) -> Facts:
+    """Collect the facts of the plans of several optimizers that step one after the other.
+
+    Raises:
+        CanzonaError: one of them has not stepped yet.
+    """
+    every = [facts_of(session) for session in sessions]
+    busy = next((own for session, own in zip(sessions, every, strict=True) if has_matrices(session)), every[0])
+    return replace(
+        busy,
+        captures=sum(own.captures for own in every),
+        local=tuple(task for own in every for task in own.local),
+        interpreted={name: why for own in every for name, why in own.interpreted.items()},
+        suggestions=tuple(dict.fromkeys(said for own in every for said in own.suggestions)),
+        variants=sum(own.variants for own in every),
+        rank_programs=sum(own.rank_programs for own in every),
+        memory=reduce(one_after_the_other, (own.memory for own in every)),
+        measurement=reduce(both_measured, (own.measurement for own in every)),
+    )
+
+
+def has_matrices(session: Session) -> bool:
+    """Tell whether an optimizer has tasks that need an owner."""
+    assert session.driver is not None
+    return bool(session.driver.plan.owned.tasks)
 
 
 def eager_cuts(program: BoundProgram) -> list[str]:

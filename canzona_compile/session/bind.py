@@ -109,7 +109,7 @@ class Binder:
         self.replicas = replica_ranks(options.replicate)
         self._rules: dict[Any, str] = {}  # by kind of parameter, the reason that `missing_rule` gives
         self._rows: dict[GridRows, GridRows] = {}
-        self._named = named_params(optimizer, options.names)
+        self._named = named_params(optimizer, options.names, options.prefix)
         self._stand_ins: StandIns | None = None  # None before the exchange
 
     def exchange(self) -> None:

@@ -52,6 +52,17 @@ class RankTimes:
             tuple(s.by_act() for s in steps),
         )
 
+    def then(self, other: RankTimes) -> RankTimes:
+        """These steps, each followed by one of another optimizer."""
+        return RankTimes(
+            tuple(a + b for a, b in zip(self.seconds, other.seconds, strict=True)),
+            tuple(a + b for a, b in zip(self.exposed, other.exposed, strict=True)),
+            tuple(
+                {n: a.get(n, 0.0) + b.get(n, 0.0) for n in {**a, **b}}
+                for a, b in zip(self.acts, other.acts, strict=True)
+            ),
+        )
+
     def to_json(self) -> str:
         return json.dumps([self.seconds, self.exposed, [dict(own) for own in self.acts]])
 
@@ -76,6 +87,18 @@ class Measurement:
     ranks: Mapping[int, RankTimes]
     steps: tuple[Step | None, ...]
     own: tuple[MeasuredStep, ...]
+
+
+def both_measured(one: Measurement | None, two: Measurement | None) -> Measurement | None:
+    """The measurement of two optimizers that step one after the other; None unless both measured the same steps."""
+    if one is None or two is None or len(one.own) != len(two.own) or one.device != two.device:
+        return one or two
+    ranks = {
+        rank: one.ranks[rank].then(two.ranks[rank]) if rank in one.ranks and rank in two.ranks else own
+        for rank, own in (*two.ranks.items(), *one.ranks.items())
+    }
+    steps = tuple(a if a is not None and a.tasks else b for a, b in zip(one.steps, two.steps, strict=True))
+    return Measurement(one.device, ranks, steps, one.own)
 
 
 class MeasuredSession(Protocol):

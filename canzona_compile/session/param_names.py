@@ -10,13 +10,16 @@ from torch.optim import Optimizer
 from canzona_compile.ir.canonical_names import DDP, canonical_name, canonical_names
 
 
-def named_params(optimizer: Optimizer, names: Sequence[Sequence[str]] = ()) -> list[tuple[str, int, Tensor]]:
+def named_params(
+    optimizer: Optimizer, names: Sequence[Sequence[str]] = (), prefix: str = ""
+) -> list[tuple[str, int, Tensor]]:
     """Name every parameter of an optimizer, with unique names that are the same whatever wraps the model's modules.
 
     Args:
         optimizer: the optimizer.
         names: the canonical names that the model gives to the parameters of each group, for groups without
             `param_names`; empty if the model is not known.
+        prefix: begins the names of parameters that nobody named. It tells the optimizers of a chain apart.
 
     Returns:
         For each parameter its name, the index of its parameter group, and the parameter.
@@ -32,7 +35,7 @@ def named_params(optimizer: Optimizer, names: Sequence[Sequence[str]] = ()) -> l
             name = given[i] if i < len(given) else ""
             if i < len(own[g]) and (said := canonical_name(own[g][i])) != DDP + name:
                 name = said
-            found.append((printable(name) if name else f"group{g}.param{i}", g, param))
+            found.append((printable(name) if name else f"{prefix}group{g}.param{i}", g, param))
     counts: dict[str, int] = {}
     unique = []
     for name, g, p in found:

@@ -106,6 +106,24 @@ def captured_step(bound: Sequence[BoundParam], optimizer: str, options: Options)
     return Step(Form.CAPTURED, optimizer, machine, tuple(templates.values()), tuple(b.task for b in bound))
 
 
+def joined(parts: Sequence[Step]) -> Step:
+    """Put the CAPTURED steps of several optimizers together. Templates of equal names get numbers."""
+    if len(parts) == 1:
+        return parts[0]
+    templates: list[Template] = []
+    tasks = []
+    groups = 0
+    for number, part in enumerate(parts):
+        taken = {t.name for t in templates}
+        names = {t.name: t.name if t.name not in taken else f"{t.name}_{number}" for t in part.templates}
+        families = {t.family: f"{t.family}_{number}" if t.family and number else t.family for t in part.templates}
+        templates += [replace(t, name=names[t.name], family=families[t.family]) for t in part.templates]
+        tasks += [replace(t, template=names[t.template], param_group=t.param_group + groups) for t in part.tasks]
+        groups += 1 + max((t.param_group for t in part.tasks), default=0)
+    tasks.sort(key=lambda t: t.index)
+    return Step(Form.CAPTURED, "+".join(p.optimizer for p in parts), parts[0].machine, tuple(templates), tuple(tasks))
+
+
 def make_plan(
     bound: Sequence[BoundParam],
     optimizer: str,

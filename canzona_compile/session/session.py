@@ -25,7 +25,7 @@ from canzona_compile.runtime.meeting import Meeting, meet_all
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.runtime.step_clock import during
-from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
+from canzona_compile.session.bind import Binder, BoundParam, meshes_of, replica_ranks
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
 from canzona_compile.session.gathered import Consolidated, Ranks, gathering, partners, shown
@@ -35,6 +35,7 @@ from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.param_checks import check_params, notice_data_parallel
 from canzona_compile.session.param_names import named_params
 from canzona_compile.session.plan import Plan, make_plan, whole
+from canzona_compile.session.siblings import Siblings
 from canzona_compile.session.step_driver import StepDriver
 
 
@@ -55,6 +56,7 @@ class Session:
         driver: takes the steps of the current plan; None before the first step and after `close`.
         number: the number of steps that were begun.
         measuring: measures steps when asked to.
+        siblings: plans the optimizers of a chain together; None if this one is in no chain.
         has_dummy_state: whether `optimizer.state` holds the state of a dummy step.
     """
 
@@ -68,16 +70,23 @@ class Session:
         self.driver: StepDriver | None = None
         self.number = 0
         self.measuring = Measuring()
+        self.siblings: Siblings | None = None
         self.has_dummy_state = False
         self._agreement: RankAgreement | None = None
         self._consolidated: Consolidated | None = None
         self._in_dummy_step = False  # whether this is a dummy step
+        self._ready: StepDriver | None = None  # takes the next step, which all ranks have agreed on
         self._broken = ""  # why an earlier step ended on its way; empty if none did
 
     @property
     def rank(self) -> int:
         """The global rank of this process; 0 without a default process group."""
         return dist.get_rank() if distributed() else 0
+
+    @property
+    def named(self) -> list[tuple[str, int, torch.Tensor]]:
+        """The parameters with their names and the indices of their groups, see `named_params`."""
+        return named_params(self.optimizer, self.options.names, self.options.prefix)
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +109,18 @@ class Session:
 
     def take_step(self) -> bool:
         """Do what `step` does, and measure nothing else."""
+        if self._ready is None and self.takes_dummy_step():
+            self._dummy_step()
+            return False
+        with self.ready() as driver, self.telling():
+            return driver.step() and driver.last is not None
+
+    def takes_dummy_step(self) -> bool:
+        """Tell whether torch.distributed.checkpoint takes the next step, see `is_dummy_step`."""
+        return is_dummy_step(self.optimizer)
+
+    def _begin(self) -> None:
+        """Begin a step of any kind."""
         if self.lost:
             raise CanzonaError(
                 self.lost,
@@ -107,26 +128,43 @@ class Session:
             )
         self.number += 1
         self._consolidated = None
-        if is_dummy_step(self.optimizer):
-            self._dummy_step()
-            return False
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[StepDriver]:
+        """Inside this context, the next step is planned, and all ranks have agreed on it.
+
+        `take_step` enters it. What steps several sessions enters those of all of them before, so that a step that one
+        of them refuses is taken by none.
+
+        Raises:
+            CanzonaError: the step cannot be taken, see `step`; nothing was updated.
+        """
+        if self._ready is not None:
+            yield self._ready
+            return
+        self._begin()
         with self.gradients(), current_device(self.device):
             try:
-                return self._step()
+                self._ready = self.prepared()
+                yield self._ready
             except Exception as error:
                 if distributed():
                     note_rank(self.rank, error)
                 raise
             finally:
+                self._ready = None
                 if self.driver is not None:
                     self.driver.end_step()
 
     def _dummy_step(self) -> None:
         """Take a dummy step that leaves only portable state, into which a checkpoint can be loaded."""
+        self._begin()
         self._in_dummy_step = True
         try:
             with undone(self.optimizer):
-                self._step()
+                driver = self.prepared()
+                with self.telling():
+                    driver.step()
                 self.leave()
         finally:
             self._in_dummy_step = False
@@ -144,11 +182,6 @@ class Session:
         finally:
             for param in bare:
                 param.grad = None
-
-    def _step(self) -> bool:
-        driver = self.prepared()
-        with self.telling():
-            return driver.step() and driver.last is not None
 
     def prepared(self) -> StepDriver:
         """Plan if that is needed, and agree with the other ranks on the step, which changes parameters then."""
@@ -207,7 +240,7 @@ class Session:
 
     def _start(self) -> StepDriver:
         """Bind, plan and agree with the other ranks. A rank that fails tells the others, so that all of them raise."""
-        named = named_params(self.optimizer, self.options.names)
+        named = self.named
         params, device = [p for _, _, p in named], self.device
         meshes = [*meshes_of(params), *shardings_of(named, self.options.layout).own_meshes]
         replicate = self.options.replicate
@@ -238,21 +271,32 @@ class Session:
             with contextlib.suppress(BaseException), self.telling(driver):
                 raise error
 
+    def bind(self) -> list[BoundParam]:
+        """Bind the parameters. This is a collective if some of them are plain fragments.
+
+        Raises:
+            CanzonaError: a parameter, its gradient or the optimizer is not supported.
+        """
+        binder = Binder(self.optimizer, self.options, self.capture)
+        binder.exchange()  # before anything that may raise, because other ranks wait for it
+        check_params(self.named)
+        bound = binder.bind()
+        check_marked(self.options.layout, [b.origin for b in bound])
+        return bound
+
     def bind_and_plan(self) -> Plan:
         """Bind the parameters and plan their updates.
 
         Raises:
-            CanzonaError: a parameter, its gradient or the optimizer is not supported, or the given plan does not fit.
+            CanzonaError: as `bind`, or the given plan does not fit.
         """
-        binder = Binder(self.optimizer, self.options, self.capture)
-        binder.exchange()  # before anything that may raise, because other ranks wait for it
-        check_params(named_params(self.optimizer, self.options.names))
-        bound = binder.bind()
-        check_marked(self.options.layout, [b.origin for b in bound])
-        plan = make_plan(bound, plain_class(self.optimizer).__name__, self.options, self.observers)
+        bound = self.bind()
+        siblings = None if self._in_dummy_step else self.siblings
+        owned_as = None if siblings is None else siblings.owned(self, bound)
+        plan = make_plan(bound, plain_class(self.optimizer).__name__, self.options, self.observers, owned_as)
         if self.number == 1 and distributed() and self.options.replicate is None:
             notice_data_parallel(plan.owned, plan.params)
-        if self.options.plan is not None:
+        if self.options.plan is not None and owned_as is None:
             self.options.plan.check_followed(whole(plan, self.options))
         return plan
 

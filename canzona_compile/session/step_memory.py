@@ -36,6 +36,19 @@ class StepMemory:
     first_buffers: int = 0
 
 
+def one_after_the_other(one: StepMemory, two: StepMemory) -> StepMemory:
+    """The memory of two optimizers that step one after the other. What each keeps between steps is there twice."""
+    kept = (one.buffers + one.tables, two.buffers + two.tables)
+    return StepMemory(
+        one.buffers + two.buffers,
+        one.tables + two.tables,
+        one.recordings + two.recordings,
+        max(one.values, two.values),
+        max(one.most + kept[1] + two.recordings, two.most + kept[0] + one.recordings),
+        max(one.first_buffers, two.first_buffers),
+    )
+
+
 def step_memory(programs: ProgramCache, rank: int, first_buffers: int = 0) -> StepMemory:
     """Predict the memory of all programs of a cache on CUDA.
 
