@@ -25,6 +25,7 @@ from canzona_compile.progress.telling import SOON, shown
 from canzona_compile.report.build import Report, headline, make_report
 from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.report.run_facts import facts_of_all, has_matrices
+from canzona_compile.session.sequence import in_sequence
 from canzona_compile.session.session import Session
 from canzona_compile.session.siblings import Siblings
 
@@ -105,13 +106,13 @@ class ChainCanzona:
             part.session.last()
         return next((part for part in self.parts if has_matrices(part.session)), self.parts[0])
 
-    def scheduled(self) -> Step:
-        """The scheduled step of all matrices.
+    def reported(self) -> Step:
+        """The scheduled step that the report shows: what the next `step()` runs, one optimizer after the other.
 
         Raises:
             CanzonaError: there was no step yet.
         """
-        return self._siblings.scheduled(self.sessions[0].options)
+        return in_sequence([session.reported() for session in self.sessions])
 
     def plan(self) -> PlanFile:
         """Owners and micro-groups of the matrices of all optimizers: wrap(chain, plan=) follows them.
@@ -119,7 +120,7 @@ class ChainCanzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        return PlanFile.of(self.scheduled())
+        return PlanFile.of(self._siblings.scheduled(self.sessions[0].options))
 
     def report(self) -> Report:
         """The schedule of the matrices of all optimizers, for people (rich prints it) and machines (`to_json()`).
@@ -127,7 +128,7 @@ class ChainCanzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        return make_report(self.scheduled(), facts_of_all(self.sessions))
+        return make_report(self.reported(), facts_of_all(self.sessions))
 
     def measure(self, steps: int = 5) -> None:
         """Time the next steps of all optimizers, see `Canzona.measure`."""
@@ -190,7 +191,7 @@ class Zero1ChainCanzona(ChainCanzona):
     def __init__(self, chain: Chain) -> None:
         self.parts = tuple(own.canzona for own in chain.optimizers)  # type: ignore[attr-defined]
 
-    def scheduled(self) -> Step:
+    def reported(self) -> Step:
         """The scheduled step of all optimizers on all ranks, with the buckets."""
         self._busy()
         return self.sessions[0].reported()

@@ -16,6 +16,7 @@ from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes
 from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
+from canzona_compile.session.sequence import in_sequence
 
 
 class PlannedSession(Protocol):
@@ -37,6 +38,7 @@ class Siblings:
     def __init__(self, sessions: Sequence[PlannedSession]) -> None:
         self.sessions = tuple(sessions)
         self._owned: Step | None = None
+        self._names: list[list[str]] = []  # of the tasks of each optimizer
 
     def owned(self, own: PlannedSession, bound: Sequence[BoundParam]) -> Step:
         """Choose the owners of all matrices of the chain.
@@ -61,17 +63,20 @@ class Siblings:
             count += len(found)
         options = own.options
         self._owned, _ = run(joined(parts), planning_passes(options))
+        self._names = [[b.task.name for b in found if self._owned.find(b.task.name)] for found in every]
         check_pieces([b for found in every for b in found], self._owned)
         if options.plan is not None:
             options.plan.check_followed(self.scheduled(options))
         return self._owned
 
     def scheduled(self, options: Options) -> Step:
-        """The SCHEDULED step of all matrices of the chain, as reports show it and plan files keep it.
+        """The SCHEDULED step of all matrices of the chain, each optimizer's after that of the one before it.
 
         Raises:
             CanzonaError: no step was taken yet.
         """
         if self._owned is None:
             raise CanzonaError("there is no plan yet", hint="call step() once; plans are made at the first one")
-        return lower(self._owned, [task.name for task in self._owned.tasks], options)[0]
+        kinds = [plain_class(session.optimizer).__name__ for session in self.sessions]
+        parts = [lower(self._owned, names, options)[0] for names in self._names]
+        return in_sequence([replace(part, optimizer=kind) for part, kind in zip(parts, kinds, strict=True)])

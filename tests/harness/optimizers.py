@@ -162,7 +162,8 @@ def share_captures(optimizer: Any, among: Shared = SHARED) -> None:
     Args:
         among: those that may share, for tests to whom the numbers of templates matter.
     """
-    adopt(optimizer.canzona.session.capture, among)
+    for one in getattr(optimizer, "optimizers", [optimizer]):  # of a chain
+        adopt(one.canzona.session.capture, among)
 
 
 @contextmanager

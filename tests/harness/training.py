@@ -123,7 +123,8 @@ def trained(
             param.grad = laid.like_param(values[i], i)
         before = collectives()
         optimizer.step()
-    agreements = len(optimizer.canzona.session.driver.numbers())  # one all-reduce each, before anything is updated
+    sessions = getattr(optimizer.canzona, "sessions", None) or [optimizer.canzona.session]  # of a chain
+    agreements = sum(len(own.driver.numbers()) for own in sessions)  # one all-reduce each, before anything is updated
     started = collectives() - before - agreements
     elements = [index.numel() for index in laid.indices]
     report = optimizer.canzona.report().to_dict()

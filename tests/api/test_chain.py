@@ -1,0 +1,488 @@
+"""A chain keeps every promise of torch.optim.Optimizer, wrapped or not, beside its optimizers stepped by hand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import canzona_compile
+from canzona_compile import CanzonaError, Chain, UnsupportedOptimizer, chain
+from examples.optimizers.soap import SOAP
+from tests.harness.optimizers import share_captures
+from tests.harness.pairs import different, feed, parameters, params_of, same_bits
+
+SHAPES = ((6, 4), (4, 6), (5, 4), (4, 5), (7,), (3,))
+Makers = Sequence[tuple[Callable[[list[Any]], Optimizer], slice]]
+
+CHAINS: dict[str, Makers] = {
+    "two": (
+        (lambda p: Muon(p, lr=0.1), slice(0, 4)),
+        (lambda p: AdamW(p, lr=0.1), slice(4, 6)),
+    ),
+    "three": (
+        (lambda p: Muon(p, lr=0.1), slice(0, 2)),
+        (lambda p: SOAP(p, lr=0.1, every=2), slice(2, 4)),
+        (lambda p: AdamW([{"params": p[:1]}, {"params": p[1:], "weight_decay": 0.1}], lr=0.1), slice(4, 6)),
+    ),
+}
+
+
+def members(makers: Makers, seed: int = 0) -> list[Optimizer]:
+    params = parameters(SHAPES, seed=seed)
+    return [make(params[place]) for make, place in makers]
+
+
+def chained(name: str, wrapped: bool = False, seed: int = 0) -> Any:
+    made: Any = chain(*members(CHAINS[name], seed))
+    if wrapped:
+        canzona_compile.wrap(made)
+        share_captures(made)
+    return made
+
+
+class Hand:
+    """The same optimizers, stepped by hand: what a chain has to equal."""
+
+    def __init__(self, name: str) -> None:
+        self.optimizers = members(CHAINS[name])
+
+    def step(self, number: int) -> None:
+        everything(self.optimizers, number)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def different(self, other: Chain) -> list[str]:
+        return [
+            found
+            for mine, yours in zip(self.optimizers, other.optimizers, strict=True)
+            for found in different(mine, yours)
+        ]
+
+
+def everything(optimizers: Sequence[Optimizer], number: int) -> None:
+    """Give all parameters of several optimizers the gradients of a step."""
+    for i, optimizer in enumerate(optimizers):
+        feed(optimizer, 100 * number + i)
+
+
+def steps(made: Chain, numbers: Sequence[int], hand: Hand | None = None) -> None:
+    for number in numbers:
+        everything(made.optimizers, number)
+        made.step()
+        if hand is not None:
+            hand.step(number)
+            assert hand.different(made) == [], f"after step {number}"
+
+
+both = pytest.mark.parametrize("name", list(CHAINS))
+either = pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+
+
+# -- the object --------------------------------------------------------------------------------
+
+
+@both
+@either
+def test_steps_are_those_of_its_optimizers(name: str, wrapped: bool) -> None:
+    made = chained(name, wrapped)
+    steps(made, range(4), Hand(name))
+    assert isinstance(made, Optimizer)
+    assert canzona_compile.is_wrapped(made) is wrapped
+
+
+@both
+@either
+def test_groups_are_the_very_dicts_and_state_is_a_view(name: str, wrapped: bool) -> None:
+    made = chained(name, wrapped)
+    steps(made, range(2))
+    inner = [group for own in made.optimizers for group in own.param_groups]
+    assert [id(group) for group in made.param_groups] == [id(group) for group in inner]
+    made.param_groups[-1]["lr"] = 0.5
+    assert made.optimizers[-1].param_groups[-1]["lr"] == 0.5
+    assert len(made.state) == sum(len(own.state) for own in made.optimizers)
+    first, last = params_of(made)[0], params_of(made)[-1]
+    assert made.state[first] is made.optimizers[0].state[first]
+    made.state[last] = {"mine": 1}
+    assert made.optimizers[-1].state[last] == {"mine": 1}
+    del made.state[last]
+    assert last not in made.optimizers[-1].state
+    with pytest.raises(KeyError):
+        made.state[torch.zeros(1)]
+
+
+def test_a_list_of_groups_cannot_grow_unnoticed() -> None:
+    made = chained("two")
+    with pytest.raises(CanzonaError) as error:
+        made.param_groups.append({"params": []})
+    assert error.value.at == "chain.param_groups"
+
+
+@either
+def test_groups_may_be_set_as_a_whole(wrapped: bool) -> None:
+    made = chained("three", wrapped)
+    made.param_groups = [{**group, "lr": 0.7} for group in made.param_groups]
+    assert [group["lr"] for own in made.optimizers for group in own.param_groups] == [0.7] * 4
+    with pytest.raises(CanzonaError):
+        made.param_groups = made.param_groups[:1]
+
+
+@both
+@either
+def test_a_group_is_added_to_one_of_its_optimizers(name: str, wrapped: bool) -> None:
+    made, hand = chained(name, wrapped), Hand(name)
+    steps(made, range(2), hand)
+    for to, target in ((0, made), (made.optimizers[-1], made)):
+        target.add_param_group({"params": parameters([(8, 4)], seed=7 if to == 0 else 8)}, to=to)
+    hand.optimizers[0].add_param_group({"params": parameters([(8, 4)], seed=7)})
+    hand.optimizers[-1].add_param_group({"params": parameters([(8, 4)], seed=8)})
+    steps(made, range(2, 4), hand)
+    with pytest.raises(CanzonaError) as error:
+        made.add_param_group({"params": parameters([(2, 2)])})
+    assert "0 is Muon" in (error.value.hint or "")
+    with pytest.raises(CanzonaError):
+        made.add_param_group({"params": params_of(made.optimizers[0])}, to=1)
+
+
+@either
+def test_unwrap_and_steps_before_wrap(wrapped: bool) -> None:
+    made, hand = chained("two", wrapped), Hand("two")
+    steps(made, range(2), hand)
+    if wrapped:
+        assert canzona_compile.unwrap(made) is made
+        assert type(made) is Chain
+        assert not hasattr(made, "canzona")
+        assert type(made.optimizers[0]) is Muon
+    else:
+        canzona_compile.wrap(made)
+    steps(made, range(2, 4), hand)
+
+
+def test_a_second_wrap_with_equal_options_changes_nothing() -> None:
+    made = chained("two", wrapped=True)
+    sessions = made.canzona.sessions
+    assert canzona_compile.wrap(made) is made
+    assert made.canzona.sessions == sessions
+    with pytest.raises(CanzonaError, match="other options"):
+        canzona_compile.wrap(made, depth=3)
+
+
+# -- schedulers, hooks, closures, GradScaler ---------------------------------------------------
+
+
+@either
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_schedulers_made_before_or_after_wrap(when: str, wrapped: bool) -> None:
+    """Warnings of torch (a step that the scheduler did not see) are errors in this suite."""
+    made, hand = chained("two", wrapped and when == "after"), Hand("two")
+    schedulers = [LambdaLR(own, lambda step: 1 / (1 + step)) for own in (made, *hand.optimizers)]
+    if wrapped and when == "before":
+        canzona_compile.wrap(made)
+    for step in range(4):
+        steps(made, [step], hand)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert [group["lr"] for group in made.param_groups] == [0.1 * (1 / 5)] * 2
+
+
+@either
+def test_hooks_run_once(wrapped: bool) -> None:
+    made, calls = chained("two", wrapped), []
+    made.register_step_pre_hook(lambda *_: calls.append("pre"))
+    made.register_step_post_hook(lambda *_: calls.append("post"))
+    made.optimizers[1].register_step_pre_hook(lambda *_: calls.append("pre of AdamW"))
+    made.register_state_dict_pre_hook(lambda *_: calls.append("before save"))
+    made.register_state_dict_post_hook(lambda *_: calls.append("after save"))
+    made.register_load_state_dict_pre_hook(lambda *_: calls.append("before load"))
+    made.register_load_state_dict_post_hook(lambda *_: calls.append("after load"))
+    steps(made, range(2))
+    made.load_state_dict(made.state_dict())
+    saved = ["before save", "after save", "before load", "after load"]
+    assert calls == ["pre", "pre of AdamW", "post"] * 2 + saved
+
+
+@either
+@pytest.mark.parametrize("where", ["chain", "member", "all"])
+def test_a_pre_hook_may_change_gradients(where: str, wrapped: bool) -> None:
+    made, hand = chained("two", wrapped), Hand("two")
+
+    def double(optimizer: Optimizer, *_: Any) -> None:
+        if where == "all" and not isinstance(optimizer, AdamW):
+            return
+        for param in params_of(optimizer):
+            param.grad = None if param.grad is None else param.grad * 2 + 1
+
+    handle = register_optimizer_step_pre_hook(double) if where == "all" else None
+    if where == "chain":
+        made.register_step_pre_hook(double)
+        for optimizer in hand.optimizers:
+            optimizer.register_step_pre_hook(double)
+    elif where == "member":
+        for optimizer in (made.optimizers[0], hand.optimizers[0]):
+            optimizer.register_step_pre_hook(double)
+    steps(made, range(3), hand)
+    if handle is not None:
+        handle.remove()
+
+
+@both
+@either
+def test_a_closure_runs_once_with_gradients_before_all_steps(name: str, wrapped: bool) -> None:
+    made = chained(name, wrapped)
+    calls: list[bool] = []
+
+    def closure() -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        made.zero_grad()
+        loss = torch.stack([(p**2).sum() for p in params_of(made)]).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        losses = [float(made.step(closure)) for _ in range(3)]
+    assert calls == [True] * 3
+    assert losses[0] > losses[-1]
+    assert made.step() is None
+
+
+@both
+@either
+def test_grad_scaler_skips_the_steps_of_all_optimizers(name: str, wrapped: bool) -> None:
+    made = chained(name, wrapped)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    moved = []
+    for step in range(4):
+        made.zero_grad()
+        loss = torch.stack([(p * (step + 1)).square().sum() for p in params_of(made)]).sum()
+        before = [p.detach().clone() for p in params_of(made)]
+        scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+        scaler.step(made)
+        scaler.update()
+        moved.append([not same_bits(a, b) for a, b in zip(before, params_of(made), strict=True)])
+    assert [any(m) for m in moved] == [True, True, False, True]
+    assert all(moved[3])  # SOAP only finds its basis in the first step
+
+
+@either
+def test_zero_grad(wrapped: bool) -> None:
+    made = chained("two", wrapped)
+    steps(made, [0])
+    made.zero_grad(set_to_none=False)
+    assert [p.grad is not None and float(p.grad.abs().sum()) for p in params_of(made)] == [0.0] * 6
+    made.zero_grad()
+    assert [p.grad for p in params_of(made)] == [None] * 6
+
+
+@either
+def test_parameters_without_gradients_are_skipped(wrapped: bool) -> None:
+    made, hand = chained("two", wrapped), Hand("two")
+    for number, missing in enumerate(([0, 5], [], [1, 4])):
+        for optimizers in (made.optimizers, hand.optimizers):
+            everything(optimizers, number)
+            params = [p for own in optimizers for p in params_of(own)]
+            for i in missing:
+                params[i].grad = None
+        made.step()
+        for optimizer in hand.optimizers:
+            optimizer.step()
+        assert hand.different(made) == []
+
+
+# -- state dicts, copies, pickles --------------------------------------------------------------
+
+
+@both
+@either
+def test_state_dicts_are_those_of_one_plain_optimizer(name: str, wrapped: bool) -> None:
+    made, hand = chained(name, wrapped), Hand(name)
+    steps(made, range(3), hand)
+    saved = made.state_dict()
+    assert saved.keys() == {"state", "param_groups"}
+    assert [i for group in saved["param_groups"] for i in group["params"]] == list(range(6))
+    flat = [entry for own in hand.optimizers for entry in own.state_dict()["state"].values()]
+    for number, entry in enumerate(flat):
+        assert saved["state"][number].keys() == entry.keys()
+        assert all(same_bits(saved["state"][number][key], value) for key, value in entry.items())
+
+
+@both
+@pytest.mark.parametrize(("saves", "loads"), [(False, True), (True, False), (True, True)])
+def test_state_dict_round_trip(name: str, saves: bool, loads: bool) -> None:
+    first, hand = chained(name, saves), Hand(name)
+    steps(first, range(3), hand)
+    second = chained(name, loads, seed=5)
+    with torch.no_grad():
+        for mine, theirs in zip(params_of(second), params_of(first), strict=True):
+            mine.copy_(theirs)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert hand.different(second) == []
+    steps(second, range(3, 5), hand)
+
+
+@either
+def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_is_loaded(wrapped: bool) -> None:
+    made, hand = chained("three", wrapped), Hand("three")
+    steps(made, range(2), hand)
+    saved = made.state_dict()
+    for groups in (saved["param_groups"][:-1], [{**g, "params": g["params"] * 2} for g in saved["param_groups"]]):
+        with pytest.raises(CanzonaError) as error:
+            made.load_state_dict({**saved, "param_groups": groups})
+        assert error.value.at == "chain.load_state_dict"
+    steps(made, range(2, 4), hand)
+
+
+@both
+@either
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+def test_copies_are_independent(name: str, wrapped: bool, how: str) -> None:
+    made, hand = chained(name, wrapped), Hand(name)
+    steps(made, range(2), hand)
+    copied = pickle.loads(pickle.dumps(made)) if how == "pickle" else copy.deepcopy(made)
+    assert canzona_compile.is_wrapped(copied) is wrapped
+    assert hand.different(copied) == []
+    steps(made, range(2, 3))
+    steps(copied, range(2, 4), hand)
+    if wrapped:
+        assert [part.session.optimizer for part in copied.canzona.parts] == list(copied.optimizers)
+        assert len(copied.canzona.report().tasks) == 4
+
+
+def test_a_copy_with_its_model_trains_the_copied_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    made = chain(SGD(matrices, lr=0.1), AdamW([p for p in model.parameters() if p.ndim == 1], lr=0.1))
+    copied_model, copied = copy.deepcopy((model, made))
+    assert {id(p) for p in params_of(copied)} == {id(p) for p in copied_model.parameters()}
+
+
+@both
+@either
+def test_helpers_of_distributed_checkpoint(name: str, wrapped: bool) -> None:
+    """A new chain takes a dummy step there, which must not count."""
+
+    def model_of(made: Chain) -> nn.Module:
+        model = nn.Module()
+        for i, param in enumerate(params_of(made)):
+            model.register_parameter(f"p{i}", param)  # type: ignore[arg-type]
+        return model
+
+    first, hand = chained(name, wrapped), Hand(name)
+    steps(first, range(3), hand)
+    first.zero_grad()
+    saved = get_optimizer_state_dict(model_of(first), first)
+    second = chained(name, wrapped, seed=5)
+    with torch.no_grad():
+        for mine, theirs in zip(params_of(second), params_of(first), strict=True):
+            mine.copy_(theirs)
+    set_optimizer_state_dict(model_of(second), second, saved)
+    assert hand.different(second) == []
+    steps(second, range(3, 5), hand)
+
+
+# -- what is shown -----------------------------------------------------------------------------
+
+
+def test_one_handle_for_all(tmp_path: Any) -> None:
+    made = chained("three", wrapped=True)
+    ahead = made.canzona.explain()
+    with pytest.raises(CanzonaError, match="no plan yet"):
+        made.canzona.report()
+    steps(made, range(2))
+    assert [(p.name, p.how, p.why) for p in made.canzona.explain().parameters] == [
+        (p.name, p.how, p.why) for p in ahead.parameters
+    ]
+    report = made.canzona.report()
+    assert [task.name for task in report.tasks] == [p.name for p in ahead.parameters if p.how == "compiled"]
+    assert len({p.name for p in ahead.parameters}) == 6
+    assert [task.name for task in report.local] == [p.name for p in ahead.parameters if p.how == "local"]
+    made.canzona.measure(2)
+    steps(made, range(2, 4))
+    assert made.canzona.report().measured.steps == 2
+    folder = made.canzona.dump(tmp_path)
+    assert {"report.txt", "0_Muon", "1_SOAP", "2_AdamW"} <= {path.name for path in folder.iterdir()}
+    assert made.canzona.graph("captured", report.templates[-1].name) is not None
+    assert made.canzona.passes().records
+
+
+def test_a_plan_of_a_chain_is_followed() -> None:
+    made = chained("three", wrapped=True)
+    steps(made, range(2))
+    plan = made.canzona.plan()
+    other, hand = chained("three"), Hand("three")
+    canzona_compile.wrap(other, plan=plan)
+    steps(other, range(3), hand)
+    assert other.canzona.plan().fingerprint == plan.fingerprint
+
+
+def test_patterns_may_fit_some_of_its_optimizers() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    named = list(model.named_parameters())
+    made = chain(
+        Muon([p for _, p in named if p.ndim == 2], lr=0.1), AdamW([p for _, p in named if p.ndim == 1], lr=0.1)
+    )
+    canzona_compile.wrap(made, model=model, split={"0.weight": {"a": 2, "b": 4}})
+    assert {p.name for p in made.canzona.explain().parameters} >= {"0.weight[a]", "0.weight[b]", "1.bias"}
+    other = chain(Muon(matrices, lr=0.1))
+    with pytest.raises(CanzonaError, match="fits no parameter"):
+        canzona_compile.wrap(other, model=model, split={"2.weight": {"a": 2, "b": 4}})
+    assert not canzona_compile.is_wrapped(other.optimizers[0])
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def test_what_is_no_chain_is_refused() -> None:
+    params = parameters(SHAPES)
+    muon, adamw = Muon(params[:2], lr=0.1), AdamW(params[2:], lr=0.1)
+    wrong: list[tuple[Any, ...]] = [(), (muon, muon), (chain(muon), adamw), ([muon, adamw],), (muon, params)]
+    wrong += [(muon, AdamW(params[1:3], lr=0.1))]
+    for given in wrong:
+        with pytest.raises(CanzonaError) as error:
+            chain(*given)
+        assert error.value.hint
+    assert chain(muon, adamw).optimizers == (muon, adamw)
+
+
+def test_a_parameter_of_two_optimizers_is_named() -> None:
+    (weight,) = parameters([(4, 4)])
+    with pytest.raises(CanzonaError) as error:
+        chain(Muon([("layers.0.weight", weight)], lr=0.1), AdamW([("layers.0.weight", weight)], lr=0.1))
+    assert error.value.at == "layers.0.weight"
+    assert "Muon" in error.value.problem
+    assert "AdamW" in error.value.problem
+
+
+def test_lbfgs_is_refused_by_name() -> None:
+    params = parameters(SHAPES)
+    with pytest.raises(UnsupportedOptimizer, match="LBFGS"):
+        chain(Muon(params[:2], lr=0.1), LBFGS(params[2:]))
+
+
+def test_a_member_that_wrap_refuses_leaves_all_of_them_as_they_were() -> None:
+    params = parameters(SHAPES)
+    adamw = AdamW(params[2:], lr=0.1)
+    made = chain(Muon(params[:2], lr=0.1), adamw)
+    adamw.step = adamw.step  # type: ignore[method-assign]  # hides that of the class
+    with pytest.raises(CanzonaError):
+        canzona_compile.wrap(made)
+    assert [type(own) for own in (made, *made.optimizers)] == [Chain, Muon, AdamW]
+
+
+@either
+def test_a_rate_that_comes_to_zero(wrapped: bool) -> None:
+    """The lr comes to 0, which is another code of some optimizers."""
+    made, hand = chained("two", wrapped), Hand("two")
+    schedulers = [CosineAnnealingLR(own, T_max=3) for own in (made, *hand.optimizers)]
+    for step in range(5):
+        steps(made, [step], hand)
+        for scheduler in schedulers:
+            scheduler.step()

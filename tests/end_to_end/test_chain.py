@@ -1,0 +1,205 @@
+"""Chains on ranks: the bits of optimizers stepped by hand on one device, one plan, and no half of a refused step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import AdamW, Muon
+from torch.optim.lr_scheduler import LambdaLR
+
+import canzona_compile
+from canzona_compile import CanzonaError, Chain, chain
+from examples.optimizers.soap import SOAP
+from tests.data_parallel.models import Model, batch, different, different_state, hidden, others
+from tests.harness.layouts import Case, Laid, mesh_of, replicate_of
+from tests.harness.marks import first
+from tests.harness.optimizers import share_captures, shared_captures
+from tests.harness.pairs import params_of
+from tests.harness.ranks import run
+from tests.harness.training import ALONE, Outcome, Training, check, on_ranks, plain_run
+from tests.harness.training import train as train_recipe
+
+HIDDEN = ((12, 8), (8, 12), (9, 7), (7, 9), (12, 8))
+SOAPED = ((10, 6), (6, 10))
+REST = ((20, 8), (5, 3))
+
+
+def two(params: list[Any]) -> Chain:
+    return chain(Muon(params[:5], lr=0.1), AdamW(params[5:], lr=0.01))
+
+
+def three(params: list[Any]) -> Chain:
+    return chain(Muon(params[:5], lr=0.1), SOAP(params[5:7], lr=0.1, every=2), AdamW(params[7:], lr=0.01))
+
+
+def by_step(optimizer: Any) -> Any:
+    """Change the rates of all groups before every step."""
+
+    def change(step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+
+    return change
+
+
+RECIPES = {
+    make.__name__: Training(make, (*HIDDEN, *SOAPED, *REST), steps=5, schedule=by_step, sizes=(0.1, 1e-2))
+    for make in (two, three)
+}
+
+
+def train(recipe: str, cases: Sequence[Case], dtype: torch.dtype, **options: Any) -> Outcome:
+    return train_recipe(RECIPES[recipe], cases, dtype, **options)
+
+
+CASES = [Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,)), Case("tp_rows", (2,)), Case("fsdp_tp", (2, 2))]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", first(CASES, 3), ids=str)
+@pytest.mark.parametrize("recipe", ["three", *first(["two"], 0)])
+def test_layouts(recipe: str, case: Case) -> None:
+    outcomes = on_ranks(train, recipe, [case], torch.float32, strategy="owner", restored=True)
+    report = check(outcomes)
+    matrices = {"two": 5, "three": 7}[recipe]
+    assert len(report["tasks"]) == matrices
+    assert len(report["local"]) == 9 - matrices
+    assert report["optimizer"] == {"two": "Muon+AdamW", "three": "Muon+SOAP+AdamW"}[recipe]
+
+
+def unequal(params: list[Any]) -> Chain:
+    """Each optimizer has one matrix that outweighs the others, so that apart both would go to the same rank."""
+    return chain(Muon(params[:3], lr=0.1), Muon(params[3:], lr=0.1))
+
+
+RECIPES["unequal"] = Training(
+    unequal, ((64, 64), (8, 8), (8, 8), (64, 64), (8, 8), (8, 8)), steps=2, schedule=by_step, sizes=(0.1, 1e-2)
+)
+
+
+@pytest.mark.ranks
+def test_owners_are_balanced_over_all_optimizers() -> None:
+    outcomes = on_ranks(train, "unequal", [Case("fsdp", (2,))], torch.float32, strategy="owner")
+    tasks = check(outcomes)["tasks"]
+    heavy = [task["owner"] for task in tasks if task["shape"] == [64, 64]]
+    assert len(heavy) == 2
+    assert heavy[0] != heavy[1]
+
+
+# -- a step that one of them refuses ---------------------------------------------------------------
+
+
+def refused_on_one_rank(missing: bool) -> dict[str, Any]:
+    """The second optimizer lacks a gradient on one rank, or has another rate there; then all goes on."""
+    plain = plain_run(RECIPES["three"], torch.float32)
+    case = Case("fsdp", (2,))
+    laid = Laid(plain.first, case)
+    made: Any = three(laid.params)
+    canzona_compile.wrap(made, replicate=replicate_of(case))
+    share_captures(made)
+    reference = [nn.Parameter(value.clone()) for value in plain.first]
+    expected = three(reference)
+    said = ""
+    for step, values in enumerate([*plain.grads[:2], plain.grads[2], plain.grads[2]]):
+        wrong = step == 2
+        for i, param in enumerate(laid.params):
+            param.grad = laid.like_param(values[i], i)
+            reference[i].grad = values[i].clone()
+        if wrong and dist.get_rank() == 1:
+            if missing:
+                laid.params[5].grad = None
+            else:
+                made.optimizers[1].param_groups[0]["lr"] = 7.0
+        before = [p.detach().clone() for p in laid.params]
+        try:
+            made.step()
+        except CanzonaError as error:
+            said = f"{type(error).__name__}: {error}"
+            assert all(torch.equal(a, b) for a, b in zip(before, laid.params, strict=True))
+        made.optimizers[1].param_groups[0]["lr"] = 0.1
+        if not wrong:
+            expected.step()
+    mine, theirs = params_of(made), params_of(expected)
+    return {
+        "said": said,
+        "different": [
+            i
+            for i, (a, b) in enumerate(zip(mine, theirs, strict=True))
+            if not torch.equal(a.full_tensor(), b)  # type: ignore[attr-defined]
+        ],
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("missing", [True, False], ids=["gradient", "rate"])
+def test_what_one_optimizer_refuses_none_has_begun(missing: bool) -> None:
+    for found in run(2, refused_on_one_rank, missing, after=partial(train, "three", [ALONE], torch.float32)):
+        assert found["said"].startswith("InvalidGradient" if missing else "RankMismatch"), found
+        assert found["different"] == []
+
+
+# -- ZeRO-1 ----------------------------------------------------------------------------------------
+
+
+def whole(model: nn.Module) -> Chain:
+    return chain(Muon(hidden(model), lr=0.02), AdamW(others(model), lr=1e-3))
+
+
+def under_zero1(gather: str) -> list[str]:
+    """Train a chain under zero1 beside a plain one that takes the mean of the gradients of all ranks; what differs."""
+    world = dist.get_world_size()
+    mesh = mesh_of((world,), ("dp",))
+    model = Model()
+    plain = copy.deepcopy(model)
+    expected = whole(plain)
+    with shared_captures():
+        made: Any = canzona_compile.zero1(model, whole(model), mesh=mesh, gather=gather)
+    schedules = [LambdaLR(own, lambda k: 1.0 / (1 + k)) for own in (made, expected)]
+    found: list[str] = []
+    for step in range(3):
+        for rank in range(world):
+            (plain(batch(step, rank)) / world).backward()
+        model(batch(step, dist.get_rank())).backward()
+        norm = made.canzona.clip_grad_norm_(0.5)
+        nn.utils.clip_grads_with_norm_(plain.parameters(), 0.5, norm)
+        for own in (made, expected):
+            own.step()
+            own.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        made.canzona.synchronize()
+        found += [f"step {step}: {name}" for name in different(model, plain)]
+    found += different_state(made.state_dict()["state"], expected.state_dict()["state"])
+    report = made.canzona.report()
+    if len(report.tasks) != len(hidden(model)):
+        found.append(f"{len(report.tasks)} tasks")
+    saved = copy.deepcopy(made.state_dict())
+    canzona_compile.unwrap(made)
+    if type(made) is not Chain or different_state(saved["state"], made.state_dict()["state"]):
+        found.append("unwrap")
+    return found
+
+
+def alone() -> None:
+    """Capture in one process what ranks need."""
+    model = Model()
+    made = whole(model)
+    with shared_captures():
+        canzona_compile.wrap(made)
+    for step in range(2):
+        model(batch(step, 0)).backward()
+        made.step()
+        made.zero_grad()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("gather", first(["forward", "step"]))
+def test_zero1(gather: str) -> None:
+    assert run(2, under_zero1, gather, after=partial(alone)) == [[]] * 2
