@@ -62,7 +62,7 @@ class Chain(Optimizer):
     # -- groups and state --------------------------------------------------------------------------------
 
     @property
-    def param_groups(self) -> Groups:  # type: ignore[override]
+    def param_groups(self) -> Groups:
         """The groups of all optimizers in order. They are those dicts themselves, in a list that cannot grow."""
         return FixedGroups(group for optimizer in self.optimizers for group in optimizer.param_groups)
 
@@ -81,8 +81,8 @@ class Chain(Optimizer):
         for optimizer, size in zip(self.optimizers, sizes, strict=True):
             optimizer.param_groups = [next(given) for _ in range(size)]
 
-    @property
-    def state(self) -> ChainState:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> ChainState:
         """The state of all optimizers, by parameter. What is set here is set in the optimizer of that parameter."""
         return ChainState(self)
 
@@ -244,7 +244,7 @@ class FixedGroups(list[dict[str, Any]]):
             hint="add one with chain.add_param_group(group, to=...); change the list of chain.optimizers[i]",
         )
 
-    append = extend = insert = remove = pop = clear = __setitem__ = __delitem__ = __iadd__ = _fixed  # type: ignore[assignment]
+    append = extend = insert = remove = pop = clear = __setitem__ = __delitem__ = __iadd__ = _fixed
 
 
 class ChainState(MutableMapping[Any, Any]):

@@ -238,7 +238,7 @@ class WrappedChain(Chain):
 # What Optimizer.__init__ does to a class on first use. A train step that is compiled as a whole breaks here.
 hooked: Any = outside_dynamo(Optimizer.profile_hook_step(WrappedChain.step))
 hooked.hooked = True
-WrappedChain.step = hooked  # type: ignore[method-assign]
+WrappedChain.step = hooked
 
 
 def handle_of(chain: Chain) -> ChainCanzona:
@@ -247,12 +247,11 @@ def handle_of(chain: Chain) -> ChainCanzona:
     return kind(chain)
 
 
-def attach_chain(chain: Chain) -> Chain:
+def attach_chain(chain: Chain) -> None:
     """Give a chain whose optimizers are wrapped its class and its handle."""
     chain.__class__ = WrappedChain
     chain.canzona = handle_of(chain)  # type: ignore[attr-defined]
     rebind_scheduled_step(chain)
-    return chain
 
 
 def detach_chain(chain: Chain) -> None:

@@ -149,7 +149,9 @@ def wrap(
             check_wrappable(own)
     for own, wanted in zip(members, each, strict=True):
         wrap_one(own, wanted, Canzona if own is optimizer else MemberCanzona)
-    return attach_chain(optimizer) if isinstance(optimizer, Chain) else optimizer
+    if isinstance(optimizer, Chain):
+        attach_chain(optimizer)
+    return optimizer
 
 
 def check_same(optimizer: Optimizer, options: Options) -> bool:

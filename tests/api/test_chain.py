@@ -426,9 +426,8 @@ def test_a_plan_of_a_chain_is_followed() -> None:
 def test_patterns_may_fit_some_of_its_optimizers() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     named = list(model.named_parameters())
-    made = chain(
-        Muon([p for _, p in named if p.ndim == 2], lr=0.1), AdamW([p for _, p in named if p.ndim == 1], lr=0.1)
-    )
+    matrices, rest = [p for _, p in named if p.ndim == 2], [p for _, p in named if p.ndim == 1]
+    made = chain(Muon(matrices, lr=0.1), AdamW(rest, lr=0.1))
     canzona_compile.wrap(made, model=model, split={"0.weight": {"a": 2, "b": 4}})
     assert {p.name for p in made.canzona.explain().parameters} >= {"0.weight[a]", "0.weight[b]", "1.bias"}
     other = chain(Muon(matrices, lr=0.1))
