@@ -143,7 +143,7 @@ class Options:
     @property
     def text(self) -> str:
         """The options that must be equal on all ranks, as text for comparison."""
-        apart = ("replicate", "split", "layout", "names", "hardware", "plan", "cuda_graphs")
+        apart = ("replicate", "split", "layout", "names", "prefix", "hardware", "plan", "cuda_graphs")
         names = [f.name for f in fields(self) if f.name not in apart]
         splits = [f"{pattern} is {split}" for pattern, split in self.split]
         if self.plan is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,7 @@ class ChainCanzona:
 class Zero1ChainCanzona(ChainCanzona):
     """`chain.canzona` under ZeRO-1: that of the chain, and what is done to all gradients of the model."""
 
-    parts: tuple[Zero1Canzona, ...]  # type: ignore[assignment]
+    parts: tuple[Zero1Canzona, ...]
 
     def __init__(self, chain: Chain) -> None:
         self.parts = tuple(own.canzona for own in chain.optimizers)  # type: ignore[attr-defined]
@@ -238,7 +238,7 @@ class WrappedChain(Chain):
 # What Optimizer.__init__ does to a class on first use. A train step that is compiled as a whole breaks here.
 hooked: Any = outside_dynamo(Optimizer.profile_hook_step(WrappedChain.step))
 hooked.hooked = True
-WrappedChain.step = hooked
+WrappedChain.step = hooked  # type: ignore[method-assign]
 
 
 def handle_of(chain: Chain) -> ChainCanzona:
@@ -259,8 +259,3 @@ def detach_chain(chain: Chain) -> None:
     chain.__class__ = Chain
     del chain.canzona  # type: ignore[attr-defined]
     rebind_scheduled_step(chain)
-
-
-def members_of(optimizer: Optimizer) -> Sequence[Optimizer]:
-    """The optimizers of a chain; of any other optimizer, itself."""
-    return optimizer.optimizers if isinstance(optimizer, Chain) else (optimizer,)

@@ -41,6 +41,11 @@ class Canzona:
     def __init__(self, session: Session) -> None:
         self.session = session
 
+    @property
+    def sessions(self) -> list[Session]:
+        """What takes the steps; a chain has one for each of its optimizers."""
+        return [self.session]
+
     def release(self) -> None:
         """Leave the optimizer as it would be if it had never been wrapped. A collective if owners hold state."""
         self.session.close()
@@ -110,6 +115,14 @@ class Canzona:
         """
         return self.session.last()[1]
 
+    def reported(self) -> Step:
+        """The scheduled step that the report shows: the one that the next `step()` runs.
+
+        Raises:
+            CanzonaError: there was no step yet.
+        """
+        return self.session.reported()
+
     def plan(self) -> PlanFile:
         """Owners and micro-groups, to be saved (`to_json`) and followed by another run: wrap(..., plan=).
 
@@ -124,7 +137,7 @@ class Canzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        return make_report(self.session.reported(), facts_of(self.session))
+        return make_report(self.reported(), facts_of(self.session))
 
     def measure(self, steps: int = 5) -> None:
         """Time the phases of the next steps; after the last of them `report()` shows the figures. Call it on all ranks.

@@ -18,12 +18,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from canzona_compile.api.chained import MemberCanzona, attach_chain, detach_chain, members_of
+from canzona_compile.api.chained import MemberCanzona, attach_chain, detach_chain
 from canzona_compile.api.handle import Canzona
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
 from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.chain import Chain
+from canzona_compile.chain import Chain, members_of
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.hardware import Hardware, named_hardware

@@ -90,15 +90,18 @@ class Measurement:
 
 
 def both_measured(one: Measurement | None, two: Measurement | None) -> Measurement | None:
-    """The measurement of two optimizers that step one after the other; None unless both measured the same steps."""
+    """The measurement of two optimizers that step one after the other.
+
+    Phases are those of both. The programs are those of the first one that has matrices.
+    """
     if one is None or two is None or len(one.own) != len(two.own) or one.device != two.device:
         return one or two
     ranks = {
         rank: one.ranks[rank].then(two.ranks[rank]) if rank in one.ranks and rank in two.ranks else own
         for rank, own in (*two.ranks.items(), *one.ranks.items())
     }
-    steps = tuple(a if a is not None and a.tasks else b for a, b in zip(one.steps, two.steps, strict=True))
-    return Measurement(one.device, ranks, steps, one.own)
+    busy = one if any(step is not None and step.tasks for step in one.steps) else two
+    return Measurement(one.device, ranks, busy.steps, busy.own)
 
 
 class MeasuredSession(Protocol):

@@ -379,9 +379,14 @@ class Session:
         return self._agreement.meeting_of(ranks)
 
     def sharing(self) -> dict[Ranks, Callable[[str], list[str]]]:
-        """Find the sets of ranks that this rank shares tasks with, and what gathers a text from all ranks of each."""
+        """Find the sets of ranks that this rank shares tasks with, and what gathers a text from all ranks of each.
+
+        In a chain, those with which any of its optimizers does: an elementwise one shares none by itself.
+        """
         assert self._agreement is not None
-        return {} if self.driver is None else {r: partial(self._agreement.share, r) for r in self.driver.numbers()}
+        drivers = [self.driver] if self.siblings is None else self.siblings.drivers
+        found = [ranks for driver in drivers if driver is not None for ranks in driver.numbers()]
+        return {ranks: partial(self._agreement.share, ranks) for ranks in dict.fromkeys(found)}
 
     def partners(self) -> dict[Ranks, str]:
         """Find the sets of ranks that portable state is gathered from, and what each gathers, as text."""

@@ -17,6 +17,7 @@ from canzona_compile.passes import planning_passes
 from canzona_compile.session.bind import BoundParam
 from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
 from canzona_compile.session.sequence import in_sequence
+from canzona_compile.session.step_driver import StepDriver
 
 
 class PlannedSession(Protocol):
@@ -24,6 +25,7 @@ class PlannedSession(Protocol):
 
     optimizer: Optimizer
     options: Options
+    driver: StepDriver | None
 
     def bind(self) -> list[BoundParam]: ...
 
@@ -39,6 +41,11 @@ class Siblings:
         self.sessions = tuple(sessions)
         self._owned: Step | None = None
         self._names: list[list[str]] = []  # of the tasks of each optimizer
+
+    @property
+    def drivers(self) -> list[StepDriver | None]:
+        """What takes the steps of each optimizer; None before its first one."""
+        return [session.driver for session in self.sessions]
 
     def owned(self, own: PlannedSession, bound: Sequence[BoundParam]) -> Step:
         """Choose the owners of all matrices of the chain.

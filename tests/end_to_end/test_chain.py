@@ -93,6 +93,29 @@ def test_owners_are_balanced_over_all_optimizers() -> None:
     assert heavy[0] != heavy[1]
 
 
+def measured() -> dict[int, Any]:
+    """Seconds of each act of the second optimizer, by rank and step."""
+    plain = plain_run(RECIPES["two"], torch.float32)
+    laid = Laid(plain.first, Case("fsdp", (2,)))
+    made: Any = canzona_compile.wrap(two(laid.params))
+    share_captures(made)
+    for step in range(4):
+        if step == 2:
+            made.canzona.measure(2)
+        for i, param in enumerate(laid.params):
+            param.grad = laid.like_param(plain.grads[step][i], i)
+        made.step()
+    return {rank: times.acts for rank, times in made.canzona.sessions[1].measuring.found.ranks.items()}
+
+
+@pytest.mark.ranks
+def test_all_ranks_measure_all_optimizers() -> None:
+    """The elementwise one shares no task with another rank, and its figures come from all of them all the same."""
+    for found in run(2, measured, after=partial(train, "two", [ALONE], torch.float32)):
+        assert sorted(found) == [0, 1]
+        assert all(acts["local"] > 0 for steps in found.values() for acts in steps)
+
+
 # -- a step that one of them refuses ---------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from canzona_compile.progress.telling import tell
 from canzona_compile.report.build import Report
 from canzona_compile.report.measured import simulated_steps
 from canzona_compile.runtime.step_clock import MeasuredStep
+from canzona_compile.session.measuring import both_measured
 from canzona_compile.simulation.simulate import teams
 from canzona_compile.tools.processes import join_ranks
 from canzona_compile.tools.profiling.alignment import ClockOffset, offset_to_first
@@ -99,7 +101,6 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
     share(made, order.layout, order.options)
     optimizer: Any = made.optimizer
     grads = random_gradients(made, order.seed)
-    session = optimizer.canzona.session
     before = WARM_UP + order.steps  # so that programs for work that is periodic are there
     for number in range(before + order.steps):
         if number == before:
@@ -110,14 +111,14 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
             optimizer.step()
         if rank == 0:
             tell(f"step {number + 1} of {before + order.steps}", number + 1, before + order.steps)
-    found = session.measuring.found
+    found = reduce(both_measured, [session.measuring.found for session in optimizer.canzona.sessions])
     if found is None:
         raise CanzonaError("the last step made a new plan, so there is nothing to show", hint="measure more steps")
     offset = offset_to_first()
     report = optimizer.canzona.report() if rank == 0 else None
     learnt = None
     if report is not None and order.learns:
-        learnt = learn(report.measured, simulated_steps(found, session.reported()), order.ranks)
+        learnt = learn(report.measured, simulated_steps(found, optimizer.canzona.reported()), order.ranks)
     outcome = RankProfile(
         rank=rank,
         steps=found.own,

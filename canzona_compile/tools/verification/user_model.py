@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.capture.twin import check_step_signature
+from canzona_compile.chain import members_of
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.session.param_names import named_params
@@ -135,7 +136,8 @@ def built(build: str | bytes, seed: int) -> Built:
             raise CannotVerify(problem, at=name_of(function), hint=RETURNS)
     if is_wrapped(optimizer):
         raise CannotVerify("build() returned a wrapped optimizer", hint="leave out wrap: verify wraps it by itself")
-    check_step_signature(type(optimizer))
+    for own in members_of(optimizer):
+        check_step_signature(type(own))
     found = Built(model, optimizer, loss, names_of(model, optimizer))
     check_params(found)
     return found

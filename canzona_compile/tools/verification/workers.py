@@ -18,7 +18,6 @@ from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.step import Strategy
 from canzona_compile.progress.telling import tell
 from canzona_compile.session.gradient_checks import check_gradient
-from canzona_compile.session.param_names import named_params
 from canzona_compile.tools.processes import join_ranks
 from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
@@ -171,7 +170,7 @@ def compare_step(made: Built, layout: LayoutName, page: Page, step: int, tally: 
 def computed_everywhere(made: Built) -> tuple[str, ...]:
     """The matrices that every rank computes in the plan of a wrapped optimizer: small ones, where that is faster."""
     optimizer: Any = made.optimizer
-    tasks = optimizer.canzona.session.driver.plan.owned.tasks
+    tasks = [task for session in optimizer.canzona.sessions for task in session.driver.plan.owned.tasks]
     return tuple(task.name for task in tasks if task.strategy is Strategy.REPLICATED)
 
 
@@ -238,4 +237,6 @@ def by_names_of_the_model(made: Built) -> Iterator[None]:
 
 def names_of_the_model(made: Built) -> dict[str, str]:
     """The user's names of parameters, by those that the optimizer has for them."""
-    return {theirs: own for own, (theirs, _, _) in zip(made.names, named_params(made.optimizer), strict=True)}
+    optimizer: Any = made.optimizer
+    given = [name for session in optimizer.canzona.sessions for name, _, _ in session.named]
+    return dict(zip(given, made.names, strict=True))
