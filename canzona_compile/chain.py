@@ -304,11 +304,6 @@ class ChainState(MutableMapping[Any, Any]):
         return f"ChainState({dict(self)!r})"
 
 
-def members_of(optimizer: Optimizer) -> Sequence[Optimizer]:
-    """The optimizers of a chain; of any other optimizer, itself."""
-    return optimizer.optimizers if isinstance(optimizer, Chain) else (optimizer,)
-
-
 def loss_of(closure: Callable[[], Any] | None) -> Any:
     """Call a closure as optimizers do; None without one."""
     if closure is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,14 @@ class ChainCanzona:
     It has the methods of `Canzona`. A report and a plan are those of the matrices of all optimizers.
 
     Args:
-        chain: the chain, whose optimizers are wrapped.
+        optimizers: those of the chain, wrapped.
 
     Attributes:
         parts: what each optimizer has as `.canzona`, in the order of the chain.
     """
 
-    def __init__(self, chain: Chain) -> None:
-        self.parts: tuple[Canzona, ...] = tuple(own.canzona for own in chain.optimizers)  # type: ignore[attr-defined]
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.parts: tuple[Canzona, ...] = tuple(own.canzona for own in optimizers)  # type: ignore[attr-defined]
         self._siblings = Siblings(self.sessions)
         for session in self.sessions:
             session.siblings = self._siblings
@@ -188,8 +188,8 @@ class Zero1ChainCanzona(ChainCanzona):
 
     parts: tuple[Zero1Canzona, ...]
 
-    def __init__(self, chain: Chain) -> None:
-        self.parts = tuple(own.canzona for own in chain.optimizers)  # type: ignore[attr-defined]
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.parts = tuple(own.canzona for own in optimizers)  # type: ignore[attr-defined]
 
     def reported(self) -> Step:
         """The scheduled step of all optimizers on all ranks, with the buckets."""
@@ -232,7 +232,7 @@ class WrappedChain(Chain):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the optimizers of a copy or a pickle."""
         super().__setstate__(state)
-        self.canzona = handle_of(self)
+        self.canzona = handle_of(self.optimizers)
 
 
 # What Optimizer.__init__ does to a class on first use. A train step that is compiled as a whole breaks here.
@@ -241,16 +241,16 @@ hooked.hooked = True
 WrappedChain.step = hooked  # type: ignore[method-assign]
 
 
-def handle_of(chain: Chain) -> ChainCanzona:
-    """Make the handle of a chain whose optimizers are wrapped."""
-    kind = Zero1ChainCanzona if isinstance(chain.optimizers[0].canzona, Zero1Canzona) else ChainCanzona  # type: ignore[attr-defined]
-    return kind(chain)
+def handle_of(optimizers: Sequence[Optimizer]) -> ChainCanzona:
+    """Make the handle of several optimizers that are wrapped."""
+    first = optimizers[0].canzona  # type: ignore[attr-defined]
+    return (Zero1ChainCanzona if isinstance(first, Zero1Canzona) else ChainCanzona)(optimizers)
 
 
 def attach_chain(chain: Chain) -> None:
     """Give a chain whose optimizers are wrapped its class and its handle."""
     chain.__class__ = WrappedChain
-    chain.canzona = handle_of(chain)  # type: ignore[attr-defined]
+    chain.canzona = handle_of(chain.optimizers)  # type: ignore[attr-defined]
     rebind_scheduled_step(chain)
 
 

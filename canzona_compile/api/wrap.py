@@ -11,19 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from canzona_compile.api.chained import MemberCanzona, attach_chain, detach_chain
+from canzona_compile.api.chained import MemberCanzona, attach_chain, detach_chain, handle_of
 from canzona_compile.api.handle import Canzona
+from canzona_compile.api.holders import members_of
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
 from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.chain import Chain, members_of
+from canzona_compile.chain import Chain
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.hardware import Hardware, named_hardware
@@ -63,7 +64,9 @@ def wrap(
 
     Args:
         optimizer: any `torch.optim.Optimizer` that updates its parameters independently of one
-            another. Parameters may be plain tensors or DTensors.
+            another, or a chain of such. Parameters may be plain tensors or DTensors. Of an object around optimizers,
+            whose step does nothing but step each of them (torchtitan's container, Accelerate's and Lightning's
+            proxies), those inside are wrapped.
         replicate: the one-dimensional mesh, or the process group, over which parameters are equal copies, as under
             DDP: plain parameters, or DTensors of a mesh beside it (tensor parallel). These ranks then share the work.
             Without `replicate` every rank computes such parameters alone.
@@ -111,9 +114,10 @@ def wrap(
             plan.
             The first `step` checks what depends on parameters and gradients.
     """
-    if not isinstance(optimizer, Optimizer):
+    members = members_of(optimizer)
+    if not isinstance(members[0], Optimizer):
         raise no_optimizer(optimizer)
-    names = () if model is None or isinstance(optimizer, Chain) else names_in(model, optimizer)
+    names = () if model is None or len(members) > 1 else names_in(model, members[0])
     if planner == "exact":
         raise CanzonaError(
             "the planner 'exact' is bound by time, so that ranks would plan differently",
@@ -142,16 +146,25 @@ def wrap(
         cuda_graphs=cuda_graphs,
         audit=audit,
     )
-    members = members_of(optimizer)
-    each = [options] if members[0] is optimizer else options_of(members, options, model)
+    several = isinstance(optimizer, Chain) or len(members) > 1
+    each = options_of(members, options, model) if several else [options]
     for own, wanted in zip(members, each, strict=True):
         if not (is_wrapped(own) and check_same(own, wanted)):
             check_wrappable(own)
     for own, wanted in zip(members, each, strict=True):
-        wrap_one(own, wanted, Canzona if own is optimizer else MemberCanzona)
+        wrap_one(own, wanted, MemberCanzona if isinstance(optimizer, Chain) else Canzona)
     if isinstance(optimizer, Chain):
         attach_chain(optimizer)
+    elif members[0] is not optimizer:
+        show(optimizer, members)
     return optimizer
+
+
+def show(holder: Any, members: Sequence[Any]) -> None:
+    """Give an object around wrapped optimizers their handle, unless it hands on that of the only one."""
+    handle = members[0].canzona if len(members) == 1 else handle_of(members)
+    if getattr(holder, "canzona", None) is not handle:
+        holder.canzona = handle
 
 
 def check_same(optimizer: Optimizer, options: Options) -> bool:
@@ -249,7 +262,7 @@ def no_optimizer(given: object) -> CanzonaError:
         )
     elif isinstance(given, list | tuple) and given and all(isinstance(one, Optimizer) for one in given):
         problem = f"wrap takes one optimizer, not a {type(given).__name__} of {len(given)}"
-        hint = "wrap each: [wrap(optimizer) for optimizer in optimizers]; zero1(model, optimizers) takes several"
+        hint = "wrap(chain(*optimizers)); zero1(model, optimizers) takes several"
     return CanzonaError(problem, at="wrap", hint=hint)
 
 
@@ -279,6 +292,10 @@ def unwrap(optimizer: Opt) -> Opt:
         optimizer.canzona.release()  # type: ignore[attr-defined]
         check_taken_back(optimizer)
         detach(optimizer)
+    elif (members := members_of(optimizer))[0] is not optimizer:
+        for own in members:
+            unwrap(own)
+        vars(optimizer).pop("canzona", None)
     return optimizer
 
 
@@ -319,4 +336,4 @@ def explain(optimizer: Optimizer) -> Explanation:
         CanzonaError: the optimizer as a whole cannot be planned.
     """
     members = members_of(optimizer)
-    return explain_all([own.canzona.session if is_wrapped(own) else Session(own, Options()) for own in members])  # type: ignore[attr-defined]
+    return explain_all([own.canzona.session if is_wrapped(own) else Session(own, Options()) for own in members])

@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.api.chained import attach_chain
-from canzona_compile.api.wrap import names_in
+from canzona_compile.api.holders import members_of
+from canzona_compile.api.wrap import names_in, show
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.api.zero1_handle import Zero1Canzona
-from canzona_compile.chain import Chain, members_of
+from canzona_compile.chain import Chain
 from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
@@ -107,7 +108,7 @@ def zero1(
     Raises:
         CanzonaError: the model, an optimizer, the mesh or an option does not fit, or ranks differ in their parameters.
     """
-    optimizers: list[Optimizer] = list(members_of(optimizer) if isinstance(optimizer, Optimizer) else optimizer)
+    optimizers: list[Optimizer] = list(optimizer if isinstance(optimizer, list | tuple) else members_of(optimizer))
     check(model, optimizers, bucket_bytes, reduce_dtype, gather)
     group, ranks = group_of(mesh)
     given, names_of = GivenLayout.of(layout), [names_in(model, own) for own in optimizers]
@@ -182,6 +183,8 @@ def zero1(
         attach(own, Zero1Canzona(session, engine, joint))
     if isinstance(optimizer, Chain):
         attach_chain(optimizer)
+    elif not isinstance(optimizer, list | tuple) and optimizers[0] is not optimizer:
+        show(optimizer, optimizers)
     return optimizer
 
 

@@ -19,6 +19,7 @@ from canzona_compile.capture.construction import Construction, NotConstructible,
 from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, attribute_of, caches, where
 from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.capture.held_optimizers import advice
 from canzona_compile.capture.joint_rehearsal import rehearse_jointly
 from canzona_compile.capture.place_names import held_in, in_a_list, is_held, is_option, once_for_all, path_of
 from canzona_compile.capture.real_sizes import coupled_at_real_sizes
@@ -154,12 +155,9 @@ class Residency:
 
 def advised(optimizer: Optimizer, refused: UnsupportedOptimizer) -> UnsupportedOptimizer:
     """Add the remedy to a refusal if the optimizer holds another one, whose steps it may take."""
-    inner = [f"self.{name}" for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
-    if not inner:
+    hint = advice(optimizer)
+    if not hint:
         return refused
-    hint = (
-        f"{plain_class(optimizer).__name__} holds another optimizer: wrap that one, {some(inner)}, before it is given"
-    )
     return UnsupportedOptimizer(refused.problem, at=refused.at, hint=f"{hint}; {refused.hint or ''}".rstrip("; "))
 
 

@@ -1,4 +1,4 @@
-"""Objects that frameworks put around an optimizer: they step a wrapped one, and are not wrapped themselves."""
+"""Objects that frameworks put around an optimizer: they step a wrapped one, and `wrap` finds that inside of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from torch.optim import Muon
 
 import canzona_compile
-from canzona_compile import CanzonaError, UnsupportedOptimizer
+from canzona_compile import CanzonaError
 from tests.harness.pairs import Pair, feed, params_of, same_bits
 
 
@@ -29,15 +29,18 @@ class Proxy:
         return getattr(self.inner, name)
 
 
-def test_a_proxy_is_refused() -> None:
-    """Were it wrapped, its steps would change nothing: its twins would step the optimizer inside."""
+def test_the_optimizer_inside_of_a_proxy_is_wrapped() -> None:
     pair = Pair()
-    proxy: Any = Proxy(pair.plain)
+    inner: Any = pair.wrapped
+    canzona_compile.unwrap(inner)
+    proxy: Any = Proxy(inner)
     kind = type(proxy)
-    with pytest.raises(UnsupportedOptimizer, match="if it goes around another optimizer, wrap that one"):
-        canzona_compile.wrap(proxy)
+    assert canzona_compile.wrap(proxy) is proxy
     assert type(proxy) is kind
-    assert "canzona" not in vars(proxy)
+    assert canzona_compile.is_wrapped(inner)
+    pair.wrapped = proxy
+    pair.steps(2)
+    assert pair.report.fallbacks == {}
 
 
 def test_a_proxy_of_a_wrapped_optimizer() -> None:

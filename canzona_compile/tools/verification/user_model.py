@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.api.holders import members_of
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.capture.twin import check_step_signature
-from canzona_compile.chain import members_of
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.session.param_names import named_params

@@ -247,6 +247,17 @@ class Holder(Optimizer):
         self.base.step()
 
 
+class Halving(Holder):
+    """Halves gradients before that."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (p for group in self.param_groups for p in group["params"]):
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+        super().step()
+
+
 class Lookahead(PerParameter):
     """Makes an optimizer of its own parameters, and steps that before it does its own work."""
 
@@ -265,8 +276,8 @@ class Lookahead(PerParameter):
         param.copy_(slow)
 
 
-def holder(momentum: float) -> Callable[[Params], Any]:
-    return lambda params: Holder(SGD(params, lr=0.1, momentum=momentum))
+def holder(momentum: float, kind: Any = Holder) -> Callable[[Params], Any]:
+    return lambda params: kind(SGD(params, lr=0.1, momentum=momentum))
 
 
 # -- what the user does ------------------------------------------------------------------------------
@@ -312,8 +323,10 @@ TRAPS = (
     Trap("closure-default-argument", FAMILY, FunctionsWithDefaults, "either"),
     Trap("closure-on-parameter", FAMILY, FunctionOnParameter, "either"),
     Trap("closure-in-group", FAMILY, FunctionsInGroup, "either"),
-    Trap("optimizer-inside", FAMILY, holder(0.0), "refused", ("wrap that one", "self.base")),
-    Trap("optimizer-inside-with-momentum", FAMILY, holder(0.9), "refused", ("wrap that one", "self.base")),
-    Trap("optimizer-inside-of-two", FAMILY, holder(0.0), "refused", ("wrap that one",), shapes=((5, 3), (3, 5))),
+    Trap("optimizer-inside", FAMILY, holder(0.0), "equal"),
+    Trap("optimizer-inside-with-momentum", FAMILY, holder(0.9), "equal"),
+    Trap("optimizer-inside-of-two", FAMILY, holder(0.0), "equal", shapes=((5, 3), (3, 5))),
+    Trap("optimizer-inside-halved", FAMILY, holder(0.0, Halving), "refused", ("wrap that one", "self.base")),
+    Trap("optimizer-inside-halved-with-momentum", FAMILY, holder(0.9, Halving), "refused", ("wrap that one",)),
     Trap("optimizer-inside-lookahead", FAMILY, Lookahead, "equal"),
 )

@@ -1,0 +1,181 @@
+"""Objects around optimizers: those inside are wrapped where the object does nothing else, or it is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning_fabric import Fabric
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+import canzona_compile
+from canzona_compile import CanzonaError, explain
+from tests.harness.pairs import different, feed, parameters, params_of
+
+SHAPES = ((6, 4), (4, 6), (5,))
+
+
+def two(seed: int = 0) -> list[Optimizer]:
+    params = parameters(SHAPES, seed=seed)
+    return [Muon(params[:2], lr=0.1), AdamW(params[2:], lr=0.1)]
+
+
+class Container(Optimizer):
+    """As torchtitan's: an optimizer by its class, with groups of its own that nobody reads."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        super().__init__([p for own in optimizers for p in params_of(own)], {})
+        self.optimizers = optimizers
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+class Chained:
+    """As Megatron's: no optimizer by its class."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self.chained_optimizers = tuple(optimizers)
+
+    def step(self) -> None:
+        for optimizer in self.chained_optimizers:
+            optimizer.step()
+
+
+class Named:
+    """Optimizers by name, one of them stepped first by hand."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self.by_name = {"muon": optimizers[0], "adamw": optimizers[1]}
+        self.steps = 0
+
+    def step(self) -> float:
+        self.steps += 1
+        self.by_name["muon"].step()
+        self.by_name["adamw"].step()
+        return float(self.steps)
+
+
+class Proxy:
+    """As Lightning's: all that it has is in the one inside."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.inner = optimizer
+        self.__class__ = type("Proxy", (Proxy, type(optimizer)), {})
+
+    def step(self) -> Any:
+        return self.inner.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+def accelerated(optimizers: list[Optimizer]) -> Any:
+    return Accelerator(cpu=True).prepare_optimizer(optimizers[0])
+
+
+def of_fabric(optimizers: list[Optimizer]) -> Any:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = nn.Module()
+    for i, param in enumerate(params_of(optimizers[0])):
+        model.register_parameter(f"p{i}", param)  # type: ignore[arg-type]
+    return fabric.setup(model, optimizers[0])[1]
+
+
+HOLDERS: dict[str, Callable[[list[Optimizer]], Any]] = {
+    "container": Container,
+    "chained": Chained,
+    "named": Named,
+    "proxy": lambda optimizers: Proxy(optimizers[0]),
+    "accelerate": accelerated,
+    "fabric": of_fabric,
+}
+
+
+@pytest.mark.parametrize("name", list(HOLDERS))
+def test_what_only_steps_is_wrapped_inside(name: str) -> None:
+    plain, inner = two(), two()
+    count = 1 if name in ("proxy", "accelerate", "fabric") else 2
+    holder = HOLDERS[name](inner)
+    kind = type(holder)
+    before = [p.detach().clone() for own in inner for p in params_of(own)]
+    rows = explain(holder).parameters
+    assert {row.how for row in rows} == ({"compiled"} if count == 1 else {"compiled", "local"})
+    assert canzona_compile.wrap(holder) is holder
+    assert all(map(torch.equal, before, (p for own in inner for p in params_of(own))))
+    assert canzona_compile.wrap(holder) is holder
+    assert type(holder) is kind
+    assert [canzona_compile.is_wrapped(own) for own in inner[:count]] == [True] * count
+    for step in range(3):
+        for i, own in enumerate((*plain, *inner)):
+            feed(own, 10 * step + i % 2)
+        for own in plain[:count]:
+            own.step()
+        holder.step()
+        assert [d for a, b in zip(plain[:count], inner, strict=False) for d in different(a, b)] == []
+    assert len(holder.canzona.report().tasks) == 2
+    canzona_compile.unwrap(holder)
+    assert [type(own) for own in inner[:count]] == [Muon, AdamW][:count]
+
+
+class Twice(Container):
+    """Steps its second optimizer twice."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.optimizers[1].step()
+
+
+class EveryTenth(Container):
+    """Decays all parameters in every tenth step."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        super().__init__(optimizers)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.count += 1
+        if self.count % 10 == 0:
+            for param in params_of(self):
+                param.data.mul_(0.5)
+
+
+class Scaling(Container):
+    """Changes gradients before."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in params_of(self):
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+        super().step()
+
+
+@pytest.mark.parametrize("kind", [Twice, EveryTenth, Scaling])
+def test_what_does_something_else_is_refused_and_the_line_is_said(kind: type[Container]) -> None:
+    inner = two()
+    holder: Any = kind(inner)
+    feed(holder, 0)
+    before = [p.detach().clone() for p in params_of(holder)]
+    ahead = {row.how for row in explain(holder).parameters}
+    with pytest.raises(CanzonaError) as error:
+        canzona_compile.wrap(holder).step()
+    assert "self.optimizers" in (error.value.hint or "")
+    assert ahead == {"refused"}
+    assert all(map(torch.equal, before, params_of(holder)))
+    assert [type(own) for own in inner] == [Muon, AdamW]
+
+
+def test_an_optimizer_that_holds_another_and_leaves_it_alone_is_wrapped_itself() -> None:
+    first, second = two()
+    first.other = second  # type: ignore[attr-defined]
+    canzona_compile.wrap(first)
+    assert [canzona_compile.is_wrapped(own) for own in (first, second)] == [True, False]
