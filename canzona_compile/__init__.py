@@ -8,6 +8,8 @@ from canzona_compile.api.wrap import explain, unwrap, wrap
 from canzona_compile.api.wrap_cls import wrap_cls
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.api.zero1 import zero1
+from canzona_compile.choice.choose import hidden_matrices
+from canzona_compile.choice.rows import Choice
 from canzona_compile.errors import (
     CanzonaError,
     InvalidGradient,
@@ -31,6 +33,7 @@ set_up()
 
 __all__ = [
     "CanzonaError",
+    "Choice",
     "Explanation",
     "InvalidGradient",
     "OfflinePlan",
@@ -43,6 +46,7 @@ __all__ = [
     "UnsupportedOptimizer",
     "Verification",
     "explain",
+    "hidden_matrices",
     "is_wrapped",
     "plan",
     "unwrap",
