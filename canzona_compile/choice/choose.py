@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from canzona_compile.choice import names
-from canzona_compile.choice.rows import TOTALS, Choice, Named, Row
+from canzona_compile.choice.rows import TOTALS, Choice, NamedParams, Row
 from canzona_compile.choice.survey import Survey, class_name, is_linear, is_wide
 from canzona_compile.compat.torch_private import is_flattened
 from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
@@ -37,8 +37,8 @@ def hidden_matrices(
     (`lm_head`, `output`, `head`, `classifier`, `score` and the like); or the last module outside of the repeated layers
     with a weight of as many rows or columns as the largest embedding has rows.
 
-    Routers of experts are matrices, as in Megatron-LM, in Moonshot's example for Moonlight, and in DeepSeek-V4, which
-    train every 2-D weight but embedding and head with Muon. Other projects give them to AdamW: pass
+    Routers of experts are matrices. Megatron-LM, Moonshot's example for Moonlight and DeepSeek-V4 train them with Muon,
+    because they are weights of two dims that tokens pass through in every layer. Others give them to AdamW: pass
     `others="*.gate.weight"` for that. LoRA factors are matrices, unless they adapt an embedding or a head.
 
     A parameter of two dims on a module that is not linear is a matrix if it is named as a weight (`weight`,
@@ -79,7 +79,9 @@ def hidden_matrices(
         else:
             kind, why = judge(survey, param, batch_dims)
         rows.append(Row(name, tuple(param.shape), kind, why))
-    chosen: dict[str, Named] = {kind: [(r.name, params[r.name]) for r in rows if r.kind == kind] for kind in TOTALS}
+    chosen: dict[str, NamedParams] = {
+        kind: [(r.name, params[r.name]) for r in rows if r.kind == kind] for kind in TOTALS
+    }
     return Choice(tuple(rows), chosen["matrix"], chosen["other"])
 
 
@@ -109,7 +111,7 @@ def stack(shape: Shape, experts: bool, batch_dims: bool) -> tuple[str, str]:
     why = f"stack of {math.prod(shape[:-2])} {'experts' if experts else 'matrices'}, {len(shape)}-D"
     if not is_wide(shape[-2:]):
         return "other", f"{why}, of vectors"
-    return ("matrix", why) if batch_dims else ("other", f"{why}: a matrix with batch_dims=True, if the optimizer can")
+    return ("matrix", why) if batch_dims else ("other", f"{why}: batch_dims=True takes it")
 
 
 # -- what users claim --------------------------------------------------------------------------------

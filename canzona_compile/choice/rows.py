@@ -19,7 +19,7 @@ from canzona_compile.ir.layout import Shape
 STYLES = {"matrix": "green", "other": "cyan", "frozen": "dim"}
 TOTALS = {"matrix": "matrices", "other": "others", "frozen": "frozen"}
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-Named = list[tuple[str, nn.Parameter]]
+NamedParams = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Choice(JupyterMixin):
     """
 
     rows: tuple[Row, ...]
-    matrices: Named = field(compare=False)
-    others: Named = field(compare=False)
+    matrices: NamedParams = field(compare=False)
+    others: NamedParams = field(compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The rows as dicts, lists and plain values."""
@@ -64,12 +64,13 @@ class Choice(JupyterMixin):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title="hidden matrices and other parameters", title_justify="left")
-        for column in ("parameter", "shape", "elements", "kind", "why"):
-            table.add_column(column, overflow="fold", justify="right" if column == "elements" else "left")
+        for column in ("parameter", "", "shape", "elements", "kind", "why"):
+            table.add_column(column, overflow="fold", justify="right" if column in ("", "elements") else "left")
         for rows in alike(self.rows):
             one, elements = rows[0], format_count(sum(row.elements for row in rows))
             shape = "x".join(map(str, one.shape)) or "scalar"
-            table.add_row(Text(shared_name(rows)), shape, elements, Text(one.kind, STYLES[one.kind]), Text(one.why))
+            repeats, kind = f"x {len(rows)}" if len(rows) > 1 else "", Text(one.kind, STYLES[one.kind])
+            table.add_row(Text(shared_name(rows)), repeats, shape, elements, kind, Text(one.why))
         yield table
         yield Text("\n".join(totals(self.rows)))
 
@@ -92,11 +93,9 @@ def alike(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def shared_name(rows: Sequence[Row]) -> str:
-    """Name a group of parameters: "layers.*.q_proj.weight  x 28"."""
-    if len(rows) == 1:
-        return rows[0].name
+    """Name a group of parameters: "layers.*.q_proj.weight"."""
     parts = zip(*(row.name.split(".") for row in rows), strict=True)
-    return ".".join(own[0] if len(set(own)) == 1 else "*" for own in parts) + f"  x {len(rows)}"
+    return ".".join(own[0] if len(set(own)) == 1 else "*" for own in parts)
 
 
 def totals(rows: Sequence[Row]) -> Iterator[str]:
