@@ -123,9 +123,20 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         lambda: Parts(layers=nn.ModuleList([layer(), layer()]), head=linear()),
         {f"layers.{i}.{name}.weight" for i in range(2) for name in ("attn.qkv", "attn.output", "head")},
     ),
+    "layers by another name": (
+        lambda: Parts(stages=nn.ModuleList([Parts(output=linear())]), trunk=nn.Sequential(layer(), layer())),
+        {
+            "stages.0.output.weight",
+            *(f"trunk.{i}.{n}.weight" for i in range(2) for n in ("attn.qkv", "attn.output", "head")),
+        },
+    ),
+    "a head in a part of a sequence": (
+        lambda: nn.Sequential(nn.Embedding(16, 8), linear(), Parts(norm=nn.LayerNorm(8), decode=linear(16))),
+        {"1.weight"},
+    ),
     "a block alone": (lambda: Parts(attn=Parts(output=linear())), {"attn.output.weight"}),
     "a head by its size": (
-        lambda: Parts(embed=nn.Embedding(16, 8), pos=nn.Embedding(32, 8), one=linear(32), two=linear(16, 32)),
+        lambda: Parts(embed=nn.Embedding(16, 8), pos=nn.Embedding(32, 8), one=linear(32), two=linear(16)),
         {"one.weight"},
     ),
     "only the last one is": (
@@ -253,18 +264,20 @@ def test_layouts_change_nothing(layout: str) -> None:
     assert run(2, sharded, "demo-untied", layout) == [(expected, layout != "ddp")] * 2
 
 
-def sharded_gpt2() -> Choice:
-    model: Any = ARCHITECTURES["gpt2"].make()
-    for block in model.transformer.h:
-        fully_shard(block.mlp.c_fc)
-        fully_shard(block)
-    return Choice(hidden_matrices(fully_shard(model)).rows, [], [])
+def sharded_and_tied(name: str, ddp: bool) -> Choice:
+    model: Any = ARCHITECTURES[name].make()
+    for module in reversed(list(model.modules())) if not ddp else ():  # inner ones first
+        if type(module).__name__ in ("Conv1D", "MambaMixer", "MambaBlock", "GPT2Block"):
+            fully_shard(module)
+    return Choice(hidden_matrices(DistributedDataParallel(model) if ddp else fully_shard(model)).rows, [], [])
 
 
 @pytest.mark.ranks
-def test_a_tied_model_is_sharded() -> None:
-    expected = hidden_matrices(ARCHITECTURES["gpt2"].make())
-    assert run(2, sharded_gpt2) == [expected] * 2
+@pytest.mark.parametrize(("name", "ddp"), [("gpt2", False), ("mamba", False), ("gpt2", True)])
+def test_tied_models_in_layouts(name: str, ddp: bool) -> None:
+    """The reasons are the same as well: they name other parameters and classes of modules."""
+    expected = hidden_matrices(ARCHITECTURES[name].make())
+    assert run(2, sharded_and_tied, name, ddp) == [expected] * 2
 
 
 def flattened() -> str:
