@@ -9,6 +9,8 @@ from canzona_compile.api.wrap_cls import wrap_cls
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.api.zero1 import zero1
 from canzona_compile.chain import Chain, chain
+from canzona_compile.choice.choose import hidden_matrices
+from canzona_compile.choice.rows import Choice
 from canzona_compile.errors import (
     CanzonaError,
     InvalidGradient,
@@ -33,6 +35,7 @@ set_up()
 __all__ = [
     "CanzonaError",
     "Chain",
+    "Choice",
     "Explanation",
     "InvalidGradient",
     "OfflinePlan",
@@ -46,6 +49,7 @@ __all__ = [
     "Verification",
     "chain",
     "explain",
+    "hidden_matrices",
     "is_wrapped",
     "plan",
     "unwrap",

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
-from canzona_compile.kernels.dispatch import SQUARE, WIDE, Choice, Operation, Tile
+from canzona_compile.kernels.dispatch import SQUARE, WIDE, KernelChoice, Operation, Tile
 
-QUACK = Choice("quack")
+QUACK = KernelChoice("quack")
 
 DEEP = Tile(128, 256, 64, warps=8, stages=4)
 AHEAD = Tile(128, 128, 64, warps=8, stages=4)
@@ -23,27 +23,27 @@ WIDE_ROLES = replace(WIDE, specialized=True)
 
 # By operation and architecture. Others spilled registers in the ahead-of-time test: for sm_80 pointers to 128 x 128
 # with four warps, for sm_100 persistent specialised 128 x 256 and gemm_axpby of 64 x 128 x 128.
-CANDIDATES: Mapping[tuple[Operation, int], tuple[Choice, ...]] = {
-    ("sym_gemm", 80): tuple(Choice("pointer", tile) for tile in (SQUARE, AHEAD, SMALL, LOW, LIGHT)),
+CANDIDATES: Mapping[tuple[Operation, int], tuple[KernelChoice, ...]] = {
+    ("sym_gemm", 80): tuple(KernelChoice("pointer", tile) for tile in (SQUARE, AHEAD, SMALL, LOW, LIGHT)),
     ("sym_gemm", 90): (
-        *(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, SMALL, LOW, LIGHT, FOUR)),
-        *(Choice("persistent", tile) for tile in (AHEAD, WIDE)),
-        Choice("pointer", SQUARE),
+        *(KernelChoice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, SMALL, LOW, LIGHT, FOUR)),
+        *(KernelChoice("persistent", tile) for tile in (AHEAD, WIDE)),
+        KernelChoice("pointer", SQUARE),
     ),
     ("sym_gemm", 100): (
-        *(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, LOW, FOUR, SQUARE_ROLES, WIDE_ROLES)),
-        *(Choice("persistent", tile) for tile in (AHEAD, SQUARE_ROLES)),
+        *(KernelChoice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, LOW, FOUR, SQUARE_ROLES, WIDE_ROLES)),
+        *(KernelChoice("persistent", tile) for tile in (AHEAD, SQUARE_ROLES)),
     ),
-    ("gemm_axpby", 80): tuple(Choice("pointer", tile) for tile in (SQUARE, AHEAD, LOW)),
+    ("gemm_axpby", 80): tuple(KernelChoice("pointer", tile) for tile in (SQUARE, AHEAD, LOW)),
     ("gemm_axpby", 90): (
-        *(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, LOW, LIGHT, FOUR)),
-        Choice("pointer", SQUARE),
+        *(KernelChoice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, LOW, LIGHT, FOUR)),
+        KernelChoice("pointer", SQUARE),
     ),
-    ("gemm_axpby", 100): tuple(Choice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, FOUR)),
+    ("gemm_axpby", 100): tuple(KernelChoice("tma", tile) for tile in (SQUARE, WIDE, DEEP, AHEAD, FOUR)),
 }
 
 
-def candidates(op: Operation, arch: int) -> tuple[Choice, ...]:
+def candidates(op: Operation, arch: int) -> tuple[KernelChoice, ...]:
     """Return what may run on this machine: our kernels, and those of packages that are installed here.
 
     Args:

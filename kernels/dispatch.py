@@ -57,7 +57,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """A kernel, its tile (None for kernels that are not ours), and the reason, for people.
 
     library: cuBLAS, by torch; quack: `gemm_symmetric` of quack-kernels; the others are Triton kernels of this package:
@@ -72,12 +72,12 @@ class Choice:
         if (self.kernel in ("library", "quack")) != (self.tile is None):
             raise ValueError(f"a tile belongs to a Triton kernel and only there: {self.kernel}, {self.tile}")
 
-    def same_kernel(self, other: Choice) -> bool:
+    def same_kernel(self, other: KernelChoice) -> bool:
         """Tell whether both run the same code; reasons may differ."""
         return (self.kernel, self.tile) == (other.kernel, other.tile)
 
 
-Verdicts = Mapping[Problem, Choice]
+Verdicts = Mapping[Problem, KernelChoice]
 NO_VERDICTS: Verdicts = {}
 
 SQUARE = Tile(128, 128, 64, warps=8, stages=3)
@@ -119,7 +119,7 @@ RULES = (
 
 def choose(
     problem: Problem, arch: int | None, verdicts: Verdicts = NO_VERDICTS, processors: int | None = None
-) -> Choice:
+) -> KernelChoice:
     """Choose the kernel for a problem.
 
     Args:
@@ -129,29 +129,31 @@ def choose(
         processors: how many multiprocessors the device has; None offline, for those of `MULTIPROCESSORS`.
     """
     if arch is None:
-        return Choice("library", reason="no CUDA device, or no Triton")
+        return KernelChoice("library", reason="no CUDA device, or no Triton")
     processors = processors or MULTIPROCESSORS.get(arch, 1)
     known = measured(problem, verdicts, processors)
     if known is not None:
         return known
     rules = [rule for rule in RULES if (rule.op, rule.arch) == (problem.op, arch)]
     if not rules:
-        return Choice("library", reason=f"no figure says that {problem.op} on sm_{arch} is faster than the library")
+        return KernelChoice(
+            "library", reason=f"no figure says that {problem.op} on sm_{arch} is faster than the library"
+        )
     if problem.dtype not in HALF or problem.out_dtype != problem.dtype:
-        return Choice("library", reason=f"no figure for {problem.dtype} to {problem.out_dtype}")
+        return KernelChoice("library", reason=f"no figure for {problem.dtype} to {problem.out_dtype}")
     if problem.k < problem.m:
-        return Choice("library", reason="no figure for k < m")
+        return KernelChoice("library", reason="no figure for k < m")
     tiles = problem.batch * triangle(-(-problem.m // SQUARE.m))
     rules = [rule for rule in rules if problem.m >= rule.least_m and tiles >= rule.least_tiles]
     if not rules:
-        return Choice("library", reason=f"too small: {problem.batch} x {problem.m}")
+        return KernelChoice("library", reason=f"too small: {problem.batch} x {problem.m}")
     rule = rules[0]
     if problem.alignment < (8 if rule.kernel == "tma" else 16):
-        return Choice("library", reason="rows are not aligned; pad to multiples of 16")
-    return Choice(rule.kernel, _tile(problem, rule, processors), rule.source)
+        return KernelChoice("library", reason="rows are not aligned; pad to multiples of 16")
+    return KernelChoice(rule.kernel, _tile(problem, rule, processors), rule.source)
 
 
-def measured(problem: Problem, verdicts: Verdicts, processors: int) -> Choice | None:
+def measured(problem: Problem, verdicts: Verdicts, processors: int) -> KernelChoice | None:
     """Return what measurements say of a problem: its own verdict, else those of other batches of the same matrices.
 
     A kernel that won at a smaller and at a larger batch is taken for the batches between, unless its last wave leaves
@@ -175,18 +177,18 @@ def measured(problem: Problem, verdicts: Verdicts, processors: int) -> Choice | 
     near = {batch: verdicts[replace(problem, batch=batch)] for batch in (*smaller, *larger)}
     for batch, choice in near.items():
         if choice.kernel == "library":
-            return Choice("library", reason=f"measured: the library wins at batch {batch}")
+            return KernelChoice("library", reason=f"measured: the library wins at batch {batch}")
     if len(near) < 2:
         return None
     (low, first), (high, second) = near.items()
     if not first.same_kernel(second):
         return None
     if first.tile is None:
-        return Choice("library", reason=f"measured at batches {low} and {high}, with tiles that nobody tells")
+        return KernelChoice("library", reason=f"measured at batches {low} and {high}, with tiles that nobody tells")
     fills = [_fill(replace(problem, batch=batch), first.tile, processors) for batch in (low, problem.batch, high)]
     if fills[1] < min(fills[0], fills[2]):
-        return Choice("library", reason=f"a wave of {first.kernel} is emptier than at batches {low} and {high}")
-    return Choice(first.kernel, first.tile, f"measured: wins at batches {low} and {high}")
+        return KernelChoice("library", reason=f"a wave of {first.kernel} is emptier than at batches {low} and {high}")
+    return KernelChoice(first.kernel, first.tile, f"measured: wins at batches {low} and {high}")
 
 
 def _fill(problem: Problem, tile: Tile, processors: int) -> float:
@@ -229,7 +231,7 @@ class Launch:
     """One call of an operation, and the kernel that it ran."""
 
     problem: Problem
-    choice: Choice
+    choice: KernelChoice
 
 
 _LISTENER: ContextVar[list[Launch] | None] = ContextVar("kernel_launches", default=None)
@@ -246,7 +248,7 @@ def recorded() -> Iterator[list[Launch]]:
         _LISTENER.reset(token)
 
 
-def record(problem: Problem, choice: Choice) -> None:
+def record(problem: Problem, choice: KernelChoice) -> None:
     """Add a launch to the innermost `recorded` block, if there is one."""
     launches = _LISTENER.get()
     if launches is not None:

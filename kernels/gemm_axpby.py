@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from canzona_compile.kernels.dispatch import Choice, Problem, record
+from canzona_compile.kernels.dispatch import KernelChoice, Problem, record
 from canzona_compile.kernels.tensor_args import (
     Scalar,
     alignment,
@@ -31,7 +31,7 @@ def gemm_axpby(
     beta: Scalar = 1.0,
     right: bool = False,
     out: Tensor | None = None,
-    choice: Choice | None = None,
+    choice: KernelChoice | None = None,
 ) -> Tensor:
     """Y = alpha * X + beta * (F @ X), or alpha * X + beta * (X @ F) with `right`.
 
@@ -109,7 +109,7 @@ def _alignment(side: int, f: Tensor, x: Tensor, target: Tensor) -> int:
 
 
 def _triton(
-    choice: Choice,
+    choice: KernelChoice,
     f: Tensor,
     x: Tensor,
     target: Tensor,

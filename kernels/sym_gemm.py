@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from canzona_compile.kernels.dispatch import Choice, Problem, record
+from canzona_compile.kernels.dispatch import KernelChoice, Problem, record
 from canzona_compile.kernels.tensor_args import (
     Scalar,
     alignment,
@@ -35,7 +35,7 @@ def sym_gemm(
     trans: bool = False,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    choice: Choice | None = None,
+    choice: KernelChoice | None = None,
 ) -> Tensor:
     """Compute alpha * A @ (B or A)^T + beta * C + diag * I; the caller knows that the result is symmetric.
 
@@ -128,7 +128,7 @@ def _alignment(k: int, operands: list[Tensor]) -> int:
 
 
 def _run(
-    choice: Choice, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, beta: Scalar, diag: Scalar
+    choice: KernelChoice, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, alpha: Scalar, beta: Scalar, diag: Scalar
 ) -> None:
     if choice.kernel == "library":
         _library(a, b, c, d, on_host(alpha), on_host(beta), on_host(diag))

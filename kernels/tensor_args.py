@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from canzona_compile.kernels.dispatch import Choice, Problem, Verdicts, choose
+from canzona_compile.kernels.dispatch import KernelChoice, Problem, Verdicts, choose
 from canzona_compile.kernels.tuning_cache import GpuKind, load
 
 Scalar = float | Tensor
@@ -104,7 +104,7 @@ def _verdicts(here: GpuKind) -> Verdicts:
 
 
 @cache
-def decide(problem: Problem, device: torch.device) -> Choice:
+def decide(problem: Problem, device: torch.device) -> KernelChoice:
     """Call `dispatch.choose` with this machine's architecture and verdicts; remember the result per problem."""
     here = machine(device)
     return choose(problem, None) if here is None else choose(problem, here.arch, _verdicts(here), here.processors)
@@ -130,7 +130,7 @@ def guard(tensor: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def runnable(choice: Choice, tensor: Tensor, interpreted: bool) -> None:
+def runnable(choice: KernelChoice, tensor: Tensor, interpreted: bool) -> None:
     """Raise ValueError if a Triton kernel cannot run where the tensor is."""
     if tensor.device.type == "cuda" and interpreted:
         raise ValueError(f"{choice.kernel}: TRITON_INTERPRET is set, which is for CPU tensors")

@@ -15,13 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from canzona_compile.kernels.dispatch import Choice, Operation, Problem, recorded
+from canzona_compile.kernels.dispatch import KernelChoice, Operation, Problem, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.gemm_axpby import reference as axpby_reference
 from canzona_compile.kernels.sym_gemm import reference as sym_reference
 from canzona_compile.kernels.sym_gemm import sym_gemm
 
-LIBRARY = Choice("library", reason="measured")
+LIBRARY = KernelChoice("library", reason="measured")
 MARGIN = 1.02  # a candidate has to be faster by this much, so that noise does not choose
 UNWRITTEN = -1e3  # fills results before a check, so that unwritten elements show; no result has this value
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
@@ -42,7 +42,7 @@ class CallForm:
 
     name: str
     result: Tensor
-    run: Callable[[Choice], object]
+    run: Callable[[KernelChoice], object]
     exact: Callable[[slice], Tensor]
 
 
@@ -59,7 +59,7 @@ class Trial:
         refused: why it was refused; empty if it was not.
     """
 
-    choice: Choice
+    choice: KernelChoice
     speedup: float = 0.0
     milliseconds: float = math.inf
     error: float = math.inf
@@ -71,7 +71,7 @@ class Verdict:
     """The winner, and all trials, the library first."""
 
     problem: Problem
-    choice: Choice
+    choice: KernelChoice
     trials: tuple[Trial, ...]
 
 
@@ -80,7 +80,7 @@ def tune(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
-    candidates: Sequence[Choice],
+    candidates: Sequence[KernelChoice],
     clock: Timer,
     rounds: int = 15,
 ) -> Verdict:
@@ -117,13 +117,13 @@ def tune(
     return Verdict(problem, winner(trials), tuple(trials))
 
 
-def winner(trials: Sequence[Trial]) -> Choice:
+def winner(trials: Sequence[Trial]) -> KernelChoice:
     """The fastest candidate that was not refused, if it beats the library, which is the first trial, by the margin."""
     library, *others = trials
     best = max((t for t in others if not t.refused), key=lambda t: t.speedup, default=library)
     if best is library or best.speedup < MARGIN:
         return LIBRARY
-    return Choice(best.choice.kernel, best.choice.tile, f"measured: {best.speedup:.2f} times the library's speed")
+    return KernelChoice(best.choice.kernel, best.choice.tile, f"measured: {best.speedup:.2f} times the library's speed")
 
 
 def cuda_clock(call: Callable[[], object], least: float = 2.0) -> float:
@@ -145,7 +145,7 @@ def cuda_clock(call: Callable[[], object], least: float = 2.0) -> float:
 # -- parts ----------------------------------------------------------------------------------------
 
 
-def _check(choice: Choice, forms: Sequence[CallForm], batch: int, allowed: dict[str, float]) -> Trial:
+def _check(choice: KernelChoice, forms: Sequence[CallForm], batch: int, allowed: dict[str, float]) -> Trial:
     """Run each form once and compare it with float64."""
     worst = 0.0
     for form in forms:
@@ -159,7 +159,7 @@ def _check(choice: Choice, forms: Sequence[CallForm], batch: int, allowed: dict[
     return Trial(choice, error=worst)
 
 
-def _error(form: CallForm, choice: Choice, batch: int) -> float:
+def _error(form: CallForm, choice: KernelChoice, batch: int) -> float:
     """`Trial.error` in the first and the last matrix."""
     form.result.fill_(UNWRITTEN)
     form.run(choice)
@@ -174,9 +174,11 @@ def _error(form: CallForm, choice: Choice, batch: int) -> float:
     return worst
 
 
-def _race(forms: Sequence[CallForm], choices: Sequence[Choice], clock: Timer, rounds: int) -> dict[Choice, list[float]]:
+def _race(
+    forms: Sequence[CallForm], choices: Sequence[KernelChoice], clock: Timer, rounds: int
+) -> dict[KernelChoice, list[float]]:
     """Median time per choice and form."""
-    times: dict[Choice, list[list[float]]] = {choice: [[] for _ in forms] for choice in choices}
+    times: dict[KernelChoice, list[list[float]]] = {choice: [[] for _ in forms] for choice in choices}
     for _ in range(rounds):
         for index, form in enumerate(forms):
             for choice in choices:

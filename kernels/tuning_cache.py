@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from canzona_compile.kernels.candidates import candidates
-from canzona_compile.kernels.dispatch import Choice, Problem, Tile
+from canzona_compile.kernels.dispatch import KernelChoice, Problem, Tile
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def path_of(machine: GpuKind) -> Path:
     return folder() / f"kernels-sm_{machine.arch}-{key}.json"
 
 
-def load(machine: GpuKind) -> dict[Problem, Choice]:
+def load(machine: GpuKind) -> dict[Problem, KernelChoice]:
     """Load all verdicts that hold here. There are none without a file; one that cannot be read is logged."""
     path = path_of(machine)
     try:
@@ -99,7 +99,7 @@ def load(machine: GpuKind) -> dict[Problem, Choice]:
     return {problem: choice for problem, choice in found.items() if _known(problem, choice, machine.arch)}
 
 
-def store(machine: GpuKind, problem: Problem, choice: Choice, figures: JsonObject) -> Path:
+def store(machine: GpuKind, problem: Problem, choice: KernelChoice, figures: JsonObject) -> Path:
     """Add a verdict to the file, replace an older one of the same problem, and return the file."""
     path = path_of(machine)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,20 +132,20 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _written(problem: Problem, choice: Choice, figures: JsonObject) -> dict[str, Any]:
+def _written(problem: Problem, choice: KernelChoice, figures: JsonObject) -> dict[str, Any]:
     fields = dataclasses.asdict(problem)
     fields |= {name: str(fields[name]).removeprefix("torch.") for name in ("dtype", "out_dtype")}
     return {"problem": fields, "choice": dataclasses.asdict(choice), "figures": dict(figures)}
 
 
-def _parsed(entry: dict[str, Any]) -> tuple[Problem, Choice]:
+def _parsed(entry: dict[str, Any]) -> tuple[Problem, KernelChoice]:
     fields, chosen = dict(entry["problem"]), dict(entry["choice"])
     for name in ("dtype", "out_dtype"):
         fields[name] = getattr(torch, fields[name])
     tile = chosen.pop("tile")
-    return Problem(**fields), Choice(**chosen, tile=None if tile is None else Tile(**tile))
+    return Problem(**fields), KernelChoice(**chosen, tile=None if tile is None else Tile(**tile))
 
 
-def _known(problem: Problem, choice: Choice, arch: int) -> bool:
+def _known(problem: Problem, choice: KernelChoice, arch: int) -> bool:
     """Tell whether a choice is possible here."""
     return choice.kernel == "library" or any(choice.same_kernel(other) for other in candidates(problem.op, arch))

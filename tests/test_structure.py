@@ -28,6 +28,7 @@ Sources = Mapping[str, str]  # by module name: kernels.ops, ir.step, errors; "" 
 
 PUBLIC = {
     "CanzonaError",
+    "Choice",
     "Explanation",
     "InvalidGradient",
     "OfflinePlan",
@@ -40,6 +41,7 @@ PUBLIC = {
     "UnsupportedOptimizer",
     "Verification",
     "explain",
+    "hidden_matrices",
     "is_wrapped",
     "plan",
     "unwrap",

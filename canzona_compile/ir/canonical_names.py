@@ -22,7 +22,13 @@ def canonical_names(names: Iterable[str]) -> list[str]:
         names: of all parameters, because only a prefix that all of them have can be that of DDP.
     """
     found = [canonical_name(name) for name in names]
-    return [name.removeprefix(DDP) for name in found] if all(name.startswith(DDP) for name in found) else found
+    prefix = common_prefix(found)
+    return [name.removeprefix(prefix) for name in found]
+
+
+def common_prefix(names: Iterable[str]) -> str:
+    """Return the prefix of DDP if all names of a model have it, else an empty text."""
+    return DDP if all(name.startswith(DDP) for name in names) else ""
 
 
 def canonical_params(model: nn.Module) -> dict[str, nn.Parameter]:

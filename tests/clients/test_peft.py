@@ -75,3 +75,18 @@ def test_adapters() -> None:
     assert len(names) == 4
     assert all("lora" in name for name in names)
     assert run(2, train) == [([], names)] * 2
+
+
+def test_hidden_matrices_are_the_factors() -> None:
+    """Those of an embedding and of a head are others, as what they adapt is; a module that is saved whole is itself."""
+    model = nn.Module()
+    model.embed, model.layers, model.score = nn.Embedding(32, 16), nn.ModuleList([Decoder()]), nn.Linear(16, 3)
+    targets = ["embed", "q_proj", "v_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, modules_to_save=["score"])
+    choice = canzona_compile.hidden_matrices(peft.get_peft_model(model, config))
+    layer = "base_model.model.layers.0."
+    expected = [f"{layer}{name}.lora_{ab}.default.weight" for name in ("q_proj", "v_proj") for ab in "AB"]
+    assert [name for name, _ in choice.matrices] == expected
+    others = {name.removeprefix("base_model.model.") for name, _ in choice.others}
+    score = {f"score.modules_to_save.default.{name}" for name in ("weight", "bias")}
+    assert others == {"embed.lora_embedding_A.default", "embed.lora_embedding_B.default", *score}

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from canzona_compile.kernels.candidates import CANDIDATES
-from canzona_compile.kernels.dispatch import RULES, SQUARE, WIDE, Choice, Operation, Tile
+from canzona_compile.kernels.dispatch import RULES, SQUARE, WIDE, KernelChoice, Operation, Tile
 from canzona_compile.kernels.gemm_axpby_pointer import gemm_axpby_pointer
 from canzona_compile.kernels.gemm_axpby_tma import gemm_axpby_tma
 from canzona_compile.kernels.sym_gemm_persistent import sym_gemm_persistent
@@ -43,7 +43,7 @@ class Case:
 
     op: Operation
     arch: int
-    choice: Choice
+    choice: KernelChoice
     variant: str
     kernel: Any
     types: dict[str, str]
@@ -78,7 +78,7 @@ class Built:
     seconds: float
 
 
-def pointer_case(arch: int, choice: Choice, tile: Tile, turned: bool, kind: str = "bf16") -> Case:
+def pointer_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool, kind: str = "bf16") -> Case:
     """Aligned operands; turned: of A^T A, with scalars in memory."""
     number = "*fp32" if turned else "fp32"
     types = dict.fromkeys("abcd", f"*{kind}") | dict.fromkeys(("alpha", "beta", "diag"), number)
@@ -93,7 +93,7 @@ def pointer_case(arch: int, choice: Choice, tile: Tile, turned: bool, kind: str 
     )
 
 
-def tma_case(arch: int, choice: Choice, tile: Tile, turned: bool, kind: str = "bf16") -> Case:
+def tma_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool, kind: str = "bf16") -> Case:
     """As above, by descriptors."""
     number = "*fp32" if turned else "fp32"
 
@@ -118,7 +118,7 @@ def tma_case(arch: int, choice: Choice, tile: Tile, turned: bool, kind: str = "b
     return Case("sym_gemm", arch, choice, "turned" if turned else "", kernel, types, constants, divisible)
 
 
-def axpby_case(arch: int, choice: Choice, tile: Tile, turned: bool) -> Case:
+def axpby_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Case:
     """X row-major; turned: X column-major, with scalars in memory."""
     types = dict.fromkeys("fxy", "*bf16") | dict.fromkeys(("alpha", "beta"), "*fp32" if turned else "fp32")
     types |= {"M": "i32", "N": "i32"}
@@ -131,7 +131,7 @@ def axpby_case(arch: int, choice: Choice, tile: Tile, turned: bool) -> Case:
     return Case("gemm_axpby", arch, choice, variant, gemm_axpby_pointer, types, constants | unit, divisible)
 
 
-def axpby_tma_case(arch: int, choice: Choice, tile: Tile, turned: bool) -> Case:
+def axpby_tma_case(arch: int, choice: KernelChoice, tile: Tile, turned: bool) -> Case:
     """L and R row-major; turned: both column-major, with scalars in memory."""
     left = (tile.k, tile.m) if turned else (tile.m, tile.k)
     right = (tile.n, tile.k) if turned else (tile.k, tile.n)
@@ -145,7 +145,7 @@ def axpby_tma_case(arch: int, choice: Choice, tile: Tile, turned: bool) -> Case:
     return Case("gemm_axpby", arch, choice, variant, gemm_axpby_tma, types, constants, frozenset({"M", "N", "K"}))
 
 
-def chosen(op: Operation, arch: int, choice: Choice) -> bool:
+def chosen(op: Operation, arch: int, choice: KernelChoice) -> bool:
     """Tell whether published figures may choose a kernel."""
     rules = {(rule.op, rule.arch, rule.kernel) for rule in RULES}
     return (op, arch, choice.kernel) in rules and choice.tile in (SQUARE, WIDE)

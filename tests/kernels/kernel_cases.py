@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from canzona_compile.kernels.dispatch import Choice
+from canzona_compile.kernels.dispatch import KernelChoice
 
 # Half a unit in the last place. The interpreter cuts float32 off to bfloat16, hence a whole unit there.
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
@@ -136,7 +136,7 @@ class Guarded:
         return bool((outside == 7.0).all())
 
 
-def name_of(choice: Choice) -> str:
+def name_of(choice: KernelChoice) -> str:
     """For test ids."""
     tile = choice.tile
     return choice.kernel if tile is None else f"{choice.kernel}-{tile.m}x{tile.n}x{tile.k}x{tile.stages}w{tile.warps}"
@@ -144,4 +144,4 @@ def name_of(choice: Choice) -> str:
 
 def label(value: object) -> str:
     """The name of a parameter of any kind."""
-    return name_of(value) if isinstance(value, Choice) else str(value)
+    return name_of(value) if isinstance(value, KernelChoice) else str(value)

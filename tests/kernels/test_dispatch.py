@@ -23,7 +23,7 @@ from canzona_compile.kernels.candidates import CANDIDATES, DEEP
 from canzona_compile.kernels.dispatch import (
     SQUARE,
     WIDE,
-    Choice,
+    KernelChoice,
     Problem,
     Tile,
     choose,
@@ -39,7 +39,7 @@ from tests.kernels.kernel_cases import interpreted
 
 HALF = torch.bfloat16
 HERE = GpuKind(90, "a card", 132)
-POINTER = Choice("pointer", Tile(16, 16, 16, warps=4, stages=2))
+POINTER = KernelChoice("pointer", Tile(16, 16, 16, warps=4, stages=2))
 
 
 def square(m: int, batch: int = 1, **changed: object) -> Problem:
@@ -107,7 +107,7 @@ def test_only_candidates_are_chosen() -> None:
 
 def test_a_verdict_goes_before_the_table() -> None:
     small, large = square(1024, 16), square(4096)
-    known = {small: Choice("tma", DEEP), large: Choice("library")}
+    known = {small: KernelChoice("tma", DEEP), large: KernelChoice("library")}
     assert choose(small, 90, known).tile == DEEP
     assert choose(large, 90, known).kernel == "library"
     assert choose(square(8192), 90, known).kernel == "tma"
@@ -116,9 +116,9 @@ def test_a_verdict_goes_before_the_table() -> None:
 
 def test_a_choice_has_a_tile_unless_it_is_the_library() -> None:
     with pytest.raises(ValueError, match="tile"):
-        Choice("tma")
+        KernelChoice("tma")
     with pytest.raises(ValueError, match="tile"):
-        Choice("library", SQUARE)
+        KernelChoice("library", SQUARE)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +178,10 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_verdicts_are_kept_and_replaced(cache_folder: Path) -> None:
     assert tuning_cache.load(HERE) == {}
     one, other = square(1024, 16), square(2048, dtype=torch.float16, out_dtype=torch.float32)
-    tuning_cache.store(HERE, one, Choice("library"), {"ms": 1.0})
-    path = tuning_cache.store(HERE, other, Choice("tma", SQUARE, "measured"), {})
-    tuning_cache.store(HERE, one, Choice("tma", WIDE), {"ms": 0.5})
-    assert tuning_cache.load(HERE) == {one: Choice("tma", WIDE), other: Choice("tma", SQUARE, "measured")}
+    tuning_cache.store(HERE, one, KernelChoice("library"), {"ms": 1.0})
+    path = tuning_cache.store(HERE, other, KernelChoice("tma", SQUARE, "measured"), {})
+    tuning_cache.store(HERE, one, KernelChoice("tma", WIDE), {"ms": 0.5})
+    assert tuning_cache.load(HERE) == {one: KernelChoice("tma", WIDE), other: KernelChoice("tma", SQUARE, "measured")}
     assert [p.name for p in cache_folder.iterdir()] == [path.name]
     assert len(json.loads(path.read_text())["verdicts"]) == 2
 
@@ -189,7 +189,7 @@ def test_verdicts_are_kept_and_replaced(cache_folder: Path) -> None:
 def test_verdicts_of_other_machines_and_sources_do_not_hold(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuning_cache.store(HERE, square(1024), Choice("tma", WIDE), {})
+    tuning_cache.store(HERE, square(1024), KernelChoice("tma", WIDE), {})
     assert tuning_cache.load(GpuKind(90, "another card", 132)) == {}
     assert tuning_cache.load(GpuKind(100, "a card", 132)) == {}
     monkeypatch.setattr(tuning_cache, "source_digest", lambda: "of changed kernels")
@@ -200,7 +200,7 @@ def test_processes_that_tune_at_once_lose_nothing(cache_folder: Path) -> None:
     """Threads here: each opens the folder by itself, so that they keep one another out as processes do."""
     sizes = range(16, 16 * 33, 16)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda m: tuning_cache.store(HERE, square(m), Choice("tma", WIDE), {}), sizes))
+        list(pool.map(lambda m: tuning_cache.store(HERE, square(m), KernelChoice("tma", WIDE), {}), sizes))
     assert set(tuning_cache.load(HERE)) == {square(m) for m in sizes}
 
 
@@ -208,19 +208,19 @@ def test_processes_that_tune_at_once_lose_nothing(cache_folder: Path) -> None:
 def test_a_damaged_file_is_ignored_and_then_replaced(
     cache_folder: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tuning_cache.store(HERE, square(1024), Choice("tma", WIDE), {})
+    path = tuning_cache.store(HERE, square(1024), KernelChoice("tma", WIDE), {})
     path.write_text(damage)
     with caplog.at_level(logging.WARNING):
         assert tuning_cache.load(HERE) == {}
     assert "ignored" in caplog.text or damage == '{"versions": 3}'
-    tuning_cache.store(HERE, square(2048), Choice("tma", WIDE), {})
-    assert tuning_cache.load(HERE) == {square(2048): Choice("tma", WIDE)}
+    tuning_cache.store(HERE, square(2048), KernelChoice("tma", WIDE), {})
+    assert tuning_cache.load(HERE) == {square(2048): KernelChoice("tma", WIDE)}
 
 
 def test_a_kernel_that_is_no_candidate_is_ignored(cache_folder: Path) -> None:
-    tuning_cache.store(HERE, square(1024), Choice("tma", Tile(256, 256, 64, 8, 3)), {})
-    tuning_cache.store(HERE, square(2048), Choice("tma", WIDE), {})
-    assert tuning_cache.load(HERE) == {square(2048): Choice("tma", WIDE)}
+    tuning_cache.store(HERE, square(1024), KernelChoice("tma", Tile(256, 256, 64, 8, 3)), {})
+    tuning_cache.store(HERE, square(2048), KernelChoice("tma", WIDE), {})
+    assert tuning_cache.load(HERE) == {square(2048): KernelChoice("tma", WIDE)}
 
 
 def test_operations_read_the_verdicts(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_operations_read_the_verdicts(cache_folder: Path, monkeypatch: pytest.Mo
     forget_decisions()
     try:
         assert decide(square(1024), cpu).kernel == "library"
-        tuning_cache.store(HERE, square(1024), Choice("tma", WIDE), {})
+        tuning_cache.store(HERE, square(1024), KernelChoice("tma", WIDE), {})
         forget_decisions()
         assert decide(square(1024), cpu).tile == WIDE
     finally:
@@ -242,8 +242,8 @@ def test_operations_read_the_verdicts(cache_folder: Path, monkeypatch: pytest.Mo
 
 def test_the_winner_beats_the_library_by_a_margin() -> None:
     library = Trial(LIBRARY, 1.0, 1.0, 0.0)
-    slow, noise = Trial(Choice("pointer", SQUARE), 0.9), Trial(Choice("tma", SQUARE), 1.01)
-    fast, wrong = Trial(Choice("tma", WIDE), 1.3), Trial(Choice("tma", DEEP), 9.0, refused="off by 1")
+    slow, noise = Trial(KernelChoice("pointer", SQUARE), 0.9), Trial(KernelChoice("tma", SQUARE), 1.01)
+    fast, wrong = Trial(KernelChoice("tma", WIDE), 1.3), Trial(KernelChoice("tma", DEEP), 9.0, refused="off by 1")
     assert winner([library]) == LIBRARY
     assert winner([library, slow, noise, wrong]) == LIBRARY
     assert winner([library, slow, fast, noise, wrong]).same_kernel(fast.choice)
@@ -288,7 +288,7 @@ def test_a_candidate_that_is_wrong_or_fails_is_refused(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(pointer, "launch", wrong_in_the_last_matrix)
     tiles = [Tile(16, 16, 16, 4, 2), Tile(16, 16, 32, 4, 2)]
-    candidates = [*(Choice("pointer", tile) for tile in tiles), Choice("tma", Tile(16, 48, 16, 4, 2))]
+    candidates = [*(KernelChoice("pointer", tile) for tile in tiles), KernelChoice("tma", Tile(16, 48, 16, 4, 2))]
     verdict = tune("sym_gemm", (2, 32, 48), torch.float16, torch.device("cpu"), candidates, pointer_is_faster, rounds=1)
     assert verdict.choice == LIBRARY
     assert [trial.refused.split(":")[1].split()[0] for trial in verdict.trials[1:]] == ["off", "off", "ValueError"]
@@ -320,7 +320,7 @@ def test_a_candidate_that_leaves_a_product_out_is_refused(monkeypatch: pytest.Mo
         d.sub_(lost - torch.diag_embed(lost.diagonal(dim1=-2, dim2=-1)))
 
     monkeypatch.setattr(pointer, "launch", short)
-    candidate = Choice("pointer", Tile(16, 16, 128, warps=4, stages=2))
+    candidate = KernelChoice("pointer", Tile(16, 16, 128, warps=4, stages=2))
     verdict = tune("sym_gemm", (1, 32, 1024), HALF, torch.device("cpu"), [candidate], pointer_is_faster, rounds=1)
     assert "off by" in verdict.trials[1].refused
 

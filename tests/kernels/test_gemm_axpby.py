@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from canzona_compile.kernels.dispatch import Choice, Tile, recorded
+from canzona_compile.kernels.dispatch import KernelChoice, Tile, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby, reference
 from canzona_compile.kernels.padding import corner, pad_cast, padded_size
 from canzona_compile.kernels.sym_gemm import sym_gemm
@@ -30,10 +30,10 @@ from tests.kernels.kernel_cases import (
 
 pytestmark = interpreted
 
-LIBRARY = Choice("library")
-POINTER = Choice("pointer", Tile(16, 32, 16, warps=4, stages=2, band=2))
-TMA = Choice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2))
-PAIRS = Choice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2))
+LIBRARY = KernelChoice("library")
+POINTER = KernelChoice("pointer", Tile(16, 32, 16, warps=4, stages=2, band=2))
+TMA = KernelChoice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2))
+PAIRS = KernelChoice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2))
 KERNELS = (LIBRARY, POINTER)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -55,7 +55,7 @@ def exact(f: Tensor, x: Tensor, alpha: float, beta: float, right: bool) -> tuple
     crossed([(1, 1, 5), (2, 33, 17), (3, 16, 48), (1, 40, 70)], DTYPES, KERNELS, [False, True]),
     ids=label,
 )
-def test_sizes(shape: tuple[int, int, int], dtype: torch.dtype, choice: Choice, right: bool) -> None:
+def test_sizes(shape: tuple[int, int, int], dtype: torch.dtype, choice: KernelChoice, right: bool) -> None:
     batch, m, n = shape
     x = random(batch, m, n, dtype=dtype)
     factor = random(batch, *((n, n) if right else (m, m)), dtype=dtype, seed=1)
@@ -65,7 +65,7 @@ def test_sizes(shape: tuple[int, int, int], dtype: torch.dtype, choice: Choice, 
 
 @pytest.mark.parametrize("layouts", list(itertools.pairwise([*LAYOUTS, *LAYOUTS])), ids=str)
 @each_kernel
-def test_any_strides(choice: Choice, layouts: tuple[str, str]) -> None:
+def test_any_strides(choice: KernelChoice, layouts: tuple[str, str]) -> None:
     factor = LAYOUTS[layouts[0]](random(2, 24, 24, dtype=torch.float32))
     x = LAYOUTS[layouts[1]](random(2, 24, 19, dtype=torch.float32, seed=1))
     out = Guarded.like((2, 24, 19), torch.float32)
@@ -79,7 +79,7 @@ def test_any_strides(choice: Choice, layouts: tuple[str, str]) -> None:
     crossed(list(itertools.product(ALIGNED, repeat=2)), [False, True], [TMA, PAIRS], most=2),
     ids=label,
 )
-def test_layouts_of_descriptors(layouts: tuple[str, str], right: bool, choice: Choice) -> None:
+def test_layouts_of_descriptors(layouts: tuple[str, str], right: bool, choice: KernelChoice) -> None:
     """Sizes that leave half-empty tiles, in both dims and in the sum."""
     side = 56 if right else 40
     factor = LAYOUTS[layouts[0]](random(2, side, side, dtype=torch.float16))
@@ -96,7 +96,7 @@ def test_layouts_of_descriptors(layouts: tuple[str, str], right: bool, choice: C
 
 
 @each_kernel
-def test_leading_dims_are_none_or_many_and_broadcast(choice: Choice) -> None:
+def test_leading_dims_are_none_or_many_and_broadcast(choice: KernelChoice) -> None:
     factor, x = random(2, 1, 8, 8, dtype=torch.float32), random(3, 8, 20, dtype=torch.float32, seed=1)
     result = gemm_axpby(factor, x, choice=choice)
     assert result.shape == (2, 3, 8, 20)
@@ -108,7 +108,7 @@ def test_leading_dims_are_none_or_many_and_broadcast(choice: Choice) -> None:
 
 
 @each_kernel
-def test_whole_numbers_are_exact(choice: Choice) -> None:
+def test_whole_numbers_are_exact(choice: KernelChoice) -> None:
     factor, x = integers(2, 24, 24, dtype=torch.bfloat16), integers(2, 24, 40, dtype=torch.bfloat16, seed=1)
     result = gemm_axpby(factor, x, alpha=3.0, beta=-1.0, choice=choice)
     assert torch.equal(result.double(), exact(factor, x, 3.0, -1.0, False)[0])
@@ -192,10 +192,10 @@ def newton_schulz(x: Tensor, a: float, b: float, c: float) -> Tensor:
 
 @pytest.mark.parametrize(
     "choice",
-    first([LIBRARY, Choice("pointer", Tile(16, 16, 16, 4, 2)), Choice("tma", Tile(16, 32, 16, 4, 2))]),
+    first([LIBRARY, KernelChoice("pointer", Tile(16, 16, 16, 4, 2)), KernelChoice("tma", Tile(16, 32, 16, 4, 2))]),
     ids=name_of,
 )
-def test_newton_schulz_with_the_kernels(choice: Choice) -> None:
+def test_newton_schulz_with_the_kernels(choice: KernelChoice) -> None:
     """The whole iteration in float32 against plain torch in float64."""
     start = random(2, 24, 40, dtype=torch.float32)
     start /= start.norm(dim=(-2, -1), keepdim=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from canzona_compile.kernels.candidates import CANDIDATES, candidates
-from canzona_compile.kernels.dispatch import Choice, recorded
+from canzona_compile.kernels.dispatch import KernelChoice, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tensor_args import machine
@@ -42,11 +42,11 @@ pytestmark = [
 ]
 
 ARCH = 0 if HERE is None else HERE.arch
-LIBRARY = Choice("library")
+LIBRARY = KernelChoice("library")
 HALF = (torch.bfloat16, torch.float16)
 
 
-def choices(op: str) -> list[Choice]:
+def choices(op: str) -> list[KernelChoice]:
     return [LIBRARY, *candidates(op, ARCH)]  # type: ignore[arg-type]
 
 
@@ -55,7 +55,7 @@ each_axpby = pytest.mark.parametrize("choice", choices("gemm_axpby"), ids=name_o
 each_half = pytest.mark.parametrize("dtype", HALF, ids=str)
 
 
-def slack(choice: Choice, dtype: torch.dtype) -> float:
+def slack(choice: KernelChoice, dtype: torch.dtype) -> float:
     """A library rounds the product before it adds to the diagonal, and may add parts of a sum in 16 bits."""
     return 2.0**-8 / 1e-6 if choice.tile is None and dtype in HALF else 1.0
 
@@ -64,7 +64,7 @@ def slack(choice: Choice, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("shape", [(1, 512, 512), (3, 136, 264), (2, 384, 128), (1, 1032, 2056)], ids=str)
 @each_half
 @each_sym
-def test_symmetric_products(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int], trans: bool) -> None:
+def test_symmetric_products(choice: KernelChoice, dtype: torch.dtype, shape: tuple[int, int, int], trans: bool) -> None:
     batch, m, k = shape
     a = random(batch, *((k, m) if trans else (m, k)), dtype=dtype, device="cuda")
     c = symmetric(batch, m, m, dtype=dtype, device="cuda", seed=1)
@@ -80,7 +80,7 @@ def test_symmetric_products(choice: Choice, dtype: torch.dtype, shape: tuple[int
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @each_sym
-def test_layouts_of_symmetric_products(choice: Choice, dtype: torch.dtype, layout: str) -> None:
+def test_layouts_of_symmetric_products(choice: KernelChoice, dtype: torch.dtype, layout: str) -> None:
     aligned = choice.kernel in ("tma", "persistent", "quack")
     if aligned and (layout not in ALIGNED or dtype == torch.float32):
         pytest.skip("not for tensor descriptors")
@@ -99,7 +99,7 @@ def test_layouts_of_symmetric_products(choice: Choice, dtype: torch.dtype, layou
 
 @each_half
 @each_sym
-def test_whole_numbers_are_exact(choice: Choice, dtype: torch.dtype) -> None:
+def test_whole_numbers_are_exact(choice: KernelChoice, dtype: torch.dtype) -> None:
     a = integers(2, 264, 24, dtype=dtype, device="cuda")
     c = integers(2, 264, 264, dtype=dtype, device="cuda", seed=1)
     c = c + c.mT
@@ -111,7 +111,7 @@ def test_whole_numbers_are_exact(choice: Choice, dtype: torch.dtype) -> None:
 
 
 @each_sym
-def test_scalars_on_the_device_make_nobody_wait(choice: Choice) -> None:
+def test_scalars_on_the_device_make_nobody_wait(choice: KernelChoice) -> None:
     a = random(2, 256, 128, dtype=torch.bfloat16, device="cuda")
     c = symmetric(2, 256, 256, dtype=torch.bfloat16, device="cuda", seed=1)
     alpha, beta, diag = (torch.tensor(s, device="cuda") for s in (0.5, 2.0, -1.0))
@@ -126,7 +126,7 @@ def test_scalars_on_the_device_make_nobody_wait(choice: Choice) -> None:
 
 
 @pytest.mark.parametrize("choice", [c for c in choices("sym_gemm") if c.tile], ids=name_of)
-def test_other_values_are_no_reason_to_compile_again(choice: Choice) -> None:
+def test_other_values_are_no_reason_to_compile_again(choice: KernelChoice) -> None:
     from canzona_compile.kernels.sym_gemm_persistent import sym_gemm_persistent
     from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
     from canzona_compile.kernels.sym_gemm_tma import sym_gemm_tma
@@ -142,7 +142,7 @@ def test_other_values_are_no_reason_to_compile_again(choice: Choice) -> None:
 
 
 @each_sym
-def test_out_is_written_inside_and_may_be_c(choice: Choice) -> None:
+def test_out_is_written_inside_and_may_be_c(choice: KernelChoice) -> None:
     a = random(2, 200, 136, dtype=torch.bfloat16, device="cuda")
     held = torch.full((2, 200, 264), 7.0, dtype=torch.bfloat16, device="cuda")
     held[..., :200] = symmetric(2, 200, 200, dtype=torch.bfloat16, device="cuda", seed=1)
@@ -157,7 +157,7 @@ def test_out_is_written_inside_and_may_be_c(choice: Choice) -> None:
 @pytest.mark.parametrize("shape", [(1, 256, 512), (3, 137, 261), (2, 512, 128)], ids=str)
 @each_half
 @each_axpby
-def test_axpby(choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int], right: bool) -> None:
+def test_axpby(choice: KernelChoice, dtype: torch.dtype, shape: tuple[int, int, int], right: bool) -> None:
     batch, m, n = shape
     if choice.kernel == "tma" and (m % 8 or n % 8):
         pytest.skip("not for tensor descriptors")

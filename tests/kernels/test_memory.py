@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from canzona_compile.kernels.dispatch import Choice, Tile
+from canzona_compile.kernels.dispatch import KernelChoice, Tile
 from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
@@ -25,17 +25,17 @@ pytestmark = interpreted
 NAN, OUTSIDE = float("nan"), 7.0
 GUARD = 64  # elements before and after
 POINTERS = [
-    Choice("pointer", Tile(16, 16, 16, warps=4, stages=2, band=2)),
-    Choice("pointer", Tile(16, 32, 16, warps=4, stages=2, band=1)),
-    Choice("pointer", Tile(32, 16, 16, warps=4, stages=2, band=2)),
+    KernelChoice("pointer", Tile(16, 16, 16, warps=4, stages=2, band=2)),
+    KernelChoice("pointer", Tile(16, 32, 16, warps=4, stages=2, band=1)),
+    KernelChoice("pointer", Tile(32, 16, 16, warps=4, stages=2, band=2)),
 ]
 DESCRIPTORS = [
-    Choice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2)),
-    Choice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2)),
+    KernelChoice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2)),
+    KernelChoice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2)),
 ]
 PERSISTENT = [
-    Choice("persistent", Tile(16, 16, 16, warps=4, stages=2, band=2)),
-    Choice("persistent", Tile(16, 32, 16, warps=4, stages=2, band=2)),
+    KernelChoice("persistent", Tile(16, 16, 16, warps=4, stages=2, band=2)),
+    KernelChoice("persistent", Tile(16, 32, 16, warps=4, stages=2, band=2)),
 ]
 
 
@@ -82,7 +82,7 @@ SYM = [
 
 
 @pytest.mark.parametrize(("choice", "layout", "shape", "form"), SYM, ids=label)
-def test_symmetric_products(choice: Choice, layout: str, shape: tuple[int, int, int], form: int) -> None:
+def test_symmetric_products(choice: KernelChoice, layout: str, shape: tuple[int, int, int], form: int) -> None:
     """form: A A^T alone, A B^T + C with scalars in memory, or a result that is C."""
     batch, m, _ = shape
     dtype = torch.float32 if form == 0 else torch.float16
@@ -114,7 +114,9 @@ AXPBY = [
 
 
 @pytest.mark.parametrize(("choice", "layout", "shape", "right"), AXPBY, ids=label)
-def test_sums_of_a_matrix_and_a_product(choice: Choice, layout: str, shape: tuple[int, int, int], right: bool) -> None:
+def test_sums_of_a_matrix_and_a_product(
+    choice: KernelChoice, layout: str, shape: tuple[int, int, int], right: bool
+) -> None:
     batch, m, n = shape
     side = n if right else m
     factor = operand((batch, side, side), layout, torch.float16, 0)

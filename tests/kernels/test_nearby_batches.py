@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from canzona_compile.kernels.candidates import DEEP, QUACK
-from canzona_compile.kernels.dispatch import MULTIPROCESSORS, SQUARE, WIDE, Choice, Problem, choose, measured
+from canzona_compile.kernels.dispatch import MULTIPROCESSORS, SQUARE, WIDE, KernelChoice, Problem, choose, measured
 
-LIBRARY, WON, OTHER = Choice("library"), Choice("tma", WIDE), Choice("tma", DEEP)
+LIBRARY, WON, OTHER = KernelChoice("library"), KernelChoice("tma", WIDE), KernelChoice("tma", DEEP)
 ONE = Problem("sym_gemm", 1, 1024, 4096, torch.bfloat16, torch.bfloat16, 16)
 
 
@@ -19,7 +19,7 @@ def batch(n: int, **changed: object) -> Problem:
     return replace(ONE, batch=n, **changed)  # type: ignore[arg-type]
 
 
-def kernel(problem: Problem, verdicts: dict[Problem, Choice], processors: int = 1) -> str:
+def kernel(problem: Problem, verdicts: dict[Problem, KernelChoice], processors: int = 1) -> str:
     """Which kernel measurements name; "" where they say nothing. One processor is never idle."""
     found = measured(problem, verdicts, processors)
     return "" if found is None else f"{found.kernel} {found.tile.stages}" if found.tile else found.kernel

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from canzona_compile.kernels import candidates, sym_gemm_quack, tuning_cache
 from canzona_compile.kernels.candidates import CANDIDATES, QUACK
-from canzona_compile.kernels.dispatch import Choice, Problem, recorded
+from canzona_compile.kernels.dispatch import KernelChoice, Problem, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
 from canzona_compile.kernels.tune import tune
@@ -166,6 +166,6 @@ def test_without_it_nothing_breaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_a_choice_without_a_tile_is_no_kernel_of_ours() -> None:
     with pytest.raises(ValueError, match="tile"):
-        Choice("persistent")
+        KernelChoice("persistent")
     with pytest.raises(ValueError, match="tile"):
-        Choice("quack", CANDIDATES["sym_gemm", 90][0].tile)
+        KernelChoice("quack", CANDIDATES["sym_gemm", 90][0].tile)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from canzona_compile.kernels.dispatch import Choice, Tile, recorded, triangle
+from canzona_compile.kernels.dispatch import KernelChoice, Tile, recorded, triangle
 from canzona_compile.kernels.sym_gemm import reference, sym_gemm
 from canzona_compile.kernels.sym_gemm_pointer import sym_gemm_pointer
 from tests.harness.marks import crossed, first
@@ -31,14 +31,14 @@ from tests.kernels.kernel_cases import (
 
 pytestmark = interpreted
 
-LIBRARY = Choice("library")
-POINTER = Choice("pointer", Tile(16, 16, 16, warps=4, stages=2, band=2))
-TMA = Choice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2))
-PAIRS = Choice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2))
-FLAT = Choice("pointer", Tile(16, 32, 16, warps=4, stages=2, band=2))
-TALL = Choice("pointer", Tile(64, 16, 16, warps=4, stages=2, band=2))
-LOOP = Choice("persistent", Tile(16, 16, 16, warps=4, stages=2, band=2))
-LOOP_PAIRS = Choice("persistent", Tile(16, 32, 16, warps=4, stages=2, band=2))
+LIBRARY = KernelChoice("library")
+POINTER = KernelChoice("pointer", Tile(16, 16, 16, warps=4, stages=2, band=2))
+TMA = KernelChoice("tma", Tile(16, 16, 16, warps=4, stages=2, band=2))
+PAIRS = KernelChoice("tma", Tile(16, 32, 16, warps=4, stages=2, band=2))
+FLAT = KernelChoice("pointer", Tile(16, 32, 16, warps=4, stages=2, band=2))
+TALL = KernelChoice("pointer", Tile(64, 16, 16, warps=4, stages=2, band=2))
+LOOP = KernelChoice("persistent", Tile(16, 16, 16, warps=4, stages=2, band=2))
+LOOP_PAIRS = KernelChoice("persistent", Tile(16, 32, 16, warps=4, stages=2, band=2))
 KERNELS = (LIBRARY, POINTER, TMA, PAIRS, LOOP, FLAT)
 TRITON = (POINTER, TMA, PAIRS, LOOP, LOOP_PAIRS, FLAT, TALL)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,7 +58,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
     ),
     ids=label,
 )
-def test_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype, trans: bool, choice: Choice) -> None:
+def test_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype, trans: bool, choice: KernelChoice) -> None:
     batch, m, k = shape
     a = random(batch, *((k, m) if trans else (m, k)), dtype=dtype)
     result = sym_gemm(a, trans=trans, choice=choice)
@@ -72,7 +72,7 @@ def test_odd_sizes(shape: tuple[int, int, int], dtype: torch.dtype, trans: bool,
     ids=label,
 )
 def test_sizes_that_every_kernel_takes(
-    choice: Choice, dtype: torch.dtype, shape: tuple[int, int, int], trans: bool
+    choice: KernelChoice, dtype: torch.dtype, shape: tuple[int, int, int], trans: bool
 ) -> None:
     batch, m, k = shape
     a = random(batch, *((k, m) if trans else (m, k)), dtype=dtype)
@@ -100,7 +100,7 @@ def test_any_strides(dtype: torch.dtype, layout: str) -> None:
     "layouts", [*itertools.product(("gapped", "turned"), repeat=2), ("repeated", "repeated")], ids=str
 )
 @pytest.mark.parametrize("choice", first([TMA, PAIRS, LOOP]), ids=name_of)
-def test_layouts_of_descriptors(choice: Choice, layouts: tuple[str, str]) -> None:
+def test_layouts_of_descriptors(choice: KernelChoice, layouts: tuple[str, str]) -> None:
     assert set(layouts) <= set(ALIGNED)
     a = LAYOUTS[layouts[0]](random(2, 40, 24, dtype=torch.float16))
     b = LAYOUTS[layouts[1]](random(2, 40, 24, dtype=torch.float16, seed=1))
@@ -111,7 +111,7 @@ def test_layouts_of_descriptors(choice: Choice, layouts: tuple[str, str]) -> Non
 
 
 @each_kernel
-def test_leading_dims_are_none_or_many_and_broadcast(choice: Choice) -> None:
+def test_leading_dims_are_none_or_many_and_broadcast(choice: KernelChoice) -> None:
     one = random(16, 24, dtype=torch.float32)
     close(sym_gemm(one, choice=choice), *product(one, None, None, 1, 0, 0))
     many = random(2, 1, 3, 16, 24, dtype=torch.float32)
@@ -122,7 +122,7 @@ def test_leading_dims_are_none_or_many_and_broadcast(choice: Choice) -> None:
 
 
 @each_kernel
-def test_nothing_to_do(choice: Choice) -> None:
+def test_nothing_to_do(choice: KernelChoice) -> None:
     assert sym_gemm(torch.empty(0, 8, 8), choice=choice).shape == (0, 8, 8)
     assert sym_gemm(torch.empty(3, 0, 8), choice=choice).shape == (3, 0, 0)
 
@@ -165,14 +165,14 @@ def test_batch_offsets_are_64_bits_wide() -> None:
     crossed(list(itertools.product((1.0, -0.7), (0.0, 1.5), (0.0, -2.0))), KERNELS, [False, True]),
     ids=label,
 )
-def test_scalars(scalars: tuple[float, float, float], choice: Choice, device_scalars: bool) -> None:
+def test_scalars(scalars: tuple[float, float, float], choice: KernelChoice, device_scalars: bool) -> None:
     a, c = random(2, 24, 16, dtype=torch.float32), symmetric(2, 24, 24, dtype=torch.float32, seed=1)
     alpha, beta, diag = (torch.tensor(s) if device_scalars else s for s in scalars)
     close(sym_gemm(a, c=c, alpha=alpha, beta=beta, diag=diag, choice=choice), *product(a, None, c, *scalars))
 
 
 @each_kernel
-def test_c_is_not_read_if_beta_is_zero(choice: Choice) -> None:
+def test_c_is_not_read_if_beta_is_zero(choice: KernelChoice) -> None:
     a = random(2, 24, 16, dtype=torch.float32)
     c = torch.full((2, 24, 24), float("nan"))
     close(sym_gemm(a, c=c, choice=choice), *product(a, None, None, 1, 0, 0))
@@ -182,7 +182,9 @@ def test_c_is_not_read_if_beta_is_zero(choice: Choice) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "choice"), crossed(DTYPES, TRITON), ids=label)
-def test_the_result_is_symmetric_bit_for_bit_even_if_the_product_is_not(choice: Choice, dtype: torch.dtype) -> None:
+def test_the_result_is_symmetric_bit_for_bit_even_if_the_product_is_not(
+    choice: KernelChoice, dtype: torch.dtype
+) -> None:
     a, b = random(2, 56, 24, dtype=dtype), random(2, 56, 24, dtype=dtype, seed=1)
     c = random(2, 56, 56, dtype=dtype, seed=2)  # of which the upper triangle must not matter
     result = sym_gemm(a, b, c, beta=1.0, diag=3.0, choice=choice)
@@ -192,7 +194,7 @@ def test_the_result_is_symmetric_bit_for_bit_even_if_the_product_is_not(choice: 
 
 
 @pytest.mark.parametrize(("choice", "dtype"), crossed(KERNELS, DTYPES[1:]), ids=label)
-def test_whole_numbers_are_exact(choice: Choice, dtype: torch.dtype) -> None:
+def test_whole_numbers_are_exact(choice: KernelChoice, dtype: torch.dtype) -> None:
     """Sums below 256 are exact in bfloat16, so that a lost or doubled product would show in its last bit."""
     a = integers(2, 40, 24, dtype=dtype)
     c = integers(2, 40, 40, dtype=dtype, seed=1)
@@ -204,7 +206,7 @@ def test_whole_numbers_are_exact(choice: Choice, dtype: torch.dtype) -> None:
 
 
 @each_kernel
-def test_products_of_commuting_polynomials(choice: Choice) -> None:
+def test_products_of_commuting_polynomials(choice: KernelChoice) -> None:
     s = integers(1, 40, 40, dtype=torch.float32)
     s = s + s.mT
     polynomial = s @ s - 3 * s  # whole numbers, so this and the product are exact
@@ -217,7 +219,7 @@ def test_products_of_commuting_polynomials(choice: Choice) -> None:
 
 
 @pytest.mark.parametrize(("choice", "dtype"), crossed(KERNELS, DTYPES), ids=label)
-def test_out_is_written_inside_and_not_outside(choice: Choice, dtype: torch.dtype) -> None:
+def test_out_is_written_inside_and_not_outside(choice: KernelChoice, dtype: torch.dtype) -> None:
     a = random(2, 40, 24, dtype=dtype)
     target = Guarded.like((2, 40, 40), dtype)
     base = target.around if choice.kernel not in ("tma", "persistent") else None
@@ -234,7 +236,7 @@ def test_out_is_written_inside_and_not_outside(choice: Choice, dtype: torch.dtyp
 
 
 @each_kernel
-def test_out_may_be_c(choice: Choice) -> None:
+def test_out_may_be_c(choice: KernelChoice) -> None:
     """As in a running mean of Gram matrices, L <- beta L + alpha G G^T."""
     g, held = random(2, 40, 24, dtype=torch.float32), symmetric(2, 40, 40, dtype=torch.float32, seed=1)
     exact, magnitude = product(g, None, held, 0.25, 0.75, 0.0)
@@ -243,7 +245,7 @@ def test_out_may_be_c(choice: Choice) -> None:
 
 
 @each_kernel
-def test_out_without_a_common_batch_stride(choice: Choice) -> None:
+def test_out_without_a_common_batch_stride(choice: KernelChoice) -> None:
     a = random(2, 3, 16, 16, dtype=torch.float32)
     out = torch.zeros(3, 2, 16, 16).transpose(0, 1)
     assert sym_gemm(a, out=out, choice=choice) is out
@@ -251,7 +253,7 @@ def test_out_without_a_common_batch_stride(choice: Choice) -> None:
 
 
 @pytest.mark.parametrize(("choice", "dtype"), crossed(KERNELS, DTYPES[1:]), ids=label)
-def test_16_bit_operands_with_a_wide_result(choice: Choice, dtype: torch.dtype) -> None:
+def test_16_bit_operands_with_a_wide_result(choice: KernelChoice, dtype: torch.dtype) -> None:
     """No rounding to 16 bits on the way: within 1e-6, as float32."""
     g, held = random(2, 40, 24, dtype=dtype), symmetric(2, 40, 40, dtype=torch.float32, seed=1)
     result = sym_gemm(g, c=held, alpha=0.05, beta=0.95, dtype=torch.float32, choice=choice)
@@ -311,13 +313,13 @@ def test_a_kernel_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_sides_that_do_not_fit_are_refused() -> None:
     a = torch.zeros(2, 8, 8)
-    for choice in (Choice("pointer", Tile(32, 48, 16, 4, 2)), Choice("tma", Tile(32, 16, 16, 4, 2))):
+    for choice in (KernelChoice("pointer", Tile(32, 48, 16, 4, 2)), KernelChoice("tma", Tile(32, 16, 16, 4, 2))):
         with pytest.raises(ValueError, match=r"multiple of the other|one or two squares"):
             sym_gemm(a, choice=choice)
 
 
 @each_kernel
-def test_launches_are_recorded(choice: Choice) -> None:
+def test_launches_are_recorded(choice: KernelChoice) -> None:
     a = torch.zeros(2, 8, 16)
     with recorded() as outer:
         sym_gemm(a, choice=choice)

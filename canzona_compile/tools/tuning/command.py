@@ -12,7 +12,7 @@ import torch
 from canzona_compile.errors import CanzonaError
 from canzona_compile.kernels import tuning_cache
 from canzona_compile.kernels.candidates import candidates
-from canzona_compile.kernels.dispatch import Choice, Operation
+from canzona_compile.kernels.dispatch import KernelChoice, Operation
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
 from canzona_compile.kernels.tune import Trial, Verdict, cuda_clock, tune
 from canzona_compile.progress.telling import shown, tell
@@ -91,7 +91,7 @@ def describe(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def named(choice: Choice) -> str:
+def named(choice: KernelChoice) -> str:
     """Kernel and tile in a few characters: tma 128x256x64, 8 warps, 3 stages is `tma 128x256x64 w8 s3`."""
     t = choice.tile
     return choice.kernel if t is None else f"{choice.kernel} {t.m}x{t.n}x{t.k} w{t.warps} s{t.stages}"

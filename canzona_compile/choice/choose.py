@@ -1,0 +1,179 @@
+"""`hidden_matrices`: which parameters of a model a matrix optimizer trains, by rules and by what users claim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from canzona_compile.choice import names
+from canzona_compile.choice.rows import TOTALS, Choice, NamedParams, Row
+from canzona_compile.choice.survey import Survey, class_name, is_linear, is_wide
+from canzona_compile.compat.torch_private import is_flattened
+from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
+from canzona_compile.ir.canonical_names import canonical_name, canonical_params
+from canzona_compile.ir.layout import Shape
+
+WHERE = "hidden_matrices(model)"
+
+
+def hidden_matrices(
+    model: nn.Module,
+    matrices: str | Sequence[str] = (),
+    others: str | Sequence[str] = (),
+    *,
+    batch_dims: bool = False,
+) -> Choice:
+    """Choose which parameters of a model a matrix optimizer trains, such as Muon, and say why.
+
+    A hidden matrix is a weight with two dims larger than one that is not an embedding, not tied to one, and not an
+    output head. Norms, biases, convolutions, embeddings, tables of positions and output heads are others. The model may
+    be whole or sharded, compiled, wrapped by DDP, or on the meta device. The result is the same.
+
+    An output head is a weight tied to the embedding; or a module outside of the repeated layers that is named as one
+    (`lm_head`, `output`, `head`, `classifier`, `score` and the like); or the last module outside of the repeated layers
+    with a weight of as many rows or columns as the largest embedding has rows.
+
+    Routers of experts are matrices. Megatron-LM, Moonshot's example for Moonlight and DeepSeek-V4 train them with Muon,
+    because they are weights of two dims that tokens pass through in every layer. Others give them to AdamW: pass
+    `others="*.gate.weight"` for that. LoRA factors are matrices, unless they adapt an embedding or a head.
+
+    A parameter of two dims on a module that is not linear is a matrix if it is named as a weight (`weight`,
+    `in_proj_weight`, `gate_up_proj`, `w1`), and another parameter if not (`A_log`, `pos_embed`, `scale_shift_table`).
+
+    Args:
+        model: the model.
+        matrices: patterns of names (as of `fnmatch`) that are hidden matrices, whatever the rules say.
+        others: patterns of names that are not.
+        batch_dims: the optimizer takes stacks of matrices. Stacks of experts (3-D) are matrices then.
+
+    Returns:
+        The choice. `choice.matrices` and `choice.others` are pairs of names and parameters; `print(choice)` shows all.
+
+    Raises:
+        CanzonaError: the model is not a module, has no parameters, or has parameters without a shape; a pattern fits
+            no trained parameter; both arguments claim a parameter; `matrices=` claims one of less than two dims.
+        UnsupportedLayout: FSDP1 has flattened a parameter.
+    """
+    if not isinstance(model, nn.Module):
+        raise CanzonaError(f"{type(model).__name__} is not a torch.nn.Module", at=WHERE, hint="pass the model itself")
+    params = canonical_params(model)
+    if not params:
+        raise CanzonaError("the model has no parameters", at=WHERE)
+    for name, param in params.items():
+        check_shape(name, param)
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    wanted = claims("matrices", matrices, params, trained)
+    unwanted = claims("others", others, params, trained)
+    check_claims(wanted, unwanted, trained)
+    survey, rows = Survey(model), []
+    for name, param in params.items():
+        pattern = wanted.get(name) or unwanted.get(name)
+        if not param.requires_grad:
+            kind, why = "frozen", "not trained"
+        elif pattern is not None:
+            kind, why = "matrix" if name in wanted else "other", f"chosen by pattern {pattern!r}"
+        else:
+            kind, why = judge(survey, param, batch_dims)
+        rows.append(Row(name, tuple(param.shape), kind, why))
+    chosen: dict[str, NamedParams] = {
+        kind: [(r.name, params[r.name]) for r in rows if r.kind == kind] for kind in TOTALS
+    }
+    return Choice(tuple(rows), chosen["matrix"], chosen["other"])
+
+
+def judge(survey: Survey, param: nn.Parameter, batch_dims: bool) -> tuple[str, str]:
+    """Return the kind of a trained parameter and the reason, by the rules alone."""
+    shape, site = tuple(param.shape), survey.sites[id(param)][0]
+    module = survey.modules[site.path]
+    own = class_name(module)
+    if not is_wide(shape):
+        return "other", "norm or bias: one dim" if len(shape) < 2 else "one row or column"
+    if why := survey.embeddings.get(id(param)) or survey.heads.get(id(param)):
+        return "other", why
+    if "Norm" in own and not is_linear(module):
+        return "other", "norm"
+    if len(shape) > 2 and (isinstance(module, names.CONVOLUTIONS) or "conv" in own.lower()):
+        return "other", "convolution"
+    if names.NO_WEIGHT.search(site.leaf) or not names.WEIGHT.search(site.leaf):
+        return "other", f"{site.leaf} of {own} is not named as a weight"
+    if len(shape) > 2:
+        return stack(shape, "expert" in f"{site.path}.{own}".lower(), batch_dims)
+    router = names.ROUTER.search(site.path.rpartition(".")[2]) or "Router" in own
+    return "matrix", "hidden matrix: router" if router else "hidden matrix"
+
+
+def stack(shape: Shape, experts: bool, batch_dims: bool) -> tuple[str, str]:
+    """Judge a weight of more than two dims."""
+    why = f"stack of {math.prod(shape[:-2])} {'experts' if experts else 'matrices'}, {len(shape)}-D"
+    if not is_wide(shape[-2:]):
+        return "other", f"{why}, of vectors"
+    return ("matrix", why) if batch_dims else ("other", f"{why}: batch_dims=True takes it")
+
+
+# -- what users claim --------------------------------------------------------------------------------
+
+
+def check_shape(name: str, param: nn.Parameter) -> None:
+    """Raise CanzonaError for a parameter whose shape is not that of a matrix of the model."""
+    if is_lazy(param):
+        raise CanzonaError("the parameter has no shape yet", at=name, hint="run the model once on a batch before this")
+    if is_flattened(param):
+        raise UnsupportedLayout(
+            "FSDP1 has flattened the parameter, so its shape says nothing",
+            at=name,
+            hint="shard the model by torch.distributed.fsdp.fully_shard (FSDP2)",
+        )
+
+
+def claims(
+    argument: str, given: str | Sequence[str], params: Mapping[str, object], trained: Mapping[str, object]
+) -> dict[str, str]:
+    """Find the trained parameters that patterns fit.
+
+    Args:
+        argument: the name of the argument, for errors.
+        given: a pattern, or several.
+        params: all parameters by name.
+        trained: the parameters that are trained, by name.
+
+    Returns:
+        By the name of a parameter, the first pattern that fits it.
+
+    Raises:
+        CanzonaError: something is not a pattern, or fits no trained parameter.
+    """
+    where, found = f"hidden_matrices(model, {argument}=)", dict[str, str]()
+    for pattern in [given] if isinstance(given, str) else given:
+        if not isinstance(pattern, str):
+            raise CanzonaError(f"{type(pattern).__name__} is not a pattern", at=where, hint="give names, as texts")
+        fits = [name for name in params if fnmatchcase(name, canonical_name(pattern))]
+        if not any(name in trained for name in fits):
+            only = (
+                f"fits only frozen parameters: {some(fits)}" if fits else f"fits no parameter; there are {some(params)}"
+            )
+            raise CanzonaError(f"{pattern!r} {only}", at=where, hint="print(hidden_matrices(model)) shows all names")
+        for name in fits:
+            if name in trained:
+                found.setdefault(name, pattern)
+    return found
+
+
+def check_claims(wanted: Mapping[str, str], unwanted: Mapping[str, str], trained: Mapping[str, nn.Parameter]) -> None:
+    """Raise CanzonaError if two patterns contradict one another, or one claims a vector as a matrix."""
+    for name, pattern in wanted.items():
+        if name in unwanted:
+            raise CanzonaError(
+                f"{pattern!r} of matrices= and {unwanted[name]!r} of others= both fit",
+                at=name,
+                hint="make the patterns narrower",
+            )
+        if trained[name].ndim < 2:
+            raise CanzonaError(
+                f"{pattern!r} of matrices= fits a parameter of shape {list(trained[name].shape)}, not a matrix",
+                at=name,
+                hint="make the pattern narrower: end it with '.weight', or leave out norms",
+            )

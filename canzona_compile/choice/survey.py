@@ -1,0 +1,186 @@
+"""What a model says about its parameters: where they are, what is around them, and which are embeddings or heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from torch import nn
+
+from canzona_compile.choice import names
+from canzona_compile.ir.canonical_names import canonical_name, common_prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place of a parameter in a model. A tied parameter has several.
+
+    Attributes:
+        name: the parameter's canonical name at this place.
+        path: the module that it belongs to; for a part of an adapter, the layer that is adapted.
+        leaf: its own name in that module.
+    """
+
+    name: str
+    path: str
+    leaf: str
+
+
+class Survey:
+    """What a model says about its parameters: where they are, what is around them, which modules are repeated.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        prefix = common_prefix(canonical_name(name) for name, _ in model.named_parameters())
+        self.modules: dict[str, nn.Module] = {}  # by canonical path: a module replaces the wrapper around it
+        self.sites: dict[int, list[Site]] = {}
+        self.params: dict[int, nn.Parameter] = {}
+        for raw, module in model.named_modules():
+            path = f"{canonical_name(raw)}.".removeprefix(prefix).removesuffix(".")
+            self.modules[path] = module
+            for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                self.params[id(param)] = param
+                self.sites.setdefault(id(param), []).append(site_of(path, leaf, module))
+
+    @cached_property
+    def layers(self) -> frozenset[str]:
+        """The paths of all repeated layers."""
+        return frozenset(path for container in self.modules for path in self._layers_in(container))
+
+    def _layers_in(self, container: str) -> Iterator[str]:
+        module = self.modules[container]
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            return
+        paths = {name: f"{container}.{name}".removeprefix(".") for name, _ in module.named_children()}
+        made = {name: path for name, path in paths.items() if any(self.modules[path].children())}
+        classes = [class_name(self.modules[path]) for path in made.values()]
+        for name, path in made.items():
+            # A Sequential may be a whole model; a ModuleDict with names may be one, too.
+            alone = isinstance(module, nn.Sequential) and classes.count(class_name(self.modules[path])) == 1
+            if not alone and (name.isdigit() or not isinstance(module, nn.ModuleDict)):
+                yield path
+
+    def in_layers(self, path: str) -> bool:
+        """Tell whether a module is a repeated layer or lies in one."""
+        return any(above in self.layers for above in upwards(path))
+
+    @cached_property
+    def embeddings(self) -> dict[int, str]:
+        """Why parameters belong to an embedding, or are tied to one, by id."""
+        found = {}
+        for key, sites in self.sites.items():
+            whys = [self._embedding(site) for site in sites]
+            if any(whys):
+                tied = [site.name for site, why in zip(sites, whys, strict=True) if bool(why) is not bool(whys[0])]
+                found[key] = ", ".join([*filter(None, whys[:1]), *(f"tied to {name}" for name in tied[:1])])
+        return found
+
+    def _embedding(self, site: Site) -> str:
+        for path in upwards(site.path):
+            module = self.modules[path]
+            own = class_name(module)
+            if isinstance(module, names.EMBEDDINGS):
+                return "embedding"
+            # A class may be named after what the whole model computes: such a module has layers.
+            if (
+                path
+                and names.EMBEDDING_CLASS.search(own)
+                and not any(layer.startswith(f"{path}.") for layer in self.layers)
+            ):
+                return "embedding" if path == site.path else f"part of {own}"
+        last = site.path.rpartition(".")[2]
+        if names.PATCHES.search(last):
+            return "patch embedding, by its name"
+        linear = is_linear(self.modules[site.path])
+        if not linear and (names.EMBEDDING_NAME.search(last) or names.TABLE.search(site.leaf)):
+            return "embedding or table, by its name"
+        return ""
+
+    @cached_property
+    def heads(self) -> dict[int, str]:
+        """Why parameters belong to an output head, by id."""
+        weights = [
+            (key, site)
+            for key, sites in self.sites.items()
+            for site in sites
+            if is_wide(self.params[key].shape) and names.WEIGHT.search(site.leaf) and not self._embedding(site)
+        ]
+        groups: dict[str, str] = {}  # by the path that is named as a head: the path of its last module with a weight
+        for _, site in weights:
+            if head := self._named_head(site.path):
+                groups[head] = site.path
+        found = {path: f"output head, named {head.rpartition('.')[2]}" for head, path in groups.items()}
+        sized = [site.path for key, site in weights if self._has_vocabulary(key) and not self.in_layers(site.path)]
+        if sized and not any(key in self.embeddings for key, _ in weights):  # a tied head is the head
+            found.setdefault(sized[-1], f"output head: last linear, {self.vocabulary} rows as the embedding")
+        return {key: found[site.path] for key, site in weights if site.path in found}
+
+    def _named_head(self, path: str) -> str:
+        """The part of a path, outside of repeated layers, that is named as an output head; empty if none is."""
+        parts = path.split(".")
+        for i, part in enumerate(parts):
+            head, last = ".".join(parts[: i + 1]), i == len(parts) - 1
+            if head in self.layers:
+                return ""
+            if names.HEAD.fullmatch(part) and (last or names.HEAD_OF_SEVERAL.fullmatch(part)):
+                several = isinstance(self.modules[head], nn.ModuleList | nn.ModuleDict)
+                return ".".join(parts[: i + 2]) if several else head
+            if names.HIDDEN.search(part):
+                return ""
+        return ""
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """The rows of the largest embedding that is not one of positions; 0 if there is none."""
+        found = [
+            self.params[key].shape[0]
+            for key in self.embeddings
+            for site in self.sites[key]
+            if isinstance(self.modules[site.path], names.EMBEDDINGS) and not names.POSITIONS.search(site.path)
+        ]
+        return max(found, default=0)
+
+    def _has_vocabulary(self, key: int) -> bool:
+        return self.vocabulary > 1 and self.vocabulary in self.params[key].shape
+
+
+def site_of(path: str, leaf: str, module: nn.Module) -> Site:
+    """Find the module to which a parameter belongs in the eyes of a reader: not an adapter or a parametrization."""
+    name = f"{path}.{leaf}".removeprefix(".")
+    parts = path.split(".")
+    if isinstance(module, nn.ParameterDict | nn.ParameterList):
+        leaf = parts.pop()
+    for i, (part, below) in enumerate(pairwise([*parts, ""])):
+        if part == "parametrizations":
+            return Site(name, ".".join(parts[:i]), below)
+        if names.ADAPTERS.fullmatch(part):
+            return Site(name, ".".join(parts[:i]), leaf)
+    return Site(name, ".".join(parts), leaf)
+
+
+def upwards(path: str) -> Iterator[str]:
+    """The path of a module and those of the modules around it, without the model itself."""
+    yield path
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class as it was before `fully_shard`."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Tell whether a module multiplies by its weight; Conv1D is the linear module of GPT-2 in transformers."""
+    return isinstance(module, nn.Linear) or "Linear" in class_name(module) or class_name(module) == "Conv1D"
+
+
+def is_wide(shape: Sequence[int]) -> bool:
+    """Tell whether at least two dims are larger than one."""
+    return sum(size > 1 for size in shape) > 1
