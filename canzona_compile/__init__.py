@@ -1,14 +1,16 @@
 """Matrix optimizers on sharded models: one line makes any of them distributed.
 
 import canzona_compile
-optimizer = canzona_compile.wrap(torch.optim.Muon(model.parameters(), lr=2e-2))
+optimizer = canzona_compile.muon_adamw(model, lr=3e-4)  # the whole model
+muon = canzona_compile.wrap(torch.optim.Muon(matrices, lr=2e-2))  # or any optimizer
 """
 
+from canzona_compile.api.muon_adamw import muon_adamw
 from canzona_compile.api.wrap import explain, unwrap, wrap
 from canzona_compile.api.wrap_cls import wrap_cls
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.api.zero1 import zero1
-from canzona_compile.chain import Chain, chain
+from canzona_compile.chains import Chain, chain
 from canzona_compile.choice.choose import hidden_matrices
 from canzona_compile.choice.rows import Choice
 from canzona_compile.errors import (
@@ -51,6 +53,7 @@ __all__ = [
     "explain",
     "hidden_matrices",
     "is_wrapped",
+    "muon_adamw",
     "plan",
     "unwrap",
     "verify",

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.copies import Copies
 from canzona_compile.capture.held_optimizers import held_in
 from canzona_compile.capture.no_collectives import NoCollectives
-from canzona_compile.chain import Chain
+from canzona_compile.chains import Chain
 
 STEPS = 50  # that are tried; an object may do something else every tenth step
 

@@ -1,0 +1,68 @@
+"""`muon_adamw`: one optimizer for a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW, Muon
+
+from canzona_compile.api.wrap import wrap
+from canzona_compile.api.zero1 import zero1 as under_zero1
+from canzona_compile.chains import Chain, chain
+from canzona_compile.choice.choose import hidden_matrices
+from canzona_compile.errors import CanzonaError
+
+
+def muon_adamw(
+    model: nn.Module,
+    lr: float | Tensor = 3e-4,
+    *,
+    weight_decay: float = 0.1,
+    matrices: str | Sequence[str] = (),
+    others: str | Sequence[str] = (),
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    zero1: DeviceMesh | ProcessGroup | None = None,
+    **options: Any,
+) -> Chain:
+    """Train a whole model: its hidden matrices with Muon, all other parameters with AdamW, each matrix on one rank.
+
+    This is `hidden_matrices`, `chain` and `wrap` in one call. Muon's updates are scaled to the size of AdamW's
+    (`adjust_lr_fn="match_rms_adamw"`: by 0.2 times the root of the larger dim, from "Muon is Scalable for LLM
+    Training", arXiv 2502.16982), so a learning rate and a weight decay that were tuned for AdamW serve both.
+
+    Args:
+        model: the model as it is trained: whole, or sharded by `fully_shard` or `parallelize_module`.
+        lr: the learning rate of both optimizers.
+        weight_decay: that of both.
+        matrices: patterns of names that Muon trains, whatever the rules of `hidden_matrices` say.
+        others: patterns of names that AdamW trains.
+        muon: further arguments of `torch.optim.Muon`, such as {"momentum": 0.9}. They win over `lr` and `weight_decay`.
+        adamw: further arguments of `torch.optim.AdamW`, such as {"betas": (0.9, 0.95)}. They win likewise.
+        zero1: the data-parallel ranks, for ZeRO-1 in place of DDP; see `canzona_compile.zero1`.
+        options: those of `wrap`, such as `replicate=` under DDP; with `zero1=`, those of `canzona_compile.zero1`.
+
+    Returns:
+        The wrapped chain: one `torch.optim.Optimizer` with one `.canzona`. `chain.optimizers` are Muon and AdamW.
+
+    Raises:
+        CanzonaError: the model has no hidden matrix, a pattern fits nothing, or `wrap` or `zero1` refuse the call.
+        TypeError: there is no such option.
+    """
+    choice = hidden_matrices(model, matrices, others)
+    if not choice.matrices:
+        raise CanzonaError(
+            "the model has no hidden matrix that Muon could train",
+            at="muon_adamw(model)",
+            hint="print(canzona_compile.hidden_matrices(model)) says why; matrices= overrides it by name",
+        )
+    common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+    parts = [Muon(choice.matrices, **{**common, "adjust_lr_fn": "match_rms_adamw", **(muon or {})})]
+    if choice.others:
+        parts.append(AdamW(choice.others, **{**common, **(adamw or {})}))  # type: ignore[arg-type]
+    made = chain(*parts)
+    return wrap(made, **options) if zero1 is None else under_zero1(model, made, mesh=zero1, **options)
