@@ -106,7 +106,7 @@ def muon(model: Decoder) -> Muon:
 
 
 def adamw(model: Decoder) -> AdamW:
-    return AdamW(hidden_matrices(model).others, lr=2e-3)  # type: ignore[arg-type]
+    return AdamW(hidden_matrices(model).others, lr=2e-3)
 
 
 def make_variants(model: Decoder, mesh: DeviceMesh) -> list[Variant]:
