@@ -1,4 +1,4 @@
-"""Muon on a model that FSDP2 shards: torchrun --nproc-per-node 2 docs/scripts/fsdp2.py"""
+"""A whole model on FSDP2, one optimizer: torchrun --nproc-per-node 2 docs/scripts/fsdp2.py"""
 
 import torch
 import torch.distributed as dist
@@ -17,25 +17,21 @@ for layer in hidden:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 
-named = list(model.named_parameters())
-muon = torch.optim.Muon([(name, p) for name, p in named if name.startswith("1.")], lr=2e-2)
-adamw = torch.optim.AdamW([(name, p) for name, p in named if not name.startswith("1.")], lr=1e-2)
-muon = canzona_compile.wrap(muon)  # the line; it returns the same object
+optimizer = canzona_compile.muon_adamw(model, lr=1e-2)
 
 torch.manual_seed(dist.get_rank())  # other data on every rank
 for step in range(20):
     # --8<-- [start:measure]
     if step == 10:
-        muon.canzona.measure(steps=5)
+        optimizer.canzona.measure(steps=5)
     # --8<-- [end:measure]
     tokens = torch.randint(256, (256,))
     loss = nn.functional.cross_entropy(model(tokens), (tokens + 1) % 256)
     loss.backward()
-    for optimizer in (muon, adamw):
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 if dist.get_rank() == 0:
-    print(muon.canzona.report())
+    print(optimizer.canzona.report())
 dist.destroy_process_group()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from canzona_compile.capture.twin import plain_class
+from canzona_compile.chains import Chain
 from canzona_compile.split import chosen, rows_of
 from tests.harness.pairs import same_bits
 
@@ -39,7 +40,7 @@ class BesidePlain:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Torch's hook; it may change the arguments. A closure makes the gradients, so its turn is first."""
-        if "canzona" not in vars(optimizer):
+        if "canzona" not in vars(optimizer) or isinstance(optimizer, Chain):  # each of a chain has its own turn
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:

@@ -122,4 +122,5 @@ def test_the_script_of_the_readme_by_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert losses[-1] < losses[0]
-    assert "canzona  Muon on 2 ranks" in done.stdout
+    assert "canzona  Muon+AdamW on 2 ranks" in done.stdout
+    assert "parameters that each rank updates by itself" in done.stdout

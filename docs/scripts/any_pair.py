@@ -1,0 +1,34 @@
+"""SOAP and AdamW as one optimizer on FSDP2: torchrun --nproc-per-node 2 docs/scripts/any_pair.py"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import canzona_compile
+from canzona_compile.optimizers import SOAP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+hidden = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU()) for _ in range(2)])
+model = fully_shard(nn.Sequential(nn.Embedding(256, 64), hidden, nn.Linear(64, 256)))
+
+# --8<-- [start:chain]
+choice = canzona_compile.hidden_matrices(model)  # print(choice) shows the reason for each parameter
+optimizer = canzona_compile.chain(
+    SOAP(choice.matrices, lr=3e-3),
+    torch.optim.AdamW(choice.others, lr=3e-3),
+)
+optimizer = canzona_compile.wrap(optimizer)
+# --8<-- [end:chain]
+
+torch.manual_seed(dist.get_rank())
+for step in range(5):
+    tokens = torch.randint(256, (256,))
+    loss = nn.functional.cross_entropy(model(tokens), (tokens + 1) % 256)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        print(f"step {step}: loss {loss.item():.3f}")
+dist.destroy_process_group()
