@@ -207,7 +207,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)
         try:
-            # A mode costs as much as a small operator, so only the first step is watched for collectives.
+            # A mode costs as much as a small operator, and so does counting lines: only the first step is watched.
             watched = number == 0
             grads = [grad for _, grad, _ in given if grad is not None]
             asking = (
@@ -219,7 +219,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
                 NoCollectives() if watched else contextlib.nullcontext(),
                 asking if number < ASKING else contextlib.nullcontext(),
                 NoCrash() if odd else contextlib.nullcontext(),
-                lines.bounded(odd),
+                lines.bounded(odd) if odd or watched else contextlib.nullcontext(),
             ):
                 found.returned.append(step())
         except CanzonaError:
