@@ -16,7 +16,7 @@ from canzona_compile.capture.asked import LayoutQuestions
 from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.contents import Contents, Walk, bits_of, changed
 from canzona_compile.capture.dynamo import as_written
-from canzona_compile.capture.endless import Endless, Lines, NoCrash
+from canzona_compile.capture.endless import Endless, Lines, NoCrash, unfinished
 from canzona_compile.capture.external_counters import Counter, CounterShadow, counts_of
 from canzona_compile.capture.memory import memory_of
 from canzona_compile.capture.miniature import Miniature
@@ -218,7 +218,7 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
                 as_written(),
                 NoCollectives() if watched else contextlib.nullcontext(),
                 asking if number < ASKING else contextlib.nullcontext(),
-                NoCrash() if odd else contextlib.nullcontext(),
+                NoCrash() if any(map(unfinished, grads)) else contextlib.nullcontext(),
                 lines.bounded(odd) if odd or watched else contextlib.nullcontext(),
             ):
                 found.returned.append(step())
