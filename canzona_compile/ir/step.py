@@ -93,7 +93,10 @@ class Template:
     joint: bool = False  # whether one rank takes the step of all parameters at once
 
     def leaf(self, name: str) -> Leaf:
-        return next(leaf for leaf in self.inputs if leaf.name == name)
+        found = next((leaf for leaf in self.inputs if leaf.name == name), None)
+        if found is None:
+            raise InvalidStep(f"there is no input {name!r}", at=self.name)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

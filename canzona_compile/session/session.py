@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import ClassVar
@@ -184,7 +185,13 @@ class Session:
                 param.grad = None
 
     def prepared(self) -> StepDriver:
-        """Plan if that is needed, and agree with the other ranks on the step, which changes parameters then."""
+        """Plan if that is needed, and agree with the other ranks on the step, which changes parameters then.
+
+        What code of the optimizer does to variables of the user's context meanwhile is not done to the user's.
+        """
+        return contextvars.copy_context().run(self._prepared)
+
+    def _prepared(self) -> StepDriver:
         driver = self.driver
         self._check_unbroken()
         if driver is None or self._must_replan(driver):
