@@ -413,6 +413,42 @@ def test_one_handle_for_all(tmp_path: Any) -> None:
     assert made.canzona.passes().records
 
 
+def test_explain_says_the_same_before_wrap() -> None:
+    plain, wrapped = chained("three"), chained("three", wrapped=True)
+    assert canzona_compile.explain(plain) == wrapped.canzona.explain() == canzona_compile.explain(wrapped)
+
+
+class Trains:
+    """A train step that torch.compile takes as a whole."""
+
+    def __init__(self, wrapped: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+        matrices, rest = ([p for p in self.model.parameters() if (p.ndim == 2) is two] for two in (True, False))
+        self.chain = chain(Muon(matrices, lr=0.1), AdamW(rest, lr=0.1))
+        if wrapped:
+            canzona_compile.wrap(self.chain)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.chain.zero_grad()
+        loss = self.model(x).square().sum()
+        loss.backward()
+        value = loss.detach()
+        self.chain.step()
+        return value
+
+
+@pytest.mark.full
+@either
+def test_a_compiled_train_step(wrapped: bool) -> None:
+    plain, compiled = Trains(False), Trains(wrapped)
+    step = torch.compile(compiled.step, backend="aot_eager")
+    for number in range(3):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(number))
+        assert torch.equal(plain.step(x), step(x))
+    assert all(map(torch.equal, plain.model.parameters(), compiled.model.parameters()))
+
+
 def test_a_plan_of_a_chain_is_followed() -> None:
     made = chained("three", wrapped=True)
     steps(made, range(2))
