@@ -15,7 +15,7 @@ from canzona_compile.api.handle import Canzona
 from canzona_compile.api.wrapped_class import rebind_scheduled_step
 from canzona_compile.api.zero1_handle import Zero1Canzona
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.chains import Chain, loss_of
+from canzona_compile.chains.chain import Chain, loss_of
 from canzona_compile.compat.torch_private import HOOKS_OF_ALL, calls_outside_dynamo, outside_dynamo
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.pipeline import PassHistory

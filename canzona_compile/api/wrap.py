@@ -24,7 +24,7 @@ from canzona_compile.api.holders import members_of
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
 from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.chains import Chain
+from canzona_compile.chains.chain import Chain
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.hardware import Hardware, named_hardware

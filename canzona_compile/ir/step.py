@@ -93,10 +93,7 @@ class Template:
     joint: bool = False  # whether one rank takes the step of all parameters at once
 
     def leaf(self, name: str) -> Leaf:
-        found = next((leaf for leaf in self.inputs if leaf.name == name), None)
-        if found is None:
-            raise InvalidStep(f"there is no input {name!r}", at=self.name)
-        return found
+        return next(leaf for leaf in self.inputs if leaf.name == name)
 
 
 @dataclass(frozen=True, slots=True)
