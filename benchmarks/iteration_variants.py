@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
 
 import canzona_compile
+from canzona_compile import hidden_matrices
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from lm_model import Decoder
@@ -101,16 +102,11 @@ def bytes_of(tensor: Any) -> int:
 
 
 def muon(model: Decoder) -> Muon:
-    return Muon(model.hidden_matrices(), lr=2e-3, adjust_lr_fn="match_rms_adamw")
-
-
-def rest(model: Decoder) -> list[nn.Parameter]:
-    names = {name for name, _ in model.hidden_matrices()}
-    return [p for name, p in model.named_parameters() if name not in names]
+    return Muon(hidden_matrices(model).matrices, lr=2e-3, adjust_lr_fn="match_rms_adamw")
 
 
 def adamw(model: Decoder) -> AdamW:
-    return AdamW(rest(model), lr=2e-3)
+    return AdamW(hidden_matrices(model).others, lr=2e-3)
 
 
 def make_variants(model: Decoder, mesh: DeviceMesh) -> list[Variant]:
@@ -145,10 +141,11 @@ def replicated(model: Decoder, mesh: DeviceMesh) -> Variant:
 
 
 def redundancy(model: Decoder, mesh: DeviceMesh) -> Variant:
-    hidden = [p for _, p in model.hidden_matrices()]
+    choice = hidden_matrices(model)
+    hidden, rest = ([p for _, p in named] for named in (choice.matrices, choice.others))
     options: dict[str, Any] = {"lr": 2e-3, "adjust_lr_fn": "match_rms_adamw"}
     shared = ZeroRedundancyOptimizer(hidden, optimizer_class=Muon, **options)
-    others = ZeroRedundancyOptimizer(rest(model), optimizer_class=AdamW, lr=2e-3)
+    others = ZeroRedundancyOptimizer(rest, optimizer_class=AdamW, lr=2e-3)
     return ddp(model, [shared, others])
 
 

@@ -128,7 +128,7 @@ def redundant(setting: Setting, split: str, planner: str) -> float:
     """Replicas share the matrices by a planner; within a replica all ranks gather and compute them."""
     mesh = parse_mesh(setting.mesh)
     model = preset(setting.model, parse_split(split))
-    captured, _ = captured_step(model, mesh, optimizer_of(Muon, {}), machine_of(HARDWARE, mesh))
+    captured = captured_step(model, mesh, optimizer_of(Muon, {}), machine_of(HARDWARE, mesh)).step
     options = Options(strategy="owner", planner=planner)
     scheduled, _ = run(
         captured, [*planning_passes(options), OwnerReplica(), ComputeOnAllShards(), *lowering_passes(options)]

@@ -102,14 +102,6 @@ class Decoder(nn.Module):
         logits = F.linear(self.norm(x), weight)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def hidden_matrices(self) -> list[tuple[str, nn.Parameter]]:
-        """Name the parameters that Muon is for: the matrices inside the blocks.
-
-        Embedding and head are matrices too, but their rows are separate things, one per byte, and
-        orthogonalizing them mixes those; they stay with AdamW, as do the norms.
-        """
-        return [(f"blocks.{n}", p) for n, p in self.blocks.named_parameters() if p.ndim == 2]
-
 
 def initialize(module: nn.Module) -> None:
     """Draw every matrix from the same narrow normal distribution."""

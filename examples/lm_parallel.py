@@ -48,6 +48,11 @@ class Parallel:
     average: DeviceMesh | None = None
     zero1: DeviceMesh | None = None
 
+    @property
+    def options_of_wrap(self) -> dict[str, Any]:
+        """What `canzona_compile.wrap` is told; under ZeRO-1 nothing."""
+        return {} if self.zero1 is not None else {"replicate": self.replicate}
+
     def finish_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave each gradient laid out like its parameter and averaged over all data."""
         gradients = []

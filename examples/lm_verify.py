@@ -1,4 +1,4 @@
-"""The same optimizer without any compiler, on whole matrices, in one process: the judge."""
+"""The same optimizers without any compiler, on whole parameters, in one process: the judge."""
 
 from __future__ import annotations
 
@@ -15,28 +15,37 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 class PlainOptimizer:
-    """Steps beside the sharded optimizer, on rank 0 alone, fed the gathered gradients.
+    """Steps next to the sharded chain, on rank 0 alone, with the gathered gradients.
 
     Equal weights after every step mean that placement, grouping and communication changed nothing:
     not the last bit of any element, on any rank.
+
+    Args:
+        sharded: the chain that trains.
+        matrices: what its first optimizer updates.
+        others: what its second optimizer updates.
+        build: makes the plain chain of copies of both.
     """
 
     def __init__(
         self,
         sharded: Optimizer,
         matrices: NamedParameters,
-        build: Callable[[NamedParameters], Optimizer],
+        others: NamedParameters,
+        build: Callable[[NamedParameters, NamedParameters], Optimizer],
     ) -> None:
         self.sharded = sharded
-        self.matrices = matrices
-        self.copies = [(name, nn.Parameter(whole(matrix.detach()).clone())) for name, matrix in matrices]
-        self.plain = build(self.copies) if dist.get_rank() == 0 else None
+        self.num_matrices, self.num_others = len(matrices), len(others)
+        self.trained = [*matrices, *others]
+        self.copies = [(name, nn.Parameter(whole(param.detach()).clone())) for name, param in self.trained]
+        halves = self.copies[: len(matrices)], self.copies[len(matrices) :]
+        self.plain = build(*halves) if dist.get_rank() == 0 else None
 
     def step(self) -> None:
         """Gather the gradients (all ranks) and step (rank 0). Call before the sharded step."""
-        for (_, copy), (_, matrix) in zip(self.copies, self.matrices, strict=True):
-            assert matrix.grad is not None
-            copy.grad = whole(matrix.grad).clone()
+        for (_, copy), (_, param) in zip(self.copies, self.trained, strict=True):
+            assert param.grad is not None
+            copy.grad = whole(param.grad).clone()
         if self.plain is None:
             return
         # The schedule writes the learning rate of the sharded optimizer only.
@@ -46,17 +55,17 @@ class PlainOptimizer:
         self.plain.step()
 
     def differing(self) -> list[str]:
-        """Name the matrices in which any rank differs from rank 0's plain step in any bit.
+        """Name the parameters in which any rank differs from rank 0's plain step in any bit.
 
         Call after the sharded step, on all ranks. Rank 0 sends its result to all, and each compares
         it with what it gathered itself: replicas that drifted apart would show as well.
         """
-        differs = torch.zeros(len(self.matrices), dtype=torch.int32)
-        for index, ((_, copy), (_, matrix)) in enumerate(zip(self.copies, self.matrices, strict=True)):
+        differs = torch.zeros(len(self.trained), dtype=torch.int32)
+        for index, ((_, copy), (_, param)) in enumerate(zip(self.copies, self.trained, strict=True)):
             dist.broadcast(copy.detach(), src=0)
-            differs[index] = not same_bits(copy.detach(), whole(matrix.detach()))
+            differs[index] = not same_bits(copy.detach(), whole(param.detach()))
         dist.all_reduce(differs, op=dist.ReduceOp.MAX)
-        return [name for (name, _), d in zip(self.matrices, differs.tolist(), strict=True) if d]
+        return [name for (name, _), d in zip(self.trained, differs.tolist(), strict=True) if d]
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

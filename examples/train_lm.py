@@ -1,13 +1,13 @@
-"""Train a small language model with Muon on sharded weights: one line makes it distributed.
+"""Train a small language model on sharded weights, its hidden matrices with Muon and all else with AdamW: one line.
 
     python examples/train_lm.py
     python examples/train_lm.py --parallel tp --steps 100
 
-The line is `optimizer = canzona_compile.wrap(torch.optim.Muon(...), ...)` in `train`. Everything
+The line is `optimizer = canzona_compile.muon_adamw(model, ...)` in `make_optimizer`. Everything
 around it is plain PyTorch: gloo ranks that this script starts itself, a decoder spread over them,
-a schedule, clipping. During the first steps plain Muon runs beside it in one process; the script
-exits with 1 if a single bit of a weight differs, or if the loss did not fall. After the tenth step
-it shows how long each phase of the optimizer's steps took.
+a schedule, clipping. During the first steps the plain optimizers run in one process on the same
+gradients; the script exits with 1 if a single bit of any parameter differs, or if the loss did not
+fall. After the tenth step it shows how long each phase of the optimizer's steps took.
 """
 
 from __future__ import annotations
@@ -17,32 +17,29 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import canzona_compile
+from canzona_compile import Chain
 from lm_data import Batches, standard_library
 from lm_model import Decoder, ModelConfig
-from lm_parallel import PARALLEL, clip_gradients
+from lm_parallel import PARALLEL, Parallel, clip_gradients
 from lm_show import Display, History
 from lm_verify import NamedParameters, PlainOptimizer
 
-# What the hidden matrices may be trained with. Muon's updates are scaled to the size of AdamW's, so
-# that one learning rate serves both.
-OPTIMIZERS: dict[str, Callable[[NamedParameters, float], Optimizer]] = {
-    "muon": lambda named, lr: torch.optim.Muon(named, lr=lr, adjust_lr_fn="match_rms_adamw"),
-    "adamw": lambda named, lr: torch.optim.AdamW(named, lr=lr, betas=(0.9, 0.95)),
-}
+# Embeddings and norms do not decay; matrices do, by the default of muon_adamw.
+OTHERS: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.0}
+OPTIMIZERS = ("muon", "adamw")
 WARM_UP, MEASURED = 5, 5  # steps before those that are timed, and how many are: then the report shows their phases
 
 
@@ -88,7 +85,7 @@ def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = partial(parser.add_argument, metavar="N")
     add("--steps", type=int, default=60, help="training steps (60)")
-    add("--verify", type=int, default=3, help="steps with the plain optimizer beside (3)")
+    add("--verify", type=int, default=3, help="steps that plain optimizers check (3)")
     add("--ranks", type=int, default=4, help="processes to start (4)")
     add("--batch", type=int, default=32, help="sequences per step, over all ranks (32)")
     add("--lr", type=float, default=4e-3, help="peak learning rate (0.004)")
@@ -132,20 +129,10 @@ def train(options: Options) -> bool:
     model = Decoder(config)
     parallel = PARALLEL[options.parallel](model)
     parameters = list(model.parameters())
-    hidden = model.hidden_matrices()
-    names = {name for name, _ in hidden}
-    rest = [p for name, p in model.named_parameters() if name not in names]
-
-    def build(matrices: NamedParameters) -> Optimizer:
-        return OPTIMIZERS[options.optimizer](matrices, options.lr)
-
-    others: Optimizer = torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    if parallel.zero1 is None:
-        optimizer = canzona_compile.wrap(build(hidden), replicate=parallel.replicate)
-    else:
-        optimizer, others = canzona_compile.zero1(model, [build(hidden), others], mesh=parallel.zero1)
-    schedules = [LambdaLR(o, partial(warm_cosine, options.steps)) for o in (optimizer, others)]
-    plain = PlainOptimizer(optimizer, hidden, build)
+    choice = canzona_compile.hidden_matrices(model)
+    optimizer: Any = make_optimizer(options, model, parallel)
+    schedule = LambdaLR(optimizer, partial(warm_cosine, options.steps))
+    plain = PlainOptimizer(optimizer, choice.matrices, choice.others, partial(plain_chain, options))
 
     batches = Batches(
         standard_library(),
@@ -163,31 +150,52 @@ def train(options: Options) -> bool:
                 parallel.finish_gradients(parameters)
                 norm = clip_gradients(parameters, options.clip)
             else:
-                norm = float(optimizer.canzona.clip_grad_norm_(options.clip))  # type: ignore[attr-defined]
+                norm = float(optimizer.canzona.clip_grad_norm_(options.clip))
 
             verify = step <= options.verify
             if verify:
                 plain.step()
             if step == WARM_UP + 1:
-                optimizer.canzona.measure(MEASURED)  # type: ignore[attr-defined]
+                optimizer.canzona.measure(MEASURED)
             step_begin = time.perf_counter()
             optimizer.step()
             seconds = time.perf_counter() - step_begin
-            others.step()
             model.zero_grad()
 
             history.losses.append(average_over_ranks(loss.detach()))
-            note = f"gradient {norm:.2f}  {options.optimizer} {1000 * seconds:.0f} ms"
+            note = f"gradient {norm:.2f}  optimizer {1000 * seconds:.0f} ms"
             if verify:
                 note += f"  {verdict(plain, history)}"
             if step in (1, WARM_UP + MEASURED):
-                display.say(optimizer.canzona.report())  # type: ignore[attr-defined]
-            learning_rate = float(schedules[0].get_last_lr()[0])
+                display.say(optimizer.canzona.report())
+            learning_rate = float(schedule.get_last_lr()[0])
             display.advance(history.losses[-1], learning_rate, note, always=verify)
-            for schedule in schedules:
-                schedule.step()
+            schedule.step()
         display.outcome(history, time.perf_counter() - begin)
     return history.good
+
+
+def make_optimizer(options: Options, model: Decoder, parallel: Parallel) -> Chain:
+    """Make one optimizer for the whole model, which computes each hidden matrix on one rank."""
+    if options.optimizer == "muon":
+        return canzona_compile.muon_adamw(
+            model, options.lr, adamw=OTHERS, zero1=parallel.zero1, **parallel.options_of_wrap
+        )
+    choice = canzona_compile.hidden_matrices(model)
+    made = plain_chain(options, choice.matrices, choice.others)
+    if parallel.zero1 is not None:
+        return canzona_compile.zero1(model, made, mesh=parallel.zero1)
+    return canzona_compile.wrap(made, **parallel.options_of_wrap)
+
+
+def plain_chain(options: Options, matrices: NamedParameters, others: NamedParameters) -> Chain:
+    """Make the same optimizers as plain ones. Muon's updates have the size of AdamW's, so one learning rate does."""
+    hidden: dict[str, Any] = {"lr": options.lr, "weight_decay": 0.1}
+    if options.optimizer == "muon":
+        first: Any = torch.optim.Muon(matrices, **hidden, adjust_lr_fn="match_rms_adamw")
+    else:
+        first = torch.optim.AdamW(matrices, **hidden, betas=(0.9, 0.95))
+    return canzona_compile.chain(first, torch.optim.AdamW(others, lr=options.lr, **OTHERS))
 
 
 def verdict(plain: PlainOptimizer, history: History) -> str:
@@ -197,7 +205,7 @@ def verdict(plain: PlainOptimizer, history: History) -> str:
     history.differing += [name for name in differing if name not in history.differing]
     if differing:
         return f"[red]{differing[0]} differs from plain, {len(differing)} in all[/]"
-    return f"[green]{len(plain.matrices)} matrices bitwise equal to plain[/]"
+    return f"[green]{plain.num_matrices} matrices and {plain.num_others} others bitwise equal to plain[/]"
 
 
 def average_over_ranks(value: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW, Muon, Optimizer
 
 from canzona_compile.api.wrap import wrap
 from canzona_compile.api.zero1 import zero1 as under_zero1
@@ -60,9 +60,33 @@ def muon_adamw(
             at="muon_adamw(model)",
             hint="print(canzona_compile.hidden_matrices(model)) says why; matrices= overrides it by name",
         )
-    common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-    parts = [Muon(choice.matrices, **{**common, "adjust_lr_fn": "match_rms_adamw", **(muon or {})})]
-    if choice.others:
-        parts.append(AdamW(choice.others, **{**common, **(adamw or {})}))  # type: ignore[arg-type]
-    made = chain(*parts)
+    made = plain_muon_adamw(choice.matrices, choice.others, lr, weight_decay, muon, adamw)
     return wrap(made, **options) if zero1 is None else under_zero1(model, made, mesh=zero1, **options)
+
+
+def plain_muon_adamw(
+    matrices: Sequence[Any],
+    others: Sequence[Any],
+    lr: float | Tensor = 3e-4,
+    weight_decay: float = 0.1,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+) -> Chain:
+    """Make the chain that `muon_adamw` wraps.
+
+    Args:
+        matrices: what Muon trains: parameters, or pairs of a name and a parameter.
+        others: what AdamW trains. If it is empty, the chain has no AdamW.
+        lr: as in `muon_adamw`.
+        weight_decay: as in `muon_adamw`.
+        muon: as in `muon_adamw`.
+        adamw: as in `muon_adamw`.
+
+    Returns:
+        The chain, not wrapped.
+    """
+    common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+    parts: list[Optimizer] = [Muon(list(matrices), **{**common, "adjust_lr_fn": "match_rms_adamw", **(muon or {})})]
+    if others:
+        parts.append(AdamW(list(others), **{**common, **(adamw or {})}))
+    return chain(*parts)

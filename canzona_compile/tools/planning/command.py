@@ -45,7 +45,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     model.add_argument("--params", metavar="FILE", help='shapes by name: {"layers.0.q": [5120, 5120], ...}')
     add = parser.add_argument
     add("--mesh", required=True, metavar="DIMS", help="as fsdp=32,tp=8; dims are dp, hsdp, fsdp, ep, tp, pp")
-    add("--optimizer", default="muon", metavar="NAME", help="muon, normuon, soap, shampoo, module:Class (%(default)s)")
+    add(
+        "--optimizer",
+        default="muon",
+        metavar="NAME",
+        help="muon, muon+adamw, normuon, soap, shampoo, module:Class (%(default)s)",
+    )
     add("--hardware", default="h100", metavar="NAME", help="h100, h200, gb300, a100, cpu or file.json (%(default)s)")
     add("--split", default="qkv,gate-up", metavar="PARTS", help="matrices of their own (%(default)s), or none")
     add("--strategy", choices=get_args(StrategyOption), default="auto", help="(%(default)s)")

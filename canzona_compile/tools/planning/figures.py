@@ -183,6 +183,27 @@ class MemoryForecast:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalForecast:
+    """The parameters of a chain that each rank updates by itself, elementwise: for example those of AdamW.
+
+    Attributes:
+        optimizers: the classes of their optimizers.
+        parameters: how many there are.
+        elements: of all of them.
+        most: elements on the rank that has most of them.
+        state: bytes of optimizer state on the rank that has most.
+        seconds: of their update on the rank that takes longest, without launches; they are not in the simulated step.
+    """
+
+    optimizers: tuple[str, ...]
+    parameters: int
+    elements: int
+    most: int
+    state: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """A plan made offline.
 
@@ -195,6 +216,7 @@ class Forecast:
         period: the seconds of the steps of a period; None if every step does the same. All other figures are those of
             the heaviest step.
         assumptions: what the predictions assume beside the rates, in words.
+        local: the parameters that each rank updates by itself; None if the optimizer is no chain.
         measured: what a run measured, to be shown beside; None if nothing was given.
     """
 
@@ -221,3 +243,4 @@ class Forecast:
     zero1: Zero1Forecast | None = None
     period: PeriodForecast | None = None
     measured: MeasuredReport | None = None
+    local: LocalForecast | None = None

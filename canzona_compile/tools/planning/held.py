@@ -8,10 +8,12 @@ from dataclasses import replace
 from torch import nn
 from torch.optim import Optimizer
 
+from canzona_compile.chains import Chain
+from canzona_compile.choice.choose import hidden_matrices
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.session.param_names import named_params
-from canzona_compile.tools.planning.weights import Model, hidden_matrix
+from canzona_compile.tools.planning.weights import Model, from_module, hidden_matrix
 
 
 def held_by(optimizer: Optimizer, module: nn.Module) -> dict[str, int] | None:
@@ -60,4 +62,47 @@ def with_held(model: Model, held: dict[str, int]) -> Model:
     by_name = {weight.name: weight for weight in model.everything}
     weights = (replace(by_name[name], elementwise=False, group=g) for name, g in held.items() if name in by_name)
     changed = replace(model, weights=tuple(weights), parameters=())
+    return replace(changed, others=model.others + model.elements - changed.elements)
+
+
+def dealt(model: Model, chain: Chain) -> Model:
+    """Deal the weights of a model out to a chain that holds none of them.
+
+    The first optimizer gets the matrices, the second one all that is updated elementwise.
+
+    Raises:
+        CanzonaError: the chain has more optimizers.
+    """
+    if len(chain.optimizers) > 2:
+        raise CanzonaError(
+            f"nothing tells which of the {len(chain.optimizers)} optimizers of the chain updates what",
+            at="plan(..., optimizer=)",
+            hint="pass the module whose parameters the optimizers were made of",
+        )
+    if len(chain.optimizers) < 2:
+        return replace(model, parameters=())
+    return replace(model, parameters=tuple(replace(w, member=int(w.elementwise)) for w in model.everything))
+
+
+def model_of_chain(module: nn.Module, chain: Chain, in_order: bool) -> Model:
+    """Make a model of a module and the chain that trains it.
+
+    Args:
+        module: the module.
+        chain: the chain. If it holds no parameter of the module, it stands for a chain that was made by
+            `hidden_matrices`.
+        in_order: whether the weights keep the order of the module, as under ZeRO-1; else they have that of the chain.
+    """
+    members = [held_by(own, module) for own in chain.optimizers]
+    if all(held is None for held in members):
+        matrices = {name for name, _ in hidden_matrices(module).matrices}
+        return dealt(from_module(module, lambda name, _: name in matrices), chain)
+    found = {name: (m, g) for m, held in enumerate(members) for name, g in (held or {}).items()}
+    model = from_module(module, lambda name, param: name in found and hidden_matrix(name, param))
+    by_name = {weight.name: weight for weight in model.everything if weight.name in found}
+    order = by_name if in_order else [name for name in found if name in by_name]
+    everything = tuple(
+        replace(by_name[name], member=m, group=g) for name, (m, g) in ((name, found[name]) for name in order)
+    )
+    changed = replace(model, weights=tuple(w for w in everything if not w.elementwise), parameters=everything)
     return replace(changed, others=model.others + model.elements - changed.elements)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from canzona_compile.data_parallel.joint_plan import schedule_of
 from canzona_compile.errors import CanzonaError
@@ -11,6 +11,7 @@ from canzona_compile.ir.step import Step
 from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.session.plan import lower
+from canzona_compile.session.sequence import in_sequence
 from canzona_compile.tools.planning.mesh import Mesh
 
 DIMS = ("dp", "tp")  # of a mesh for ZeRO-1
@@ -37,11 +38,13 @@ class Lowering:
         captured: the step of all tasks; under ZeRO-1 with those of elementwise parameters.
         mesh: the ranks.
         bucket_bytes: the size at which a bucket closes; None without ZeRO-1.
+        members: for each optimizer of a chain, its class and the names of its tasks.
     """
 
     captured: Step
     mesh: Mesh
     bucket_bytes: int | None
+    members: tuple[tuple[str, frozenset[str]], ...]
 
     def __call__(self, options: Options) -> LoweredPlan:
         owned, _ = run(self.captured, planning_passes(options))
@@ -50,10 +53,13 @@ class Lowering:
     def scheduled(self, owned: Step, options: Options) -> LoweredPlan:
         """Lower a step that has owners."""
         if self.bucket_bytes is None:
-            return LoweredPlan(owned, lower(owned, [task.name for task in owned.tasks], options)[0])
+            own = [[task.name for task in owned.tasks if task.name in names] for _, names in self.members]
+            steps = [lower(owned, names, options)[0] for names in own]
+            named = [replace(s, optimizer=kind) for s, (kind, _) in zip(steps, self.members, strict=True)]
+            return LoweredPlan(owned, in_sequence(named))
         ranks = data_parallel_ranks(self.mesh)
         joint, _ = run(owned, zero1_passes(ranks, self.bucket_bytes, frozenset(), ranks[0]))
-        return LoweredPlan(owned, schedule_of(joint, [[t.name for t in joint.tasks]], options))
+        return LoweredPlan(owned, schedule_of(joint, [names for _, names in self.members], options))
 
 
 def data_parallel_ranks(mesh: Mesh) -> tuple[int, ...]:

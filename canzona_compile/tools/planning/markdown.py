@@ -42,6 +42,12 @@ def lines(forecast: Forecast) -> Iterator[str]:
         f"`{forecast.fingerprint[:12]}`."
     )
     yield ""
+    if (own := forecast.local) is not None:
+        yield (
+            f"{' and '.join(own.optimizers)}: {own.parameters} parameters that each rank updates by itself; at most "
+            f"{format_bytes(own.state)} of state and {format_seconds(own.seconds)} on a rank, after the predicted step."
+        )
+        yield ""
     if forecast.zero1 is not None:
         yield f"{buckets_text(forecast.zero1)}."
         yield ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,20 +13,24 @@ from torch import fx
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from canzona_compile.api.muon_adamw import plain_muon_adamw
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.capture.variant_period import VariantPeriod
+from canzona_compile.chains import Chain
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Layout, Shape
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Form, Leaf, Role, Step, Task, Template
+from canzona_compile.session.plan import joined
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight
 
 SMALL = 32  # smallest dim of the matrices on which captured graphs are compared with eager steps
+WHOLE_MODEL = "muon+adamw"  # the chain of `muon_adamw`
 NAMED = {
     "muon": "torch.optim:Muon",
     "normuon": "canzona_compile.optimizers:NorMuon",
@@ -35,15 +40,23 @@ NAMED = {
 
 
 def optimizer_named(name: str, arguments: Mapping[str, Any]) -> Optimizer:
-    """Make an optimizer over one matrix that stands for all; its name is one of NAMED, or "module:Class".
+    """Make an optimizer over one matrix that stands for all.
+
+    Args:
+        name: WHOLE_MODEL, one of NAMED, or "module:Class".
+        arguments: the arguments of the class beside the parameters; for WHOLE_MODEL those of `muon_adamw`.
 
     Raises:
         CanzonaError: it cannot be imported or made.
     """
+    if name == WHOLE_MODEL:
+        vector = Parameter(torch.zeros(2, device="cpu"))
+        return made(lambda: plain_muon_adamw([one_matrix()], [vector], **arguments), "muon_adamw(model)")
     module, colon, attribute = NAMED.get(name, name).partition(":")
     if not (module and colon and attribute):
         raise CanzonaError(
-            f"there is no optimizer {name!r}", hint=f"one of {', '.join(NAMED)}, or module:Class of your own"
+            f"there is no optimizer {name!r}",
+            hint=f"one of {', '.join((WHOLE_MODEL, *NAMED))}, or module:Class of your own",
         )
     try:
         kind = getattr(importlib.import_module(module), attribute)
@@ -60,13 +73,48 @@ def optimizer_of(kind: Any, arguments: Mapping[str, Any]) -> Optimizer:
     """Make an optimizer of a class, over one matrix that stands for all."""
     if not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
         raise CanzonaError(f"{kind!r} is no class of torch.optim.Optimizer")
+    return made(lambda: kind([one_matrix()], **arguments), f"{kind.__name__}([matrix])")
+
+
+def one_matrix() -> Parameter:
+    """A matrix that stands for all."""
+    return Parameter(torch.zeros(2, 2, device="cpu"))
+
+
+def made(make: Callable[[], Optimizer], call: str) -> Optimizer:
+    """Make an optimizer; raise CanzonaError if that fails.
+
+    Args:
+        make: makes it.
+        call: what is called, for the message.
+    """
     try:
-        return kind([Parameter(torch.zeros(2, 2, device="cpu"))], **arguments)
+        return make()
     except Exception as error:
         raise CanzonaError(
-            f"{kind.__name__}([matrix]) failed: {type(error).__name__}: {error}",
+            f"{call} failed: {type(error).__name__}: {error}",
             hint="in Python, plan(optimizer=...) takes an optimizer that you have made",
         ) from error
+
+
+def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """The optimizers of a chain; of any other optimizer, itself."""
+    return optimizer.optimizers if isinstance(optimizer, Chain) else (optimizer,)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a plan begins with.
+
+    Attributes:
+        step: of all matrices of a model; of a chain, of all parameters.
+        periods: by task, how its code continues from step to step, where that is known.
+        members: for each optimizer of a chain, its class and the names of its tasks.
+    """
+
+    step: Step
+    periods: dict[str, VariantPeriod]
+    members: tuple[tuple[str, frozenset[str]], ...]
 
 
 def captured_step(
@@ -76,23 +124,59 @@ def captured_step(
     machine: Machine,
     dtype: torch.dtype = torch.float32,
     everything: bool = False,
-) -> tuple[Step, dict[str, VariantPeriod]]:
+) -> Captured:
     """Make the step of all matrices of a model on a mesh, as binding makes it on real ranks.
 
     Args:
+        model: its weights are numbered in their order; those of a chain optimizer by optimizer, unless `everything`.
+        mesh: the ranks.
         optimizer: its code is captured, with the hyperparameters of each weight's parameter group.
+        machine: what a run would find.
         dtype: of parameters and gradients.
-        everything: whether it has tasks for the parameters that another optimizer updates elementwise, too.
-
-    Returns:
-        The step, and by task how its code continues from step to step, where that is known.
+        everything: whether it has tasks for the parameters that another optimizer updates elementwise, too, in the
+            order of the model. The step of a chain always has them.
 
     Raises:
         CanzonaError: the mesh does not fit the model, or the optimizer cannot be distributed.
     """
     check(mesh, model)
-    capture = Capture(optimizer)
     sharding = WeightSharding(mesh, model.layers, model.experts)
+    chained, members = isinstance(optimizer, Chain), members_of(optimizer)
+    weights = model.everything if everything or chained else model.weights
+    if not everything:
+        weights = tuple(sorted(weights, key=lambda weight: weight.member))
+    planned = [(w, w.name + part, layout) for w in weights for part, layout in parts(w, sharding)]
+    steps: list[Step] = []
+    periods: dict[str, VariantPeriod] = {}
+    for number, own in enumerate(members):
+        mine = [(i, *entry) for i, entry in enumerate(planned) if entry[0].member == number or not chained]
+        step, found = captured_by(own, mine, machine, dtype, chained)
+        steps.append(step)
+        periods |= found
+    names = tuple((step.optimizer, frozenset(task.name for task in step.tasks)) for step in steps)
+    return Captured(joined(steps), periods, names)
+
+
+def captured_by(
+    optimizer: Optimizer,
+    planned: Sequence[tuple[int, ModelWeight, str, Layout]],
+    machine: Machine,
+    dtype: torch.dtype,
+    chained: bool,
+) -> tuple[Step, dict[str, VariantPeriod]]:
+    """Make the step of one optimizer.
+
+    Args:
+        optimizer: its code is captured.
+        planned: what it updates: the number of the task, the weight, the name of the task, and the layout.
+        machine: what a run would find.
+        dtype: of parameters and gradients.
+        chained: whether it updates elementwise weights, too. If not, a stand-in of their optimizer does.
+
+    Returns:
+        The step, and by task how its code continues from step to step, where that is known.
+    """
+    capture = Capture(optimizer)
     kinds: dict[tuple[Shape, int], ParamKind] = {}
 
     def kind_of(shape: Shape, g: int, name: str) -> ParamKind:
@@ -101,25 +185,24 @@ def captured_step(
 
     tasks: list[Task] = []
     periods: dict[str, VariantPeriod] = {}
+    own = dict.fromkeys(weight for _, weight, _, _ in planned if chained or not weight.elementwise)
     # One comparison of a graph with an eager step holds for all sizes, so small matrices of the same kind come first.
-    for shape, g in dict.fromkeys((miniature(weight.shape), weight.group) for weight in model.weights):
+    for shape, g in dict.fromkeys((miniature(weight.shape), weight.group) for weight in own):
         kind_of(shape, g, "a small matrix")
     others: dict[Shape, Template] = {}
     used: set[tuple[Shape, int]] = set()
-    for weight in model.everything if everything else model.weights:
-        for part, layout in parts(weight, sharding):
-            if weight.elementwise:
-                template = others.setdefault(layout.shape, elementwise_template(layout.shape, dtype))
-            else:
-                key = layout.shape, weight.group
-                if key not in kinds:
-                    kinds[key] = kind_of(*key, weight.name)
-                template = kinds[key].template
-                used.add(key)
-                if (period := kinds[key].variant_period) is not None:
-                    periods[weight.name + part] = period
-            g = int(weight.elementwise) or weight.group
-            tasks.append(Task(weight.name + part, len(tasks), g, template.name, layout))
+    for index, weight, name, layout in planned:
+        if weight in own:
+            key = layout.shape, weight.group
+            if key not in kinds:
+                kinds[key] = kind_of(*key, weight.name)
+            template = kinds[key].template
+            used.add(key)
+            if (period := kinds[key].variant_period) is not None:
+                periods[name] = period
+        else:
+            template = others.setdefault(layout.shape, elementwise_template(layout.shape, dtype))
+        tasks.append(Task(name, index, int(weight not in own) or weight.group, template.name, layout))
     found = {t.name: t for key, kind in kinds.items() if key in used for t in kind.templates.values()}
     templates = (*found.values(), *others.values())
     return Step(Form.CAPTURED, plain_class(optimizer).__name__, machine, templates, tuple(tasks)), periods

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from canzona_compile.analysis.flops import bytes_of_wires
+from canzona_compile.chains import Chain
 from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
@@ -23,7 +24,8 @@ from canzona_compile.passes import planning_passes
 from canzona_compile.simulation.simulate import simulate
 from canzona_compile.tools.planning.forecast import forecast
 from canzona_compile.tools.planning.gc_pause import paused
-from canzona_compile.tools.planning.held import held_by, with_held
+from canzona_compile.tools.planning.held import dealt, held_by, model_of_chain, with_held
+from canzona_compile.tools.planning.local import local_forecast
 from canzona_compile.tools.planning.lowered import LoweredPlan, Lowering, check_zero1
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
 from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
@@ -72,8 +74,10 @@ def plan(
             embeddings and the head. With ZeRO-1 the other parameters lie in buckets too.
         mesh: sizes of named dims, "fsdp=32,tp=8": dp, hsdp, fsdp, ep, tp, pp.
         optimizer: "muon", "normuon", "soap", "shampoo", "module:Class", a class, or an optimizer; parameters that it
-            does not hold get the hyperparameters of its first parameter group.
-        arguments: the arguments of the class, beside the parameters.
+            does not hold get the hyperparameters of its first parameter group. "muon+adamw" is the chain that
+            `muon_adamw` makes: Muon updates the matrices and AdamW all else. Of another `chain` that holds none of the
+            parameters, the first optimizer updates the matrices, the second one all else.
+        arguments: the arguments of the class, beside the parameters; for "muon+adamw" those of `muon_adamw`.
         hardware: a name (h100, h200, gb300, a100, cpu), or a file that `canzona-compile calibrate` wrote.
         split: the fused weights of a preset to take apart into matrices: "qkv", "gate-up", both, or "none".
         strategy: option of `wrap`.
@@ -101,8 +105,8 @@ def plan(
     """
     sizes = parse_mesh(mesh)
     rates = hardware if isinstance(hardware, Hardware) else named_hardware(str(hardware))
-    found = model_of(model, split, optimizer, updates)
     code = optimizer_from(optimizer, arguments or {})
+    found = model_of(model, split, code if isinstance(code, Chain) else optimizer, updates)
     if updates not in get_args(Updates):
         raise CanzonaError(f"updates={updates!r} is none of {', '.join(map(repr, get_args(Updates)))}", at="plan")
     if updates == "zero1":
@@ -124,12 +128,13 @@ def plan(
     )
     say("capturing the optimizer's step")
     apart = updates == "zero1"
-    captured, periods = captured_step(found, sizes, code, machine_of(rates, sizes), everything=apart)
+    begun = captured_step(found, sizes, code, machine_of(rates, sizes), everything=apart)
+    captured = begun.step
     say(f"planning {len(captured.tasks)} parameters on {sizes.ranks} ranks")
     owned, _ = run(captured, planning_passes(options))
     if capacity is not None:
         check_capacity(owned, capacity)
-    lowering = Lowering(captured, sizes, bucket_bytes if apart else None)
+    lowering = Lowering(captured, sizes, bucket_bytes if apart else None, begun.members)
     made = lowering.scheduled(owned, options)
     passes = Passes(found, sizes, rates, tokens, gather) if apart else None
     elementwise = len(captured.tasks) - len(owned.tasks)
@@ -141,15 +146,20 @@ def plan(
     figures = forecast(made, file.fingerprint, request, others, say)
     say("simulating the steps of a period")
     period = period_forecast(
-        owned, periods, lambda step: simulate(lowering.scheduled(step, options).scheduled, rates).seconds
+        owned, begun.periods, lambda step: simulate(lowering.scheduled(step, options).scheduled, rates).seconds
     )
-    return OfflinePlan(made.scheduled, file, replace(figures, period=period))
+    local = local_forecast(begun, owned, made.scheduled.buckets, rates) if isinstance(code, Chain) else None
+    return OfflinePlan(made.scheduled, file, replace(figures, period=period, local=local))
 
 
 def model_of(
     given: str | nn.Module | Mapping[str, Any] | Model, split: str, optimizer: object, updates: Updates = "ddp"
 ) -> Model:
     """Return the facts of a model; of a module, the weights are those that the optimizer holds."""
+    if isinstance(optimizer, Chain):
+        if isinstance(given, nn.Module):
+            return model_of_chain(given, optimizer, in_order=updates == "zero1")
+        return dealt(model_of(given, split, None, updates), optimizer)
     if isinstance(given, Model):
         return given
     if isinstance(given, str):

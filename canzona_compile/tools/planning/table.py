@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from canzona_compile.choice.rows import format_count
 from canzona_compile.ir.hardware import Curve, Hardware, Link
 from canzona_compile.report.charts import FILLS, event, load_chart, timeline
 from canzona_compile.report.measured_table import measured_caption, measured_table
@@ -65,6 +66,7 @@ def table(forecast: Forecast) -> RenderableType:
             Section("Cost", "of one matrix of m x n: FLOPs, bytes in memory and on the wire", costs(forecast)),
             Section("Micro-groups", "bytes that leave a rank, summed over all ranks", micro_groups(forecast)),
             Section("Memory", "bytes on the rank that needs most", memory(forecast)),
+            Section("Without communication", "parameters that each rank updates by itself", local(forecast)),
             Section("Rates", f"of {forecast.hardware.name}", rates(forecast.hardware)),
             Section("Assumptions", "", bullets(forecast.assumptions)),
         ),
@@ -214,6 +216,18 @@ def memory(forecast: Forecast) -> Iterator[RenderableType]:
     yield Text(f"buffers {format_bytes(own.buffers)}, in one micro-group {format_bytes(own.one_group)}")
     kept = f"optimizer state {format_bytes(own.state)}"
     yield Text(f"{kept}, kept whole on every rank {format_bytes(own.state_replicated)}")
+
+
+def local(forecast: Forecast) -> Iterator[RenderableType]:
+    """Sum up the elementwise updates of a chain."""
+    if (own := forecast.local) is None:
+        return
+    all_of_them = f"{plural(own.parameters, 'parameter')}, {format_count(own.elements)} elements"
+    yield Text(f"{' and '.join(own.optimizers)}: {all_of_them}")
+    yield Text(
+        f"on the rank with most: {format_count(own.most)} elements, state {format_bytes(own.state)}, "
+        f"{format_seconds(own.seconds)} after the matrices, which the predicted step leaves out"
+    )
 
 
 def rates(hardware: Hardware) -> Iterator[RenderableType]:

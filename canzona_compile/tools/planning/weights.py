@@ -43,6 +43,7 @@ class ModelWeight:
         experts: whether its first dim counts experts.
         elementwise: whether another optimizer updates it, elementwise: embeddings, head, norms, biases.
         group: the index of the optimizer's parameter group whose hyperparameters it has.
+        member: the optimizer of a chain that updates it, by position.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ModelWeight:
     experts: bool = False
     elementwise: bool = False
     group: int = 0
+    member: int = 0
 
     @property
     def lookup(self) -> bool:

@@ -1,0 +1,79 @@
+"""What each rank does by itself in the step of a chain: the elementwise updates of all but the matrices."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from canzona_compile.analysis.roofline import graph_time
+from canzona_compile.ir.bucket import Bucket
+from canzona_compile.ir.hardware import Hardware
+from canzona_compile.ir.step import Role, Step, Task, Template
+from canzona_compile.tools.planning.figures import LocalForecast
+from canzona_compile.tools.planning.offline import Captured
+
+
+def local_forecast(begun: Captured, owned: Step, buckets: Sequence[Bucket], hardware: Hardware) -> LocalForecast | None:
+    """Sum up the parameters whose update is elementwise.
+
+    Args:
+        begun: the step of all optimizers, with their code.
+        owned: the same step with owners.
+        buckets: those of ZeRO-1, which cut these parameters; empty without it.
+        hardware: the rates.
+
+    Returns:
+        The figures; None if there is no such parameter.
+    """
+    tasks = {task.name: task for task in owned.elementwise}
+    if not tasks:
+        return None
+    templates = {t.name: t for t in begun.step.templates}
+    kinds = {name: templates[task.template] for name, task in tasks.items()}
+    per_element = {t.name: graph_time(t.graph, hardware).seconds / max(1, math.prod(t.shape)) for t in kinds.values()}
+    held: dict[int, list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for name, rank, count in (in_buckets if buckets else in_layouts)(tasks, buckets):
+        shared, alone = state_bytes(kinds[name])
+        own = held[rank]
+        own[0] += count
+        own[1] += count * shared + (alone if count else 0)
+        own[2] += count * per_element[kinds[name].name]
+    elements, state, seconds = (max((own[i] for own in held.values()), default=0) for i in range(3))
+    return LocalForecast(
+        tuple(kind for kind, names in begun.members if names & tasks.keys()),
+        len(tasks),
+        sum(math.prod(task.shape) for task in tasks.values()),
+        int(elements),
+        int(state),
+        seconds,
+    )
+
+
+def in_layouts(tasks: dict[str, Task], _: Sequence[Bucket]) -> Iterator[tuple[str, int, int]]:
+    """By parameter and rank, how many elements the rank updates: those that it holds."""
+    for name, task in tasks.items():
+        for shard, box in enumerate(task.layout.boxes):
+            for row in task.layout.grid.ranks:
+                yield name, row[shard], box.numel
+
+
+def in_buckets(tasks: dict[str, Task], buckets: Sequence[Bucket]) -> Iterator[tuple[str, int, int]]:
+    """By parameter and data-parallel rank, how many elements the rank updates: those that it owns."""
+    for bucket in buckets:
+        for part in bucket.slices:
+            if part.name in tasks:
+                yield part.name, part.owner, part.length
+
+
+def state_bytes(template: Template) -> tuple[int, int]:
+    """Bytes of state for each element of the parameter, and those that do not depend on its size."""
+    leaves = template.state or tuple(leaf for leaf in template.inputs if leaf.role is Role.STATE)
+    shared = alone = 0
+    for leaf in leaves:
+        size = leaf.dtype.itemsize if leaf.dtype else 8
+        if leaf.shape == template.shape and leaf.shape:
+            shared += size
+        else:
+            alone += size * math.prod(leaf.shape)
+    return shared, alone
