@@ -19,10 +19,11 @@ from tests.harness.pairs import same_bits
 
 
 class Trained(NamedTuple):
-    """A parameter at the end: the class of its optimizer, whether any step changed it, and its bits, in short."""
+    """A parameter at the end: the class of its optimizer, did it change, is it a DTensor, and its bits, in short."""
 
     by: str
     changed: bool
+    sharded: bool
     bits: str
 
 
@@ -59,6 +60,8 @@ class BesidePlain:
         """Torch's hook; it may change the arguments. A closure makes the gradients, so its turn is first."""
         if "canzona" not in vars(optimizer) or isinstance(optimizer, Chain):
             return None
+        if optimizer.canzona.session.takes_dummy_step():  # a checkpoint is loaded into what it leaves
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._step(optimizer)
@@ -76,15 +79,19 @@ class BesidePlain:
         """Torch's hook. Note what all parameters of a chain are now, and compare them with what they should be."""
         if not isinstance(chain, Chain) or "canzona" not in vars(chain):
             return
+        if any(id(optimizer) not in self.plain for optimizer in chain.optimizers):  # it was no real step
+            return
         for optimizer in chain.optimizers:
             names = [name for group in optimizer.param_groups for name in group["param_names"]]
+            params = [p for group in optimizer.param_groups for p in group["params"]]
             whole = [self._whole(optimizer, g, i, p) for g in optimizer.param_groups for i, p in params_of(g)]
             own = [p for g in self.plain[id(optimizer)].param_groups for p in g["params"]]
-            for name, values, expected in zip(names, whole, in_turn(own, whole), strict=True):
+            for name, param, values, expected in zip(names, params, whole, in_turn(own, whole), strict=True):
                 if not all(same_bits(a.detach(), b) for a, b in zip(expected, values, strict=True)):
                     self.differing.append(f"{name} after a step")
                 changed = self._first[name] != digest(values)
-                self.trained[name] = Trained(plain_class(optimizer).__name__, changed, digest(values))
+                by, sharded = plain_class(optimizer).__name__, isinstance(param, DTensor)
+                self.trained[name] = Trained(by, changed, sharded, digest(values))
 
     def _step(self, optimizer: Any) -> None:
         whole = [[self._whole(optimizer, g, i, p) for i, p in params_of(g)] for g in optimizer.param_groups]
@@ -156,5 +163,6 @@ def plain_optimizer(optimizer: Any, whole: list[list[list[Tensor]]]) -> Optimize
 
 
 def whole_leaf(value: Any) -> Any:
-    """A tensor of the state, gathered."""
-    return value.full_tensor().clone() if hasattr(value, "full_tensor") else value
+    """A leaf of the state, gathered; a copy, because torch loads the very tensors that it is given."""
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.clone() if isinstance(value, Tensor) else value
