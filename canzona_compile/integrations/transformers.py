@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from canzona_compile.api.muon_adamw import muon_adamw
 from canzona_compile.api.wrapped_class import is_wrapped
-from canzona_compile.chains import Chain
+from canzona_compile.chains.chain import Chain
 
 
 class MuonAdamW:
@@ -46,7 +46,7 @@ class MuonAdamW:
         return muon_adamw(model, **options)
 
 
-class GatherStateCallback(TrainerCallback):  # type: ignore[misc]
+class GatherStateCallback(TrainerCallback):
     """Gathers the optimizer's state on rank 0 before the Trainer saves a checkpoint.
 
     Under DDP the Trainer calls `state_dict()` on rank 0 alone, and each rank holds the state of the matrices that it

@@ -55,7 +55,7 @@ def free_port() -> int:
 
 
 class Ran(NamedTuple):
-    """A script's run on a rank: what it printed, how many parameters were compared, which differed, what became of them."""
+    """What a script did on a rank: what it printed, and what became of the parameters that were compared."""
 
     said: str
     compared: int
