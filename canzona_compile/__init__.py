@@ -10,7 +10,7 @@ from canzona_compile.api.wrap import explain, unwrap, wrap
 from canzona_compile.api.wrap_cls import wrap_cls
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.api.zero1 import zero1
-from canzona_compile.chains import Chain, chain
+from canzona_compile.chains.chain import Chain, chain
 from canzona_compile.choice.choose import hidden_matrices
 from canzona_compile.choice.rows import Choice
 from canzona_compile.errors import (

@@ -14,7 +14,7 @@ from torch import fx
 from canzona_compile.analysis.flops import flops_of, symbolic_flops
 from canzona_compile.analysis.gram_restarts import plan_restarts
 from canzona_compile.analysis.linear_algebra import any_strides, flipped
-from canzona_compile.analysis.newton_schulz import Chain, Polynomial, chains
+from canzona_compile.analysis.newton_schulz import Polynomial, ProductChain, chains
 from canzona_compile.analysis.norm_bounds import Wide, norm_bound
 from canzona_compile.analysis.roofline import hardware_of, product_seconds
 from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
@@ -93,7 +93,7 @@ def rewritten(graph: fx.Graph, template: Template, hardware: Hardware) -> fx.Gra
     return graph
 
 
-def rewrite(graph: fx.Graph, chain: Chain) -> bool:
+def rewrite(graph: fx.Graph, chain: ProductChain) -> bool:
     """Rewrite one chain in place.
 
     Returns:

@@ -28,6 +28,7 @@ Sources = Mapping[str, str]  # by module name: kernels.ops, ir.step, errors; "" 
 
 PUBLIC = {
     "CanzonaError",
+    "Chain",
     "Choice",
     "Explanation",
     "InvalidGradient",
@@ -40,9 +41,11 @@ PUBLIC = {
     "UnsupportedLayout",
     "UnsupportedOptimizer",
     "Verification",
+    "chain",
     "explain",
     "hidden_matrices",
     "is_wrapped",
+    "muon_adamw",
     "plan",
     "unwrap",
     "verify",

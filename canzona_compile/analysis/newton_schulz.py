@@ -59,7 +59,7 @@ class Iterate:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class ProductChain:
     """Iterates that follow one another. Only the next iterate reads a value between two of them."""
 
     steps: tuple[Iterate, ...]
@@ -85,7 +85,7 @@ class Chain:
         return tuple(step.polynomial for step in self.steps)
 
 
-def chains(graph: fx.Graph) -> tuple[Chain, ...]:
+def chains(graph: fx.Graph) -> tuple[ProductChain, ...]:
     """Find all iterations of a graph.
 
     Returns:
@@ -104,7 +104,7 @@ def chains(graph: fx.Graph) -> tuple[Chain, ...]:
         steps = [step]
         while linked(steps[-1], after):
             steps.append(after[steps[-1].after])
-        found.append(Chain(tuple(steps)))
+        found.append(ProductChain(tuple(steps)))
     return tuple(found)
 
 

@@ -15,7 +15,7 @@ from canzona_compile.api.handle import Canzona
 from canzona_compile.api.wrapped_class import rebind_scheduled_step
 from canzona_compile.api.zero1_handle import Zero1Canzona
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.chains import Chain, loss_of
+from canzona_compile.chains.chain import Chain, loss_of
 from canzona_compile.compat.torch_private import HOOKS_OF_ALL, calls_outside_dynamo, outside_dynamo
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.pipeline import PassHistory
@@ -216,7 +216,7 @@ class Zero1ChainCanzona(ChainCanzona):
         self.parts[0].synchronize()
 
 
-class WrappedChain(Chain):
+class CanzonaChain(Chain):
     """The class of a chain whose optimizers are wrapped: all of them are ready before the first one steps."""
 
     _canzona_plain_class = Chain
@@ -236,9 +236,9 @@ class WrappedChain(Chain):
 
 
 # What Optimizer.__init__ does to a class on first use. A train step that is compiled as a whole breaks here.
-hooked: Any = outside_dynamo(Optimizer.profile_hook_step(WrappedChain.step))
+hooked: Any = outside_dynamo(Optimizer.profile_hook_step(CanzonaChain.step))
 hooked.hooked = True
-WrappedChain.step = hooked  # type: ignore[method-assign]
+CanzonaChain.step = hooked  # type: ignore[method-assign]
 
 
 def handle_of(optimizers: Sequence[Optimizer]) -> ChainCanzona:
@@ -249,7 +249,7 @@ def handle_of(optimizers: Sequence[Optimizer]) -> ChainCanzona:
 
 def attach_chain(chain: Chain) -> None:
     """Give a chain whose optimizers are wrapped its class and its handle."""
-    chain.__class__ = WrappedChain
+    chain.__class__ = CanzonaChain
     chain.canzona = handle_of(chain.optimizers)  # type: ignore[attr-defined]
     rebind_scheduled_step(chain)
 

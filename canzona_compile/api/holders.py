@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.copies import Copies
 from canzona_compile.capture.held_optimizers import held_in
 from canzona_compile.capture.no_collectives import NoCollectives
-from canzona_compile.chains import Chain
+from canzona_compile.chains.chain import Chain
 
 STEPS = 50  # that are tried; an object may do something else every tenth step
 
@@ -58,7 +58,7 @@ def only_steps(holder: Any, inner: tuple[Optimizer, ...]) -> bool:
 
     def stand_in(param: Tensor) -> nn.Parameter:
         if id(param) not in stand_ins:
-            stand_ins[id(param)] = made = nn.Parameter(torch.full((1,) * param.ndim, 0.5))
+            stand_ins[id(param)] = made = nn.Parameter(torch.full((1,) * param.ndim, 0.5, device="cpu"))
             made.grad = torch.full_like(made, 0.25)
             copies.put(param, made)
         return stand_ins[id(param)]

@@ -24,7 +24,7 @@ from canzona_compile.api.holders import members_of
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
 from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.chains import Chain
+from canzona_compile.chains.chain import Chain
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.hardware import Hardware, named_hardware
@@ -34,6 +34,7 @@ from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.session.given_layout import check_layout_patterns
 from canzona_compile.session.param_names import named_params
 from canzona_compile.session.session import Session
+from canzona_compile.session.siblings import Siblings
 from canzona_compile.split import Split, check_patterns, fitting, splits_of
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -336,4 +337,13 @@ def explain(optimizer: Optimizer) -> Explanation:
         CanzonaError: the optimizer as a whole cannot be planned.
     """
     members = members_of(optimizer)
-    return explain_all([own.canzona.session if is_wrapped(own) else Session(own, Options()) for own in members])
+    each = [Options()] if len(members) == 1 else options_of(members, Options(), None)
+    sessions = [
+        own.canzona.session if is_wrapped(own) else Session(own, options)
+        for own, options in zip(members, each, strict=True)
+    ]
+    if len(sessions) > 1 and not any(map(is_wrapped, members)):
+        siblings = Siblings(sessions)
+        for session in sessions:
+            session.siblings = siblings
+    return explain_all(sessions)

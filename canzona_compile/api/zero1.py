@@ -20,7 +20,7 @@ from canzona_compile.api.wrap import names_in, show
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.api.zero1_handle import Zero1Canzona
-from canzona_compile.chains import Chain
+from canzona_compile.chains.chain import Chain
 from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1

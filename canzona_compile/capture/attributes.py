@@ -62,7 +62,8 @@ class AttributeWatch:
         self._last = now
         of_optimizer = [place for place in places if not place.startswith(OF_PARAMETERS)]
         own = vars(self.optimizer)  # `defaults` grow when a state dict is loaded
-        self._deep += [p for p in of_optimizer if not isinstance(own.get(p), ATOMS) and not p.startswith("defaults")]
+        plain = {name for name, value in own.items() if isinstance(value, ATOMS)}  # which residents get
+        self._deep += [p for p in of_optimizer if p not in plain and not p.startswith("defaults")]
         unfollowed = [p for p in places if p.startswith(OF_PARAMETERS) or not is_number(now.get(p))]
         names = {name_of(place) for place in unfollowed}
         self._changes.update(names)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import enum
 import functools
 import inspect
+import io
 import itertools
 import logging
 import re
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -59,8 +63,8 @@ class Walk:
         """Look at a value and all that it holds."""
         if len(self.found) >= self.most:
             return
-        label = self.label(value)
-        if label is not None:
+        label = "a proxy" if type(value) in weakref.ProxyTypes else self.label(value)
+        if label is not None:  # a proxy says of itself that it is what it stands for
             self.found[place] = label
         elif isinstance(value, ATOMS):
             self.found[place] = type(value).__name__, value if value == value else "nan"
@@ -86,6 +90,12 @@ class Walk:
             self.found[place] = value.dtype.str, value.shape, value.tobytes()
         elif isinstance(value, COUNTERS):
             self.found[place] = repr(value)
+        elif isinstance(value, contextvars.ContextVar):
+            held = value.get(None)
+            self.undo.append(lambda: value.set(held) and None)
+            self.add(f"{place}.get()", held)
+        elif isinstance(value, io.IOBase):
+            self._look_into_file(place, value)
         elif isinstance(value, Mapping):
             self._look_into_dict(place, value)
         elif isinstance(value, list | tuple | deque):
@@ -122,6 +132,17 @@ class Walk:
         self.found[place] = type(value).__name__, len(value)
         for key, entry in list(value.items()):
             self.add(f"{place}[{self._key(key)!r}]", entry)
+
+    def _look_into_file(self, place: str, value: Any) -> None:
+        """Look how much a file holds that code may write, and be ready to cut off what is written later."""
+        if isinstance(value, io.StringIO | io.BytesIO) and not value.closed:
+            self.found[place] = type(value).__name__, value.getvalue()
+            return
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or has no place, such as a terminal
+            if value.writable() and value.seekable():
+                end = value.tell()
+                self.found[place] = type(value).__name__, end
+                self.undo.append(functools.partial(cut_off, value, end))
 
     def _look_into_object(self, place: str, value: Any) -> None:
         own = getattr(value, "__dict__", None)
@@ -198,6 +219,14 @@ def inner_tensors(tensor: Tensor) -> list[str]:
         return []
     names: list[str] = tensor.__tensor_flatten__()[0]
     return names
+
+
+def cut_off(file: Any, end: int) -> None:
+    """Take away what was written to a file behind a place."""
+    with contextlib.suppress(OSError, ValueError):
+        if file.tell() != end:
+            file.seek(end)
+            file.truncate()
 
 
 def refill_dict(own: dict[Any, Any], saved: dict[Any, Any]) -> None:

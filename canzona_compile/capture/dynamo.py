@@ -22,6 +22,7 @@ from canzona_compile.compat.torch_private import (
     dispatch_modes,
     guarded_values,
     set_in_dynamo,
+    without_function_modes,
     without_view_records,
 )
 from canzona_compile.progress.interrupts import interrupts_later
@@ -79,6 +80,8 @@ def undecomposed() -> contextlib.AbstractContextManager[Any]:
 def outside_modes() -> Iterator[None]:
     """Leave the caller's dispatch modes (FLOP counters, ...), because Dynamo runs no compiled code inside them.
 
+    Function modes are left as well: Dynamo would trace them, and take what they count for a number of the step.
+
     This calls the methods of the base class. They maintain the flags that Dynamo reads, and they skip what a mode
     itself does on entry and exit.
     """
@@ -86,7 +89,8 @@ def outside_modes() -> Iterator[None]:
     for mode in reversed(modes):
         TorchDispatchMode.__exit__(mode, None, None, None)
     try:
-        yield
+        with without_function_modes():
+            yield
     finally:
         for mode in modes:
             TorchDispatchMode.__enter__(mode)

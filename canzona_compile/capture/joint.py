@@ -45,6 +45,15 @@ class JointUpdate:
     attributes: frozenset[str] = frozenset()
     hyperparameters: frozenset[str] = frozenset()
 
+    def shows(self, other: JointUpdate | None) -> bool:
+        """Whether ranks that show what this one changes show all that another one changes, for the same reason."""
+        return (
+            other is not None
+            and (self.reason, self.hint) == (other.reason, other.hint)
+            and self.attributes >= other.attributes
+            and self.hyperparameters >= other.hyperparameters
+        )
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class JointResult:

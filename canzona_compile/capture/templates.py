@@ -182,8 +182,12 @@ class Capture:
         before = self._rehearsals.get(self._cast())
         self._rehearsals.clear()
         now = self.rehearse()
-        if before is not None and replace(self.residency.with_habits(before), recipe=None) == replace(now, recipe=None):
-            return False
+        if before is not None:
+            before = self.residency.with_habits(before)
+            if before.joint is not None and before.joint.shows(now.joint):
+                now = replace(now, joint=before.joint)  # what only the first steps changed has changed by now
+            if replace(before, recipe=None) == replace(now, recipe=None):
+                return False
         self.kinds.clear()
         self._separable.clear()
         return True

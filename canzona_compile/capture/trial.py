@@ -16,6 +16,7 @@ from canzona_compile.capture.asked import LayoutQuestions
 from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.contents import Contents, Walk, bits_of, changed
 from canzona_compile.capture.dynamo import as_written
+from canzona_compile.capture.endless import Endless, Lines, NoCrash, unfinished
 from canzona_compile.capture.external_counters import Counter, CounterShadow, counts_of
 from canzona_compile.capture.memory import memory_of
 from canzona_compile.capture.miniature import Miniature
@@ -57,6 +58,10 @@ class Scenario:
     loops: bool = False
     in_place: bool = False
     surges: Mapping[int, float] = field(default_factory=dict)
+
+    def is_odd(self, number: int) -> bool:
+        """Whether a step has gradients of a size that a training may never have."""
+        return number in self.scales or number in self.surges
 
 
 @dataclass(slots=True)
@@ -130,10 +135,22 @@ def all_together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
                 f"{plain_class(optimizer).__name__}.step changes {some(places)}, outside of the optimizer",
                 hint="keep what belongs to a parameter in self.state[param], and counters on the optimizer",
             )
+        if places := texts_written(found):
+            raise UnsupportedOptimizer(
+                f"{plain_class(optimizer).__name__}.step writes to {some(places)}, and ranks would write other texts",
+                hint="write logs in a hook of the step (register_step_post_hook)",
+            )
     finally:
         outside.restore()
     found.uses_cache, found.reads_variables = calls.problem or small.calls.problem, outside.reads_variables
     return found
+
+
+def texts_written(found: RehearsedSteps) -> list[str]:
+    """The places of files in memory that steps wrote to."""
+    last = found.after[-1] if found.after else found.first
+    kinds = {place: value[0] for place, value in found.first.items() if isinstance(value, tuple) and value}
+    return [place for place in changed(found.first, last) if kinds.get(place) in ("StringIO", "BytesIO")]
 
 
 def apart(optimizer: Optimizer, scenario: Scenario, company: Company, whole: RehearsedSteps) -> RehearsedSteps:
@@ -157,8 +174,12 @@ def apart(optimizer: Optimizer, scenario: Scenario, company: Company, whole: Reh
 
 
 def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> RehearsedSteps:
-    """Take the steps of a scenario."""
-    found = RehearsedSteps(contents_of(small))
+    """Take the steps of a scenario, up to one of odd gradients that does not end.
+
+    Raises:
+        UnsupportedOptimizer: a step of ordinary gradients does not end.
+    """
+    found, lines = RehearsedSteps(contents_of(small)), Lines()
     random = torch.Generator().manual_seed(0)
     memory: set[Any] = set()
     homes: dict[int, Tensor] = {}
@@ -186,20 +207,31 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)
         try:
-            # A mode costs as much as a small operator, so only the first step is watched for collectives.
+            # A mode costs as much as a small operator, and so does counting lines: only the first step is watched.
             watched = number == 0
             grads = [grad for _, grad, _ in given if grad is not None]
             asking = (
                 LayoutQuestions(grads, small.params, found.asks_layout) if number < ASKING else contextlib.nullcontext()
             )
+            odd = scenario.is_odd(number)
             with (
                 as_written(),
                 NoCollectives() if watched else contextlib.nullcontext(),
                 asking if number < ASKING else contextlib.nullcontext(),
+                NoCrash() if any(map(unfinished, grads)) else contextlib.nullcontext(),
+                lines.bounded(odd) if odd or watched else contextlib.nullcontext(),
             ):
                 found.returned.append(step())
         except CanzonaError:
             raise
+        except Endless as error:
+            if odd:
+                break
+            raise UnsupportedOptimizer(
+                f"{plain_class(small.optimizer).__name__}.step does not end on matrices of a few random elements: it "
+                f"was stopped after {error}",
+                hint="bound its loops by a number of iterations",
+            ) from None
         except Exception as error:  # whatever the optimizer's code raises: the other run has to raise it as well
             found.error = error
             break

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.capture.variant import ParameterSpec, Variant
+from canzona_compile.capture.variant import ParameterSpec, Untraceable, Variant
 from canzona_compile.ir.fx_utils import insert_call, outputs, placeholders, tensor_value
 from canzona_compile.ir.step import Leaf, Role, Template
 
@@ -57,6 +57,8 @@ def template_of(variant: Variant, name: str, spec: ParameterSpec) -> Template:
             writes.append(source[2] if source[0] == "state" else source[0])
             values.append(own_value(graph, env[value]))
     graph.output(tuple(values))
+    if all(leaf.role is not Role.GRAD for leaf in inputs):
+        raise Untraceable("its step reads no gradient where a capture sees it, in another thread for example")
     return Template(name, spec.shape, spec.dtype, tuple(inputs), tuple(writes), graph, precision=variant.precision)
 
 

@@ -49,6 +49,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as HOOKS_OF_ALL
 # Nested lists and dicts of tensors.
 from torch.utils import _pytree as pytree
 
+# The mode of `torch.set_default_device` and of `with torch.device(...)`.
+from torch.utils._device import DeviceContext
+
 # Leaves all dispatch modes for a moment.
 from torch.utils._mode_utils import no_dispatch
 
@@ -98,6 +101,25 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 def count_function_modes() -> int:
     """How many torch-function modes are entered. `torch.overrides` shows only the innermost one."""
     return torch._C._len_torch_function_stack()
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Inside this context, no torch-function modes of users are entered. That of the default device stays.
+
+    Torch gives its own `torch.overrides` functions for the stack of modes no public names.
+    """
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    kept = [mode for mode in modes if isinstance(mode, DeviceContext)]
+    for mode in reversed(kept):
+        torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            torch._C._pop_torch_function_stack()
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
 
 
 def fp32_precision(backend: str, operation: str) -> str:

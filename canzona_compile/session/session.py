@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import contextvars
+from collections.abc import Iterator
 from functools import partial
 from typing import ClassVar
 
@@ -21,25 +22,25 @@ from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
 from canzona_compile.runtime.equal_copies import Copy
-from canzona_compile.runtime.meeting import Meeting, meet_all
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.runtime.step_clock import during
 from canzona_compile.session.bind import Binder, BoundParam, meshes_of, replica_ranks
 from canzona_compile.session.change import ChangeKind, StepChange
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
-from canzona_compile.session.gathered import Consolidated, Ranks, gathering, partners, shown
+from canzona_compile.session.gathered import Consolidated
 from canzona_compile.session.given_back import given_back_on_error
 from canzona_compile.session.given_layout import check_marked, shardings_of
 from canzona_compile.session.measuring import Measuring
 from canzona_compile.session.param_checks import check_params, notice_data_parallel
 from canzona_compile.session.param_names import named_params
 from canzona_compile.session.plan import Plan, make_plan, whole
+from canzona_compile.session.portable_state import PortableState
 from canzona_compile.session.siblings import Siblings
 from canzona_compile.session.step_driver import StepDriver
 
 
-class Session:
+class Session(PortableState):
     """Steps a wrapped optimizer.
 
     Nothing is bound before the first step, so until then parameters may be replaced and no rank waits for another.
@@ -184,7 +185,13 @@ class Session:
                 param.grad = None
 
     def prepared(self) -> StepDriver:
-        """Plan if that is needed, and agree with the other ranks on the step, which changes parameters then."""
+        """Plan if that is needed, and agree with the other ranks on the step, which changes parameters then.
+
+        What code of the optimizer does to variables of the user's context meanwhile is not done to the user's.
+        """
+        return contextvars.copy_context().run(self._prepared)
+
+    def _prepared(self) -> StepDriver:
         driver = self.driver
         self._check_unbroken()
         if driver is None or self._must_replan(driver):
@@ -356,88 +363,3 @@ class Session:
             self.driver.forget_programs()
         self.driver, self.has_dummy_state, self._consolidated = None, False, None
         self.measuring.found = None
-
-    # -- portable state between steps ----------------------------------------------------------------
-
-    def meet(self, purpose: str) -> None:
-        """Wait until all ranks have come with which this rank gathers portable state; not at all if there are none.
-
-        Args:
-            purpose: the call that needs them, for messages.
-
-        Raises:
-            CanzonaError: a rank did not come in time, or failed.
-        """
-        told = self.partners()
-        if told:
-            self._check_unbroken()
-            meet_all(told, self.meeting_of, gathering(purpose))
-
-    def meeting_of(self, ranks: Ranks) -> Meeting:
-        """Return the meetings of some ranks with which this rank shares state."""
-        assert self._agreement is not None
-        return self._agreement.meeting_of(ranks)
-
-    def sharing(self) -> dict[Ranks, Callable[[str], list[str]]]:
-        """Find the sets of ranks that this rank shares tasks with, and what gathers a text from all ranks of each.
-
-        In a chain, those with which any of its optimizers does: an elementwise one shares none by itself.
-        """
-        assert self._agreement is not None
-        drivers = [self.driver] if self.siblings is None else self.siblings.drivers
-        found = [ranks for driver in drivers if driver is not None for ranks in driver.numbers()]
-        return {ranks: partial(self._agreement.share, ranks) for ranks in dict.fromkeys(found)}
-
-    def partners(self) -> dict[Ranks, str]:
-        """Find the sets of ranks that portable state is gathered from, and what each gathers, as text."""
-        return {} if self.driver is None else partners(self.driver.store)
-
-    def consolidate(self, to: int) -> None:
-        """Gather portable state, so that one rank has it without the others until the next step. A collective.
-
-        Args:
-            to: the global rank that keeps it.
-
-        Raises:
-            CanzonaError: a rank does not call this, too.
-        """
-        self._consolidated = None
-        if not self.partners():  # every rank has its portable state already
-            return
-        with self.portable_state(f"consolidate(to={to})"):
-            self._consolidated = Consolidated(to, dict(self.optimizer.state) if self.rank == to else None)
-
-    @contextlib.contextmanager
-    def portable_state(self, purpose: str = "state_dict()") -> Iterator[None]:
-        """Inside this context, `optimizer.state` holds what the unwrapped optimizer would hold.
-
-        Entering it is a collective if owners hold state, unless `consolidate` came before.
-
-        Args:
-            purpose: the call that needs it, for messages.
-
-        Raises:
-            CanzonaError: a rank that this needs does not make this call, too, or another rank has the state.
-        """
-        kept = self._consolidated
-        if kept is None:
-            self.meet(purpose)
-            with self.gathered_state():
-                yield
-        elif kept.state is not None:
-            with shown(self.optimizer, kept.state):
-                yield
-        else:
-            raise CanzonaError(
-                f"{purpose} on rank {self.rank}, but the state was consolidated to rank {kept.to}",
-                hint="make this call on that rank alone, or on all ranks without consolidate",
-            )
-
-    @contextlib.contextmanager
-    def gathered_state(self) -> Iterator[None]:
-        """Inside this context, `optimizer.state` is portable. Entering it is a collective if owners hold state."""
-        with contextlib.ExitStack() as stack:
-            if self.driver is not None:
-                with current_device(self.device):
-                    stack.enter_context(self.driver.store.shown_portably())
-            yield

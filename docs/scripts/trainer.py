@@ -1,36 +1,32 @@
-"""The Trainer of transformers under DDP: torchrun --nproc-per-node 2 docs/scripts/trainer.py"""
+"""The Trainer of transformers under DDP or FSDP2: torchrun --nproc-per-node 2 docs/scripts/trainer.py [--fsdp2]"""
 
+import argparse
 import tempfile
 
 import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import canzona_compile
+from canzona_compile.integrations.transformers import GatherStateCallback, MuonAdamW
 
-
-class MuonOfMatrices(torch.optim.Muon):
-    """The Trainer gives all parameters; Muon takes matrices, so the rest stays as it is here."""
-
-    def __init__(self, params, lr: float) -> None:
-        given = [param for group in params for param in group["params"]]
-        super().__init__([param for param in given if param.ndim == 2], lr=lr)
-
+parser = argparse.ArgumentParser()
+parser.add_argument("--fsdp2", action="store_true")
+parser.add_argument("--output", default=f"{tempfile.gettempdir()}/canzona_trainer")
+parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of step 5")
+options = parser.parse_args()
 
 arguments = TrainingArguments(
-    output_dir=tempfile.gettempdir(),
+    output_dir=options.output,
     max_steps=10,
-    per_device_train_batch_size=4,
-    learning_rate=2e-2,
+    save_steps=5,
     logging_steps=1,
-    use_cpu=True,
-    ddp_backend="gloo",
+    per_device_train_batch_size=4,
+    fsdp=options.fsdp2,
+    use_cpu=not torch.cuda.is_available(),
     report_to="none",
-    save_strategy="no",
     disable_tqdm=True,
     dataloader_pin_memory=False,
 )
-arguments.device  # noqa: B018  (makes the process group, which `replicate=` needs)
 torch.manual_seed(0)
 config = LlamaConfig(
     vocab_size=32,
@@ -41,14 +37,13 @@ config = LlamaConfig(
     num_key_value_heads=1,
 )
 tokens = [(torch.arange(16) + i) % 32 for i in range(64)]
-
-# The Trainer builds the optimizer, so it gets a class.
-kind = canzona_compile.wrap_cls(MuonOfMatrices, replicate=dist.group.WORLD)
 trainer = Trainer(
     LlamaForCausalLM(config),
     arguments,
     train_dataset=[{"input_ids": t, "labels": t} for t in tokens],
-    optimizer_cls_and_kwargs=(kind, {"lr": 2e-2}),
+    # The Trainer calls MuonAdamW()(model, lr=1e-2): the hidden matrices get Muon, all other parameters AdamW.
+    optimizer_cls_and_kwargs=(MuonAdamW, {"lr": 1e-2}),
+    callbacks=[GatherStateCallback()],  # for checkpoints under DDP, which rank 0 saves alone
 )
-trainer.train()
+trainer.train(resume_from_checkpoint=f"{options.output}/checkpoint-5" if options.resume else None)
 dist.destroy_process_group()

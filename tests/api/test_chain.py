@@ -2,91 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.optim import LBFGS, SGD, AdamW, Muon, Optimizer
+from torch.optim import LBFGS, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, UnsupportedOptimizer, chain
-from examples.optimizers.soap import SOAP
-from tests.harness.optimizers import share_captures
-from tests.harness.pairs import different, feed, parameters, params_of, same_bits
-
-SHAPES = ((6, 4), (4, 6), (5, 4), (4, 5), (7,), (3,))
-Makers = Sequence[tuple[Callable[[list[Any]], Optimizer], slice]]
-
-CHAINS: dict[str, Makers] = {
-    "two": (
-        (lambda p: Muon(p, lr=0.1), slice(0, 4)),
-        (lambda p: AdamW(p, lr=0.1), slice(4, 6)),
-    ),
-    "three": (
-        (lambda p: Muon(p, lr=0.1), slice(0, 2)),
-        (lambda p: SOAP(p, lr=0.1, every=2), slice(2, 4)),
-        (lambda p: AdamW([{"params": p[:1]}, {"params": p[1:], "weight_decay": 0.1}], lr=0.1), slice(4, 6)),
-    ),
-}
-
-
-def members(makers: Makers, seed: int = 0) -> list[Optimizer]:
-    params = parameters(SHAPES, seed=seed)
-    return [make(params[place]) for make, place in makers]
-
-
-def chained(name: str, wrapped: bool = False, seed: int = 0) -> Any:
-    made: Any = chain(*members(CHAINS[name], seed))
-    if wrapped:
-        canzona_compile.wrap(made)
-        share_captures(made)
-    return made
-
-
-class Hand:
-    """The same optimizers, stepped by hand: what a chain has to equal."""
-
-    def __init__(self, name: str) -> None:
-        self.optimizers = members(CHAINS[name])
-
-    def step(self, number: int) -> None:
-        everything(self.optimizers, number)
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def different(self, other: Chain) -> list[str]:
-        return [
-            found
-            for mine, yours in zip(self.optimizers, other.optimizers, strict=True)
-            for found in different(mine, yours)
-        ]
-
-
-def everything(optimizers: Sequence[Optimizer], number: int) -> None:
-    """Give all parameters of several optimizers the gradients of a step."""
-    for i, optimizer in enumerate(optimizers):
-        feed(optimizer, 100 * number + i)
-
-
-def steps(made: Chain, numbers: Sequence[int], hand: Hand | None = None) -> None:
-    for number in numbers:
-        everything(made.optimizers, number)
-        made.step()
-        if hand is not None:
-            hand.step(number)
-            assert hand.different(made) == [], f"after step {number}"
-
-
-both = pytest.mark.parametrize("name", list(CHAINS))
-either = pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-
+from tests.harness.chains import SHAPES, Hand, both, chained, either, everything, steps
+from tests.harness.pairs import parameters, params_of, same_bits
 
 # -- the object --------------------------------------------------------------------------------
 
@@ -297,97 +225,6 @@ def test_parameters_without_gradients_are_skipped(wrapped: bool) -> None:
         assert hand.different(made) == []
 
 
-# -- state dicts, copies, pickles --------------------------------------------------------------
-
-
-@both
-@either
-def test_state_dicts_are_those_of_one_plain_optimizer(name: str, wrapped: bool) -> None:
-    made, hand = chained(name, wrapped), Hand(name)
-    steps(made, range(3), hand)
-    saved = made.state_dict()
-    assert saved.keys() == {"state", "param_groups"}
-    assert [i for group in saved["param_groups"] for i in group["params"]] == list(range(6))
-    flat = [entry for own in hand.optimizers for entry in own.state_dict()["state"].values()]
-    for number, entry in enumerate(flat):
-        assert saved["state"][number].keys() == entry.keys()
-        assert all(same_bits(saved["state"][number][key], value) for key, value in entry.items())
-
-
-@both
-@pytest.mark.parametrize(("saves", "loads"), [(False, True), (True, False), (True, True)])
-def test_state_dict_round_trip(name: str, saves: bool, loads: bool) -> None:
-    first, hand = chained(name, saves), Hand(name)
-    steps(first, range(3), hand)
-    second = chained(name, loads, seed=5)
-    with torch.no_grad():
-        for mine, theirs in zip(params_of(second), params_of(first), strict=True):
-            mine.copy_(theirs)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert hand.different(second) == []
-    steps(second, range(3, 5), hand)
-
-
-@either
-def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_is_loaded(wrapped: bool) -> None:
-    made, hand = chained("three", wrapped), Hand("three")
-    steps(made, range(2), hand)
-    saved = made.state_dict()
-    for groups in (saved["param_groups"][:-1], [{**g, "params": g["params"] * 2} for g in saved["param_groups"]]):
-        with pytest.raises(CanzonaError) as error:
-            made.load_state_dict({**saved, "param_groups": groups})
-        assert error.value.at == "chain.load_state_dict"
-    steps(made, range(2, 4), hand)
-
-
-@both
-@either
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-def test_copies_are_independent(name: str, wrapped: bool, how: str) -> None:
-    made, hand = chained(name, wrapped), Hand(name)
-    steps(made, range(2), hand)
-    copied = pickle.loads(pickle.dumps(made)) if how == "pickle" else copy.deepcopy(made)
-    assert canzona_compile.is_wrapped(copied) is wrapped
-    assert hand.different(copied) == []
-    steps(made, range(2, 3))
-    steps(copied, range(2, 4), hand)
-    if wrapped:
-        assert [part.session.optimizer for part in copied.canzona.parts] == list(copied.optimizers)
-        assert len(copied.canzona.report().tasks) == 4
-
-
-def test_a_copy_with_its_model_trains_the_copied_model() -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    made = chain(SGD(matrices, lr=0.1), AdamW([p for p in model.parameters() if p.ndim == 1], lr=0.1))
-    copied_model, copied = copy.deepcopy((model, made))
-    assert {id(p) for p in params_of(copied)} == {id(p) for p in copied_model.parameters()}
-
-
-@both
-@either
-def test_helpers_of_distributed_checkpoint(name: str, wrapped: bool) -> None:
-    """A new chain takes a dummy step there, which must not count."""
-
-    def model_of(made: Chain) -> nn.Module:
-        model = nn.Module()
-        for i, param in enumerate(params_of(made)):
-            model.register_parameter(f"p{i}", param)  # type: ignore[arg-type]
-        return model
-
-    first, hand = chained(name, wrapped), Hand(name)
-    steps(first, range(3), hand)
-    first.zero_grad()
-    saved = get_optimizer_state_dict(model_of(first), first)
-    second = chained(name, wrapped, seed=5)
-    with torch.no_grad():
-        for mine, theirs in zip(params_of(second), params_of(first), strict=True):
-            mine.copy_(theirs)
-    set_optimizer_state_dict(model_of(second), second, saved)
-    assert hand.different(second) == []
-    steps(second, range(3, 5), hand)
-
-
 # -- what is shown -----------------------------------------------------------------------------
 
 
@@ -411,6 +248,41 @@ def test_one_handle_for_all(tmp_path: Any) -> None:
     assert {"report.txt", "0_Muon", "1_SOAP", "2_AdamW"} <= {path.name for path in folder.iterdir()}
     assert made.canzona.graph("captured", report.templates[-1].name) is not None
     assert made.canzona.passes().records
+
+
+def test_explain_says_the_same_before_wrap() -> None:
+    plain, wrapped = chained("three"), chained("three", wrapped=True)
+    assert canzona_compile.explain(plain) == wrapped.canzona.explain() == canzona_compile.explain(wrapped)
+
+
+class Trains:
+    """A train step that torch.compile takes as a whole."""
+
+    def __init__(self, wrapped: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+        matrices, rest = ([p for p in self.model.parameters() if (p.ndim == 2) is two] for two in (True, False))
+        self.chain = chain(Muon(matrices, lr=0.1), AdamW(rest, lr=0.1))
+        if wrapped:
+            canzona_compile.wrap(self.chain)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.chain.zero_grad()
+        loss = self.model(x).square().sum()
+        loss.backward()
+        self.chain.step()
+        return loss
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own question
+def test_a_compiled_train_step() -> None:
+    plain, compiled = Trains(False), Trains(True)
+    step = torch.compile(compiled.step, backend="aot_eager")
+    for number in range(3):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(number))
+        assert torch.equal(plain.step(x), step(x))
+    assert all(map(torch.equal, plain.model.parameters(), compiled.model.parameters()))
 
 
 def test_a_plan_of_a_chain_is_followed() -> None:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from lightning_fabric import Fabric
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
@@ -78,11 +76,12 @@ class Proxy:
 
 
 def accelerated(optimizers: list[Optimizer]) -> Any:
-    return Accelerator(cpu=True).prepare_optimizer(optimizers[0])
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.Accelerator(cpu=True).prepare_optimizer(optimizers[0])
 
 
 def of_fabric(optimizers: list[Optimizer]) -> Any:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1)
     model = nn.Module()
     for i, param in enumerate(params_of(optimizers[0])):
         model.register_parameter(f"p{i}", param)  # type: ignore[arg-type]

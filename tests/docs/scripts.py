@@ -8,12 +8,15 @@ import os
 import runpy
 import socket
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
 
-from tests.docs.beside_plain import BesidePlain
+from tests.docs.beside_plain import BesidePlain, Trained
 from tests.harness.ranks import run
 
 ROOT = Path(__file__).parents[2]
@@ -52,13 +55,19 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def run_script(path: str, arguments: list[str], port: int) -> tuple[str, int, list[str]]:
+class Ran(NamedTuple):
+    """What a script did on a rank: what it printed, and what became of the parameters that were compared."""
+
+    said: str
+    compared: int
+    differing: list[str]
+    trained: dict[str, Trained]
+
+
+def run_script(path: str, arguments: list[str], port: int) -> Ran:
     """Run a script on this rank as torchrun would, beside plain optimizers.
 
     The rank's process group ends, so that the script can make its own: call this in fresh processes.
-
-    Returns:
-        What it printed, how many parameters were compared, and which of them differed.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.barrier()  # or the first rank hangs up while another one still connects
@@ -68,15 +77,37 @@ def run_script(path: str, arguments: list[str], port: int) -> tuple[str, int, li
     with (
         mock.patch.dict(os.environ, {k: str(v) for k, v in variables.items()}, MASTER_ADDR="localhost"),
         mock.patch.object(sys, "argv", [path, *arguments]),
+        fsdp2_on_cpus(),
         contextlib.redirect_stdout(printed),
     ):
         try:
             runpy.run_path(path, run_name="__main__")
         finally:
             beside.close()
-    return printed.getvalue(), beside.compared, beside.differing
+    return Ran(printed.getvalue(), beside.compared, beside.differing, beside.trained)
 
 
-def ran(path: Path, ranks: int, *arguments: str) -> list[tuple[str, int, list[str]]]:
+@contextlib.contextmanager
+def fsdp2_on_cpus() -> Iterator[None]:
+    """Inside this context, Accelerate takes FSDP2 on CPUs, too, where it would take DDP."""
+    if find_spec("accelerate") is None:
+        yield
+        return
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    made = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        if options.get("fsdp_plugin") is not None:
+            PartialState().distributed_type = self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = options["fsdp_plugin"]
+
+    with mock.patch.object(AcceleratorState, "__init__", init):
+        yield
+
+
+def ran(path: Path, ranks: int, *arguments: str) -> list[Ran]:
     """Run a script on ranks; what `run_script` returns on each."""
     return run(ranks, run_script, str(path), list(arguments), free_port(), fresh=True)

@@ -39,9 +39,9 @@ def test_a_training(name: str) -> None:
     if find_spec(NEEDED.get(name, "torch")) is None:
         pytest.skip(f"{NEEDED[name]} is not installed")
     found = ran(path_of(name), SCRIPTS[name])
-    assert [differing for _, _, differing in found] == [[]] * SCRIPTS[name]
-    assert all(compared >= STEPS for _, compared, _ in found)
-    losses = re.findall(r"loss\D*([\d.]+)", "".join(said for said, _, _ in found))
+    assert [one.differing for one in found] == [[]] * SCRIPTS[name]
+    assert all(one.compared >= STEPS for one in found)
+    losses = re.findall(r"loss\D*([\d.]+)", "".join(one.said for one in found))
     assert len(losses) >= STEPS
 
 
@@ -49,20 +49,20 @@ def test_a_training(name: str) -> None:
 @pytest.mark.ranks
 def test_a_training_goes_on_from_a_checkpoint() -> None:
     """The script compares by itself: with a training that nothing broke."""
-    assert "equal bits" in ran(path_of("checkpoints"), SCRIPTS["checkpoints"])[0][0]
+    assert "equal bits" in ran(path_of("checkpoints"), SCRIPTS["checkpoints"])[0].said
 
 
 @pytest.mark.full
 @pytest.mark.ranks
 def test_a_plan_is_followed() -> None:
-    said = ran(path_of("planning"), 2)[0][0]
+    said = ran(path_of("planning"), 2)[0].said
     assert "Muon, the module on fsdp=2" in said or "canzona plan" in said
 
 
 @pytest.mark.full
 @pytest.mark.ranks
 def test_graphs_are_shown() -> None:
-    said = ran(path_of("graphs"), 2)[0][0]
+    said = ran(path_of("graphs"), 2)[0].said
     for words in ("prepare", "start_all_to_all", "muon_48x48_f32_compute_stacked", "fuse-collectives"):
         assert words in said
 
@@ -70,7 +70,7 @@ def test_graphs_are_shown() -> None:
 @pytest.mark.full
 @pytest.mark.ranks
 def test_what_becomes_of_six_optimizers() -> None:
-    lines = ran(path_of("any_optimizer"), 1)[0][0].splitlines()
+    lines = ran(path_of("any_optimizer"), 1)[0].said.splitlines()
     kinds = dict(line.split(". ")[0].split(": ") for line in lines)
     expected = {"Spectral": "compiled", "Recorded": "compiled", "Branching": "interpreted", "Keeping": "resident"}
     assert kinds == {**expected, "Coupled": "joint", "LBFGS": "refused"}
@@ -82,7 +82,7 @@ def test_what_becomes_of_six_optimizers() -> None:
 @pytest.mark.full
 @pytest.mark.ranks
 def test_a_pass_changes_owners() -> None:
-    said = ran(path_of("a_pass"), 1)[0][0]
+    said = ran(path_of("a_pass"), 1)[0].said
     changed = [line for line in said.splitlines() if line.startswith(("-  ", "+  "))]
     assert [re.findall(r"owner=(\(\d, \d\))", line)[0] for line in changed] == ["(0, 0)", "(0, 1)"] * 2
 

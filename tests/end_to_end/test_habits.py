@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import threading
+import types
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from canzona_compile.errors import UnsupportedOptimizer
 from tests.harness import toy_habits as toys
 from tests.harness.marks import first
 from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of
+from tests.harness.toy_optimizers import PerParameter, cube
 
 COMPILED = (
     toys.Columns,
@@ -109,10 +114,143 @@ def test_state_that_is_wider_than_its_parameter_is_loaded_as_it_was() -> None:
     assert {s["average"].dtype for s in second.state.values()} == {torch.float32}
 
 
-class Wide(toys.PerParameter):
+class Wide(PerParameter):
     """Averages of 16-bit gradients in 32 bits."""
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         average = state.setdefault("average", torch.zeros_like(param, dtype=torch.float32))
         average.lerp_(grad.float(), 0.1)
         param.add_(toys.cube(average).to(param.dtype), alpha=-group["lr"])
+
+
+# -- what surrounds a step -------------------------------------------------------------------------
+
+
+class Configured(PerParameter):
+    """A map by parameter, so that each matrix has an object of its own, and settings in a dict or an object."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.means = {p: torch.zeros_like(p) for p in params_of(self)}
+        self.settings = {"factor": 1.0}
+        self.helper = types.SimpleNamespace(factor=1.0)
+
+    def update(self, param: Any, grad: Any, group: dict[str, Any], state: Any) -> None:
+        self.means[param].lerp_(grad, 0.1)
+        param.sub_(cube(self.means[param]) * 0.01 * self.settings["factor"] * self.helper.factor)
+
+
+@pytest.mark.parametrize("inside", ["dict", "object"])
+def test_what_users_change_inside_of_an_attribute_is_refused(inside: str) -> None:
+    plain, wrapped = Configured(parameters()), Configured(parameters())
+    canzona_compile.wrap(wrapped)
+    for step in range(2):
+        for optimizer in (plain, wrapped):
+            feed(optimizer, step)
+            optimizer.step()
+    assert all(map(torch.equal, params_of(plain), params_of(wrapped)))
+    if inside == "dict":
+        wrapped.settings["factor"] = 10.0
+    else:
+        wrapped.helper.factor = 10.0
+    feed(wrapped, 2)
+    with pytest.raises(UnsupportedOptimizer, match=r"self\.(settings|helper).* changed since the optimizer was made"):
+        wrapped.step()
+    assert all(map(torch.equal, params_of(plain), params_of(wrapped)))
+
+
+class Logging(PerParameter):
+    """Writes a line to a file that it holds."""
+
+    def __init__(self, params: Any, path: str) -> None:
+        super().__init__(params)
+        self.file = open(path, "w")  # noqa: SIM115
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.file.write("step\n")
+        self.file.flush()
+
+    def update(self, param: Any, grad: Any, group: dict[str, Any], state: Any) -> None:
+        param.sub_(cube(grad) * 0.01)
+
+
+def test_rehearsals_leave_nothing_in_a_file_that_a_step_writes(tmp_path: Any) -> None:
+    path = tmp_path / "log"
+    wrapped: Any = canzona_compile.wrap(Logging(parameters(), str(path)))
+    feed(wrapped, 0)
+    canzona_compile.explain(wrapped)
+    assert path.read_text() == ""
+
+
+COUNT: contextvars.ContextVar[int] = contextvars.ContextVar("COUNT", default=0)
+
+
+class Contextual(PerParameter):
+    """Counts its steps in a variable of the context."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        COUNT.set(COUNT.get() + 1)
+        super().step()
+
+    def update(self, param: Any, grad: Any, group: dict[str, Any], state: Any) -> None:
+        param.sub_(cube(grad) * 0.01 * COUNT.get())
+
+
+def test_variables_of_the_context_stay_what_they_are() -> None:
+    wrapped: Any = canzona_compile.wrap(Contextual(parameters()))
+    feed(wrapped, 0)
+    with pytest.raises(UnsupportedOptimizer, match="COUNT"):
+        wrapped.step()
+    assert COUNT.get() == 0
+
+
+class Proxied(PerParameter):
+    """Knows itself by a proxy."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.own = weakref.proxy(self)
+
+    def update(self, param: Any, grad: Any, group: dict[str, Any], state: Any) -> None:
+        param.sub_(cube(grad) * 0.01)
+
+
+class InThread(PerParameter):
+    """Steps in a thread of its own, which no mode follows."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        thread = threading.Thread(target=super().step)
+        thread.start()
+        thread.join()
+
+    def update(self, param: Any, grad: Any, group: dict[str, Any], state: Any) -> None:
+        param.sub_(cube(grad) * 0.01)
+
+
+@pytest.mark.parametrize("kind", [Proxied, InThread])
+def test_proxies_and_threads(kind: Any) -> None:
+    Pair(kind).steps(3)
+
+
+class CountsCalls(torch.overrides.TorchFunctionMode):
+    """A user's mode with a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("explained", [False, True])
+def test_function_modes_of_users(explained: bool) -> None:
+    pair = Pair(captures_anew=True)
+    if explained:
+        canzona_compile.explain(pair.wrapped)
+    with CountsCalls() as mode:
+        pair.steps(3)
+    assert mode.count > 0
+    assert pair.report.fallbacks == {}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 from torch.optim import Optimizer
 
-from canzona_compile.chains import Chain
+from canzona_compile.chains.chain import Chain
 from canzona_compile.choice.choose import hidden_matrices
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params

@@ -19,7 +19,7 @@ from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.capture.variant_period import VariantPeriod
-from canzona_compile.chains import Chain
+from canzona_compile.chains.chain import Chain
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Layout, Shape

@@ -7,20 +7,16 @@ nothing: its parameter groups are the very dicts of its optimizers, and its stat
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.twin import plain_class, required_arguments
+from canzona_compile.chains.views import ChainState, FixedGroups
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-
-Groups = list[dict[str, Any]]
-StateDict = dict[str, Any]
 
 
 def chain(*optimizers: Optimizer) -> Chain:
@@ -62,12 +58,12 @@ class Chain(Optimizer):
     # -- groups and state --------------------------------------------------------------------------------
 
     @property
-    def param_groups(self) -> Groups:
+    def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all optimizers in order. They are those dicts themselves, in a list that cannot grow."""
         return FixedGroups(group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     @param_groups.setter
-    def param_groups(self, groups: Groups) -> None:
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
         if not groups:  # the constructor of Optimizer begins with none
             return
         sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
@@ -158,7 +154,7 @@ class Chain(Optimizer):
         """Reset the gradients of all parameters.
 
         Args:
-            set_to_none: to None; otherwise to zeros.
+            set_to_none: to None; if not, to zeros.
         """
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
@@ -179,7 +175,7 @@ class Chain(Optimizer):
 
     # -- checkpoints, copies -----------------------------------------------------------------------------
 
-    def state_dict(self) -> StateDict:
+    def state_dict(self) -> dict[str, Any]:
         """The state in the form of one plain optimizer with all groups; parameters are numbered through all of them.
 
         Raises:
@@ -187,10 +183,10 @@ class Chain(Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        found: StateDict = {"state": {}, "param_groups": []}
+        found: dict[str, Any] = {"state": {}, "param_groups": []}
         for optimizer in self.optimizers:
             own = optimizer.state_dict()
-            numbers = {id_: i for i, id_ in enumerate(ids_of(own["param_groups"]), count_of(found["param_groups"]))}
+            numbers = {id_: i for i, id_ in enumerate(ids_of(own["param_groups"]), len(ids_of(found["param_groups"])))}
             check_form(optimizer, own, numbers)
             found["state"] |= {numbers[id_]: entry for id_, entry in own["state"].items()}
             found["param_groups"] += [renumbered(group, numbers) for group in own["param_groups"]]
@@ -199,7 +195,7 @@ class Chain(Optimizer):
             found = found if changed is None else changed
         return found
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, on a chain with groups of the same sizes.
 
         Args:
@@ -232,76 +228,6 @@ class Chain(Optimizer):
 
     def __repr__(self) -> str:
         return "\n".join(["Chain (", *map(repr, self.optimizers), ")"])
-
-
-class FixedGroups(list[dict[str, Any]]):
-    """The parameter groups of a chain. A group that is put into this list would reach no optimizer, so none can be."""
-
-    def _fixed(self, *_: Any) -> NoReturn:
-        raise CanzonaError(
-            "the parameter groups of a chain are those of its optimizers",
-            at="chain.param_groups",
-            hint="add one with chain.add_param_group(group, to=...); change the list of chain.optimizers[i]",
-        )
-
-    append = extend = insert = remove = pop = clear = __setitem__ = __delitem__ = __iadd__ = _fixed
-
-
-class ChainState(MutableMapping[Any, Any]):
-    """The state of all optimizers of a chain, by parameter: a view, which writes to where the parameter belongs.
-
-    Args:
-        own: the chain.
-    """
-
-    def __init__(self, own: Chain) -> None:
-        self._chain = own
-
-    @property
-    def _states(self) -> list[MutableMapping[Any, Any]]:
-        return [optimizer.state for optimizer in self._chain.optimizers]
-
-    def _home(self, key: Any) -> MutableMapping[Any, Any]:
-        for state in self._states:
-            if key in state:
-                return state
-        holder = self._chain.holder(key)
-        if holder is None:
-            raise KeyError(key)
-        return holder.state
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._home(key)[key]  # where there is none yet, an optimizer makes an empty one
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._home(key)[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._home(key)[key]
-
-    def __contains__(self, key: object) -> bool:
-        return any(key in state for state in self._states)
-
-    def __iter__(self) -> Iterator[Any]:
-        for state in self._states:
-            yield from state
-
-    def __len__(self) -> int:
-        return sum(map(len, self._states))
-
-    def clear(self) -> None:
-        """Drop the state of all optimizers."""
-        for state in self._states:
-            state.clear()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, Any]:
-        return defaultdict(dict, copy.deepcopy(dict(self), memo))
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
-
-    def __repr__(self) -> str:
-        return f"ChainState({dict(self)!r})"
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
@@ -379,10 +305,6 @@ def positions(optimizers: Sequence[Optimizer]) -> str:
 def ids_of(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The numbers of parameters in the groups of a state dict, in order."""
     return [id_ for group in groups for id_ in group["params"]]
-
-
-def count_of(groups: Sequence[Mapping[str, Any]]) -> int:
-    return len(ids_of(groups))
 
 
 def renumbered(group: Mapping[str, Any], numbers: Mapping[Any, int]) -> dict[str, Any]:

@@ -1,0 +1,211 @@
+"""`muon_adamw` trains every parameter of a model with the bits of the plain chain, in every layout, and resumes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Muon
+
+import canzona_compile
+from canzona_compile import CanzonaError, Chain, chain
+from tests.data_parallel.models import Model, batch, different, different_state
+from tests.harness.layouts import full, mesh_of
+from tests.harness.optimizers import shared_captures
+from tests.harness.pairs import params_of
+from tests.harness.ranks import run
+
+RATE = 1e-2
+HIDDEN = {f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")}
+
+
+def sharded(layout: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model in a layout, and the options that `muon_adamw` needs for it."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    model = Model()
+    if layout == "alone":
+        return model, {}
+    if layout == "zero1":
+        return model, {"zero1": mesh_of((world,), ("dp",))}
+    if layout == "ddp":
+        mesh = mesh_of((world,), ("dp",))
+        return DistributedDataParallel(model, process_group=mesh.get_group()), {"replicate": mesh}
+    if layout in ("tp", "fsdp_tp"):
+        mesh = mesh_of((world,), ("tp",)) if layout == "tp" else mesh_of((world // 2, 2), ("dp", "tp"))
+        styles = {
+            f"blocks.{i}.{n}": s() for i in range(2) for n, s in (("up", ColwiseParallel), ("down", RowwiseParallel))
+        }
+        parallelize_module(model, mesh["tp"], styles)
+    if layout != "tp":
+        mesh = {
+            "fsdp": lambda: mesh_of((world,), ("dp",)),
+            "hsdp": lambda: mesh_of((2, world // 2), ("replicas", "dp")),
+            "fsdp_tp": lambda: mesh_of((world // 2, 2), ("dp", "tp"))["dp"],
+        }[layout]()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, {}
+
+
+def plain_chain(model: nn.Module) -> Chain:
+    """What `muon_adamw` is made of, written by hand."""
+    named = list(model.named_parameters())
+    matrices = [(name, p) for name, p in named if name in HIDDEN]
+    rest = [(name, p) for name, p in named if name not in HIDDEN]
+    common: dict[str, Any] = {"lr": RATE, "weight_decay": 0.1}
+    return chain(Muon(matrices, adjust_lr_fn="match_rms_adamw", **common), AdamW(rest, **common))
+
+
+def given(model: nn.Module, plain: nn.Module) -> None:
+    """Give a plain model the whole gradients of a sharded one."""
+    for param, own in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.grad is not None
+        whole = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
+        own.grad = whole.detach().clone()
+
+
+def train(layout: str, steps: int = 4) -> dict[str, Any]:
+    """Train beside a plain chain that takes the same gradients; what differs, and what is saved."""
+    model, options = sharded(layout)
+    inner = model.module if layout == "ddp" else model
+    plain = Model()
+    expected = plain_chain(plain)
+    with shared_captures():
+        made: Any = canzona_compile.muon_adamw(model, lr=RATE, **options)
+    before = {name: full(p).clone() for name, p in inner.named_parameters()}
+    found: list[str] = []
+    for step in range(steps):
+        rank = dist.get_rank() if layout in ("ddp", "zero1", "fsdp") else 0
+        model(batch(step, rank)).backward()
+        given(inner, plain)
+        for own in (made, expected):
+            own.step()
+            own.zero_grad()
+        found += [f"step {step}: {name}" for name in different(inner, plain)]
+    still = [name for name, p in inner.named_parameters() if torch.equal(before[name], full(p))]
+    state = {i: {k: full(v) for k, v in own.items()} for i, own in made.state_dict()["state"].items()}
+    return {
+        "different": found + different_state(state, expected.state_dict()["state"]),
+        "still": still,
+        "matrices": set(made.optimizers[0].param_groups[0]["param_names"]),
+        "tasks": {task.name for task in made.canzona.report().tasks},
+        "local": {task.name for task in made.canzona.report().local},
+    }
+
+
+def alone() -> None:
+    """Capture in one process what ranks need."""
+    train("alone", 2)
+
+
+LAYOUTS = [("fsdp", 2), ("zero1", 2), ("ddp", 2), ("tp", 2), ("hsdp", 4), ("fsdp_tp", 4)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("layout", "world"), LAYOUTS)
+def test_layouts(layout: str, world: int) -> None:
+    for found in run(world, train, layout, after=partial(alone)):
+        assert found["different"] == []
+        assert found["still"] == []
+        assert found["matrices"] == HIDDEN
+        assert found["tasks"] == HIDDEN
+        if layout != "zero1":
+            assert len(found["local"]) == len(list(Model().parameters())) - len(HIDDEN)
+
+
+def test_one_process() -> None:
+    found = train("alone")
+    assert (found["different"], found["still"], found["tasks"]) == ([], [], HIDDEN)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def saved_after(path: str, begin: int, steps: int) -> list[str]:
+    """Train under FSDP2 from a checkpoint of another number of ranks, if there is one, and save; what differs.
+
+    The gradients do not depend on the number of ranks, so a plain chain in the same process is the oracle.
+    """
+    model, options = sharded("fsdp")
+    plain = Model()
+    with shared_captures():
+        made: Any = canzona_compile.muon_adamw(model, lr=RATE, **options)
+    expected = plain_chain(plain)
+    if begin:
+        loaded = torch.load(path, weights_only=False)
+        for param, value in zip(plain.parameters(), loaded["model"], strict=True):
+            param.data.copy_(value)
+        expected.load_state_dict(loaded["plain"])
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), loaded["model"], strict=True):
+                param.copy_(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements))  # type: ignore[attr-defined]
+        set_optimizer_state_dict(model, made, loaded["optimizer"], options=WHOLE)
+    for step in range(begin, begin + steps):
+        model(batch(step, 0)).backward()
+        given(model, plain)
+        for own in (made, expected):
+            own.step()
+            own.zero_grad()
+    saved = get_optimizer_state_dict(model, made, options=WHOLE)
+    values = [full(p).detach().clone() for p in model.parameters()]
+    if dist.get_rank() == 0:
+        torch.save({"optimizer": saved, "model": values, "plain": expected.state_dict()}, path)
+    dist.barrier()
+    return different(model, plain)
+
+
+@pytest.mark.ranks
+def test_checkpoints_go_from_two_ranks_to_three_to_one(tmp_path: Any) -> None:
+    path, begin = str(tmp_path / "saved"), 0
+    for world in (2, 3, 1):
+        assert run(world, saved_after, path, begin, 2, after=partial(alone)) == [[]] * world
+        begin += 2
+
+
+# -- arguments ---------------------------------------------------------------------------------------
+
+
+def test_arguments_reach_their_optimizers() -> None:
+    made: Any = canzona_compile.muon_adamw(
+        Model(),
+        lr=1e-3,
+        others="blocks.0.*",
+        muon={"momentum": 0.9, "lr": 2e-3},
+        adamw={"betas": (0.9, 0.95), "weight_decay": 0.0},
+        depth=1,
+    )
+    muon, adamw = made.optimizers
+    assert [muon.defaults[k] for k in ("lr", "momentum", "adjust_lr_fn")] == [2e-3, 0.9, "match_rms_adamw"]
+    assert [adamw.defaults[k] for k in ("lr", "betas", "weight_decay")] == [1e-3, (0.9, 0.95), 0.0]
+    assert set(muon.param_groups[0]["param_names"]) == {name for name in HIDDEN if name.startswith("blocks.1.")}
+    assert [session.options.depth for session in made.canzona.sessions] == [1, 1]
+
+
+def test_matrices_alone_and_none_at_all() -> None:
+    only: Any = canzona_compile.muon_adamw(nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False)))
+    assert [type(own).__name__ for own in only.optimizers] == ["CanzonaMuon"]
+    with pytest.raises(CanzonaError, match="no hidden matrix"):
+        canzona_compile.muon_adamw(nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4)))
+    with pytest.raises(CanzonaError, match="fits no parameter"):
+        canzona_compile.muon_adamw(Model(), others="layers.*")
+    with pytest.raises(TypeError, match="speed"):
+        canzona_compile.muon_adamw(Model(), speed=1)
+    model = Model()
+    with pytest.raises(CanzonaError, match="depth"):
+        canzona_compile.muon_adamw(model, depth=0)
+    assert params_of(plain_chain(model))
