@@ -24,6 +24,8 @@ ALONE = {"any_optimizer", "a_pass", "my_model"}  # run by `python`, or imported
 SCRIPTS = {  # with the number of ranks on which the pages run them
     "fsdp2": 2,
     "any_pair": 2,
+    "clip_others": 2,
+    "eight_bit": 2,
     "tensor_parallel": 4,
     "plain_fragments": 2,
     "ddp": 2,

@@ -22,6 +22,7 @@ NEEDED = {
     "lightning_trainer": "lightning",
     "trainer": "transformers",
     "torchtitan_optimizers": "torchtitan",
+    "eight_bit": "torchao",
 }
 STEPS = 5  # at least, of every script that trains
 TRAINING = [name for name in SCRIPTS if name not in ALONE | {"checkpoints", "planning", "graphs"}]
