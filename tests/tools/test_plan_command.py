@@ -170,7 +170,7 @@ def test_a_process_that_is_refused_says_why(good: list[str]) -> None:
         (["--model", "qwen3-0.6b", "--split", "q"], ["there is no split 'q'", "at:   split", "hint: qkv, gate-up"]),
         (["--model", "qwen3-0.6b", "--mesh", "tp=3"], ["tp=3 does not divide", "at:   mesh", "hint: tp can be"]),
         (["--mesh", "sp=2"], ["there is no mesh dim 'sp'", "at:   mesh", "hint: dims are dp"]),
-        (["--optimizer", "adam"], ["there is no optimizer 'adam'", "hint: one of muon, normuon, soap, shampoo"]),
+        (["--optimizer", "adam"], ["there is no optimizer 'adam'", "hint: one of muon+adamw, muon, normuon, soap"]),
         (["--optimizer", "no_such_module:X"], ["cannot be imported", "no_such_module:X"]),
         (["--optimizer", "torch.optim:Nothing"], ["cannot be imported", "has no attribute 'Nothing'"]),
         (["--optimizer", "torch.nn:Linear"], ["is no class of torch.optim.Optimizer"]),

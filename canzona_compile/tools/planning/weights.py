@@ -97,10 +97,7 @@ class Model:
 
 
 def elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
+    return math.prod(shape)
 
 
 @dataclass(frozen=True, slots=True)
