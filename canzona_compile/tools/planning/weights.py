@@ -42,8 +42,7 @@ class ModelWeight:
         expert: the expert that the matrix belongs to, which decides its coordinate of expert parallelism.
         experts: whether its first dim counts experts.
         elementwise: whether another optimizer updates it, elementwise: embeddings, head, norms, biases.
-        group: the index of the optimizer's parameter group whose hyperparameters it has.
-        member: the optimizer of a chain that updates it, by position.
+        group, member: the index of the parameter group whose hyperparameters it has, and of its optimizer in a chain.
     """
 
     name: str
