@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,8 @@ class Zero1ChainCanzona(ChainCanzona):
     def reported(self) -> Step:
         """The scheduled step of all optimizers on all ranks, with the buckets."""
         self._busy()
-        return self.sessions[0].reported()
+        kinds = [plain_class(session.optimizer).__name__ for session in self.sessions]
+        return replace(self.sessions[0].reported(), optimizer="+".join(kinds))  # the plan names those with matrices
 
     def plan(self) -> PlanFile:
         """Owners, buckets and micro-groups of the whole model, see `Zero1Canzona.plan`."""
