@@ -162,9 +162,9 @@ def test_what_users_change_inside_of_an_attribute_is_refused(inside: str) -> Non
 class Logging(PerParameter):
     """Writes a line to a file that it holds."""
 
-    def __init__(self, params: Any, path: str) -> None:
+    def __init__(self, params: Any, file: Any) -> None:
         super().__init__(params)
-        self.file = open(path, "w")  # noqa: SIM115
+        self.file = file
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -177,10 +177,12 @@ class Logging(PerParameter):
 
 def test_rehearsals_leave_nothing_in_a_file_that_a_step_writes(tmp_path: Any) -> None:
     path = tmp_path / "log"
-    wrapped: Any = canzona_compile.wrap(Logging(parameters(), str(path)))
-    feed(wrapped, 0)
-    canzona_compile.explain(wrapped)
-    assert path.read_text() == ""
+    with path.open("w") as file:
+        file.write("begin\n")
+        wrapped: Any = canzona_compile.wrap(Logging(parameters(), file))
+        feed(wrapped, 0)
+        canzona_compile.explain(wrapped)
+    assert path.read_text() == "begin\n"
 
 
 COUNT: contextvars.ContextVar[int] = contextvars.ContextVar("COUNT", default=0)
