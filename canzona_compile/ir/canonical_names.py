@@ -11,7 +11,7 @@ DDP = "module."
 
 
 def canonical_name(name: str) -> str:
-    """Leave out of a name, or of a pattern of names, what torch.compile, activation checkpointing, FSDP and Fabric add."""
+    """Leave out of a name, or of a pattern of names, what wrappers add: compile, checkpointing, FSDP and Fabric."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 

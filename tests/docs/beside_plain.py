@@ -21,8 +21,8 @@ class BesidePlain:
     """Follows the steps of a script that knows nothing of it, by a hook of torch for all optimizers.
 
     Whatever a script's parallelism is, each rank gathers gradients and parameters, and steps a plain optimizer on its
-    own. Parameters are compared just before the next step, when every collective of the last one is over. The optimizers
-    of a chain are followed one by one.
+    own. Parameters are compared just before the next step, when every collective of the last one is over. Of a
+    chain, the optimizers are followed one by one.
 
     Attributes:
         compared: how many parameters were compared.

@@ -26,7 +26,14 @@ NEEDED = {
 }
 STEPS = 5  # at least, of every script that trains
 TRAINING = [name for name in SCRIPTS if name not in {*ALONE, *NEEDED, "checkpoints", "planning", "graphs"}]
-WAYS = ["trainer", "trainer --fsdp2", "sft_trainer", "sft_trainer --fsdp2", "lightning_trainer", "lightning_trainer --ddp"]
+WAYS = [
+    "trainer",
+    "trainer --fsdp2",
+    "sft_trainer",
+    "sft_trainer --fsdp2",
+    "lightning_trainer",
+    "lightning_trainer --ddp",
+]
 WAYS += ["fabric_loop", "accelerate_loop", "accelerate_loop --fsdp2", "torchtitan_optimizers"]
 WHOLE = {"trainer", "sft_trainer", "lightning_trainer --ddp", "accelerate_loop"}  # of the ways: DDP
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
@@ -73,7 +80,9 @@ def test_a_framework(way: str, tmp_path: Path) -> None:
     assert [one.differing for one in through] == [[], []]
     assert all(one.compared >= STEPS * len(trained) for one in through)
     assert [one.trained for found in runs for one in found] == [trained] * 2 * len(runs)
-    assert [name for name, (_, changed, sharded, _) in trained.items() if not changed or sharded == (way in WHOLE)] == []
+    assert [
+        name for name, (_, changed, sharded, _) in trained.items() if not changed or sharded == (way in WHOLE)
+    ] == []
     prefix = "model." if name == "lightning_trainer" else ""
     muon, adamw = CHOICES["trainer" in name and not prefix]
     assert {name: how.by for name, how in trained.items()} == {
