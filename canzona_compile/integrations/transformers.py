@@ -46,7 +46,7 @@ class MuonAdamW:
         return muon_adamw(model, **options)
 
 
-class GatherStateCallback(TrainerCallback):  # type: ignore[misc]
+class GatherStateCallback(TrainerCallback):
     """Gathers the optimizer's state on rank 0 before the Trainer saves a checkpoint.
 
     Under DDP the Trainer calls `state_dict()` on rank 0 alone, and each rank holds the state of the matrices that it
