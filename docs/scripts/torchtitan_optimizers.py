@@ -54,7 +54,7 @@ for step in range(5 if options.resume else 0, 10):
     loss.backward()
     optimizers.step()
     optimizers.zero_grad()
-    print(f"step {step}: loss of rank {dist.get_rank()} {loss.item():.3f}")
+    print(f"rank {dist.get_rank()}, step {step}: loss {loss.item():.3f}")
     if step == 4:
         dcp.save({"model": model.state_dict(), "optimizer": optimizers.state_dict()}, checkpoint_id=options.output)
 dist.destroy_process_group()

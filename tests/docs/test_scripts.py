@@ -26,20 +26,13 @@ NEEDED = {
 }
 STEPS = 5  # at least, of every script that trains
 TRAINING = [name for name in SCRIPTS if name not in {*ALONE, *NEEDED, "checkpoints", "planning", "graphs"}]
-WAYS = [
-    "trainer",
-    "trainer --fsdp2",
-    "sft_trainer",
-    "sft_trainer --fsdp2",
-    "lightning_trainer",
-    "lightning_trainer --ddp",
-]
-WAYS += ["fabric_loop", "accelerate_loop", "accelerate_loop --fsdp2", "torchtitan_optimizers"]
+WAYS = ["accelerate_loop", "accelerate_loop --fsdp2", "trainer", "trainer --fsdp2", "fabric_loop"]
+WAYS += ["sft_trainer", "sft_trainer --fsdp2", "lightning_trainer", "lightning_trainer --ddp", "torchtitan_optimizers"]
 WHOLE = {"trainer", "sft_trainer", "lightning_trainer --ddp", "accelerate_loop"}  # of the ways: DDP
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 LLAMA = [f"model.layers.0.{name}.weight" for name in [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]]
 NORMS = ["model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm", "model.norm"]
-CHOICES = {  # what Muon trains in the models of these scripts, and what AdamW
+CHOICES = {  # what Muon trains in the models of these scripts, and what AdamW: in a Llama, in the others
     True: (LLAMA, [f"{name}.weight" for name in ["model.embed_tokens", *NORMS, "lm_head"]]),
     False: (
         [f"hidden.{i}.0.weight" for i in range(3)],
@@ -80,14 +73,12 @@ def test_a_framework(way: str, tmp_path: Path) -> None:
     assert [one.differing for one in through] == [[], []]
     assert all(one.compared >= STEPS * len(trained) for one in through)
     assert [one.trained for found in runs for one in found] == [trained] * 2 * len(runs)
-    assert [
-        name for name, (_, changed, sharded, _) in trained.items() if not changed or sharded == (way in WHOLE)
-    ] == []
+    assert {(how.changed, how.sharded) for how in trained.values()} == {(True, way not in WHOLE)}
     prefix = "model." if name == "lightning_trainer" else ""
-    muon, adamw = CHOICES["trainer" in name and not prefix]
-    assert {name: how.by for name, how in trained.items()} == {
-        **dict.fromkeys([prefix + name for name in muon], "Muon"),
-        **dict.fromkeys([prefix + name for name in adamw], "AdamW"),
+    muon, adamw = CHOICES[name in ("trainer", "sft_trainer")]
+    assert {param: how.by for param, how in trained.items()} == {
+        **{f"{prefix}{param}": "Muon" for param in muon},
+        **{f"{prefix}{param}": "AdamW" for param in adamw},
     }
     losses = re.findall(r"loss\D*([\d.]+)", "".join(one.said for one in through))
     assert float(losses[-1]) < float(losses[0])
