@@ -6,7 +6,7 @@
 #   make test-all                             every test and combination, for much longer
 #   GOLDEN=accept make test                   rewrite tests/golden/
 #   make test-torch TORCH=2.11.0              the core tests with another torch, in an environment of its own
-#   make test-clients                         peft, Lightning's Trainer and torchtitan, which it installs first
+#   make test-clients                         peft, TRL, Lightning's Trainer and torchtitan, which it installs first
 #   make gpu-acceptance TORCH=torch           all that a GPU can show, first to last, in one page
 #   make test-gpu TORCH=torch                 the tests that need a CUDA device, with the index's GPU build
 #   make test-gpu VENV= PYTHON=python3        the same with a Python that has torch already: nothing is installed
@@ -75,8 +75,9 @@ core: $(INSTALLED)
 # Clients that `make test` skips, because they bring half a GB of other packages; none replaces torch. Imported first, so
 # that none is skipped here. With the environment of test-torch: VENV=.venv-torch-2.14.1 TORCH=torch==2.14.1.
 test-clients: $(VENV)/.clients
-	$(BIN)/python -c 'import lightning.pytorch, peft, torchtitan.components.optimizer, torchtitan.models.llama3'
+	$(BIN)/python -c 'import lightning.pytorch, peft, torchtitan.components.optimizer, torchtitan.models.llama3, trl'
 	$(BIN)/python -m pytest -rs tests/clients/test_lightning.py tests/clients/test_peft.py tests/clients/test_torchtitan_package.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs tests/docs/test_scripts.py -k test_a_framework $(PYTEST_ARGS)
 
 # Kernels compiled for the device, not interpreted. Without one each test is skipped and says why. Only files with such
 # tests are imported: others may need packages that a GPU machine lacks.

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from torch import nn
 
-WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+WRAPPERS = ("_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod")
 DDP = "module."
 
 
 def canonical_name(name: str) -> str:
-    """Leave out of a name, or of a pattern of names, what torch.compile, activation checkpointing and FSDP add."""
+    """Leave out of a name, or of a pattern of names, what wrappers add: compile, checkpointing, FSDP and Fabric."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 

@@ -31,7 +31,7 @@ class MuonAdamW(OptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self.model_parts = model_parts
         self.optimizers = [canzona_compile.muon_adamw(part, lr=config.lr) for part in model_parts]
-        self._post_init([param for own in self.optimizers for group in own.param_groups for param in group["params"]])
+        self._post_init([param for part in model_parts for param in part.parameters() if param.requires_grad])
 
 
 dist.init_process_group("gloo")
@@ -50,9 +50,11 @@ if options.resume:
 for step in range(5 if options.resume else 0, 10):
     torch.manual_seed(step * dist.get_world_size() + dist.get_rank())  # other data on every rank
     tokens = torch.randint(64, (64,))
-    nn.functional.cross_entropy(model(tokens), (tokens + 1) % 64).backward()
+    loss = nn.functional.cross_entropy(model(tokens), (tokens + 1) % 64)
+    loss.backward()
     optimizers.step()
     optimizers.zero_grad()
+    print(f"rank {dist.get_rank()}, step {step}: loss {loss.item():.3f}")
     if step == 4:
         dcp.save({"model": model.state_dict(), "optimizer": optimizers.state_dict()}, checkpoint_id=options.output)
 dist.destroy_process_group()

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from canzona_compile.integrations.transformers import GatherStateCallback, MuonAdamW
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--fsdp2", action="store_true")
+parser.add_argument("--fsdp2", action="store_true", help="on GPUs")
 parser.add_argument("--output", default=f"{tempfile.gettempdir()}/canzona_trainer")
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint of step 5")
 options = parser.parse_args()

@@ -19,10 +19,14 @@ import canzona_compile
 from canzona_compile.runtime import meeting
 from tests.end_to_end.test_published_optimizers import MuonAndAdam
 from tests.harness.layouts import full
+from tests.harness.marks import first
 from tests.harness.pairs import same_bits
 from tests.harness.ranks import run
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from canzona_compile.integrations.transformers import GatherStateCallback  # noqa: E402
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # of transformers itself
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
@@ -69,6 +73,9 @@ def trainer_of(folder: Path, steps: int = STEPS, save: str = "steps", **optimize
         lr_scheduler_type="linear",
         save_strategy=save,
         save_steps=3,
+        eval_strategy="steps" if save == "best" else "no",
+        eval_steps=3,
+        metric_for_best_model="loss" if save == "best" else None,
         report_to="none",
         use_cpu=True,
         disable_tqdm=True,
@@ -76,7 +83,7 @@ def trainer_of(folder: Path, steps: int = STEPS, save: str = "steps", **optimize
         dataloader_pin_memory=False,
     )
     model = optimizer.pop("model", None) or model_of()
-    return transformers.Trainer(model=model, args=arguments, train_dataset=data(), **optimizer)
+    return transformers.Trainer(model=model, args=arguments, train_dataset=data(), eval_dataset=data(), **optimizer)
 
 
 def by_class(kind: Any) -> dict[str, Any]:
@@ -143,16 +150,6 @@ def test_resumed_from_a_checkpoint(tmp_path: Path) -> None:
 # -- under DDP, where the Trainer calls `state_dict` on rank 0 alone ---------------------------------
 
 
-class Consolidate(transformers.TrainerCallback):  # type: ignore[misc]
-    """What a user adds: the Trainer's own callback, which comes first, has decided whether this step is saved."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any) -> None:
-        if control.should_save:
-            getattr(optimizer, "optimizer", optimizer).canzona.consolidate(to=0)
-
-    on_epoch_end = on_step_end
-
-
 @contextlib.contextmanager
 def as_launched() -> Iterator[None]:
     """Inside this context, ranks have the environment that a launcher gives; Accelerate forgets itself afterwards."""
@@ -169,13 +166,13 @@ def as_launched() -> Iterator[None]:
             GradientState._reset_state()
 
 
-def saved_under_ddp(folder: str, callbacks: list[type[Any]]) -> str:
+def saved_under_ddp(folder: str, callbacks: list[type[Any]], save: str) -> str:
     """Train and save on this rank; rank 0 compares the checkpoint with what all ranks gather at the end."""
     before, meeting.PATIENCE = meeting.PATIENCE, meeting.timedelta(seconds=2)
     with as_launched():
         try:
             kind = canzona_compile.wrap_cls(Mixed, replicate=dist.group.WORLD, strategy="owner")
-            trainer = trainer_of(Path(folder), callbacks=[made() for made in callbacks], **by_class(kind))
+            trainer = trainer_of(Path(folder), save=save, callbacks=[made() for made in callbacks], **by_class(kind))
             try:
                 trainer.train()
             except canzona_compile.CanzonaError as error:
@@ -193,8 +190,9 @@ def saved_under_ddp(folder: str, callbacks: list[type[Any]]) -> str:
 
 
 @pytest.mark.ranks
-def test_under_ddp(tmp_path: Path) -> None:
-    assert run(2, saved_under_ddp, str(tmp_path), [Consolidate], fresh=True) == ["equal", "equal"]
+@pytest.mark.parametrize("save", first(["steps", "epoch", "best"]))
+def test_under_ddp(tmp_path: Path, save: str) -> None:
+    assert run(2, saved_under_ddp, str(tmp_path), [GatherStateCallback], save, fresh=True) == ["equal", "equal"]
 
 
 # -- under FSDP2 -------------------------------------------------------------------------------------

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.chains.chain import Chain
@@ -18,26 +17,16 @@ from canzona_compile.split import chosen, rows_of
 from tests.harness.pairs import same_bits
 
 
-class Trained(NamedTuple):
-    """A parameter at the end: the class of its optimizer, did it change, is it a DTensor, and its bits, in short."""
-
-    by: str
-    changed: bool
-    sharded: bool
-    bits: str
-
-
 class BesidePlain:
     """Follows the steps of a script that knows nothing of it, by a hook of torch for all optimizers.
 
     Whatever a script's parallelism is, each rank gathers gradients and parameters, and steps a plain optimizer on its
-    own. Parameters are compared just before the next step, when every collective of the last one is over. Of a chain,
-    each optimizer is compared by itself, and what its last step left as well.
+    own. Parameters are compared just before the next step, when every collective of the last one is over. Of a
+    chain, the optimizers are followed one by one.
 
     Attributes:
         compared: how many parameters were compared.
         differing: where bits were not equal.
-        trained: what became of each parameter of a chain, by name.
     """
 
     def __init__(self) -> None:
@@ -45,22 +34,14 @@ class BesidePlain:
         self.seen: list[Optimizer] = []  # which keeps the ids
         self.compared = 0
         self.differing: list[str] = []
-        self.trained: dict[str, Trained] = {}
-        self._first: dict[str, str] = {}
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Torch's hook; it may change the arguments. A closure makes the gradients, so its turn is first."""
         if "canzona" not in vars(optimizer) or isinstance(optimizer, Chain):
-            return None
-        if optimizer.canzona.session.takes_dummy_step():  # a checkpoint is loaded into what it leaves
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -75,31 +56,11 @@ class BesidePlain:
 
         return args[:1], {"closure": then_step}
 
-    def _after_step(self, chain: Any, args: Any, kwargs: Any) -> None:
-        """Torch's hook. Note what all parameters of a chain are now, and compare them with what they should be."""
-        if not isinstance(chain, Chain) or "canzona" not in vars(chain):
-            return
-        if any(id(optimizer) not in self.plain for optimizer in chain.optimizers):  # it was no real step
-            return
-        for optimizer in chain.optimizers:
-            names = [name for group in optimizer.param_groups for name in group["param_names"]]
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            whole = [self._whole(optimizer, g, i, p) for g in optimizer.param_groups for i, p in params_of(g)]
-            own = [p for g in self.plain[id(optimizer)].param_groups for p in g["params"]]
-            for name, param, values, expected in zip(names, params, whole, in_turn(own, whole), strict=True):
-                if not all(same_bits(a.detach(), b) for a, b in zip(expected, values, strict=True)):
-                    self.differing.append(f"{name} after a step")
-                changed = self._first[name] != digest(values)
-                by, sharded = plain_class(optimizer).__name__, isinstance(param, DTensor)
-                self.trained[name] = Trained(by, changed, sharded, digest(values))
-
     def _step(self, optimizer: Any) -> None:
         whole = [[self._whole(optimizer, g, i, p) for i, p in params_of(g)] for g in optimizer.param_groups]
         if id(optimizer) not in self.plain:
             self.seen.append(optimizer)
             self.plain[id(optimizer)] = plain_optimizer(optimizer, whole)
-            for group, values in zip(optimizer.param_groups, whole, strict=True):
-                self._first |= {n: digest(v) for n, v in zip(group.get("param_names", ()), values, strict=False)}
         plain = self.plain[id(optimizer)]
         for group, own, values in zip(optimizer.param_groups, plain.param_groups, whole, strict=True):
             for (i, _), expected, value in zip(params_of(group), in_turn(own["params"], values), values, strict=True):
@@ -129,14 +90,6 @@ class BesidePlain:
         return [piece.detach().clone() for piece in pieces]
 
 
-def digest(values: list[Tensor]) -> str:
-    """The bits of tensors, in short."""
-    text = hashlib.sha256()
-    for value in values:
-        text.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return text.hexdigest()
-
-
 def params_of(group: dict[str, Any]) -> list[tuple[int, Any]]:
     return list(enumerate(group["params"]))
 
@@ -153,16 +106,7 @@ def plain_optimizer(optimizer: Any, whole: list[list[list[Tensor]]]) -> Optimize
     for group, values in zip(optimizer.param_groups, whole, strict=True):
         params = [nn.Parameter(piece.clone()) for value in values for piece in value]
         groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": params})
+    assert not optimizer.state  # it has not stepped yet
     made: Any = object.__new__(plain_class(optimizer))
     Optimizer.__init__(made, groups, dict(optimizer.defaults))
-    if optimizer.state:  # of a checkpoint
-        saved = optimizer.state_dict()
-        state = {i: {k: whole_leaf(v) for k, v in entry.items()} for i, entry in saved["state"].items()}
-        made.load_state_dict({"state": state, "param_groups": made.state_dict()["param_groups"]})
     return made  # type: ignore[no-any-return]
-
-
-def whole_leaf(value: Any) -> Any:
-    """A leaf of the state, gathered; a copy, because torch loads the very tensors that it is given."""
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.clone() if isinstance(value, Tensor) else value

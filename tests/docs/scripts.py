@@ -11,15 +11,17 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
 
-from tests.docs.beside_plain import BesidePlain, Trained
+from tests.docs.beside_plain import BesidePlain
+from tests.docs.watched_chains import Trained, WatchedChains
 from tests.harness.ranks import run
 
 ROOT = Path(__file__).parents[2]
+How = Literal["beside", "alone", "plain"]
 ALONE = {"any_optimizer", "a_pass", "my_model"}  # run by `python`, or imported
 SCRIPTS = {  # with the number of ranks on which the pages run them
     "fsdp2": 2,
@@ -36,6 +38,7 @@ SCRIPTS = {  # with the number of ranks on which the pages run them
     "fabric_loop": 2,
     "lightning_trainer": 2,
     "trainer": 2,
+    "sft_trainer": 2,
     "torchtitan_optimizers": 2,
     "fused_weights": 2,
     "checkpoints": 2,
@@ -58,7 +61,14 @@ def free_port() -> int:
 
 
 class Ran(NamedTuple):
-    """What a script did on a rank: what it printed, and what became of the parameters that were compared."""
+    """What a script did on a rank.
+
+    Attributes:
+        said: what it printed.
+        compared: how many parameters were compared with those of plain optimizers, if they ran beside it.
+        differing: which of them differed.
+        trained: what became of the parameters of chains.
+    """
 
     said: str
     compared: int
@@ -66,27 +76,43 @@ class Ran(NamedTuple):
     trained: dict[str, Trained]
 
 
-def run_script(path: str, arguments: list[str], port: int) -> Ran:
-    """Run a script on this rank as torchrun would, beside plain optimizers.
+def run_script(path: str, arguments: list[str], port: int, how: How) -> Ran:
+    """Run a script on this rank as torchrun would.
 
     The rank's process group ends, so that the script can make its own: call this in fresh processes.
+
+    Args:
+        path: of the script.
+        arguments: its arguments.
+        port: for its process group.
+        how: "beside" plain optimizers; "alone", with no hook before steps; or "plain", where what `muon_adamw` makes
+            is not wrapped.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.barrier()  # or the first rank hangs up while another one still connects
     dist.destroy_process_group()
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    printed, beside = io.StringIO(), BesidePlain()
+    printed, beside = io.StringIO(), BesidePlain() if how == "beside" else None
     with (
         mock.patch.dict(os.environ, {k: str(v) for k, v in variables.items()}, MASTER_ADDR="localhost"),
         mock.patch.object(sys, "argv", [path, *arguments]),
         fsdp2_on_cpus(),
+        not_wrapped() if how == "plain" else contextlib.nullcontext(),
+        WatchedChains() as watched,
         contextlib.redirect_stdout(printed),
     ):
         try:
             runpy.run_path(path, run_name="__main__")
         finally:
-            beside.close()
-    return Ran(printed.getvalue(), beside.compared, beside.differing, beside.trained)
+            if beside is not None:
+                beside.close()
+    compared, differing = (0, []) if beside is None else (beside.compared, beside.differing)
+    return Ran(printed.getvalue(), compared, differing, watched.trained)
+
+
+def not_wrapped() -> contextlib.AbstractContextManager[Any]:
+    """Inside this context, `muon_adamw` returns a plain chain."""
+    return mock.patch.object(sys.modules["canzona_compile.api.muon_adamw"], "wrap", lambda chain, **options: chain)
 
 
 @contextlib.contextmanager
@@ -110,6 +136,6 @@ def fsdp2_on_cpus() -> Iterator[None]:
         yield
 
 
-def ran(path: Path, ranks: int, *arguments: str) -> list[Ran]:
+def ran(path: Path, ranks: int, *arguments: str, how: How = "beside") -> list[Ran]:
     """Run a script on ranks; what `run_script` returns on each."""
-    return run(ranks, run_script, str(path), list(arguments), free_port(), fresh=True)
+    return run(ranks, run_script, str(path), list(arguments), free_port(), how, fresh=True)

@@ -21,11 +21,25 @@ NEEDED = {
     "fabric_loop": "lightning_fabric",
     "lightning_trainer": "lightning",
     "trainer": "transformers",
+    "sft_trainer": "trl",
     "torchtitan_optimizers": "torchtitan",
     "eight_bit": "torchao",
 }
 STEPS = 5  # at least, of every script that trains
-TRAINING = [name for name in SCRIPTS if name not in ALONE | {"checkpoints", "planning", "graphs"}]
+TRAINING = [name for name in SCRIPTS if name not in {*ALONE, *NEEDED, "checkpoints", "planning", "graphs"}]
+WAYS = ["accelerate_loop", "accelerate_loop --fsdp2", "trainer", "trainer --fsdp2", "fabric_loop"]
+WAYS += ["sft_trainer", "sft_trainer --fsdp2", "lightning_trainer", "lightning_trainer --ddp", "torchtitan_optimizers"]
+WHOLE = {"trainer", "sft_trainer", "lightning_trainer --ddp", "accelerate_loop"}  # of the ways: DDP
+ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
+LLAMA = [f"model.layers.0.{name}.weight" for name in [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]]
+NORMS = ["model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm", "model.norm"]
+CHOICES = {  # what Muon trains in the models of these scripts, and what AdamW: in a Llama, in the others
+    True: (LLAMA, [f"{name}.weight" for name in ["model.embed_tokens", *NORMS, "lm_head"]]),
+    False: (
+        [f"hidden.{i}.0.weight" for i in range(3)],
+        ["embedding.weight", *[f"hidden.{i}.0.bias" for i in range(3)], "head.weight", "head.bias"],
+    ),
+}
 
 
 def test_all_scripts_are_here_and_short() -> None:
@@ -37,13 +51,38 @@ def test_all_scripts_are_here_and_short() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", first(TRAINING))
 def test_a_training(name: str) -> None:
-    if find_spec(NEEDED.get(name, "torch")) is None:
-        pytest.skip(f"{NEEDED[name]} is not installed")
     found = ran(path_of(name), SCRIPTS[name])
     assert [one.differing for one in found] == [[]] * SCRIPTS[name]
     assert all(one.compared >= STEPS for one in found)
     losses = re.findall(r"loss\D*([\d.]+)", "".join(one.said for one in found))
     assert len(losses) >= STEPS
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", first(WAYS))
+def test_a_framework(way: str, tmp_path: Path) -> None:
+    """Each parameter has the optimizer that suits it, and the bits of a plain chain, also in a run that is resumed."""
+    name, *options = way.split()
+    if find_spec(NEEDED[name]) is None:
+        pytest.skip(f"{NEEDED[name]} is not installed")
+    through = ran(path_of(name), 2, *options, "--output", str(tmp_path / "ours"))
+    resumed = ran(path_of(name), 2, *options, "--output", str(tmp_path / "ours"), "--resume", how="alone")
+    runs = [through, resumed]
+    if way in WHOLE:  # the plain Muon computes sharded matrices with other bits
+        runs.append(ran(path_of(name), 2, *options, "--output", str(tmp_path / "plain"), how="plain"))
+    trained = through[0].trained
+    assert [one.differing for one in through] == [[], []]
+    assert all(one.compared >= STEPS * len(trained) for one in through)
+    assert [one.trained for found in runs for one in found] == [trained] * 2 * len(runs)
+    assert {(how.changed, how.sharded) for how in trained.values()} == {(True, way not in WHOLE)}
+    prefix = "model." if name == "lightning_trainer" else ""
+    muon, adamw = CHOICES[name in ("trainer", "sft_trainer")]
+    assert {param: how.by for param, how in trained.items()} == {
+        **{f"{prefix}{param}": "Muon" for param in muon},
+        **{f"{prefix}{param}": "AdamW" for param in adamw},
+    }
+    losses = re.findall(r"loss\D*([\d.]+)", "".join(one.said for one in through))
+    assert float(losses[-1]) < float(losses[0])
 
 
 @pytest.mark.full

@@ -125,6 +125,7 @@ def test_without_names_shapes_tell() -> None:
 
 def test_names_without_wrappers() -> None:
     assert canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.q.weight") == "layers.0.q.weight"
+    assert canonical_names(["_forward_module.module.a", "_forward_module.module.b"]) == ["a", "b"]  # Fabric, DDP in it
     assert canonical_names(["module._orig_mod.a", "_orig_mod.module.b"]) == ["a", "b"]
     assert canonical_names(["module.a", "head"]) == ["module.a", "head"]
 
