@@ -57,8 +57,8 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-# What scripts leave. If a script's DDP is the last to hold a gloo process group, torch joins a thread of that group with
-# the GIL held, and that thread may wait for the GIL to free a collective: the rank hangs. The process ends without.
+# What scripts leave. If a script's DDP is the last to hold a gloo process group, torch joins a thread of that group
+# with the GIL held, and that thread may wait for the GIL to free a collective: the rank would hang.
 KEPT: list[dict[str, Any]] = []
 
 
