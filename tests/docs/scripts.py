@@ -60,6 +60,11 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+# What scripts leave. If a script's DDP is the last to hold a gloo process group, torch joins a thread of that group
+# with the GIL held, and that thread may wait for the GIL to free a collective: the rank would hang.
+KEPT: list[dict[str, Any]] = []
+
+
 class Ran(NamedTuple):
     """What a script did on a rank.
 
@@ -102,7 +107,7 @@ def run_script(path: str, arguments: list[str], port: int, how: How) -> Ran:
         contextlib.redirect_stdout(printed),
     ):
         try:
-            runpy.run_path(path, run_name="__main__")
+            KEPT.append(runpy.run_path(path, run_name="__main__"))
         finally:
             if beside is not None:
                 beside.close()
