@@ -82,12 +82,16 @@ def make_twin(
     """Make an optimizer of the same class with the same attributes and one parameter group that holds `params`.
 
     `copy.copy` cannot do this, because `Optimizer.__getstate__` drops the attributes that subclasses add.
+
+    The group has the keys that all groups have first, in one order, so that graphs, and plans by their fingerprints,
+    do not depend on which of them the user gave and which are defaults.
     """
     kind = plain_class(optimizer)
     twin = object.__new__(kind)
     own = {k: v for k, v in optimizer.__dict__.items() if k not in ("step", "canzona")}
     twin.__dict__.update(rebound(own, optimizer, twin))
-    twin.param_groups = [{**group, "params": list(params)}]
+    first = {key: group[key] for key in vars(optimizer).get("defaults", {}) if key in group}
+    twin.param_groups = [{**first, **group, "params": list(params)}]
     twin.state = defaultdict(dict, {} if state is None else state)
     twin.state.update(odd_state(optimizer))
     return twin

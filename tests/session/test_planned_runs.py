@@ -127,6 +127,18 @@ def test_of_an_optimizer_with_variants_too() -> None:
     assert json.loads(text)["fingerprint"] == offline("fsdp=4", SOAP, strategy="owner").fingerprint
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Muon, SOAP])
+def test_plans_do_not_depend_on_the_order_of_a_group_s_keys(kind: Any) -> None:
+    def plan_of(**given: float) -> str:
+        weight = nn.Parameter(torch.ones(6, 4))
+        optimizer: Any = canzona_compile.wrap(kind([{"params": [weight], **given}], lr=0.1))
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        return str(optimizer.canzona.plan().fingerprint)
+
+    assert plan_of() == plan_of(weight_decay=0.3, lr=0.1)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("planner", [*also(["static"]), "alpha", *also(["lpt", "permuted", "exact"])])
 def test_a_run_follows_the_plan_of_any_planner(planner: str, tmp_path: Path) -> None:
