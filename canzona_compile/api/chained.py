@@ -12,13 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from canzona_compile.api.handle import Canzona
+from canzona_compile.api.handle import Canzona, dump_plan
 from canzona_compile.api.wrapped_class import rebind_scheduled_step
 from canzona_compile.api.zero1_handle import Zero1Canzona
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.chains.chain import Chain, loss_of
 from canzona_compile.compat.torch_private import HOOKS_OF_ALL, calls_outside_dynamo, outside_dynamo
-from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
@@ -26,7 +25,7 @@ from canzona_compile.progress.telling import SOON, shown
 from canzona_compile.report.build import Report, headline, make_report
 from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.report.run_facts import facts_of_all, has_matrices
-from canzona_compile.session.sequence import in_sequence
+from canzona_compile.session.sequence import in_sequence, names_in_sequence
 from canzona_compile.session.session import Session
 from canzona_compile.session.siblings import Siblings
 
@@ -49,7 +48,8 @@ class MemberCanzona(Canzona):
 class ChainCanzona:
     """`chain.canzona`: the graphs, passes, plan and report of all optimizers of a chain.
 
-    It has the methods of `Canzona`. A report and a plan are those of the matrices of all optimizers.
+    It has the methods of `Canzona`, and `sessions` in place of `session`. A report and a plan are those of the matrices
+    of all optimizers.
 
     Args:
         optimizers: those of the chain, wrapped.
@@ -59,7 +59,11 @@ class ChainCanzona:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.parts: tuple[Canzona, ...] = tuple(own.canzona for own in optimizers)  # type: ignore[attr-defined]
+        self.parts: tuple[Canzona, ...] = parts_of(optimizers)
+        self._plan_together()
+
+    def _plan_together(self) -> None:
+        """Let the sessions choose owners together."""
         self._siblings = Siblings(self.sessions)
         for session in self.sessions:
             session.siblings = self._siblings
@@ -87,10 +91,9 @@ class ChainCanzona:
         """
         if template is None:
             return self._busy().graph(stage)
-        for part in self.parts[:-1]:
-            with contextlib.suppress(CanzonaError):
-                return part.graph(stage, template)
-        return self.parts[-1].graph(stage, template)
+        names = names_in_sequence([part.step for part in self.parts])
+        number, own = names.get(template, (0, template))
+        return self.parts[number].graph(stage, own)
 
     @property
     def step(self) -> Step:
@@ -141,7 +144,7 @@ class ChainCanzona:
         return explain_all(self.sessions)
 
     def dump(self, directory: str | Path) -> Path:
-        """Write what `Canzona.dump` writes, in a folder for each optimizer, and the report of all.
+        """Write what `Canzona.dump` writes, the plan and the report once for all, the rest in a folder per optimizer.
 
         Args:
             directory: where to make a folder for this rank.
@@ -149,16 +152,19 @@ class ChainCanzona:
         Returns:
             The rank's folder.
         """
-        report, rank = self.report(), f"rank{self.sessions[0].rank}"
+        folder = Path(directory) / f"rank{self.sessions[0].rank}"
         for i, part in enumerate(self.parts):
-            part.dump(Path(directory) / rank / f"{i}_{plain_class(part.session.optimizer).__name__}")
-        (Path(directory) / rank / "report.txt").write_text(report.to_text())
-        (Path(directory) / rank / "report.json").write_text(report.to_json())
-        return Path(directory) / rank
+            part.dump_step(folder / f"{i}_{plain_class(part.session.optimizer).__name__}")
+        dump_plan(folder, self.plan(), self.report())
+        return folder
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside this context all optimizers take a step. What one of them refuses, none has begun."""
+        """Inside this context all optimizers take a step. What one of them refuses, none has begun.
+
+        Where hooks run before the steps of single optimizers, where steps are measured, and under ZeRO-1, each
+        optimizer finds out at its own turn.
+        """
         first = any(session.driver is None for session in self.sessions) and self.sessions[0].rank == 0
         with contextlib.ExitStack() as stack:
             if first:
@@ -189,8 +195,8 @@ class Zero1ChainCanzona(ChainCanzona):
 
     parts: tuple[Zero1Canzona, ...]
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.parts = tuple(own.canzona for own in optimizers)  # type: ignore[attr-defined]
+    def _plan_together(self) -> None:
+        """`zero1` has planned the whole model already."""
 
     def reported(self) -> Step:
         """The scheduled step of all optimizers on all ranks, with the buckets."""
@@ -219,7 +225,7 @@ class Zero1ChainCanzona(ChainCanzona):
 
 
 class CanzonaChain(Chain):
-    """The class of a chain whose optimizers are wrapped: all of them are ready before the first one steps."""
+    """The class of a chain whose optimizers are wrapped; see `ChainCanzona.ready` for what it does more."""
 
     _canzona_plain_class = Chain
     canzona: ChainCanzona
@@ -234,6 +240,8 @@ class CanzonaChain(Chain):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the optimizers of a copy or a pickle."""
         super().__setstate__(state)
+        for own in self.optimizers:
+            own.canzona = MemberCanzona(own.canzona.session)  # type: ignore[attr-defined]
         self.canzona = handle_of(self.optimizers)
 
 
@@ -243,16 +251,28 @@ hooked.hooked = True
 CanzonaChain.step = hooked  # type: ignore[method-assign]
 
 
-def handle_of(optimizers: Sequence[Optimizer]) -> ChainCanzona:
-    """Make the handle of several optimizers that are wrapped."""
-    first = optimizers[0].canzona  # type: ignore[attr-defined]
-    return (Zero1ChainCanzona if isinstance(first, Zero1Canzona) else ChainCanzona)(optimizers)
+def parts_of(optimizers: Sequence[Optimizer]) -> tuple[Canzona, ...]:
+    """What wrapped optimizers have as `.canzona`."""
+    return tuple(own.canzona for own in optimizers)  # type: ignore[attr-defined]
+
+
+def handle_of(optimizers: Sequence[Optimizer], known: Any = None) -> ChainCanzona:
+    """Make the handle of several optimizers that are wrapped.
+
+    Args:
+        optimizers: those.
+        known: the handle that there was; it stays if it is that of these optimizers as they are wrapped now.
+    """
+    parts = parts_of(optimizers)
+    if isinstance(known, ChainCanzona) and [*map(id, known.parts)] == [*map(id, parts)]:
+        return known
+    return (Zero1ChainCanzona if isinstance(parts[0], Zero1Canzona) else ChainCanzona)(optimizers)
 
 
 def attach_chain(chain: Chain) -> None:
     """Give a chain whose optimizers are wrapped its class and its handle."""
     chain.__class__ = CanzonaChain
-    chain.canzona = handle_of(chain.optimizers)  # type: ignore[attr-defined]
+    chain.canzona = handle_of(chain.optimizers, vars(chain).get("canzona"))  # type: ignore[attr-defined]
     rebind_scheduled_step(chain)
 
 

@@ -180,6 +180,12 @@ class Canzona:
             CanzonaError: there was no step yet.
         """
         folder = Path(directory) / f"rank{self.session.rank}"
+        self.dump_step(folder)
+        dump_plan(folder, self.plan(), self.report())
+        return folder
+
+    def dump_step(self, folder: Path) -> None:
+        """Write every form of the step and the generated code to files in a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         for i, record in enumerate(self.passes().records):
             if i == 0:
@@ -189,11 +195,13 @@ class Canzona:
         parts = {"program": program.module, **dict(program.module.named_children())}
         for name, module in parts.items():
             (folder / f"{name}.py").write_text(module.print_readable(print_output=False))
-        report = self.report()
-        (folder / "plan.json").write_text(self.plan().to_json())
-        (folder / "report.json").write_text(report.to_json())
-        (folder / "report.txt").write_text(report.to_text())
-        return folder
+
+
+def dump_plan(folder: Path, plan: PlanFile, report: Report) -> None:
+    """Write the plan and the report to files in a folder."""
+    (folder / "plan.json").write_text(plan.to_json())
+    (folder / "report.json").write_text(report.to_json())
+    (folder / "report.txt").write_text(report.to_text())
 
 
 class PlacedModule(nn.Module):

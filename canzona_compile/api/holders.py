@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from canzona_compile.capture.cached_calls import CachedCalls
+from canzona_compile.capture.contents import changed
 from canzona_compile.capture.copies import Copies
 from canzona_compile.capture.held_optimizers import held_in
 from canzona_compile.capture.no_collectives import NoCollectives
+from canzona_compile.capture.outside import Outside
 from canzona_compile.chains.chain import Chain
 
 STEPS = 50  # that are tried; an object may do something else every tenth step
@@ -47,7 +50,7 @@ def only_steps(holder: Any, inner: tuple[Optimizer, ...]) -> bool:
     """Tell whether every step of an object is one step of each optimizer that it holds, and nothing else.
 
     Args:
-        holder: the object. It is not changed.
+        holder: the object. It is not changed, nor what its code writes elsewhere.
         inner: the optimizers.
 
     Returns:
@@ -74,11 +77,17 @@ def only_steps(holder: Any, inner: tuple[Optimizer, ...]) -> bool:
             tried = object.__new__(type(holder))
             copies.put(holder, tried)
             vars(tried).update({name: copies.of(value) for name, value in vars(holder).items()})
-            for _ in range(STEPS):
-                called.clear()
-                tried.step()
-                if sorted(map(id, called)) != sorted(map(id, noted)) or any(map(touched, stand_ins.values())):
+            before = Outside(holder, kept=copies.kept, calls=CachedCalls())
+            try:
+                for _ in range(STEPS):
+                    called.clear()
+                    tried.step()
+                    if sorted(map(id, called)) != sorted(map(id, noted)) or any(map(touched, stand_ins.values())):
+                        return False
+                if changed(before.contents, Outside(holder, kept=copies.kept).contents):
                     return False
+            finally:
+                before.restore()
     except Exception:  # whatever the object raises on stand-ins
         return False
     return True
@@ -92,8 +101,19 @@ def touched(param: nn.Parameter) -> bool:
 
 def members_of(optimizer: Any) -> tuple[Any, ...]:
     """The optimizers whose steps are all that an object's step does; of one that steps by itself, itself."""
+    return tuple(own for one in inside(optimizer) for own in (one.optimizers if isinstance(one, Chain) else (one,)))
+
+
+def chain_of(optimizer: Any) -> Chain | None:
+    """The chain that an object is, or that it steps and nothing else; None if there is none."""
+    only, *others = inside(optimizer)
+    return only if isinstance(only, Chain) and not others else None
+
+
+def inside(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers and chains whose steps are all that an object's step does; of others, and of a chain, itself."""
     if isinstance(optimizer, Chain):
-        return optimizer.optimizers
+        return (optimizer,)
     found = {id(one): one for several in held_in(optimizer).values() for one in several}
     inner = tuple(found.values())
     return inner if inner and hasattr(optimizer, "step") and only_steps(optimizer, inner) else (optimizer,)

@@ -50,7 +50,8 @@ def muon_adamw(
         The wrapped chain: one `torch.optim.Optimizer` with one `.canzona`. `chain.optimizers` are Muon and AdamW.
 
     Raises:
-        CanzonaError: the model has no hidden matrix, a pattern fits nothing, or `wrap` or `zero1` refuse the call.
+        CanzonaError: the model has no hidden matrix, a pattern fits nothing or what is no matrix, or `wrap` or `zero1`
+            refuse the call.
         TypeError: there is no such option.
     """
     choice = hidden_matrices(model, matrices, others)
@@ -60,6 +61,13 @@ def muon_adamw(
             at="muon_adamw(model)",
             hint="print(canzona_compile.hidden_matrices(model)) says why; matrices= overrides it by name",
         )
+    for name, param in choice.matrices:
+        if param.ndim != 2:
+            raise CanzonaError(
+                f"torch.optim.Muon takes matrices, and this has {param.ndim} dims",
+                at=name,
+                hint="leave it to AdamW: narrow matrices=",
+            )
     made = plain_muon_adamw(choice.matrices, choice.others, lr, weight_decay, muon, adamw)
     return wrap(made, **options) if zero1 is None else under_zero1(model, made, mesh=zero1, **options)
 

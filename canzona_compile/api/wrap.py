@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.api.chained import MemberCanzona, attach_chain, detach_chain, handle_of
 from canzona_compile.api.handle import Canzona
-from canzona_compile.api.holders import members_of
+from canzona_compile.api.holders import chain_of, inside, members_of
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
 from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.twin import plain_class
@@ -147,25 +147,35 @@ def wrap(
         cuda_graphs=cuda_graphs,
         audit=audit,
     )
-    several = isinstance(optimizer, Chain) or len(members) > 1
+    chain = chain_of(optimizer)
+    several = chain is not None or len(members) > 1
     each = options_of(members, options, model) if several else [options]
     for own, wanted in zip(members, each, strict=True):
         if not (is_wrapped(own) and check_same(own, wanted)):
             check_wrappable(own)
     for own, wanted in zip(members, each, strict=True):
-        wrap_one(own, wanted, MemberCanzona if isinstance(optimizer, Chain) else Canzona)
-    if isinstance(optimizer, Chain):
-        attach_chain(optimizer)
-    elif members[0] is not optimizer:
-        show(optimizer, members)
+        wrap_one(own, wanted, Canzona if chain is None else MemberCanzona)
+    show(optimizer, members, chain)
     return optimizer
 
 
-def show(holder: Any, members: Sequence[Any]) -> None:
-    """Give an object around wrapped optimizers their handle, unless it hands on that of the only one."""
-    handle = members[0].canzona if len(members) == 1 else handle_of(members)
-    if getattr(holder, "canzona", None) is not handle:
-        holder.canzona = handle
+def show(given: Any, members: Sequence[Any], chain: Chain | None) -> None:
+    """Give a chain, and an object around it or around optimizers, the handle of what is wrapped.
+
+    Args:
+        given: what `wrap` or `zero1` got.
+        members: the wrapped optimizers.
+        chain: the chain that `given` is or holds; None if it is none and holds none.
+    """
+    if chain is not None:
+        attach_chain(chain)
+    if given is chain or given is members[0]:
+        return
+    known = getattr(given, "canzona", None)  # an object may hand on that of the only optimizer
+    one: Any = chain if chain is not None else members[0] if len(members) == 1 else None
+    handle = handle_of(members, known) if one is None else one.canzona
+    if known is not handle:
+        given.canzona = handle
 
 
 def check_same(optimizer: Optimizer, options: Options) -> bool:
@@ -175,12 +185,20 @@ def check_same(optimizer: Optimizer, options: Options) -> bool:
         CanzonaError: it has other ones.
     """
     session = optimizer.canzona.session  # type: ignore[attr-defined]
-    if session.options != options and not session.lost:
+    if session.lost:
+        return False
+    if options.prefix != session.options.prefix:
+        raise CanzonaError(
+            f"{plain_class(optimizer).__name__} was wrapped by itself, and not with the others",
+            at="wrap(chain)",
+            hint="wrap the chain once, of optimizers that are not wrapped; unwrap(optimizer) undoes wrap",
+        )
+    if session.options != options:
         raise CanzonaError(
             "the optimizer is wrapped already, with other options",
             hint="unwrap it first, or call wrap once",
         )
-    return not session.lost
+    return True
 
 
 def wrap_one(optimizer: Optimizer, options: Options, kind: type[Canzona]) -> None:
@@ -293,8 +311,8 @@ def unwrap(optimizer: Opt) -> Opt:
         optimizer.canzona.release()  # type: ignore[attr-defined]
         check_taken_back(optimizer)
         detach(optimizer)
-    elif (members := members_of(optimizer))[0] is not optimizer:
-        for own in members:
+    elif (held := inside(optimizer))[0] is not optimizer:
+        for own in held:
             unwrap(own)
         vars(optimizer).pop("canzona", None)
     return optimizer

@@ -14,13 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.api.chained import attach_chain
-from canzona_compile.api.holders import members_of
+from canzona_compile.api.holders import chain_of, members_of
 from canzona_compile.api.wrap import names_in, show
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.api.zero1_handle import Zero1Canzona
-from canzona_compile.chains.chain import Chain
 from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
@@ -75,7 +73,7 @@ def zero1(
     Args:
         model: the model, on its device, not wrapped in DDP or FSDP. Parameters may be plain tensors, or DTensors over
             other mesh dims than `mesh` (tensor parallelism).
-        optimizer: an optimizer that `wrap` takes, a chain, or several optimizers that share no parameter.
+        optimizer: an optimizer that `wrap` takes, a chain, or a list of optimizers that share no parameter.
         mesh: the data-parallel ranks: a mesh of one dim, a process group, or a mesh of two dims whose first one
             replicates: gradients are then reduced along the second dim and summed over the first.
         planner: the rule that chooses owners: "joint", "lpt", "alpha", "static" or "permuted".
@@ -181,10 +179,8 @@ def zero1(
     for own, session, bound in zip(optimizers, sessions, joint.bound, strict=True):
         session.attach([filling.fragments[name] for name in names[session]], group, joint, bound, agreement)
         attach(own, Zero1Canzona(session, engine, joint))
-    if isinstance(optimizer, Chain):
-        attach_chain(optimizer)
-    elif not isinstance(optimizer, list | tuple) and optimizers[0] is not optimizer:
-        show(optimizer, optimizers)
+    if not isinstance(optimizer, list | tuple):
+        show(optimizer, optimizers, chain_of(optimizer))
     return optimizer
 
 

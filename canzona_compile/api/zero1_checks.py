@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from canzona_compile.api.wrapped_class import check_wrappable, is_wrapped
+from canzona_compile.chains.chain import Chain
 from canzona_compile.data_parallel.hooks import MARK
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.canonical_names import canonical_params
@@ -42,6 +43,12 @@ def check(
     for own in optimizers:
         if not isinstance(own, Optimizer):
             raise CanzonaError(f"zero1 takes a torch.optim.Optimizer, not a {type(own).__name__}", at="zero1()")
+        if isinstance(own, Chain):
+            raise CanzonaError(
+                "a list of optimizers has a chain in it",
+                at="zero1(model, [...])",
+                hint="zero1(model, chain), with a chain of all optimizers",
+            )
         if is_wrapped(own):
             raise CanzonaError("the optimizer is wrapped already", at="zero1()", hint="pass the plain optimizer")
         check_wrappable(own)

@@ -50,7 +50,7 @@ class Zero1Canzona(Canzona):
         """
         measuring = self.session.measuring
         clock = measuring.begin(steps, self.session.device)
-        measuring.at_end = lambda: self.zero1.measure(None)
+        measuring.at_end = lambda: self.zero1.end_measure(clock)  # unless another optimizer of the call goes on
         self.zero1.measure(clock)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

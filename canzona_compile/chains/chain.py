@@ -23,13 +23,14 @@ def chain(*optimizers: Optimizer) -> Chain:
     """Make one optimizer of several, which step one after the other.
 
     Args:
-        optimizers: at least one. No two of them may have a parameter in common. They may be wrapped already.
+        optimizers: at least one. No two of them may have a parameter in common. Some may be wrapped already; `wrap`
+            does not take the chain then.
 
     Returns:
         The optimizer. `wrap` and `zero1` take it as they take any other.
 
     Raises:
-        CanzonaError: one of them is no optimizer, is a chain, or shares a parameter with another one.
+        CanzonaError: one of them is not a `torch.optim.Optimizer`, is a chain, or shares a parameter with another one.
         UnsupportedOptimizer: one needs a closure, as LBFGS does.
     """
     return Chain(optimizers)
@@ -53,7 +54,9 @@ class Chain(Optimizer):
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         check_members(optimizers)
         self.optimizers = tuple(optimizers)
+        self._made = False
         super().__init__(self.param_groups, common_defaults(self.optimizers))
+        self._made = True
 
     # -- groups and state --------------------------------------------------------------------------------
 
@@ -64,7 +67,7 @@ class Chain(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if not groups:  # the constructor of Optimizer begins with none
+        if not self._made:  # the constructor of Optimizer begins with none
             return
         sizes = [len(optimizer.param_groups) for optimizer in self.optimizers]
         if len(groups) != sum(sizes):
@@ -84,7 +87,7 @@ class Chain(Optimizer):
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
-        if not state and "defaults" not in vars(self):  # the constructor of Optimizer begins with none
+        if not self._made:  # the constructor of Optimizer begins with none; the optimizers may have some
             return
         found = dict(state)
         own = self.state
@@ -113,12 +116,15 @@ class Chain(Optimizer):
         target = next((own for i, own in enumerate(self.optimizers) if own is to or i == to), None)
         if target is None:
             raise CanzonaError(
-                "a chain has to be told which of its optimizers takes the group",
+                "a chain has to be told which of its optimizers takes the group"
+                if to is None
+                else f"the chain has no such optimizer, to={to if isinstance(to, int) else type(to).__name__}",
                 at="chain.add_param_group",
                 hint=f"add_param_group(group, to=0), or to=chain.optimizers[0]; {positions(self.optimizers)}",
             )
         given = param_group["params"]
-        param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
+        if not isinstance(given, set):  # of which no optimizer knows the order
+            param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
         for entry in given:
             param = entry[1] if isinstance(entry, tuple) else entry
             holder = self.holder(param)
@@ -202,7 +208,7 @@ class Chain(Optimizer):
             state_dict: of a chain, or of a plain optimizer whose groups are those of the chain in order.
 
         Raises:
-            CanzonaError: the groups do not fit; nothing was loaded then.
+            CanzonaError: the groups do not fit, or there is state of no parameter; nothing was loaded then.
         """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -210,6 +216,7 @@ class Chain(Optimizer):
             state_dict = state_dict if changed is None else changed
         groups = state_dict["param_groups"]
         check_sizes([len(g["params"]) for g in groups], [len(g["params"]) for g in self.param_groups])
+        check_saved(state_dict, self.optimizers)
         begin = 0
         parts = []
         for optimizer in self.optimizers:
@@ -224,7 +231,7 @@ class Chain(Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"defaults": self.defaults, "optimizers": self.optimizers}
+        return {"defaults": self.defaults, "optimizers": self.optimizers, "_made": True}
 
     def __repr__(self) -> str:
         return "\n".join(["Chain (", *map(repr, self.optimizers), ")"])
@@ -339,3 +346,29 @@ def check_sizes(saved: Sequence[int], own: Sequence[int]) -> None:
                 at="chain.load_state_dict",
                 hint="make the chain from the same model as the one that was saved",
             )
+
+
+def check_saved(saved: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+    """Raise unless each group of a state dict can be one of the optimizer that gets it, and all state has a parameter.
+
+    A group of another optimizer shows by its hyperparameters. One that only lacks some may be of an older torch.
+    """
+    groups = iter(saved["param_groups"])
+    every = {name for optimizer in optimizers for name in optimizer.defaults}
+    for optimizer in optimizers:
+        own = optimizer.defaults.keys()
+        for group in (next(groups) for _ in optimizer.param_groups):
+            foreign, missing = group.keys() & every - own, own - group.keys()
+            if foreign and missing:
+                raise CanzonaError(
+                    f"a group for {plain_class(optimizer).__name__} has {min(foreign)} and no {min(missing)}",
+                    at="chain.load_state_dict",
+                    hint="make the chain of the same optimizers, in the same order, as the one that was saved",
+                )
+    known = set(ids_of(saved["param_groups"]))
+    if stray := [id_ for id_ in saved["state"] if id_ not in known]:
+        raise CanzonaError(
+            f"the state dict has state of {stray[0]!r}, which is in none of its groups",
+            at="chain.load_state_dict",
+            hint="load what chain.state_dict() or a plain optimizer of the same groups returned",
+        )

@@ -23,14 +23,18 @@ class Members(Protocol):
 class FixedGroups(list[dict[str, Any]]):
     """The parameter groups of a chain. A group that is put into this list would reach no optimizer, so none can be."""
 
-    def _fixed(self, *_: Any) -> NoReturn:
+    def _fixed(self, *_: Any, **__: Any) -> NoReturn:
         raise CanzonaError(
             "the parameter groups of a chain are those of its optimizers",
             at="chain.param_groups",
             hint="add one with chain.add_param_group(group, to=...); change the list of chain.optimizers[i]",
         )
 
-    append = extend = insert = remove = pop = clear = __setitem__ = __delitem__ = __iadd__ = _fixed
+    append = extend = insert = remove = pop = clear = sort = reverse = _fixed
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _fixed
+
+    def __reduce__(self) -> Any:  # a copy is a list like any other
+        return list, (list(self),)
 
 
 class ChainState(MutableMapping[Any, Any]):

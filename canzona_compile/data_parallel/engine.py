@@ -258,9 +258,14 @@ class Zero1:
                 hint="call optimizer.canzona.synchronize() on all ranks before",
             )
 
-    def measure(self, clock: StepClock | None) -> None:
-        """Let a clock note how long reductions and gathers take; None ends that."""
+    def measure(self, clock: StepClock) -> None:
+        """Let a clock note how long reductions and gathers take, in place of another one."""
         self.reduction.clock = self.gathering.clock = clock
+
+    def end_measure(self, clock: StepClock) -> None:
+        """End that, if it is this clock that notes."""
+        if self.gathering.clock is clock:
+            self.reduction.clock = self.gathering.clock = None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside this context, backward passes accumulate gradients on each rank and reduce nothing."""

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from canzona_compile.api.muon_adamw import muon_adamw
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.chains.chain import Chain
+from canzona_compile.errors import CanzonaError
 
 
 class MuonAdamW:
@@ -32,16 +33,22 @@ class MuonAdamW:
 
         Args:
             model: what is trained.
-            options: those of `muon_adamw`.
+            options: those of `muon_adamw` but `zero1=`.
 
         Returns:
             The wrapped chain.
 
         Raises:
-            CanzonaError: see `muon_adamw`.
+            CanzonaError: see `muon_adamw`; also with `zero1=` under DDP.
         """
+        if under_ddp() and options.get("zero1") is not None:
+            raise CanzonaError(
+                "the Trainer puts the model into DDP, which reduces gradients as ZeRO-1 does",
+                at="MuonAdamW",
+                hint="leave out zero1=: ranks share the work under DDP, too",
+            )
         sharded = any(isinstance(param, DTensor) for param in model.parameters())
-        if under_ddp() and not sharded and options.get("zero1") is None:
+        if under_ddp() and not sharded:
             options = {"replicate": dist.group.WORLD, **options}
         return muon_adamw(model, **options)
 
@@ -57,7 +64,7 @@ class GatherStateCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Gather if this step is saved; the Trainer's own callback, which comes first, has decided that."""
         if control.should_save:
-            gather(others.get("optimizer"))
+            gather(others.get("optimizer"), args)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Gather if the end of this epoch is saved."""
@@ -66,7 +73,7 @@ class GatherStateCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Gather with `save_strategy="best"`: the Trainer decides after this, and saves at once."""
         if args.save_strategy == "best":
-            gather(others.get("optimizer"))
+            gather(others.get("optimizer"), args)
 
 
 def under_ddp() -> bool:
@@ -74,12 +81,26 @@ def under_ddp() -> bool:
     return dist.is_initialized() and str(AcceleratorState().distributed_type.value).startswith("MULTI_")
 
 
-def gather(given: Any) -> None:
+def gather(given: Any, args: Any) -> None:
     """Gather the state of an optimizer to rank 0, if rank 0 will save it alone. A collective.
 
     Args:
         given: the optimizer, or Accelerate's proxy of it; None where a Trainer evaluates and does not train.
+        args: the Trainer's.
+
+    Raises:
+        CanzonaError: one rank of each node saves.
     """
     optimizer: Optimizer | None = getattr(given, "optimizer", given)
-    if optimizer is not None and is_wrapped(optimizer) and under_ddp():
-        optimizer.canzona.consolidate(to=0)  # type: ignore[attr-defined]
+    every = optimizer.optimizers if isinstance(optimizer, Chain) else [optimizer]
+    wrapped: list[Any] = [own for own in every if own is not None and is_wrapped(own)]
+    if not wrapped or not under_ddp():
+        return
+    if args.save_on_each_node:
+        raise CanzonaError(
+            "save_on_each_node=True lets several ranks save, and one rank gets the state",
+            at="GatherStateCallback",
+            hint="save_on_each_node=False, with output_dir= where all nodes can read it",
+        )
+    for own in wrapped:
+        own.canzona.consolidate(to=0)

@@ -19,7 +19,6 @@ from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.report.units import format_shape
-from canzona_compile.session.bind import Binder
 from canzona_compile.session.given_layout import check_marked
 from canzona_compile.session.joint_step import check_whole
 from canzona_compile.session.param_checks import check_params
@@ -128,8 +127,9 @@ def explain_all(sessions: Sequence[Session]) -> Explanation:
 def _explain_ahead(session: Session) -> Explanation:
     """Explain before the first step. A collective only with `layout=`, or `replicate=` and DTensors of another mesh."""
     optimizer, options, named = session.optimizer, session.options, session.named
-    binder = Binder(optimizer, options, session.capture)
-    binder.exchange()
+    siblings = session.siblings
+    binders = {session: session.exchanged()} if siblings is None else siblings.exchanged(session)
+    binder = binders[session]
     refused: dict[str, CanzonaError] = {}
     check_params(named, refused)
     bound = [b for b in binder.bind(refused) if b.name not in refused]
@@ -142,9 +142,9 @@ def _explain_ahead(session: Session) -> Explanation:
     rows: dict[str, list[ExplainedParameter]] = {b.name: [] for b in bound}  # several of what is split
     if bound:
         kind, owned_as = plain_class(optimizer).__name__, None
-        if session.siblings is not None and not refused:
+        if siblings is not None and not refused:
             with contextlib.suppress(CanzonaError):  # of another optimizer, whose own rows say it
-                owned_as = session.siblings.owned(session, bound)
+                owned_as = siblings.owned(session, bound, binders)
         planned = {row.name: row for row in rows_of(make_plan(bound, kind, options, owned_as=owned_as))}
         for b in bound:
             rows[b.name].append(planned[b.task.name])

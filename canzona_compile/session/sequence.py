@@ -25,6 +25,18 @@ def in_sequence(steps: Sequence[Step]) -> Step:
     return replace(found, optimizer="+".join(step.optimizer for step in steps))
 
 
+def names_in_sequence(steps: Sequence[Step]) -> dict[str, tuple[int, str]]:
+    """By the name of a template or a cut as `in_sequence` shows it: which step has it, and its name there."""
+    found: dict[str, tuple[int, str]] = {}
+    for names in ([[t.name for t in s.templates] for s in steps], [[p.name for p in s.placed] for s in steps]):
+        taken: set[str] = set()
+        for number, own in enumerate(names):
+            shown = fresh(own, taken, number)
+            taken |= set(shown.values())
+            found |= {shown[name]: (number, name) for name in own}
+    return found
+
+
 def told_apart(step: Step, before: Step, number: int) -> Step:
     """A step with names and labels that the one before it does not have."""
     templates = fresh([t.name for t in step.templates], {t.name for t in before.templates}, number)

@@ -278,14 +278,24 @@ class Session(PortableState):
             with contextlib.suppress(BaseException), self.telling(driver):
                 raise error
 
-    def bind(self) -> list[BoundParam]:
-        """Bind the parameters. This is a collective if some of them are plain fragments.
+    def exchanged(self) -> Binder:
+        """Make what binds the parameters. This is a collective if some of them are plain fragments.
+
+        It comes before anything that may raise, because other ranks wait for it.
+        """
+        binder = Binder(self.optimizer, self.options, self.capture)
+        binder.exchange()
+        return binder
+
+    def bind(self, binder: Binder) -> list[BoundParam]:
+        """Bind the parameters.
+
+        Args:
+            binder: what `exchanged` returned.
 
         Raises:
             CanzonaError: a parameter, its gradient or the optimizer is not supported.
         """
-        binder = Binder(self.optimizer, self.options, self.capture)
-        binder.exchange()  # before anything that may raise, because other ranks wait for it
         check_params(self.named)
         bound = binder.bind()
         check_marked(self.options.layout, [b.origin for b in bound])
@@ -297,9 +307,10 @@ class Session(PortableState):
         Raises:
             CanzonaError: as `bind`, or the given plan does not fit.
         """
-        bound = self.bind()
         siblings = None if self._in_dummy_step else self.siblings
-        owned_as = None if siblings is None else siblings.owned(self, bound)
+        binders = {self: self.exchanged()} if siblings is None else siblings.exchanged(self)
+        bound = self.bind(binders[self])
+        owned_as = None if siblings is None else siblings.owned(self, bound, binders)
         plan = make_plan(bound, plain_class(self.optimizer).__name__, self.options, self.observers, owned_as)
         if self.number == 1 and distributed() and self.options.replicate is None:
             notice_data_parallel(plan.owned, plan.params)

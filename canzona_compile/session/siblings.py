@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.pipeline import run
-from canzona_compile.ir.step import Step
+from canzona_compile.ir.step import Step, Task
 from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes
-from canzona_compile.session.bind import BoundParam
+from canzona_compile.session.bind import Binder, BoundParam
 from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
 from canzona_compile.session.sequence import in_sequence
 from canzona_compile.session.step_driver import StepDriver
@@ -27,7 +27,12 @@ class PlannedSession(Protocol):
     options: Options
     driver: StepDriver | None
 
-    def bind(self) -> list[BoundParam]: ...
+    def exchanged(self) -> Binder: ...
+
+    def bind(self, binder: Binder) -> list[BoundParam]: ...
+
+
+Binders = Mapping[Any, Binder]  # by session, of those whose parameters are bound now
 
 
 class Siblings:
@@ -47,14 +52,24 @@ class Siblings:
         """What takes the steps of each optimizer; None before its first one."""
         return [session.driver for session in self.sessions]
 
-    def owned(self, own: PlannedSession, bound: Sequence[BoundParam]) -> Step:
+    def exchanged(self, own: PlannedSession) -> Binders:
+        """Make what binds the parameters of the session that plans, and of those that have no plan yet.
+
+        This is a collective if some parameters are plain fragments. It comes before anything that may raise, because
+        other ranks wait for it.
+        """
+        return {session: session.exchanged() for session in self.sessions if session is own or session.driver is None}
+
+    def owned(self, own: PlannedSession, bound: Sequence[BoundParam], binders: Binders) -> Step:
         """Choose the owners of all matrices of the chain.
 
-        Every session asks when it plans. All of them get the same owners unless something changes in between.
+        Every session asks when it plans. All of them get the same owners unless something changes in between. What a
+        session has planned already stays: its owners hold state.
 
         Args:
             own: the session that plans.
             bound: its parameters.
+            binders: what `exchanged` returned.
 
         Returns:
             The OWNED step of all optimizers.
@@ -62,14 +77,24 @@ class Siblings:
         Raises:
             CanzonaError: a parameter of another optimizer is not supported, or the given plan does not fit.
         """
-        every = [bound if session is own else session.bind() for session in self.sessions]
+        every: list[Sequence[BoundParam]] = []
+        kept: dict[str, Task] = {}
+        for session in self.sessions:
+            if session is own:
+                every.append(bound)
+            elif session.driver is None:
+                every.append(session.bind(binders[session]))
+            else:
+                every.append(list(session.driver.plan.bound.values()))
+                kept |= {task.name: task for task in session.driver.plan.owned.tasks}
         parts, count = [], 0
         for session, found in zip(self.sessions, every, strict=True):
             numbered = [replace(b, task=replace(b.task, index=count + b.task.index)) for b in found]
             parts.append(captured_step(numbered, plain_class(session.optimizer).__name__, session.options))
             count += len(found)
         options = own.options
-        self._owned, _ = run(joined(parts), planning_passes(options))
+        owned, _ = run(joined(parts), planning_passes(options))
+        self._owned = replace(owned, tasks=tuple(placed_as(t, kept.get(t.name, t)) for t in owned.tasks))
         self._names = [[b.task.name for b in found if self._owned.find(b.task.name)] for found in every]
         check_pieces([b for found in every for b in found], self._owned)
         if options.plan is not None:
@@ -87,3 +112,8 @@ class Siblings:
         kinds = [plain_class(session.optimizer).__name__ for session in self.sessions]
         parts = [lower(self._owned, names, options)[0] for names in self._names]
         return in_sequence([replace(part, optimizer=kind) for part, kind in zip(parts, kinds, strict=True)])
+
+
+def placed_as(task: Task, other: Task) -> Task:
+    """A task with the owner of another one."""
+    return replace(task, owner=other.owner, strategy=other.strategy, reason=other.reason)

@@ -97,7 +97,7 @@ def made(make: Callable[[], Optimizer], call: str) -> Optimizer:
         ) from error
 
 
-def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+def in_chain(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """The optimizers of a chain; of any other optimizer, itself."""
     return optimizer.optimizers if isinstance(optimizer, Chain) else (optimizer,)
 
@@ -141,7 +141,7 @@ def captured_step(
     """
     check(mesh, model)
     sharding = WeightSharding(mesh, model.layers, model.experts)
-    chained, members = isinstance(optimizer, Chain), members_of(optimizer)
+    chained, members = isinstance(optimizer, Chain), in_chain(optimizer)
     weights = model.everything if everything or chained else model.weights
     if not everything:
         weights = tuple(sorted(weights, key=lambda weight: weight.member))
