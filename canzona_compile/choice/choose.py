@@ -34,8 +34,9 @@ def hidden_matrices(
     be whole or sharded, compiled, wrapped by DDP, or on the meta device. The result is the same.
 
     An output head is a weight tied to the embedding; or a module outside of the repeated layers that is named as one
-    (`lm_head`, `output`, `head`, `classifier`, `score` and the like); or the last module outside of the repeated layers
-    with a weight of as many rows or columns as the largest embedding has rows.
+    (`lm_head`, `output`, `head`, `classifier`, `score` and the like); or the last module of the model, outside of the
+    repeated layers, if it is named `fc`, as in ResNets; or the last module outside of the repeated layers with a weight
+    of as many rows or columns as the largest embedding has rows.
 
     Routers of experts are matrices. Megatron-LM, Moonshot's example for Moonlight and DeepSeek-V4 train them with Muon,
     because they are weights of two dims that tokens pass through in every layer. Others give them to AdamW: pass
@@ -99,7 +100,7 @@ def judge(survey: Survey, param: nn.Parameter, batch_dims: bool) -> tuple[str, s
     if len(shape) > 2 and (isinstance(module, names.CONVOLUTIONS) or "conv" in own.lower()):
         return "other", "convolution"
     if names.NO_WEIGHT.search(site.leaf) or not names.WEIGHT.search(site.leaf):
-        return "other", f"{site.leaf} of {own} is not named as a weight"
+        return "other", f"{site.leaf or site.name} of {own} is not named as a weight"
     if len(shape) > 2:
         return stack(shape, "expert" in f"{site.path}.{own}".lower(), batch_dims)
     router = names.ROUTER.search(site.path.rpartition(".")[2]) or "Router" in own

@@ -115,6 +115,8 @@ class Survey:
             if head := self._named_head(site.path):
                 groups[head] = site.path
         found = {path: f"output head, named {head.rpartition('.')[2]}" for head, path in groups.items()}
+        if last := self._last_head([site.path for _, site in weights]):
+            found.setdefault(weights[-1][1].path, f"output head: last module, named {last}")
         sized = [site.path for key, site in weights if self._has_vocabulary(key) and not self.in_layers(site.path)]
         if sized and not any(key in self.embeddings for key, _ in weights):  # a tied head is the head
             found.setdefault(sized[-1], f"output head: last linear, {self.vocabulary} rows as the embedding")
@@ -132,6 +134,16 @@ class Survey:
                 return ".".join(parts[: i + 2]) if several else head
             if names.HIDDEN.search(part):
                 return ""
+        return ""
+
+    def _last_head(self, paths: Sequence[str]) -> str:
+        """The name by which the last of these modules is a head; empty if it is none, or lies in a repeated layer."""
+        parts = paths[-1].split(".") if paths and not self.in_layers(paths[-1]) else []
+        for part in parts:
+            if names.LAST_HEAD.fullmatch(part):
+                return part
+            if names.HIDDEN.search(part):
+                break
         return ""
 
     @cached_property

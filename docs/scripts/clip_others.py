@@ -12,7 +12,8 @@ torch.manual_seed(0)
 hidden = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU()) for _ in range(2)])
 model = fully_shard(nn.Sequential(nn.Embedding(256, 64), hidden, nn.Linear(64, 256)))
 # --8<-- [start:line]
-optimizer = canzona_compile.muon_adamw(model, lr=1e-2)  # in place of torch.optim.AdamW(model.parameters(), lr=1e-2)
+# in place of torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+optimizer = canzona_compile.muon_adamw(model, lr=3e-4, weight_decay=0.1)
 # --8<-- [end:line]
 
 # --8<-- [start:clip]

@@ -11,16 +11,16 @@ import canzona_compile
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(32, 96, bias=False), nn.GELU(), nn.Linear(96, 32, bias=False))
+hidden = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32, bias=False), nn.GELU()) for _ in range(3)])
+model = nn.Sequential(nn.Embedding(256, 32), hidden, nn.Linear(32, 256))
 forward = DistributedDataParallel(model)
 
-optimizer = torch.optim.Muon(model.named_parameters(), lr=2e-2)
-optimizer = canzona_compile.wrap(optimizer, replicate=mesh)  # or a process group
+optimizer = canzona_compile.muon_adamw(model, lr=1e-2, replicate=mesh)  # or a process group
 
 torch.manual_seed(dist.get_rank())
 for step in range(10):
-    x = torch.randn(16, 32)
-    loss = nn.functional.mse_loss(forward(x), x.roll(1, dims=1))
+    tokens = torch.randint(256, (256,))
+    loss = nn.functional.cross_entropy(forward(tokens), (tokens + 1) % 256)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -17,7 +17,7 @@ for layer in hidden:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 
-optimizer = canzona_compile.muon_adamw(model, lr=1e-2)
+optimizer = canzona_compile.muon_adamw(model, lr=1e-2)  # larger than usual, because it trains for 20 steps
 
 torch.manual_seed(dist.get_rank())  # other data on every rank
 for step in range(20):

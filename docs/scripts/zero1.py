@@ -14,23 +14,19 @@ hidden = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32, bias=False), nn.GELU())
 model = nn.Sequential(nn.Embedding(256, 32), hidden, nn.Linear(32, 256))
 
 # --8<-- [start:zero1]
-named = list(model.named_parameters())
-muon = torch.optim.Muon([(name, p) for name, p in named if name.startswith("1.")], lr=2e-2)
-adamw = torch.optim.AdamW([(name, p) for name, p in named if not name.startswith("1.")], lr=1e-2)
-muon, adamw = canzona_compile.zero1(model, [muon, adamw], mesh=mesh["dp"])  # the same objects; no DDP(model)
+optimizer = canzona_compile.muon_adamw(model, lr=1e-2, zero1=mesh["dp"])  # no DDP(model)
 # --8<-- [end:zero1]
 
 torch.manual_seed(dist.get_rank())
 for step in range(10):
     tokens = torch.randint(256, (2, 128))
-    with muon.canzona.no_sync():  # accumulates; nothing is sent
+    with optimizer.canzona.no_sync():  # accumulates; nothing is sent
         nn.functional.cross_entropy(model(tokens[0]), (tokens[0] + 1) % 256).div(2).backward()
     loss = nn.functional.cross_entropy(model(tokens[1]), (tokens[1] + 1) % 256)
     loss.div(2).backward()  # gradients are reduced to their owners meanwhile
-    muon.canzona.clip_grad_norm_(1.0)  # of the whole model
-    for optimizer in (muon, adamw):
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer.canzona.clip_grad_norm_(1.0)  # of the whole model
+    optimizer.step()
+    optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 dist.destroy_process_group()

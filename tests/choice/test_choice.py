@@ -144,6 +144,24 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         {"1.weight", "2.weight"},
     ),
     "no embedding, no head": (lambda: nn.Sequential(linear(), nn.GELU(), linear(4)), {"0.weight", "2.weight"}),
+    "fc is a head where it is last, as in ResNets": (
+        lambda: Parts(stem=nn.Conv2d(4, 8, 3), fc=linear(5)),
+        set(),
+    ),
+    "fc of several modules": (
+        lambda: Parts(body=linear(), fc=nn.Sequential(linear(), nn.GELU(), linear(4))),
+        {"body.weight", "fc.0.weight"},
+    ),
+    "fc before another module": (lambda: Parts(fc=linear(), proj=linear(4)), {"fc.weight", "proj.weight"}),
+    "fc in layers": (
+        lambda: Parts(layers=nn.ModuleList([Parts(fc=linear()), Parts(fc=linear())])),
+        {"layers.0.fc.weight", "layers.1.fc.weight"},
+    ),
+    "fc in a block alone": (lambda: Parts(mlp=Parts(proj=linear(), fc=linear())), {"mlp.proj.weight", "mlp.fc.weight"}),
+    "fc before a head": (
+        lambda: Parts(embed=nn.Embedding(16, 8), fc=linear(), head=linear(16)),
+        {"fc.weight"},
+    ),
     "several heads": (lambda: Parts(body=linear(), heads=nn.ModuleList([linear(4), linear(3)])), {"body.weight"}),
     "a head of two": (lambda: Parts(mlp_head=nn.Sequential(linear(), nn.GELU(), linear(4))), {"mlp_head.0.weight"}),
     "tied, and named first": (tied_before, set()),
@@ -212,6 +230,16 @@ def test_the_text_groups_layers_and_has_totals() -> None:
     assert "frozen" not in text
     assert choice.to_dict()["rows"][0]["name"] == "embedding.weight"
     assert "frozen: 3 parameters" in str(hidden_matrices(with_adapters()))
+
+
+def test_a_reason_names_a_parameter_without_a_module() -> None:
+    """A list of parameters alone: none of them has a module, or a name of its own in it."""
+    rows = hidden_matrices(nn.ParameterList([nn.Parameter(torch.ones(4, 4))])).rows
+    assert [(row.name, row.why) for row in rows] == [("0", "0 of ParameterList is not named as a weight")]
+
+
+def test_the_reason_of_a_last_fc() -> None:
+    assert hidden_matrices(Parts(body=linear(), fc=linear())).rows[-1].why == "output head: last module, named fc"
 
 
 # -- wrapped and sharded ---------------------------------------------------------------------------

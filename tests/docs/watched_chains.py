@@ -36,7 +36,7 @@ class WatchedChains:
     The hook comes after steps: one before them would change how a wrapped chain takes them.
 
     Attributes:
-        trained: what became of each parameter, by name.
+        trained: what became of each parameter that has a name in its group, by name.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,8 @@ class WatchedChains:
             return
         for optimizer in chain.optimizers:
             for group in optimizer.param_groups:
-                for name, param in zip(group["param_names"], group["params"], strict=True):
+                named = zip(group["param_names"], group["params"], strict=True) if "param_names" in group else ()
+                for name, param in named:
                     found = digest(param)
                     changed = self._first.setdefault(name, found) != found
                     self.trained[name] = Trained(plain_class(optimizer).__name__, changed, is_sharded(param), found)

@@ -108,6 +108,31 @@ def test_the_parameters_of_the_optimizer_decide() -> None:
     assert names(copy, named) == expected
 
 
+class Classifier(nn.Module):
+    """A convolution, a stack, and a head whose name alone does not tell what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 8, 8))
+        self.proj = nn.Linear(8, 8, bias=False)
+        self.fc = nn.Linear(8, 8, bias=False)
+
+
+def test_the_rules_of_hidden_matrices_decide_where_no_optimizer_does() -> None:
+    """Also whether a chain's own parameters are matrices. Stacks are: a plan may be of an optimizer that takes them."""
+    with torch.device("meta"):
+        copy, model = Classifier(), Classifier()
+    hidden = ["gate_up_proj", "proj.weight"]
+    assert names(copy, "muon") == hidden
+    assert names(Decoder(), "muon") == [f"layers.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
+    own = dict(model.named_parameters())
+    others = torch.optim.AdamW([own["stem.weight"], own["stem.bias"], own["fc.weight"]])
+    takes_stacks = torch.optim.SGD([own[name] for name in hidden])
+    assert names(model, canzona_compile.chain(takes_stacks, others)) == hidden
+    assert names(copy, takes_stacks) == hidden  # by shapes: the head has that of `proj`
+
+
 def test_without_names_shapes_tell() -> None:
     model = Decoder()
     with torch.device("meta"):

@@ -13,7 +13,7 @@ from canzona_compile.choice.choose import hidden_matrices
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.session.param_names import named_params
-from canzona_compile.tools.planning.weights import Model, from_module, hidden_matrix
+from canzona_compile.tools.planning.weights import Model, from_module
 
 
 def held_by(optimizer: Optimizer, module: nn.Module) -> dict[str, int] | None:
@@ -44,9 +44,10 @@ def held_by(optimizer: Optimizer, module: nn.Module) -> dict[str, int] | None:
     if len(held) == 1 or any(there[shape] > here[shape] for shape in there):
         return None
     alike = {shape: [n for n, p in params.items() if tuple(p.shape) == shape] for shape in there}
+    hidden = hidden_names(module) if any(len(names) > there[shape] for shape, names in alike.items()) else set()
     for shape, names in alike.items():
         if len(names) > there[shape]:
-            names[:] = [name for name in names if hidden_matrix(name, params[name])]
+            names[:] = [name for name in names if name in hidden]
         if len(names) != there[shape]:
             raise CanzonaError(
                 f"the optimizer holds {there[shape]} parameters of shape {list(shape)}, the module has {here[shape]}, "
@@ -55,6 +56,11 @@ def held_by(optimizer: Optimizer, module: nn.Module) -> dict[str, int] | None:
                 hint="make the optimizer from named_parameters() of its model, or from this module's parameters",
             )
     return {alike[shape].pop(0): g for _, g, shape, _ in held}
+
+
+def hidden_names(module: nn.Module) -> set[str]:
+    """The names of the hidden matrices of a module, stacks of them included: a plan may be of any optimizer."""
+    return {name for name, _ in hidden_matrices(module, batch_dims=True).matrices}
 
 
 def with_held(model: Model, held: dict[str, int]) -> Model:
@@ -96,9 +102,9 @@ def model_of_chain(module: nn.Module, chain: Chain, in_order: bool) -> Model:
     members = [held_by(own, module) for own in chain.optimizers]
     if all(held is None for held in members):
         matrices = {name for name, _ in hidden_matrices(module).matrices}
-        return dealt(from_module(module, lambda name, _: name in matrices), chain)
+        return dealt(from_module(module, matrices), chain)
     found = {name: (m, g) for m, held in enumerate(members) for name, g in (held or {}).items()}
-    model = from_module(module, lambda name, param: name in found and hidden_matrix(name, param))
+    model = from_module(module, found.keys() & hidden_names(module))
     by_name = {weight.name: weight for weight in model.everything if weight.name in found}
     order = by_name if in_order else [name for name in found if name in by_name]
     everything = tuple(

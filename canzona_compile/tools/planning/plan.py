@@ -24,7 +24,7 @@ from canzona_compile.passes import planning_passes
 from canzona_compile.simulation.simulate import simulate
 from canzona_compile.tools.planning.forecast import forecast
 from canzona_compile.tools.planning.gc_pause import paused
-from canzona_compile.tools.planning.held import dealt, held_by, model_of_chain, with_held
+from canzona_compile.tools.planning.held import dealt, held_by, hidden_names, model_of_chain, with_held
 from canzona_compile.tools.planning.local import local_forecast
 from canzona_compile.tools.planning.lowered import LoweredPlan, Lowering, check_zero1
 from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
@@ -33,7 +33,7 @@ from canzona_compile.tools.planning.passes import TOKENS, Passes
 from canzona_compile.tools.planning.period import period_forecast
 from canzona_compile.tools.planning.request import Request
 from canzona_compile.tools.planning.result import OfflinePlan
-from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, hidden_matrix, parse_split, preset
+from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
 
 Updates = Literal["ddp", "zero1"]
 ALTERNATIVES = ("static", "alpha", "lpt", "joint", "permuted")
@@ -167,8 +167,8 @@ def model_of(
     if isinstance(given, nn.Module):
         held = held_by(optimizer, given) if isinstance(optimizer, Optimizer) else None
         if held is None:
-            return from_module(given, hidden_matrix)
-        model = from_module(given, lambda name, _: name in held)
+            return from_module(given, hidden_names(given))
+        model = from_module(given, held)
         return with_held(model, held) if updates == "ddp" else model
     return from_shapes(given, "shapes", "model")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -342,10 +342,15 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
     )
 
 
-def from_module(module: nn.Module, keep: Callable[[str, nn.Parameter], bool]) -> Model:
-    """Make a model of a module on any device; its matrices are those for which `keep` returns True."""
+def from_module(module: nn.Module, matrices: Collection[str]) -> Model:
+    """Make a model of a module on any device.
+
+    Args:
+        module: the module.
+        matrices: the canonical names of its matrices. Vectors among them do not count.
+    """
     named = canonical_params(module)
-    shapes: dict[str, Any] = {n: tuple(p.shape) for n, p in named.items() if p.ndim >= 2 and keep(n, p)}
+    shapes: dict[str, Any] = {n: tuple(p.shape) for n, p in named.items() if p.ndim >= 2 and n in matrices}
     shapes = {
         n: shapes.get(n) or {"shape": tuple(p.shape), "elementwise": True}
         for n, p in named.items()
@@ -353,13 +358,6 @@ def from_module(module: nn.Module, keep: Callable[[str, nn.Parameter], bool]) ->
     }
     model = from_shapes(shapes, type(module).__name__, "the module")
     return replace(model, others=sum(p.numel() for p in module.parameters()) - model.elements)
-
-
-def hidden_matrix(name: str, _: nn.Parameter) -> bool:
-    """Tell by the usual names whether a parameter is neither an embedding nor the head."""
-    parts = name.lower().split(".")
-    known = ("lm_head", "wte", "wpe")
-    return parts[0] not in ("output", "head") and not any(part in known or "embed" in part for part in parts)
 
 
 def layer_of(name: str) -> int:
