@@ -17,7 +17,7 @@ from canzona_compile.api.wrapped_class import rebind_scheduled_step
 from canzona_compile.api.zero1_handle import Zero1Canzona
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.chains.chain import Chain, loss_of
-from canzona_compile.compat.torch_private import HOOKS_OF_ALL, calls_outside_dynamo, outside_dynamo
+from canzona_compile.compat.torch_private import calls_outside_dynamo, outside_dynamo
 from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
@@ -162,8 +162,8 @@ class ChainCanzona:
     def ready(self) -> Iterator[None]:
         """Inside this context all optimizers take a step. What one of them refuses, none has begun.
 
-        Where hooks run before the steps of single optimizers, where steps are measured, and under ZeRO-1, each
-        optimizer finds out at its own turn.
+        Each optimizer finds out at its own turn under ZeRO-1, while steps are measured, and if hooks of single
+        optimizers change what their steps do.
         """
         first = any(session.driver is None for session in self.sessions) and self.sessions[0].rank == 0
         with contextlib.ExitStack() as stack:
@@ -177,9 +177,9 @@ class ChainCanzona:
             log.info("%s", headline(self.report()))
 
     def _may_look_ahead(self) -> bool:
-        """Tell whether nothing that users do comes between: hooks may change gradients, and what is measured counts."""
-        hooks = [*HOOKS_OF_ALL, *(h for s in self.sessions for h in s.optimizer._optimizer_step_pre_hooks)]
-        return not hooks and not any(session.measuring.wanted for session in self.sessions)
+        """Tell whether all optimizers can be ready before the first one steps. Ranks have to plan in one order."""
+        planned = all(session.driver is not None for session in self.sessions)
+        return not (planned and any(session.measuring.wanted for session in self.sessions))
 
     def _has_news(self) -> bool:
         """Tell whether an optimizer has something new to report, once."""

@@ -18,7 +18,7 @@ from canzona_compile.capture.copies import Copies
 from canzona_compile.capture.held_optimizers import held_in
 from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.outside import Outside
-from canzona_compile.chains.chain import Chain
+from canzona_compile.chains.chain import Chain, is_chain
 
 STEPS = 50  # that are tried; an object may do something else every tenth step
 
@@ -101,18 +101,18 @@ def touched(param: nn.Parameter) -> bool:
 
 def members_of(optimizer: Any) -> tuple[Any, ...]:
     """The optimizers whose steps are all that an object's step does; of one that steps by itself, itself."""
-    return tuple(own for one in inside(optimizer) for own in (one.optimizers if isinstance(one, Chain) else (one,)))
+    return tuple(own for one in inside(optimizer) for own in (one.optimizers if is_chain(one) else (one,)))
 
 
 def chain_of(optimizer: Any) -> Chain | None:
     """The chain that an object is, or that it steps and nothing else; None if there is none."""
     only, *others = inside(optimizer)
-    return only if isinstance(only, Chain) and not others else None
+    return only if is_chain(only) and not others else None
 
 
 def inside(optimizer: Any) -> tuple[Any, ...]:
     """The optimizers and chains whose steps are all that an object's step does; of others, and of a chain, itself."""
-    if isinstance(optimizer, Chain):
+    if is_chain(optimizer):
         return (optimizer,)
     found = {id(one): one for several in held_in(optimizer).values() for one in several}
     inner = tuple(found.values())

@@ -8,6 +8,7 @@ class of the optimizer, as `fully_shard` swaps the class of modules, and all of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from canzona_compile.api.chained import MemberCanzona, attach_chain, detach_chain, handle_of
+from canzona_compile.api.chained import CanzonaChain, MemberCanzona, attach_chain, detach_chain, handle_of
 from canzona_compile.api.handle import Canzona
 from canzona_compile.api.holders import chain_of, inside, members_of
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
+from canzona_compile.capture.held_optimizers import advice
 from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.chains.chain import Chain
+from canzona_compile.chains.chain import Chain, is_chain
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.hardware import Hardware, named_hardware
@@ -148,6 +150,12 @@ def wrap(
         audit=audit,
     )
     chain = chain_of(optimizer)
+    if type(chain) not in (type(None), Chain, CanzonaChain):
+        raise CanzonaError(
+            f"{type(chain).__name__} is a subclass of Chain, whose step a wrapped chain would not call",
+            at="wrap(chain)",
+            hint="wrap canzona_compile.chain(*optimizers), and do the rest in hooks or in a scheduler",
+        )
     several = chain is not None or len(members) > 1
     each = options_of(members, options, model) if several else [options]
     for own, wanted in zip(members, each, strict=True):
@@ -230,6 +238,12 @@ def options_of(members: Sequence[Optimizer], options: Options, model: nn.Module 
         for own, names, prefix in zip(members, names_of, prefixes, strict=True)
     ]
     every_name = [name for names in known for name in names]
+    if twice := next((name for name, times in Counter(every_name).items() if times > 1), None):
+        raise CanzonaError(
+            "parameters of two optimizers have this name",
+            at=twice,
+            hint='give some other names, such as [("critic." + name, p) for name, p in critic.named_parameters()]',
+        )
     check_patterns(options.split, every_name)
     check_layout_patterns(options.layout, every_name)
     return [
@@ -282,6 +296,8 @@ def no_optimizer(given: object) -> CanzonaError:
     elif isinstance(given, list | tuple) and given and all(isinstance(one, Optimizer) for one in given):
         problem = f"wrap takes one optimizer, not a {type(given).__name__} of {len(given)}"
         hint = "wrap(chain(*optimizers)); zero1(model, optimizers) takes several"
+    elif inner := advice(given):
+        hint = inner
     return CanzonaError(problem, at="wrap", hint=hint)
 
 
@@ -297,7 +313,7 @@ def unwrap(optimizer: Opt) -> Opt:
     Raises:
         CanzonaError: the optimizer is a wrapper around the wrapped one, or it has stepped by objects of its own.
     """
-    if isinstance(optimizer, Chain) and is_wrapped(optimizer):
+    if is_chain(optimizer) and is_wrapped(optimizer):
         for own in optimizer.optimizers:
             unwrap(own)
         detach_chain(optimizer)

@@ -8,7 +8,7 @@ nothing: its parameter groups are the very dicts of its optimizers, and its stat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -235,6 +235,11 @@ class Chain(Optimizer):
 
     def __repr__(self) -> str:
         return "\n".join(["Chain (", *map(repr, self.optimizers), ")"])
+
+
+def is_chain(optimizer: object) -> TypeGuard[Chain]:
+    """Whether an object is a chain itself: proxies of frameworks are of the class of what they are around."""
+    return isinstance(optimizer, Chain) and "optimizers" in vars(optimizer)
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -69,6 +69,20 @@ class ChainState(MutableMapping[Any, Any]):
     def __delitem__(self, key: Any) -> None:
         del self._home(key)[key]
 
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The state of a parameter, or the default; it makes no empty one."""
+        return self[key] if key in self else default  # noqa: SIM401 - this is get
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """The state of a parameter; the default becomes it if there is none."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Drop the state of a parameter, and return it."""
+        return self._home(key).pop(key, *default) if key in self or not default else default[0]
+
     def __contains__(self, key: object) -> bool:
         return any(key in state for state in self._states)
 

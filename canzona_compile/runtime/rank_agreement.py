@@ -43,18 +43,19 @@ class RankAgreement:
         self._agreements: dict[Ranks, StoreAgreement] = {}
         self.waiter = Waiter(self._agreements.values(), device)
 
-    def report(self, members: Iterable[Ranks], error: CanzonaError | None) -> None:
+    def report(self, members: Iterable[Ranks], error: CanzonaError | None, text: str = "") -> None:
         """Tell the ranks of every mesh whether this rank could make a plan. This is a collective.
 
         Args:
             members: the global ranks of each mesh.
             error: the error that kept this rank from planning; None if it made a plan.
+            text: what has to be the same on all of them.
 
         Raises:
-            CanzonaError: one of these ranks could not make a plan. All of them raise.
+            CanzonaError: one of these ranks could not make a plan, or their texts differ. All of them raise.
         """
         for ranks in sorted(r for r in members if len(r) > 1):
-            error = self._agree(ranks, "", error)
+            error = self._agree(ranks, text, error)
         if error is not None:
             raise error
 

@@ -151,7 +151,7 @@ class Binder:
         check_patterns(self.options.split, names)
         check_layout_patterns(self.options.layout, names)
         found: list[BoundParam] = []
-        for own in self._named:
+        for own in (one for one in self._named if one[0] not in (refused or ())):
             try:
                 found += self.bind_one(len(found), *own)
             except CanzonaError as error:
@@ -321,12 +321,12 @@ class Binder:
         """Find the layout and the kind of this rank's entries of a stack; None unless all ranks update their own.
 
         Args:
-            layout: the layout of the whole stack.
-            kind: its kind.
+            layout, kind: those of the whole stack.
             g, param, name, state, within: as for `_kind`.
         """
-        numbers = numbers_of_entries(layout)
-        if not cut_along_experts(param) or numbers == [layout.shape[0]] or not independent(kind):
+        if not cut_along_experts(param):
+            return None
+        if (numbers := numbers_of_entries(layout)) == [layout.shape[0]] or not independent(kind):
             return None
         own = within(self.layout(param, batch_dims=1))
         if not own.shape[0] and own.grid.shards == 1:  # what is empty needs no owner, and no replica of it sends

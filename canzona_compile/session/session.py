@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.error_origin import failed_on, first_line, note_rank
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
+from canzona_compile.compat.torch_private import HOOKS_OF_ALL
 from canzona_compile.errors import CanzonaError, problem_of
 from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.plan_file import PlanFile
@@ -141,7 +142,7 @@ class Session(PortableState):
             CanzonaError: the step cannot be taken, see `step`; nothing was updated.
         """
         if self._ready is not None:
-            yield self._ready
+            yield contextvars.copy_context().run(self._looked_again, self._ready)
             return
         self._begin()
         with self.gradients(), current_device(self.device):
@@ -194,12 +195,36 @@ class Session(PortableState):
     def _prepared(self) -> StepDriver:
         driver = self.driver
         self._check_unbroken()
-        if driver is None or self._must_replan(driver):
-            with during(self.measuring.clock, "plan"):
-                self.release()
-                driver = self.driver = self._start()
-            driver.clock = self.measuring.clock
-            self._settle(driver, "", None)
+        if driver is None:
+            return self._planned()
+        change, error = self._look(driver)
+        return self._settled(driver, change, error)
+
+    def _looked_again(self, driver: StepDriver) -> StepDriver:
+        """Agree once more if hooks of this optimizer, which have run since, changed what its step does.
+
+        Some ranks alone may have hooks, such as for logging; those that change nothing need no other rank.
+        """
+        if not (HOOKS_OF_ALL or self.optimizer._optimizer_step_pre_hooks):
+            return driver
+        before = driver.facing()
+        change, error = self._look(driver)
+        replan = change is not None and change.kind is ChangeKind.REPLAN
+        if error is not None or replan or driver.facing() != before:
+            self._ready = driver = self._settled(driver, change, error)
+        return driver
+
+    def _settled(self, driver: StepDriver, change: StepChange | None, error: CanzonaError | None) -> StepDriver:
+        """Agree with the other ranks on what was found, and plan if that is needed."""
+        self._settle(driver, "" if change is None else change.text, error)
+        return self._planned() if change is not None and change.kind is ChangeKind.REPLAN else driver
+
+    def _planned(self) -> StepDriver:
+        with during(self.measuring.clock, "plan"):
+            self.release()
+            driver = self.driver = self._start()
+        driver.clock = self.measuring.clock
+        self._settle(driver, "", None)
         return driver
 
     @contextlib.contextmanager
@@ -222,8 +247,8 @@ class Session(PortableState):
                 hint="start all ranks again from a checkpoint",
             )
 
-    def _must_replan(self, driver: StepDriver) -> bool:
-        """Tell whether this step needs a new plan. Raise unless every rank finds what this rank finds."""
+    def _look(self, driver: StepDriver) -> tuple[StepChange | None, CanzonaError | None]:
+        """Find out what the step has to do, or why it cannot begin."""
         change: StepChange | None = None
         error: CanzonaError | None = None
         try:
@@ -234,8 +259,7 @@ class Session(PortableState):
         except Exception as found:  # whatever it is, the other ranks must hear of it instead of waiting
             error = CanzonaError(f"the step cannot begin: {first_line(found)}")
             error.__cause__ = found
-        self._settle(driver, "" if change is None else change.text, error)
-        return change is not None and change.kind is ChangeKind.REPLAN
+        return change, error
 
     def _settle(self, driver: StepDriver, change: str, error: CanzonaError | None) -> None:
         """Raise unless every rank found what this rank found, reads the same numbers, and can take the step."""
@@ -257,7 +281,7 @@ class Session(PortableState):
         error = problem_of(lambda: found.append(self.bind_and_plan()))
         agreement = self._agreement = self._agreement or RankAgreement(self.groups, device, self.optimizer)
         members = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes} | {replica_ranks(replicate)}
-        agreement.report(members, error)
+        agreement.report(members, error, "" if self.siblings is None else self.siblings.text)
         (plan,) = found
         driver = StepDriver(self.capture, plan, self.options, self.groups, self.rank, self.observers, agreement.waiter)
         with given_back_on_error(self.optimizer, partial(self._give_up, driver)):

@@ -48,6 +48,11 @@ class Siblings:
         self._names: list[list[str]] = []  # of the tasks of each optimizer
 
     @property
+    def text(self) -> str:
+        """Which optimizers step in which order; ranks compare it."""
+        return " and ".join(plain_class(session.optimizer).__name__ for session in self.sessions)
+
+    @property
     def drivers(self) -> list[StepDriver | None]:
         """What takes the steps of each optimizer; None before its first one."""
         return [session.driver for session in self.sessions]

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch.distributed as dist
 from torch import Tensor
 
+from canzona_compile.capture.error_origin import first_line
 from canzona_compile.errors import CanzonaError
 from canzona_compile.options import GivenLayout
 from canzona_compile.session.given_layout import Named, shardings_of
@@ -78,6 +79,10 @@ def exchange_stand_ins(
     found = StandIns()
     found.refused = known.refused
     for name, tiling in tilings.items():
-        if name not in known.refused:
+        if name in known.refused:
+            continue
+        try:
             found.add(StandIn(name, params[name], tiling, tiling.box(rank)))
+        except Exception as error:  # others may wait for a further exchange
+            found.refused[name] = CanzonaError(f"its fragments cannot be put together: {first_line(error)}", at=name)
     return found, rows

@@ -68,8 +68,7 @@ class StepDriver:
         programs: the cache of programs.
         first_buffers: the most bytes of buffers that a program of first steps had. It gave them back.
         clock: notes the acts of a step that is measured; None otherwise.
-        last: the program that the next step runs if nothing changes; None if there is none yet, or if the plan does not
-            know the code of that step.
+        last: the program that the next step runs if nothing changes; None if none is known.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class StepDriver:
         self._residents = ResidentTasks(capture, plan, self.store)
         joint = any(bound.kind.joint for bound in plan.bound.values())
         self._joint = JointStep(optimizer, plan, groups, rank, watch) if joint else None
-        context = PlanContext(optimizer, plan, self.store, self._residents, self._joint)
-        sources = Sources(device, groups, watch, self.store, self.cohorts, context)
+        eager = PlanContext(optimizer, plan, self.store, self._residents, self._joint)
+        sources = Sources(device, groups, watch, self.store, self.cohorts, eager)
         self._maker = ProgramMaker(plan, options, rank, observers, self.store, sources)
         self.programs = ProgramCache(self._maker.of_variants)
         self.first_buffers = 0
@@ -107,8 +106,7 @@ class StepDriver:
         self._audit = None if options.audit is None else Audit(options.audit, optimizer, plan, self.store)
         self._held_state = HeldState(optimizer)
         self._held_params = HeldParameters({b.task.name: b.origin for b in plan.bound.values()})
-        self._agreed = Participants()  # those of the last step
-        self._next = Participants()  # those of the next step
+        self._agreed = self._next = Participants()  # those of the last step, and of the next one
         self._lineup: Lineup = ()  # the variants of the next step
         self._shared_lineup: Lineup = ()  # the part of it whose tasks are shared with other ranks
         self._stepped: set[str] = set()  # tasks that have taken a step
@@ -152,8 +150,7 @@ class StepDriver:
         """Check the gradients of the first step of the plan, after `begin`, and make the objects of resident tasks.
 
         Raises:
-            InvalidGradient: one has attributes, or is missing although the optimizer needs it.
-            CanzonaError: state does not fit a resident task.
+            CanzonaError: a gradient has attributes or is missing where it is needed, or state fits no resident task.
         """
         self._check_gradients()
         self._check_presence()
@@ -283,6 +280,10 @@ class StepDriver:
         """Describe the numbers that the next step reads, for each set of ranks that shares tasks."""
         return self._numbers.text(self.cohorts.current)
 
+    def facing(self) -> tuple[object, ...]:
+        """What the next step is, as `look` found it: two that are equal are the same step."""
+        return self._next, self._lineup, self.numbers()
+
     def _change(self) -> StepChange | None:
         """Describe how the next step differs from earlier ones in what other ranks share with this one."""
         here, before = {*self._next.ready, *self._next.fresh}, {*self._agreed.ready, *self._agreed.fresh}
@@ -293,8 +294,8 @@ class StepDriver:
             return StepChange(ChangeKind.PRESENCE, f"no gradient for {', '.join(missing) or 'none'}")
         if self._shared_lineup in self._met:
             return None
-        told = ", ".join(f"{names[0]} and {len(names) - 1} more" for _, _, names in self._shared_lineup)
-        return StepChange(ChangeKind.VARIANTS, f"new code for {told}")
+        told = (f"{names[0]} and {len(names) - 1} more" for _, _, names in self._shared_lineup)
+        return StepChange(ChangeKind.VARIANTS, f"new code for {', '.join(told)}")
 
     # -- the step ------------------------------------------------------------------------------------
 

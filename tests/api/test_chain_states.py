@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Muon
 
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
 from tests.harness.chains import Hand, both, chained, either, steps
-from tests.harness.pairs import params_of, same_bits
+from tests.harness.pairs import parameters, params_of, same_bits
 
 # -- state dicts, copies, pickles --------------------------------------------------------------
 
@@ -56,7 +56,23 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_is_loaded(wrapped
         with pytest.raises(CanzonaError) as error:
             made.load_state_dict({**saved, "param_groups": groups})
         assert error.value.at == "chain.load_state_dict"
+    stray = {**saved, "state": {**saved["state"], 99: {}}}
+    with pytest.raises(CanzonaError, match="99"):
+        made.load_state_dict(stray)
     steps(made, range(2, 4), hand)
+
+
+def test_groups_of_another_order_are_refused_and_nothing_is_loaded() -> None:
+    params = parameters(((6, 4), (5, 4)))
+    there = chain(AdamW(params[:1], lr=0.1), Muon(params[1:], lr=0.1))
+    here = chain(Muon(params[1:], lr=0.2), AdamW(params[:1], lr=0.2))
+    with pytest.raises(CanzonaError) as error:
+        here.load_state_dict(there.state_dict())
+    assert error.value.at == "chain.load_state_dict"
+    assert [group["lr"] for group in here.param_groups] == [0.2, 0.2]
+    older = here.state_dict()
+    del older["param_groups"][1]["maximize"]
+    here.load_state_dict(older)
 
 
 @both
@@ -105,3 +121,14 @@ def test_helpers_of_distributed_checkpoint(name: str, wrapped: bool) -> None:
     set_optimizer_state_dict(model_of(second), second, saved)
     assert hand.different(second) == []
     steps(second, range(3, 5), hand)
+
+
+def test_reading_state_makes_none() -> None:
+    made = chained("two")
+    first = params_of(made)[0]
+    assert made.state.get(first) is None
+    assert made.state.pop(first, 7) == 7
+    assert made.state_dict()["state"] == {}
+    assert made.state.setdefault(first, {"mine": 1}) == made.optimizers[0].state[first] == {"mine": 1}
+    assert made.state.pop(first) == {"mine": 1}
+    assert first not in made.state

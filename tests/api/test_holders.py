@@ -178,3 +178,62 @@ def test_an_optimizer_that_holds_another_and_leaves_it_alone_is_wrapped_itself()
     first.other = second  # type: ignore[attr-defined]
     canzona_compile.wrap(first)
     assert [canzona_compile.is_wrapped(own) for own in (first, second)] == [True, False]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["wrapped-inside", "plain-inside"])
+@pytest.mark.parametrize("kind", [Proxy, lambda one: Container([one])], ids=["proxy", "container"])
+def test_holders_of_a_chain(kind: Callable[[Any], Any], first: bool) -> None:
+    inner: Any = canzona_compile.chain(*two())
+    if first:
+        canzona_compile.wrap(inner)
+    holder, plain = kind(inner), canzona_compile.chain(*two())
+    assert canzona_compile.wrap(holder) is holder
+    assert holder.canzona is inner.canzona
+    for step in range(3):
+        feed(inner, step)
+        feed(plain, step)
+        holder.step()
+        plain.step()
+    assert different(inner, plain) == []
+    assert [p.how for p in explain(holder).parameters] == ["compiled", "compiled", "local"]
+    canzona_compile.unwrap(inner)
+    assert not canzona_compile.is_wrapped(inner)
+
+
+def test_a_holder_that_is_no_optimizer_is_refused_with_the_line_that_works() -> None:
+    class Box:
+        def __init__(self) -> None:
+            self.first, self.second = two()
+
+        def step(self) -> None:
+            self.first.step()
+
+    with pytest.raises(CanzonaError) as error:
+        canzona_compile.wrap(Box())  # type: ignore[type-var]
+    assert "self.first" in str(error.value.hint)
+
+
+class Counter:
+    """Copies share it, for its finalizer."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __del__(self) -> None: ...
+
+
+class Counting(Chained):
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        super().__init__(optimizers)
+        self.counter = Counter()
+
+    def step(self) -> None:
+        self.counter.steps += 1
+        super().step()
+
+
+def test_what_a_holder_shares_with_its_copies_stays() -> None:
+    holder: Any = Counting(two())
+    with pytest.raises(CanzonaError):
+        canzona_compile.wrap(holder)
+    assert holder.counter.steps == 0

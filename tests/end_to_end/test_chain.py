@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
@@ -166,6 +168,153 @@ def test_what_one_optimizer_refuses_none_has_begun(missing: bool) -> None:
     for found in run(2, refused_on_one_rank, missing, after=partial(train, "three", [ALONE], torch.float32)):
         assert found["said"].startswith("InvalidGradient" if missing else "RankMismatch"), found
         assert found["different"] == []
+
+
+def hooked_on_one_rank(everywhere: bool) -> dict[str, Any]:
+    """Hooks that only note something run on rank 0, before the first plan and before another one; the bits."""
+    plain = plain_run(RECIPES["three"], torch.float32)
+    laid, reference = Laid(plain.first, Case("fsdp", (2,))), [nn.Parameter(value.clone()) for value in plain.first]
+    made: Any = canzona_compile.wrap(three(laid.params))
+    share_captures(made)
+    expected = three(reference)
+    noted: list[Any] = []
+    hook = None
+    if dist.get_rank() == 0:
+        register = register_optimizer_step_pre_hook if everywhere else made.optimizers[1].register_step_pre_hook
+        hook = register(lambda *_: noted.append(1))
+    for step, grads in enumerate(plain.grads[:4]):
+        if step == 2:
+            for own in (made, expected):
+                own.param_groups[0]["nesterov"] = False
+        for i, grad in enumerate(grads):
+            laid.params[i].grad, reference[i].grad = laid.like_param(grad, i), grad.clone()
+        made.step()
+        expected.step()
+    if hook is not None:
+        hook.remove()
+    return {"wrong": wrong_in(laid.params, reference), "noted": bool(noted)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("everywhere", [False, True], ids=["member", "global"])
+def test_hooks_of_one_rank_alone(everywhere: bool) -> None:
+    found = run(2, hooked_on_one_rank, everywhere, after=partial(train, "three", [ALONE], torch.float32))
+    assert found == [{"wrong": [], "noted": True}, {"wrong": [], "noted": False}]
+
+
+def hooks_that_change(case: Case) -> list[int]:
+    """Hooks of one optimizer set its rate, drop a gradient, and give another; what differs from the same by hand."""
+    plain = plain_run(RECIPES["three"], torch.float32)
+    laid, reference = Laid(plain.first, case), [nn.Parameter(value.clone()) for value in plain.first]
+    made: Any = canzona_compile.wrap(three(laid.params), replicate=replicate_of(case))
+    share_captures(made)
+    expected = three(reference)
+    steps: dict[int, int] = {}
+
+    def change(optimizer: Any, *_: Any) -> None:
+        steps[id(optimizer)] = step = steps.get(id(optimizer), -1) + 1
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        if step == 2:
+            optimizer.param_groups[0]["params"][0].grad = None
+
+    for own in (made, expected):
+        own.optimizers[1].register_step_pre_hook(change)
+    for grads in plain.grads[:4]:
+        for i, grad in enumerate(grads):
+            laid.params[i].grad, reference[i].grad = laid.like_param(grad, i), grad.clone()
+        made.step()
+        expected.step()
+    return wrong_in(laid.params, reference)
+
+
+def wrong_in(params: list[Any], reference: list[nn.Parameter]) -> list[int]:
+    """The positions of parameters that are others than in one process."""
+    whole = [param.full_tensor() if isinstance(param, DTensor) else param for param in params]
+    return [i for i, (a, b) in enumerate(zip(whole, reference, strict=True)) if not torch.equal(a, b)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", first([Case("fsdp", (2,)), Case("ddp", (2,))]), ids=str)
+def test_hooks_of_one_optimizer_may_change_its_step(case: Case) -> None:
+    assert run(2, hooks_that_change, case, after=partial(train, "three", [ALONE], torch.float32)) == [[], []]
+
+
+def other_members() -> str:
+    params = [nn.Parameter(torch.ones(shape)) for shape in ((6, 4), (5,), (3,))]
+    rank = dist.get_rank()
+    rest = [AdamW(params[1:], lr=0.1)] if rank == 0 else [AdamW(params[1:2], lr=0.1), AdamW(params[2:], lr=0.1)]
+    made: Any = canzona_compile.wrap(chain(Muon(params[:1], lr=0.1), *rest), replicate=dist.group.WORLD)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    try:
+        made.step()
+    except CanzonaError as error:
+        return f"{type(error).__name__}: {error.problem}"
+    return "nothing"
+
+
+@pytest.mark.ranks
+def test_chains_of_other_lengths_are_refused_on_all_ranks() -> None:
+    said = run(2, other_members)
+    assert all(text.startswith("RankMismatch") for text in said), said
+    assert any("Muon and AdamW and AdamW" in text for text in said), said
+
+
+# -- another plan in mid-run, and an error before the first one --------------------------------------
+
+
+def grown(first: int) -> list[int]:
+    """Add a group to one optimizer of two after two steps, where owners hold state of both; what differs."""
+    plain = plain_run(RECIPES["two"], torch.float32)
+    case = Case("ddp", (2,))
+    laid, reference = Laid(plain.first, case), [nn.Parameter(value.clone()) for value in plain.first]
+
+    def make(params: list[Any]) -> Chain:
+        return chain(Muon(params[1:3], lr=0.1), Muon(params[3:5], lr=0.1))
+
+    made: Any = make(laid.params)
+    canzona_compile.wrap(made, replicate=replicate_of(case))
+    share_captures(made)
+    expected = make(reference)
+    for step, grads in enumerate(plain.grads[:4]):
+        if step == 2:
+            made.add_param_group({"params": [laid.params[0]]}, to=first)
+            expected.add_param_group({"params": [reference[0]]}, to=first)
+        for i, grad in enumerate(grads):
+            laid.params[i].grad, reference[i].grad = laid.like_param(grad, i), grad.clone()
+        made.step()
+        expected.step()
+    assert len(made.canzona.plan().tasks) == 5
+    return wrong_in(laid.params[:5], reference[:5])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_of_them_plans_anew(first: int) -> None:
+    assert run(2, grown, first, after=partial(train, "two", [ALONE], torch.float32)) == [[], []]
+
+
+def wrong_before_the_first_step() -> str:
+    """The first optimizer has a gradient of a wrong shape on one rank; the second one's fragments need an exchange."""
+    mesh = mesh_of((2,), ("tp",))
+    names = [("a.weight", nn.Parameter(torch.ones(4, 6))), ("b.weight", nn.Parameter(torch.ones(4, 6)))]
+    made: Any = chain(Muon(names[:1], lr=0.1), Muon(names[1:], lr=0.1))
+    canzona_compile.wrap(made, layout={"*": (mesh, [Shard(0)])})
+    for _, param in names:
+        param.grad = torch.ones_like(param)
+    if dist.get_rank() == 1:
+        names[0][1].grad = torch.ones(4, 6).to_sparse()
+    try:
+        made.step()
+    except CanzonaError as error:
+        return f"{error.at}: {error.problem}"
+    return "nothing"
+
+
+@pytest.mark.ranks
+def test_an_error_of_one_optimizer_reaches_all_ranks_at_once() -> None:
+    said = run(2, wrong_before_the_first_step)
+    assert all("a.weight" in text or "rank 1" in text for text in said), said
 
 
 # -- ZeRO-1 ----------------------------------------------------------------------------------------

@@ -64,6 +64,10 @@ def on_meta() -> Optimizer:
     return AdamW([torch.nn.Parameter(torch.empty(3, 4, device="meta"))])
 
 
+def matrix_on_meta() -> Optimizer:
+    return torch.optim.Muon([torch.nn.Parameter(torch.empty(3, 4, device="meta"))])
+
+
 def in_columns() -> Optimizer:
     """Steps all parameters at once, of which none may lie in columns."""
     return toys.GlobalNormOnHost([torch.nn.Parameter(torch.ones(4, 3).t()), *parameters()])
@@ -84,7 +88,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         "address-in-set",
     )
 }
-REFUSED |= {"on meta": on_meta, "in columns": in_columns, "sparse gradient": sparse}
+REFUSED |= {"on meta": on_meta, "matrix on meta": matrix_on_meta, "in columns": in_columns, "sparse gradient": sparse}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -40,6 +40,12 @@ def test_parameters_side_by_side_in_one_memory_are_not() -> None:
     assert all(same_bits(a, b) for a, b in zip(apart, params_of(optimizer), strict=True))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Rprop])
+def test_parameters_without_dims(kind: Any) -> None:
+    """A scalar, as CLIP's `logit_scale`, under optimizers that its ranks gather whole."""
+    Pair(lambda params: kind(params, lr=0.1), shapes=((), (6, 4))).steps(3)
+
+
 class WideFactors(PerParameter):
     """Keeps a momentum in the dtype of the parameter and a preconditioner in float32."""
 

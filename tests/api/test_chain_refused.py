@@ -1,0 +1,69 @@
+"""What chains refuse, with the words that help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.optim import LBFGS, AdamW, Muon
+
+import canzona_compile
+from canzona_compile import CanzonaError, Chain, UnsupportedOptimizer, chain
+from tests.harness.chains import SHAPES
+from tests.harness.pairs import parameters
+
+
+def test_what_is_no_chain_is_refused() -> None:
+    params = parameters(SHAPES)
+    muon, adamw = Muon(params[:2], lr=0.1), AdamW(params[2:], lr=0.1)
+    wrong: list[tuple[Any, ...]] = [(), (muon, muon), (chain(muon), adamw), ([muon, adamw],), (muon, params)]
+    wrong += [(muon, AdamW(params[1:3], lr=0.1))]
+    for given in wrong:
+        with pytest.raises(CanzonaError) as error:
+            chain(*given)
+        assert error.value.hint
+    assert chain(muon, adamw).optimizers == (muon, adamw)
+
+
+def test_a_parameter_of_two_optimizers_is_named() -> None:
+    (weight,) = parameters([(4, 4)])
+    with pytest.raises(CanzonaError) as error:
+        chain(Muon([("layers.0.weight", weight)], lr=0.1), AdamW([("layers.0.weight", weight)], lr=0.1))
+    assert error.value.at == "layers.0.weight"
+    assert "Muon" in error.value.problem
+    assert "AdamW" in error.value.problem
+
+
+def test_a_subclass_of_chain_is_refused() -> None:
+    class Mine(Chain):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    with pytest.raises(CanzonaError, match="Mine is a subclass"):
+        canzona_compile.wrap(Mine([Muon(parameters(SHAPES)[:2], lr=0.1)]))
+
+
+def test_names_that_two_optimizers_have_are_refused_before_any_step() -> None:
+    models = [nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)]
+    made = chain(*[Muon(model.named_parameters(), lr=0.1) for model in models])
+    for call in (canzona_compile.wrap, canzona_compile.explain):
+        with pytest.raises(CanzonaError) as error:
+            call(made)
+        assert error.value.at == "weight"
+
+
+def test_lbfgs_is_refused_by_name() -> None:
+    params = parameters(SHAPES)
+    with pytest.raises(UnsupportedOptimizer, match="LBFGS"):
+        chain(Muon(params[:2], lr=0.1), LBFGS(params[2:]))
+
+
+def test_a_member_that_wrap_refuses_leaves_all_of_them_as_they_were() -> None:
+    params = parameters(SHAPES)
+    adamw = AdamW(params[2:], lr=0.1)
+    made = chain(Muon(params[:2], lr=0.1), adamw)
+    adamw.step = adamw.step  # type: ignore[method-assign]  # hides that of the class
+    with pytest.raises(CanzonaError):
+        canzona_compile.wrap(made)
+    assert [type(own) for own in (made, *made.optimizers)] == [Chain, Muon, AdamW]
