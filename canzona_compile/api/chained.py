@@ -211,9 +211,15 @@ class Zero1ChainCanzona(ChainCanzona):
     def _may_look_ahead(self) -> bool:
         return False  # a step of each optimizer has an announcement of its own
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients of the whole model, see `Zero1Canzona.clip_grad_norm_`. This is a collective."""
-        return self.parts[0].clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        of: Optimizer | None = None,
+    ) -> Tensor:
+        """Scale the gradients of the model, or of one optimizer, see `Zero1Canzona.clip_grad_norm_`. A collective."""
+        return self.parts[0].clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, of)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside this context, backward passes accumulate gradients on each rank without communication."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from canzona_compile.api.handle import Canzona
 from canzona_compile.compat.torch_private import calls_outside_dynamo
@@ -53,7 +54,13 @@ class Zero1Canzona(Canzona):
         measuring.at_end = lambda: self.zero1.end_measure(clock)  # unless another optimizer of the call goes on
         self.zero1.measure(clock)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        of: Optimizer | None = None,
+    ) -> Tensor:
         """Scale the gradients of the whole model so that their norm is at most `max_norm`. This is a collective.
 
         The gradients are those of all optimizers of the call of `zero1`. The result is that of
@@ -63,15 +70,16 @@ class Zero1Canzona(Canzona):
             max_norm: the largest norm.
             norm_type: the order of the norm; `math.inf` for the largest absolute value.
             error_if_nonfinite: whether to raise if the norm is not finite.
+            of: one of these optimizers, to clip the gradients of its parameters by their own norm; None for all.
 
         Returns:
             The norm before, a 0-d tensor of the dtype of gradients, equal on all ranks.
 
         Raises:
             RuntimeError: the norm is not finite, and `error_if_nonfinite`.
-            CanzonaError: gradients are not reduced yet.
+            CanzonaError: gradients are not reduced yet, or `of` is none of the optimizers.
         """
-        return self.zero1.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        return self.zero1.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, of)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside this context, backward passes accumulate gradients on each rank without communication.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from canzona_compile.capture.twin import plain_class
@@ -271,18 +272,39 @@ class Zero1:
         """Inside this context, backward passes accumulate gradients on each rank and reduce nothing."""
         return self.reduction.paused()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients of all parameters so that their total norm is at most `max_norm`. A collective."""
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, of: Optimizer | None = None
+    ) -> Tensor:
+        """Scale the gradients of an optimizer, or of all, so that their norm is at most `max_norm`. A collective."""
         if self.reduction.under_way:
             self.reduction.finish()
+        number, names = self._optimizer(of)
+        fragments = {name: own for name, own in self.fragments.items() if name in names}
         limit = max_norm if not isinstance(max_norm, Tensor) or max_norm.device.type == "cpu" else "a tensor"
-        arguments = f"max_norm={limit}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}"
-        error = problem_of(lambda: check_reduced(self.fragments))
+        arguments = f"max_norm={limit}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}{number}"
+        error = problem_of(lambda: check_reduced(fragments))
         self._agree("clip_grad_norm_()", {"gradients": self._bare(), "arguments": arguments}, error)
         with self._on_its_way():
-            norm = total_norm(self.fragments, self.group, self.reduction.waiter, norm_type)
-        clip_by_norm(self.fragments, norm, max_norm, norm_type, error_if_nonfinite)
+            norm = total_norm(fragments, self.group, self.reduction.waiter, norm_type)
+        clip_by_norm(fragments, norm, max_norm, norm_type, error_if_nonfinite)
         return norm
+
+    def _optimizer(self, of: Optimizer | None) -> tuple[str, Collection[str]]:
+        """Find which optimizer of the call of `zero1` one is, as text, and the names of its parameters.
+
+        Raises:
+            CanzonaError: it is none of them.
+        """
+        if of is None:
+            return "", self.fragments
+        for number, (session, names) in enumerate(self._names.items()):
+            if session.optimizer is of:
+                return f", of=the optimizer at {number}", names
+        raise CanzonaError(
+            f"this {type(of).__name__} is none of the optimizers that zero1 was given with the model",
+            at="optimizer.canzona.clip_grad_norm_(of=)",
+            hint="of=chain.optimizers[1]",
+        )
 
     def _agree(self, call: str, details: Details, error: CanzonaError | None = None) -> None:
         self.announcer.agree(call, details, error, self.gathering)

@@ -339,8 +339,11 @@ def under_zero1(gather: str) -> list[str]:
         for rank in range(world):
             (plain(batch(step, rank)) / world).backward()
         model(batch(step, dist.get_rank())).backward()
-        norm = made.canzona.clip_grad_norm_(0.5)
-        nn.utils.clip_grads_with_norm_(plain.parameters(), 0.5, norm)
+        of, clipped = [(None, list(plain.parameters())), (made.optimizers[1], others(plain))][step % 2]
+        norm = made.canzona.clip_grad_norm_(0.5, of=of)
+        if not torch.allclose(norm, nn.utils.get_total_norm([p.grad for p in clipped if p.grad is not None])):
+            found.append(f"step {step}: the norm")
+        nn.utils.clip_grads_with_norm_(clipped, 0.5, norm)
         for own in (made, expected):
             own.step()
             own.zero_grad()
