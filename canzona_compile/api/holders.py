@@ -6,6 +6,7 @@ is stepped some times on stand-ins: optimizers that only note that they were cal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,19 +100,22 @@ def touched(param: nn.Parameter) -> bool:
     return not same_grad or not bool((param.detach() == 0.5).all())
 
 
-def members_of(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers whose steps are all that an object's step does; of one that steps by itself, itself."""
-    return tuple(own for one in inside(optimizer) for own in (one.optimizers if is_chain(one) else (one,)))
+def members_of(held: Sequence[Any]) -> tuple[Any, ...]:
+    """The optimizers of what `inside` found: those of chains are apart."""
+    return tuple(own for one in held for own in (one.optimizers if is_chain(one) else (one,)))
 
 
-def chain_of(optimizer: Any) -> Chain | None:
-    """The chain that an object is, or that it steps and nothing else; None if there is none."""
-    only, *others = inside(optimizer)
+def chain_of(held: Sequence[Any]) -> Chain | None:
+    """The chain that is all that `inside` found; None if that is not one chain."""
+    only, *others = held
     return only if is_chain(only) and not others else None
 
 
 def inside(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers and chains whose steps are all that an object's step does; of others, and of a chain, itself."""
+    """The optimizers and chains whose steps are all that an object's step does; of others, and of a chain, itself.
+
+    It tries the steps of an object that holds optimizers.
+    """
     if is_chain(optimizer):
         return (optimizer,)
     found = {id(one): one for several in held_in(optimizer).values() for one in several}

@@ -117,7 +117,8 @@ def wrap(
             plan.
             The first `step` checks what depends on parameters and gradients.
     """
-    members = members_of(optimizer)
+    held = inside(optimizer)
+    members, chain = members_of(held), chain_of(held)
     if not isinstance(members[0], Optimizer):
         raise no_optimizer(optimizer)
     names = () if model is None or len(members) > 1 else names_in(model, members[0])
@@ -149,7 +150,6 @@ def wrap(
         cuda_graphs=cuda_graphs,
         audit=audit,
     )
-    chain = chain_of(optimizer)
     if type(chain) not in (type(None), Chain, CanzonaChain):
         raise CanzonaError(
             f"{type(chain).__name__} is a subclass of Chain, whose step a wrapped chain would not call",
@@ -370,7 +370,7 @@ def explain(optimizer: Optimizer) -> Explanation:
     Raises:
         CanzonaError: the optimizer as a whole cannot be planned.
     """
-    members = members_of(optimizer)
+    members = members_of(inside(optimizer))
     each = [Options()] if len(members) == 1 else options_of(members, Options(), None)
     sessions = [
         own.canzona.session if is_wrapped(own) else Session(own, options)

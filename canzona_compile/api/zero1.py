@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.api.holders import chain_of, members_of
+from canzona_compile.api.holders import chain_of, inside, members_of
 from canzona_compile.api.wrap import names_in, show
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
@@ -106,7 +106,9 @@ def zero1(
     Raises:
         CanzonaError: the model, an optimizer, the mesh or an option does not fit, or ranks differ in their parameters.
     """
-    optimizers: list[Optimizer] = list(optimizer if isinstance(optimizer, list | tuple) else members_of(optimizer))
+    listed = isinstance(optimizer, list | tuple)
+    held: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else inside(optimizer)
+    optimizers: list[Optimizer] = list(held if listed else members_of(held))
     check(model, optimizers, bucket_bytes, reduce_dtype, gather)
     group, ranks = group_of(mesh)
     given, names_of = GivenLayout.of(layout), [names_in(model, own) for own in optimizers]
@@ -179,8 +181,8 @@ def zero1(
     for own, session, bound in zip(optimizers, sessions, joint.bound, strict=True):
         session.attach([filling.fragments[name] for name in names[session]], group, joint, bound, agreement)
         attach(own, Zero1Canzona(session, engine, joint))
-    if not isinstance(optimizer, list | tuple):
-        show(optimizer, optimizers, chain_of(optimizer))
+    if not listed:
+        show(optimizer, optimizers, chain_of(held))
     return optimizer
 
 

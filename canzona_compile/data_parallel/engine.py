@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -278,33 +278,17 @@ class Zero1:
         """Scale the gradients of an optimizer, or of all, so that their norm is at most `max_norm`. A collective."""
         if self.reduction.under_way:
             self.reduction.finish()
-        number, names = self._optimizer(of)
+        number = next((i for i, session in enumerate(self._names) if session.optimizer is of), None)
+        names = self.fragments if number is None else [*self._names.values()][number]
         fragments = {name: own for name, own in self.fragments.items() if name in names}
         limit = max_norm if not isinstance(max_norm, Tensor) or max_norm.device.type == "cpu" else "a tensor"
-        arguments = f"max_norm={limit}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}{number}"
-        error = problem_of(lambda: check_reduced(fragments))
+        arguments = f"max_norm={limit}, norm_type={norm_type}, error_if_nonfinite={error_if_nonfinite}, of={number}"
+        error = problem_of(lambda: check_reduced(fragments)) if of is None or number is not None else no_such(of)
         self._agree("clip_grad_norm_()", {"gradients": self._bare(), "arguments": arguments}, error)
         with self._on_its_way():
             norm = total_norm(fragments, self.group, self.reduction.waiter, norm_type)
         clip_by_norm(fragments, norm, max_norm, norm_type, error_if_nonfinite)
         return norm
-
-    def _optimizer(self, of: Optimizer | None) -> tuple[str, Collection[str]]:
-        """Find which optimizer of the call of `zero1` one is, as text, and the names of its parameters.
-
-        Raises:
-            CanzonaError: it is none of them.
-        """
-        if of is None:
-            return "", self.fragments
-        for number, (session, names) in enumerate(self._names.items()):
-            if session.optimizer is of:
-                return f", of=the optimizer at {number}", names
-        raise CanzonaError(
-            f"this {type(of).__name__} is none of the optimizers that zero1 was given with the model",
-            at="optimizer.canzona.clip_grad_norm_(of=)",
-            hint="of=chain.optimizers[1]",
-        )
 
     def _agree(self, call: str, details: Details, error: CanzonaError | None = None) -> None:
         self.announcer.agree(call, details, error, self.gathering)
@@ -369,3 +353,12 @@ class Zero1:
             largest(self.group, found, self.reduction.waiter)
             for cut in cut_by_mesh(list(self.fragments.values())):
                 all_reduce(found, ReduceOp.MAX, cut.groups(), self.reduction.waiter)
+
+
+def no_such(optimizer: Optimizer) -> CanzonaError:
+    """The error for an optimizer that a call of `zero1` was not given."""
+    return CanzonaError(
+        f"this {type(optimizer).__name__} is none of the optimizers that zero1 was given with the model",
+        at="optimizer.canzona.clip_grad_norm_(of=)",
+        hint="of=chain.optimizers[1]",
+    )

@@ -33,7 +33,7 @@ class MuonAdamW:
 
         Args:
             model: what is trained.
-            options: those of `muon_adamw` but `zero1=`.
+            options: those of `muon_adamw`; under DDP not `zero1=`.
 
         Returns:
             The wrapped chain.

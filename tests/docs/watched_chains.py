@@ -33,7 +33,7 @@ class Trained(NamedTuple):
 class WatchedChains:
     """Follows the steps of chains, wrapped or not, by a hook of torch for all optimizers.
 
-    The hook comes after steps: one before them would change how a wrapped chain takes them.
+    The hook comes after steps: after one before them, wrapped chains look at their gradients once more.
 
     Attributes:
         trained: what became of each parameter that has a name in its group, by name.

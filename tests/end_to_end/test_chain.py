@@ -23,7 +23,6 @@ from tests.data_parallel.models import Model, batch, different, different_state,
 from tests.harness.layouts import Case, Laid, mesh_of, replicate_of
 from tests.harness.marks import first
 from tests.harness.optimizers import share_captures, shared_captures
-from tests.harness.pairs import params_of
 from tests.harness.ranks import run
 from tests.harness.training import ALONE, Outcome, Training, check, on_ranks, plain_run
 from tests.harness.training import train as train_recipe
@@ -121,22 +120,36 @@ def test_all_ranks_measure_all_optimizers() -> None:
 # -- a step that one of them refuses ---------------------------------------------------------------
 
 
+def both_of(plain: Any, case: Case) -> tuple[Laid, list[nn.Parameter]]:
+    """The first parameters of a plain run, laid out and whole."""
+    return Laid(plain.first, case), [nn.Parameter(value.clone()) for value in plain.first]
+
+
+def feed(laid: Laid, reference: list[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
+    """Give both the gradients of a step."""
+    for i, grad in enumerate(grads):
+        laid.params[i].grad, reference[i].grad = laid.like_param(grad, i), grad.clone()
+
+
+def wrong_in(params: list[Any], reference: list[nn.Parameter]) -> list[int]:
+    """The positions of parameters that are others than in one process."""
+    whole = [param.full_tensor() if isinstance(param, DTensor) else param for param in params]
+    return [i for i, (a, b) in enumerate(zip(whole, reference, strict=True)) if not torch.equal(a, b)]
+
+
 def refused_on_one_rank(missing: bool) -> dict[str, Any]:
     """The second optimizer lacks a gradient on one rank, or has another rate there; then all goes on."""
     plain = plain_run(RECIPES["three"], torch.float32)
     case = Case("fsdp", (2,))
-    laid = Laid(plain.first, case)
+    laid, reference = both_of(plain, case)
     made: Any = three(laid.params)
     canzona_compile.wrap(made, replicate=replicate_of(case))
     share_captures(made)
-    reference = [nn.Parameter(value.clone()) for value in plain.first]
     expected = three(reference)
     said = ""
     for step, values in enumerate([*plain.grads[:2], plain.grads[2], plain.grads[2]]):
         wrong = step == 2
-        for i, param in enumerate(laid.params):
-            param.grad = laid.like_param(values[i], i)
-            reference[i].grad = values[i].clone()
+        feed(laid, reference, values)
         if wrong and dist.get_rank() == 1:
             if missing:
                 laid.params[5].grad = None
@@ -151,15 +164,7 @@ def refused_on_one_rank(missing: bool) -> dict[str, Any]:
         made.optimizers[1].param_groups[0]["lr"] = 0.1
         if not wrong:
             expected.step()
-    mine, theirs = params_of(made), params_of(expected)
-    return {
-        "said": said,
-        "different": [
-            i
-            for i, (a, b) in enumerate(zip(mine, theirs, strict=True))
-            if not torch.equal(a.full_tensor(), b)  # type: ignore[attr-defined]
-        ],
-    }
+    return {"said": said, "different": wrong_in(laid.params, reference)}
 
 
 @pytest.mark.ranks
@@ -173,7 +178,7 @@ def test_what_one_optimizer_refuses_none_has_begun(missing: bool) -> None:
 def hooked_on_one_rank(everywhere: bool) -> dict[str, Any]:
     """Hooks that only note something run on rank 0, before the first plan and before another one; the bits."""
     plain = plain_run(RECIPES["three"], torch.float32)
-    laid, reference = Laid(plain.first, Case("fsdp", (2,))), [nn.Parameter(value.clone()) for value in plain.first]
+    laid, reference = both_of(plain, Case("fsdp", (2,)))
     made: Any = canzona_compile.wrap(three(laid.params))
     share_captures(made)
     expected = three(reference)
@@ -186,8 +191,7 @@ def hooked_on_one_rank(everywhere: bool) -> dict[str, Any]:
         if step == 2:
             for own in (made, expected):
                 own.param_groups[0]["nesterov"] = False
-        for i, grad in enumerate(grads):
-            laid.params[i].grad, reference[i].grad = laid.like_param(grad, i), grad.clone()
+        feed(laid, reference, grads)
         made.step()
         expected.step()
     if hook is not None:
@@ -203,9 +207,9 @@ def test_hooks_of_one_rank_alone(everywhere: bool) -> None:
 
 
 def hooks_that_change(case: Case) -> list[int]:
-    """Hooks of one optimizer set its rate, drop a gradient, and give another; what differs from the same by hand."""
+    """Hooks of one optimizer set its rate, and drop a gradient once; what differs from the same by hand."""
     plain = plain_run(RECIPES["three"], torch.float32)
-    laid, reference = Laid(plain.first, case), [nn.Parameter(value.clone()) for value in plain.first]
+    laid, reference = both_of(plain, case)
     made: Any = canzona_compile.wrap(three(laid.params), replicate=replicate_of(case))
     share_captures(made)
     expected = three(reference)
@@ -220,17 +224,10 @@ def hooks_that_change(case: Case) -> list[int]:
     for own in (made, expected):
         own.optimizers[1].register_step_pre_hook(change)
     for grads in plain.grads[:4]:
-        for i, grad in enumerate(grads):
-            laid.params[i].grad, reference[i].grad = laid.like_param(grad, i), grad.clone()
+        feed(laid, reference, grads)
         made.step()
         expected.step()
     return wrong_in(laid.params, reference)
-
-
-def wrong_in(params: list[Any], reference: list[nn.Parameter]) -> list[int]:
-    """The positions of parameters that are others than in one process."""
-    whole = [param.full_tensor() if isinstance(param, DTensor) else param for param in params]
-    return [i for i, (a, b) in enumerate(zip(whole, reference, strict=True)) if not torch.equal(a, b)]
 
 
 @pytest.mark.ranks
@@ -267,7 +264,7 @@ def grown(first: int) -> list[int]:
     """Add a group to one optimizer of two after two steps, where owners hold state of both; what differs."""
     plain = plain_run(RECIPES["two"], torch.float32)
     case = Case("ddp", (2,))
-    laid, reference = Laid(plain.first, case), [nn.Parameter(value.clone()) for value in plain.first]
+    laid, reference = both_of(plain, case)
 
     def make(params: list[Any]) -> Chain:
         return chain(Muon(params[1:3], lr=0.1), Muon(params[3:5], lr=0.1))
@@ -280,8 +277,7 @@ def grown(first: int) -> list[int]:
         if step == 2:
             made.add_param_group({"params": [laid.params[0]]}, to=first)
             expected.add_param_group({"params": [reference[0]]}, to=first)
-        for i, grad in enumerate(grads):
-            laid.params[i].grad, reference[i].grad = laid.like_param(grad, i), grad.clone()
+        feed(laid, reference, grads)
         made.step()
         expected.step()
     assert len(made.canzona.plan().tasks) == 5
@@ -295,7 +291,7 @@ def test_one_of_them_plans_anew(first: int) -> None:
 
 
 def wrong_before_the_first_step() -> str:
-    """The first optimizer has a gradient of a wrong shape on one rank; the second one's fragments need an exchange."""
+    """The first optimizer has a sparse gradient on one rank; the second one's fragments need an exchange."""
     mesh = mesh_of((2,), ("tp",))
     names = [("a.weight", nn.Parameter(torch.ones(4, 6))), ("b.weight", nn.Parameter(torch.ones(4, 6)))]
     made: Any = chain(Muon(names[:1], lr=0.1), Muon(names[1:], lr=0.1))
@@ -344,6 +340,8 @@ def under_zero1(gather: str) -> list[str]:
         if not torch.allclose(norm, nn.utils.get_total_norm([p.grad for p in clipped if p.grad is not None])):
             found.append(f"step {step}: the norm")
         nn.utils.clip_grads_with_norm_(clipped, 0.5, norm)
+        with pytest.raises(CanzonaError, match="none of the optimizers"):
+            made.canzona.clip_grad_norm_(0.5, of=expected.optimizers[1])
         for own in (made, expected):
             own.step()
             own.zero_grad()

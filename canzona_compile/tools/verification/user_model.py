@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.api.holders import members_of
+from canzona_compile.api.holders import inside, members_of
 from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.capture.twin import check_step_signature
 from canzona_compile.compat.torch_private import pytree
@@ -136,7 +136,7 @@ def built(build: str | bytes, seed: int) -> Built:
             raise CannotVerify(problem, at=name_of(function), hint=RETURNS)
     if is_wrapped(optimizer):
         raise CannotVerify("build() returned a wrapped optimizer", hint="leave out wrap: verify wraps it by itself")
-    for own in members_of(optimizer):
+    for own in members_of(inside(optimizer)):
         check_step_signature(type(own))
     found = Built(model, optimizer, loss, names_of(model, optimizer))
     check_params(found)
