@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from canzona_compile.capture.contents import changed
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.miniature import Miniature, public
-from canzona_compile.capture.parts import Company
 from canzona_compile.capture.randomness import seeded
-from canzona_compile.capture.trial import RehearsedSteps, Scenario, apart, contents_of
+from canzona_compile.capture.scenario import Scenario
+from canzona_compile.capture.stepping import Company, OneByOne
+from canzona_compile.capture.trial import Trial, contents_of, take
 from canzona_compile.capture.twin import NOT_COPIED, marks_of, plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer, some
@@ -24,7 +25,7 @@ NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group
 INDEPENDENT = "keep a step to its parameter, its gradient, its state and the hyperparameters of its group"
 
 
-def difference(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
+def difference(whole: Trial, parts: Trial) -> list[str]:
     """The places at which two runs differ first; none if they do not. Only one of them raising is a difference.
 
     Caches do not count: attributes that stay as the first steps left them.
@@ -38,7 +39,7 @@ def difference(whole: RehearsedSteps, parts: RehearsedSteps) -> list[str]:
     return []
 
 
-def caches(whole: RehearsedSteps) -> set[str]:
+def caches(whole: Trial) -> set[str]:
     """The attributes of an optimizer that change on the first two steps at most."""
     early, late = whole.after[1:2], whole.after[-1:]
     if len(whole.after) < 4:
@@ -54,7 +55,7 @@ def attribute_of(place: str) -> str:
 
 
 def refusal(
-    optimizer: Optimizer, scenario: Scenario, whole: RehearsedSteps, parts: RehearsedSteps, names: NamesByGroup
+    optimizer: Optimizer, scenario: Scenario, whole: Trial, parts: Trial, names: NamesByGroup
 ) -> UnsupportedOptimizer:
     """Make the error for a step that gives something else for a parameter alone: find out what it reads or writes.
 
@@ -91,7 +92,7 @@ def refusal(
     kept = f"; {some(knowing)} {'knows' if len(knowing) == 1 else 'know'} parameters" if knowing else ""
     for company in (Company.ATTRIBUTES, Company.ITSELF, Company.GROUP, Company.ALL_GROUPS):
         with seeded(device):
-            other = apart(optimizer, scenario, company, whole)
+            other = take(optimizer, scenario, OneByOne(bool(whole.counters), whole.drew, company))
         if not difference(whole, other):
             detail = f": {some(others_than_marks(small.params))}" if company is Company.ATTRIBUTES else kept
             return UnsupportedOptimizer(f"{kind}.step {company.value}{detail}", at=at, hint=INDEPENDENT)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from canzona_compile.capture.cell import step_alone, whole_copy
 from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.randomness import watched
-from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.ir.program_ops import EagerTask
 from canzona_compile.ir.step import Leaf, Role, Template
@@ -53,20 +53,14 @@ class EagerStep:
             UnsupportedOptimizer: the step draws random numbers, and several ranks take it for this task.
         """
         context = task.context
-        own = torch.nn.Parameter(param.clone())
-        if grad.dtype != param.dtype:
-            own.grad_dtype = grad.dtype
-        own.grad = grad.clone()
-        vars(own).update(context.marks_of(task.name))
+        own = whole_copy(param, grad, context.marks_of(task.name), memory=torch.preserve_format)
         state = context.state_of(task.name)
-        twin = make_twin(context.eager_optimizer(), context.param_group_of(task.name), [own], {own: state})
         with watched(param.device) as dice:
-            step_plainly(twin)
+            new = step_alone(context.eager_optimizer(), context.param_group_of(task.name), own, state)
         if dice.rolled:
             context.drew_random_numbers(task.name)
-        state.update(twin.state[own])
-        found = dict(state_leaves(twin.state[own]))
-        return (own.detach(), *(found[name] for name in self.leaves))
+        found = dict(state_leaves(state))
+        return (new, *(found[name] for name in self.leaves))
 
 
 class WholeStep(EagerStep):

@@ -35,6 +35,8 @@ class Outside:
         kept: objects that the optimizer holds and that its copies share, see `copies`.
         calls: gives cached functions empty caches of their own, until `restore`; None leaves them as they are.
 
+    As a context it restores what was there where it ends.
+
     Attributes:
         reads_variables: whether the code calls `os.getenv`.
     """
@@ -46,7 +48,7 @@ class Outside:
         kept: Sequence[Any] = (),
         calls: CachedCalls | None = None,
     ) -> None:
-        self._kept, self._label = kept, label
+        self._optimizer, self._kept, self._label = optimizer, kept, label
         self._kept_walk = walk_of(kept, label)
         self._calls = calls
         self.reads_variables = False
@@ -66,6 +68,21 @@ class Outside:
     def contents(self) -> Contents:
         """By place, what is there."""
         return self._walk.found | self._kept_walk.found
+
+    @property
+    def calls_problem(self) -> str:
+        """Why the code needs the user's caches, see `CachedCalls`; empty if it does not."""
+        return "" if self._calls is None else self._calls.problem
+
+    def changed(self) -> list[str]:
+        """The places at which there is something else by now."""
+        return changed(self.contents, Outside(self._optimizer, self._label, self._kept).contents)
+
+    def __enter__(self) -> Outside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def restore(self) -> None:
         """Put back the numbers, texts and entries of containers that were there."""

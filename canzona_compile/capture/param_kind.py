@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from canzona_compile.capture.eager_fallback import Part
-from canzona_compile.capture.joint import JointUpdate
 from canzona_compile.capture.leaves import LeafPaths, state_leaves
 from canzona_compile.capture.oracle import Oracle
+from canzona_compile.capture.publish import JointUpdate
 from canzona_compile.capture.resident import Recipe
 from canzona_compile.capture.variant import ParameterSpec, StepInputs, Variant
 from canzona_compile.capture.variant_period import VariantPeriod

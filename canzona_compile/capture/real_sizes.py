@@ -10,27 +10,29 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.cached_calls import CachedCalls
+from canzona_compile.capture.cell import whole_copy
 from canzona_compile.capture.construction import Construction
-from canzona_compile.capture.contents import Contents, Walk, changed
+from canzona_compile.capture.contents import Contents, Walk
 from canzona_compile.capture.coupling import NamesByGroup, difference, where
 from canzona_compile.capture.dynamo import as_written
-from canzona_compile.capture.external_counters import CounterShadow, counts_of
+from canzona_compile.capture.external_counters import counts_of
 from canzona_compile.capture.fingerprints import Fingerprints
 from canzona_compile.capture.miniature import Chosen, Miniature
 from canzona_compile.capture.outside import Outside
-from canzona_compile.capture.parts import Company, contiguous, step_one
 from canzona_compile.capture.raised import Note, NotingFunctions
 from canzona_compile.capture.randomness import devices_among, seed_generators
-from canzona_compile.capture.trial import RehearsedSteps, Scenario
+from canzona_compile.capture.scenario import Scenario
+from canzona_compile.capture.stepping import OneByOne, Plainly
+from canzona_compile.capture.trial import Trial
 from canzona_compile.capture.twin import hypers, marks_of, plain_class, step_plainly
 from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
@@ -154,7 +156,7 @@ def coupled_at_real_sizes(
     places = difference(whole, parts)
     if not places or (prints.mixes and same_calls(cast)):
         return ""
-    return where(places, Scenario(cast.chosen, STEPS, {}, {}, {}), names)
+    return where(places, Scenario(cast.chosen, STEPS), names)
 
 
 def check_outside(optimizer: Optimizer) -> None:
@@ -215,8 +217,8 @@ def casts(optimizer: Optimizer, stateful: bool, construction: Construction | Non
 
 
 def taken(
-    cast: Cast, prints: Fingerprints, apart: RehearsedSteps | None = None, real: bool = True
-) -> tuple[RehearsedSteps, Fingerprints]:
+    cast: Cast, prints: Fingerprints, apart: Trial | None = None, real: bool = True
+) -> tuple[Trial, Fingerprints]:
     """Take a few steps without values.
 
     Args:
@@ -231,7 +233,7 @@ def taken(
     Raises:
         UnsupportedOptimizer: the step of all together changes something outside of the optimizer.
     """
-    found = RehearsedSteps()
+    found = Trial()
     params = [p for group in cast.optimizer.param_groups for p in group["params"]]
     try:
         # What draws into tensors with values draws from the generators of the process.
@@ -245,32 +247,29 @@ def taken(
     return found, prints
 
 
-def step_miniature(small: FakeMiniature, cast: Cast, apart: RehearsedSteps | None, found: RehearsedSteps) -> None:
+def step_miniature(small: FakeMiniature, cast: Cast, apart: Trial | None, found: Trial) -> None:
     """Take the steps of `taken`, and leave all outside of the optimizer as it was."""
-    outside = Outside(cast.optimizer, small.label, small.kept, CachedCalls())
-    try:
+    with Outside(cast.optimizer, small.label, small.kept, CachedCalls()) as outside:
         take_steps(small, cast, apart, found)
-        after = Outside(cast.optimizer, small.label, small.kept)
-        if apart is None and (places := changed(outside.contents, after.contents)):
+        if apart is None and (places := outside.changed()):
             raise UnsupportedOptimizer(
                 f"{plain_class(cast.optimizer).__name__}.step changes {some(places)}, outside of the optimizer, at the "
                 "sizes that parameters have",
                 hint="keep what belongs to a parameter in self.state[param], and counters on the optimizer",
             )
-    finally:
-        outside.restore()
 
 
-def take_steps(small: FakeMiniature, cast: Cast, apart: RehearsedSteps | None, found: RehearsedSteps) -> None:
+def take_steps(small: FakeMiniature, cast: Cast, apart: Trial | None, found: Trial) -> None:
     """Take the steps of `taken`, and add what they do."""
+    stepping = stepping_of(cast, apart)
     with valueless(small):
-        step = stepping_all(small, cast) if apart is None else stepping_each(small, cast, apart)
+        stepping.begin(small)
     for number in range(STEPS):
         small.prints.step = number
         give_gradients(small, cast.still)
         before = counts_of(small.optimizer)
         with valueless(small):
-            step()
+            stepping.step()
         found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
         found.after.append(small.contents())
 
@@ -284,47 +283,51 @@ def valueless(small: FakeMiniature) -> Iterator[None]:
         yield
 
 
-def stepping_all(small: FakeMiniature, cast: Cast) -> Callable[[], None]:
-    """Return what steps all parameters together."""
-    if cast.construction is not None:
-        small.optimizer = cast.construction.copied().make(small.optimizer.param_groups)
-    return lambda: step_plainly(small.optimizer)
+def stepping_of(cast: Cast, apart: Trial | None) -> Plainly:
+    """Return what steps all parameters, or each by itself as plans do for an optimizer that did `apart` together."""
+    if cast.construction is None:
+        return Plainly() if apart is None else OneByOne(bool(apart.counters))
+    return Remade(cast.construction) if apart is None else ObjectsWithoutValues(cast.construction)
 
 
-def stepping_each(small: FakeMiniature, cast: Cast, whole: RehearsedSteps) -> Callable[[], None]:
-    """Return what steps each parameter by itself, as plans do for an optimizer that did `whole` together."""
-    # Backwards, so that what one step leaves to the next shows.
-    places = [i for i in reversed(range(len(small.params))) if i not in cast.still]
-    if cast.construction is not None:
-        objects = {i: resident_of(small, i, cast.construction) for i in places}
-    shadow = CounterShadow(small.optimizer)
+class Remade(Plainly):
+    """Steps one object of all parameters, which the constructor made."""
 
-    def step_twins() -> None:
-        for i in places:
-            step_one(small, i, Company.NONE)
-        if whole.counters:
-            shadow.count()
+    def __init__(self, construction: Construction) -> None:
+        self.construction = construction
 
-    def step_objects() -> None:
-        for i in places:
-            own = objects[i].param_groups[0]["params"][0]
-            grad = small.params[i].grad
-            own.grad = None if grad is None else contiguous(grad)
-            step_plainly(objects[i])
-            small.params[i].data.copy_(own.detach())
-
-    return step_twins if cast.construction is None else step_objects
+    def begin(self, small: Miniature) -> None:
+        """Construct it."""
+        small.optimizer = self.construction.copied().make(small.optimizer.param_groups)
+        super().begin(small)
 
 
-def resident_of(small: FakeMiniature, index: int, construction: Construction) -> Optimizer:
-    """Construct an optimizer of one parameter."""
-    param = small.params[index]
-    own = nn.Parameter(contiguous(param.detach()))
-    if param.grad_dtype not in (None, param.dtype):
-        own.grad_dtype = param.grad_dtype
-    vars(own).update(marks_of(param))
-    group = hypers(small.optimizer.param_groups[small.group_of[index]])
-    return construction.copied().make([{**group, "params": [own], "param_names": [f"parameter {index}"]}])
+class ObjectsWithoutValues(Plainly):
+    """Steps one object per parameter, which the constructor made. None of them is saved or draws."""
+
+    def __init__(self, construction: Construction) -> None:
+        self.construction = construction
+        self._objects: dict[int, Optimizer] = {}
+
+    def _made(self, index: int) -> Optimizer:
+        param = self.small.params[index]
+        own = whole_copy(param, None, marks_of(param))
+        if param.grad_dtype not in (None, param.dtype):
+            own.grad_dtype = param.grad_dtype
+        group = hypers(self.small.optimizer.param_groups[self.small.group_of[index]])
+        return self.construction.copied().make([{**group, "params": [own], "param_names": [f"parameter {index}"]}])
+
+    def step(self) -> None:
+        """Step all parameters that have gradients."""
+        for i in reversed(range(len(self.small.params))):
+            param = self.small.params[i]
+            if param.grad is not None:
+                if i not in self._objects:
+                    self._objects[i] = self._made(i)
+                own = self._objects[i].param_groups[0]["params"][0]
+                own.grad = param.grad.clone(memory_format=torch.contiguous_format)
+                step_plainly(self._objects[i])
+                param.data.copy_(own.detach())
 
 
 def give_gradients(small: FakeMiniature, still: Container[int]) -> None:

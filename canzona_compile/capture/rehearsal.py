@@ -1,16 +1,18 @@
-"""Rehearse an optimizer in miniature: step all parameters together, then one by one as plans do, and compare the bits.
+"""Rehearse an optimizer in miniature: step all parameters together, then in cells as plans do, and compare the bits.
 
-What a step reads and writes beside its parameter, gradient, state and group shows as a difference, whatever it is. Then
-further runs give the step more company, one thing at a time, until the difference goes away; that tells what it reads.
+What a step reads and writes beside its parameter, gradient, state and group shows as a difference, whatever it is.
+Where one matrix on a twin does not give the plain optimizer's bits, objects of their own are tried, and then all
+parameters at once, see `Residency`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,25 +21,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.asked import ADDRESS
-from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.contents import Contents, changed
 from canzona_compile.capture.coupling import NamesByGroup, difference, refusal, tensors_kept
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.external_counters import Counter
-from canzona_compile.capture.joint import JointUpdate
-from canzona_compile.capture.miniature import Miniature
-from canzona_compile.capture.outside import Outside
-from canzona_compile.capture.parts import Company
+from canzona_compile.capture.publish import JointUpdate
 from canzona_compile.capture.randomness import seeded
 from canzona_compile.capture.real_sizes import check_real_sizes
 from canzona_compile.capture.resident import Recipe
-from canzona_compile.capture.trial import RehearsedSteps, Scenario, apart, contents_of, run, together
+from canzona_compile.capture.scenario import Scenario, scenarios
+from canzona_compile.capture.stepping import OneByOne, Plainly
+from canzona_compile.capture.trial import Trial, contents_of, read_later, take, texts_written
 from canzona_compile.capture.twin import plain_class, plain_step
 from canzona_compile.errors import RoundsOtherwise, UnsupportedOptimizer, some
-
-MOST_PARAMETERS = 64  # of all in the short scenario; the first ones and the last one of each group
-MOST_GROUPS = 16  # of the short scenario; the first ones and the last one. The long one has four
-LONG = 46  # steps of the long scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +73,94 @@ class Rehearsal:
     joint: JointUpdate | None = None
 
 
+def habits_of(found: Iterable[Rehearsal]) -> Rehearsal:
+    """Put together what several scenarios showed, without how the optimizer runs."""
+    every = list(found)
+    return Rehearsal(
+        frozenset().union(*(one.counters for one in every)),
+        writes_gradients=any(one.writes_gradients for one in every),
+        drops_gradients=any(one.drops_gradients for one in every),
+        aliases=tuple(dict.fromkeys(place for one in every for place in one.aliases)),
+        needs_gradients=any(one.needs_gradients for one in every),
+        asks_frozen=any(one.asks_frozen for one in every),
+        asks_layout=frozenset().union(*(one.asks_layout for one in every)),
+        reads_variables=any(one.reads_variables for one in every),
+        rounds_in_foreach=any(one.rounds_in_foreach for one in every),
+        draws=any(one.draws for one in every),
+    )
+
+
+# -- one scenario, in one way ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """A way in which a plan may step parameters, and what it is compared with.
+
+    Attributes:
+        plainly: takes the steps of a scenario as the plain optimizer does.
+        in_cells: takes them as a plan does, for an optimizer that took them so plainly.
+        differ: the places at which both differ first.
+    """
+
+    plainly: Callable[[Scenario], Trial]
+    in_cells: Callable[[Scenario, Trial], Trial]
+    differ: Callable[[Trial, Trial], list[str]] = difference
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A scenario in which a way of stepping gave the plain optimizer's bits, or the last one in which it did not.
+
+    Attributes:
+        scenario: its steps, as far as they were tried.
+        plain: what the plain optimizer did.
+        cells: what the cells of a plan did.
+        places: where both differ first.
+    """
+
+    scenario: Scenario
+    plain: Trial
+    cells: Trial
+    places: list[str] = field(default_factory=list)
+
+    def habits(self, asked: Scenario) -> Rehearsal:
+        """What an optimizer does and asks for, which agrees only in an easier scenario than was asked for."""
+        plain, one = self.plain, self.scenario
+        return Rehearsal(
+            frozenset(plain.counters),
+            writes_gradients=plain.writes_gradients,
+            drops_gradients=not plain.keeps_gradients,
+            aliases=tuple(plain.aliases),
+            needs_gradients=one.missing != asked.missing,
+            asks_frozen=one.frozen != asked.frozen,
+            asks_layout=frozenset(plain.asks_layout) - {ADDRESS},
+            reads_variables=plain.reads_variables,
+            rounds_in_foreach=one.loops,
+            draws=plain.drew,
+        )
+
+
+def compared(manner: Manner, tries: Iterable[Scenario]) -> Compared:
+    """Step in one scenario after the other until both ways agree; the last comparison."""
+    for one in tries:
+        plain = manner.plainly(one)
+        cells = manner.in_cells(one, plain)
+        found = Compared(one, plain, cells, manner.differ(plain, cells))
+        if not found.places:
+            break
+    return found
+
+
+# -- each parameter on a twin ----------------------------------------------------------------------
+
+
+class CannotBegin(Exception):
+    """The plain optimizer fails in miniature, at its first step; the message says how."""
+
+
 def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
-    """Rehearse an optimizer. Every rank gets the same result, without communication.
+    """Rehearse an optimizer whose every parameter steps by itself. Every rank gets the same, without communication.
 
     Args:
         optimizer: the optimizer.
@@ -90,22 +172,16 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
     numbers = [len(group["params"]) for group in optimizer.param_groups]
     if not any(numbers):
         return Rehearsal()
-    device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    if device.type == "meta":
+    if device_of(optimizer).type == "meta":
         return Rehearsal(skipped="its parameters have no values")
     names = names or default_names(optimizer)
     cast = scenarios(numbers)
-    found = [rehearse_one(optimizer, scenario, device, names) for scenario in cast]
-    if any(one.skipped for one in found) and any(isinstance(key, Tensor) for key in optimizer.state):
+    try:
+        found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
+    except CannotBegin as first:
         # The state was made in the constructor, or the step cannot make it anew.
         cast = [replace(scenario, stateful=True) for scenario in cast]
-        found = [rehearse_one(optimizer, scenario, device, names) for scenario in cast]
-    if skipped := next((one for one in found if one.skipped), None):
-        raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__}.step fails on parameters that are none of the model's, so that nothing "
-            f"shows whether it updates them independently{tensors_kept(optimizer)}: {skipped.skipped}",
-            hint="make the state in step() and for parameters of any size; pass no closure that step() needs",
-        )
+        found = rehearse_stateful(optimizer, cast, names, first)
     check_real_sizes(optimizer, names, stateful=cast[0].stateful)
     if any(one.rounds_in_foreach for one in found):
         warnings.warn(
@@ -118,25 +194,24 @@ def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
     return habits_of(found)
 
 
-def habits_of(found: Sequence[Rehearsal]) -> Rehearsal:
-    """Put together what several scenarios showed, without how the optimizer runs."""
-    return Rehearsal(
-        frozenset().union(*(one.counters for one in found)),
-        writes_gradients=any(one.writes_gradients for one in found),
-        drops_gradients=any(one.drops_gradients for one in found),
-        aliases=all_of(one.aliases for one in found),
-        needs_gradients=any(one.needs_gradients for one in found),
-        asks_frozen=any(one.asks_frozen for one in found),
-        asks_layout=frozenset().union(*(one.asks_layout for one in found)),
-        reads_variables=any(one.reads_variables for one in found),
-        rounds_in_foreach=any(one.rounds_in_foreach for one in found),
-        draws=any(one.draws for one in found),
-    )
+def rehearse_stateful(
+    optimizer: Optimizer, cast: Sequence[Scenario], names: NamesByGroup, first: CannotBegin
+) -> list[Rehearsal]:
+    """Rehearse scenarios in which parameters begin with the state that they have, as they cannot without.
 
-
-def all_of(places: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """Put places together, each once, in the order in which they come first."""
-    return tuple(dict.fromkeys(place for some_places in places for place in some_places))
+    Raises:
+        UnsupportedOptimizer: they have none, or cannot begin with it either.
+    """
+    try:
+        if not any(isinstance(key, Tensor) for key in optimizer.state):
+            raise first
+        return [rehearse_one(optimizer, scenario, names) for scenario in cast]
+    except CannotBegin as problem:
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__}.step fails on parameters that are none of the model's, so that nothing "
+            f"shows whether it updates them independently{tensors_kept(optimizer)}: {problem}",
+            hint="make the state in step() and for parameters of any size; pass no closure that step() needs",
+        ) from None
 
 
 def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -152,51 +227,80 @@ def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, A
     now = object.__new__(type(optimizer))
     vars(now).update(vars(optimizer))
     now.state = defaultdict(dict, {key: dict(state) for key, state in states.items()})
-    device = next(p.device for group in optimizer.param_groups for p in group["params"])
     first = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
-    rehearse_one(now, replace(first, stateful=True), device, default_names(optimizer))
+    with contextlib.suppress(CannotBegin):
+        rehearse_one(now, replace(first, stateful=True), default_names(optimizer))
     check_real_sizes(now, default_names(optimizer), stateful=True)
 
 
-def rehearse_one(optimizer: Optimizer, scenario: Scenario, device: torch.device, names: NamesByGroup) -> Rehearsal:
+def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) -> Rehearsal:
     """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`.
 
     Raises:
+        CannotBegin: the plain optimizer's first step fails.
         UnsupportedOptimizer: parameters stepped apart do not give what they give together.
     """
-    thawed = replace(scenario, frozen=None)
-    variants = [scenario, thawed, replace(thawed, missing={})]
-    if takes_foreach(optimizer):
-        variants += [replace(variant, loops=True) for variant in variants]
-    for one in variants:
-        with seeded(device) as dice:
-            whole = together(optimizer, one)
-        whole.drew = dice.rolled
-        if whole.error is not None and not whole.after:
-            return Rehearsal(skipped=f"{first_line(whole.error)}{blamed(whole.error)}", draws=dice.rolled)
-        check_returned(optimizer, whole)
-        check_address(optimizer, whole)
-        if whole.uses_cache:
+
+    def plainly(one: Scenario) -> Trial:
+        found = together(optimizer, one)
+        if found.error is not None and not found.after:
+            raise CannotBegin(f"{first_line(found.error)}{blamed(found.error)}")
+        if found.uses_cache:
             raise UnsupportedOptimizer(
-                f"{plain_class(optimizer).__name__}.step {whole.uses_cache}",
+                f"{plain_class(optimizer).__name__}.step {found.uses_cache}",
                 hint="make such things in the step, or keep them in self.state[param]",
             )
-        with seeded(device):
-            parts = apart(optimizer, one, Company.NONE, whole)
-        if not difference(whole, parts):
-            return Rehearsal(
-                frozenset(whole.counters),
-                writes_gradients=whole.writes_gradients,
-                drops_gradients=not whole.keeps_gradients,
-                aliases=tuple(whole.aliases),
-                needs_gradients=one.missing != scenario.missing,
-                asks_frozen=one.frozen != scenario.frozen,
-                asks_layout=frozenset(whole.asks_layout) - {ADDRESS},
-                reads_variables=whole.reads_variables,
-                rounds_in_foreach=one.loops,
-                draws=dice.rolled,
-            )
-    raise refusal(optimizer, one, whole, parts, names)
+        return found
+
+    def in_cells(one: Scenario, plain: Trial) -> Trial:
+        with seeded(device_of(optimizer)):
+            return take(optimizer, one, OneByOne(bool(plain.counters), in_order=plain.drew))
+
+    found = compared(Manner(plainly, in_cells), scenario.easier(takes_foreach(optimizer)))
+    if found.places:
+        raise refusal(optimizer, found.scenario, found.plain, found.cells, names)
+    return found.habits(scenario)
+
+
+def together(optimizer: Optimizer, scenario: Scenario) -> Trial:
+    """Step all parameters together, as the plain optimizer does.
+
+    Raises:
+        UnsupportedOptimizer: the step writes something outside of the optimizer, or a text, or returns something, or
+            it asks where a DTensor lies.
+    """
+    with seeded(device_of(optimizer)) as dice:
+        found = read_later(lambda one: take(optimizer, one, Plainly()), scenario)
+    found.drew = dice.rolled
+    kind = plain_class(optimizer).__name__
+    if found.outside:
+        raise UnsupportedOptimizer(
+            f"{kind}.step changes {some(found.outside)}, outside of the optimizer",
+            hint="keep what belongs to a parameter in self.state[param], and counters on the optimizer",
+        )
+    if places := texts_written(found):
+        raise UnsupportedOptimizer(
+            f"{kind}.step writes to {some(places)}, and ranks would write other texts",
+            hint="write logs in a hook of the step (register_step_post_hook)",
+        )
+    if any(value is not None for value in found.returned):  # plans step parameters apart
+        raise UnsupportedOptimizer(
+            f"{kind}.step returns a value without a closure, which would be lost",
+            hint="keep the value elsewhere, or return None",
+        )
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    if ADDRESS in found.asks_layout and any(isinstance(p, DTensor) for p in params):
+        raise UnsupportedOptimizer(
+            f"{kind}.step asks for the address of its parameter (data_ptr), and DTensors have none",
+            hint="tell parameters apart by attributes of theirs, by group, or by self.state[param]",
+        )
+    return found
+
+
+def device_of(optimizer: Optimizer) -> torch.device:
+    """The device of the first parameter."""
+    device: torch.device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    return device
 
 
 def takes_foreach(optimizer: Optimizer) -> bool:
@@ -212,48 +316,32 @@ def default_names(optimizer: Optimizer) -> NamesByGroup:
     ]
 
 
-def scenarios(numbers: Sequence[int]) -> list[Scenario]:
-    """Make a short scenario with many parameters and a long one with few.
+# -- closures --------------------------------------------------------------------------------------
 
-    Args:
-        numbers: the number of parameters of each group; not all of them 0.
+
+class WithClosure(Plainly):
+    """Steps all parameters together, with a closure that gives a loss.
+
+    Attributes:
+        calls: what the optimizer held whenever it called the closure.
+        begun: what it held before its step.
     """
-    filled = [g for g, n in enumerate(numbers) if n]
-    groups = {*filled[: MOST_GROUPS - 1], filled[-1]}
-    share = max(MOST_PARAMETERS // len(groups), 3)
-    many = [[*range(min(n, share) - 1), n - 1] if g in groups else [] for g, n in enumerate(numbers)]
-    groups = {*filled[:3], filled[-1]}
-    few = [sorted({0, n - 1}) if g in groups else [] for g, n in enumerate(numbers)]
-    nan = float("nan")
-    last = sum(map(len, many)) - 1
-    # Near the end, because what gradients of another size leave in the state hides slight differences.
-    surges = {LONG - 3: 1e6, LONG - 2: 1e-6}
-    return [
-        Scenario(many, 8, {1: 0, 2: last}, {4: 1e4, 5: 0.0, 7: nan}, {3: 0.5}, frozen=5),
-        Scenario(
-            few, LONG, {5: 0, 9: 1}, {15: 1e6, 16: 1e-6, LONG - 1: nan}, {20: 0.01, 30: 1e-9, 31: 1e11}, surges=surges
-        ),
-    ]
 
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+        self.calls: list[Contents] = []
+        self.begun: Contents = {}
 
-def check_returned(optimizer: Optimizer, whole: RehearsedSteps) -> None:
-    """Raise if a step returns something: plans step parameters apart, and nobody puts results together."""
-    if any(value is not None for value in whole.returned):
-        raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__}.step returns a value without a closure, which would be lost",
-            hint="keep the value elsewhere, or return None",
-        )
+    def step(self) -> Any:
+        """Step all parameters."""
 
+        def closure() -> Tensor:
+            self.calls.append(contents_of(self.small))
+            return self.loss
 
-def check_address(optimizer: Optimizer, whole: RehearsedSteps) -> None:
-    """Raise if a step asks for the address of a parameter, and parameters are DTensors, which have none."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    if ADDRESS in whole.asks_layout and any(isinstance(p, DTensor) for p in params):
-        raise UnsupportedOptimizer(
-            f"{plain_class(optimizer).__name__}.step asks for the address of its parameter (data_ptr), and "
-            "DTensors have none",
-            hint="tell parameters apart by attributes of theirs, by group, or by self.state[param]",
-        )
+        self.begun = contents_of(self.small)
+        with torch.no_grad():
+            return plain_step(type(self.small.optimizer))(self.small.optimizer, closure=closure)
 
 
 def closure_problem(optimizer: Optimizer) -> str:
@@ -262,43 +350,23 @@ def closure_problem(optimizer: Optimizer) -> str:
     Returns:
         How it differs; empty if it does not.
     """
-    step = plain_step(plain_class(optimizer))
-    if "closure" not in inspect.signature(step).parameters:
+    if "closure" not in inspect.signature(plain_step(plain_class(optimizer))).parameters:
         return ""
-    device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    first = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
-    one_step = Scenario(first.chosen, 1, {}, {}, {})
-    loss = torch.tensor(2.5, device=device)
-    calls: list[Contents] = []
-    begun: list[Contents] = []
+    chosen = scenarios([len(group["params"]) for group in optimizer.param_groups])[0].chosen
+    stepping = WithClosure(torch.tensor(2.5, device=device_of(optimizer)))
 
-    def taken(with_closure: bool) -> RehearsedSteps:
-        small = Miniature(optimizer, first.chosen)
-        outside = Outside(optimizer, small.label, small.kept, CachedCalls())
+    def taken(way: Plainly) -> Trial:
+        with seeded(device_of(optimizer)):
+            return take(optimizer, Scenario(chosen, 1), way)
 
-        def closure() -> Tensor:
-            calls.append(contents_of(small))
-            return loss
-
-        def once() -> Any:
-            begun.append(contents_of(small))
-            with torch.no_grad():
-                return step(small.optimizer, closure=closure) if with_closure else step(small.optimizer)
-
-        try:
-            with seeded(device):
-                return run(small, one_step, once)
-        finally:
-            outside.restore()
-
-    alone, found = taken(False), taken(True)
+    alone, found = taken(Plainly()), taken(stepping)
     if found.error is not None:
         return f"it raises {first_line(found.error)}"
-    if len(calls) != 1:
-        return f"it evaluates the closure {len(calls)} times"
-    places = changed(calls[0], begun[-1])
+    if len(stepping.calls) != 1:
+        return f"it evaluates the closure {len(stepping.calls)} times"
+    places = changed(stepping.calls[0], stepping.begun)
     if any(place.startswith("parameter") and not place.endswith(".grad") for place in places):
         return "it evaluates the closure after it changed parameters"
     if differing := difference(alone, found):
         return f"what it does depends on the loss: {some(differing)} differs"
-    return "" if found.returned[0] is loss else "it does not return the loss"
+    return "" if found.returned[0] is stepping.loss else "it does not return the loss"

@@ -16,13 +16,13 @@ from canzona_compile.capture.eager_fallback import ResidentStep, interpreted_tem
 from canzona_compile.capture.eager_parity import holistic, same_bits
 from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.given_gradients import GivenGradients
-from canzona_compile.capture.joint import JointUpdate
 from canzona_compile.capture.leaves import python_leaves
 from canzona_compile.capture.oracle import Oracle
 from canzona_compile.capture.param_kind import ParamKind, after_first_step, held
+from canzona_compile.capture.publish import JointUpdate
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.rehearsal import Rehearsal, closure_problem
-from canzona_compile.capture.resident_rehearsal import Residency
+from canzona_compile.capture.residency import Residency
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.capture.variant import FormChange, ParameterSpec, StepInputs, Untraceable

@@ -1,12 +1,12 @@
-"""Take steps of a miniature: of all parameters together, as plain optimizers do, or of each apart, as plans do."""
+"""Trials: take the steps of a scenario on a miniature, in one way of stepping it, and note all that they do."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,55 +17,35 @@ from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.contents import Contents, Walk, bits_of, changed
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.endless import Endless, Lines, NoCrash, unfinished
-from canzona_compile.capture.external_counters import Counter, CounterShadow, counts_of
+from canzona_compile.capture.external_counters import Counter, counts_of
 from canzona_compile.capture.memory import memory_of
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.outside import Outside
-from canzona_compile.capture.parts import Company, step_one
-from canzona_compile.capture.twin import NOT_COPIED, hypers, plain_class, plain_step
-from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
+from canzona_compile.capture.scenario import Scenario
+from canzona_compile.capture.twin import NOT_COPIED, hypers, plain_class
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.progress.interrupts import interrupted_here
 
 ASKING = 4  # steps in which questions about the layout of gradients are noticed
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """Steps that are rehearsed.
+class Stepping(Protocol):
+    """A way to step a miniature."""
 
-    Attributes:
-        chosen: the parameters that take part.
-        steps: the number of steps.
-        missing: by step, the parameter that has no gradient.
-        scales: by step, the factor of the first parameter's gradient.
-        surges: by step, the factor of all gradients.
-        rates: by step, the factor of all hyperparameters that are floats, from that step on.
-        frozen: the step before which the last parameter stops to require a gradient, although it has one.
-        loops: whether steps do without `foreach`.
-        in_place: whether every gradient is written over the one before.
-        stateful: whether parameters begin with small copies of the state that they have now.
-    """
+    def begin(self, small: Miniature) -> None:
+        """Get ready to step a miniature."""
 
-    chosen: Sequence[Sequence[int]]
-    steps: int
-    missing: Mapping[int, int]
-    scales: Mapping[int, float]
-    rates: Mapping[int, float]
-    frozen: int | None = None
-    stateful: bool = False
-    loops: bool = False
-    in_place: bool = False
-    surges: Mapping[int, float] = field(default_factory=dict)
+    def step(self) -> Any:
+        """Step it once; return what the optimizer's step returned."""
 
-    def is_odd(self, number: int) -> bool:
-        """Whether a step has gradients of a size that a training may never have."""
-        return number in self.scales or number in self.surges
+    def objects(self) -> Contents:
+        """What the optimizer objects hold that step it, beside its own, by place."""
 
 
 @dataclass(slots=True)
-class RehearsedSteps:
+class Trial:
     """What steps did.
 
     Attributes:
@@ -75,11 +55,12 @@ class RehearsedSteps:
         writes_gradients: whether one of them wrote a gradient.
         keeps_gradients: whether one of them left a gradient to its parameter.
         aliases: where the optimizer held a gradient itself after one of them, and no copy of it.
+        asks_layout: what they asked about the layout of gradients in memory, see `LayoutQuestions`.
+        outside: the places outside of the optimizer that they changed.
         uses_cache: why they need a cache of the user's process, see `CachedCalls`; empty if they do not.
         reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
         returned: by step, what it returned.
-        asks_layout: what they asked about the layout of gradients in memory, see `LayoutQuestions`.
-        drew: whether they drew random numbers from torch's own generators.
+        drew: whether they drew random numbers.
         error: what ended the run early; None if it took all steps.
     """
 
@@ -90,23 +71,27 @@ class RehearsedSteps:
     keeps_gradients: bool = False
     aliases: dict[str, None] = field(default_factory=dict)
     asks_layout: set[str] = field(default_factory=set)
+    outside: list[str] = field(default_factory=list)
     uses_cache: str = ""
     reads_variables: bool = False
     returned: list[Any] = field(default_factory=list)
-    error: Exception | None = None
     drew: bool = False
+    error: Exception | None = None
 
 
-def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
-    """Step all parameters together, as the plain optimizer does.
+def take(optimizer: Optimizer, scenario: Scenario, stepping: Stepping) -> Trial:
+    """Take the steps of a scenario on a miniature of an optimizer. What lies outside is as before then."""
+    small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
+    with Outside(optimizer, small.label, small.kept, CachedCalls()) as outside:
+        stepping.begin(small)
+        found = run(small, scenario, stepping)
+        found.outside = outside.changed()
+    found.uses_cache = outside.calls_problem or small.calls.problem
+    found.reads_variables = outside.reads_variables
+    return found
 
-    Raises:
-        UnsupportedOptimizer: the step writes something outside of the optimizer.
-    """
-    return read_later(lambda one: all_together(optimizer, one), scenario)
 
-
-def read_later(take: Callable[[Scenario], RehearsedSteps], scenario: Scenario) -> RehearsedSteps:
+def read_later(take: Callable[[Scenario], Trial], scenario: Scenario) -> Trial:
     """Take steps, and leave only those aliases of gradients that later steps read.
 
     They read none if all is the same once every gradient is written over the one before.
@@ -119,113 +104,28 @@ def read_later(take: Callable[[Scenario], RehearsedSteps], scenario: Scenario) -
     return found
 
 
-def all_together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
-    """Take the steps of `together`."""
-    small, calls = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops), CachedCalls()
-    outside = Outside(optimizer, small.label, small.kept, calls)
-
-    def step() -> Any:
-        with torch.no_grad():
-            return plain_step(type(small.optimizer))(small.optimizer)
-
-    try:
-        found = run(small, scenario, step)
-        if places := changed(outside.contents, Outside(optimizer, small.label, small.kept).contents):
-            raise UnsupportedOptimizer(
-                f"{plain_class(optimizer).__name__}.step changes {some(places)}, outside of the optimizer",
-                hint="keep what belongs to a parameter in self.state[param], and counters on the optimizer",
-            )
-        if places := texts_written(found):
-            raise UnsupportedOptimizer(
-                f"{plain_class(optimizer).__name__}.step writes to {some(places)}, and ranks would write other texts",
-                hint="write logs in a hook of the step (register_step_post_hook)",
-            )
-    finally:
-        outside.restore()
-    found.uses_cache, found.reads_variables = calls.problem or small.calls.problem, outside.reads_variables
-    return found
-
-
-def texts_written(found: RehearsedSteps) -> list[str]:
-    """The places of files in memory that steps wrote to."""
-    last = found.after[-1] if found.after else found.first
-    kinds = {place: value[0] for place, value in found.first.items() if isinstance(value, tuple) and value}
-    return [place for place in changed(found.first, last) if kinds.get(place) in ("StringIO", "BytesIO")]
-
-
-def apart(optimizer: Optimizer, scenario: Scenario, company: Company, whole: RehearsedSteps) -> RehearsedSteps:
-    """Step each parameter by itself, as plans do for an optimizer that did `whole` together."""
-    small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
-    outside = Outside(optimizer, small.label, small.kept, CachedCalls())
-    shadow = CounterShadow(small.optimizer)
-
-    def step() -> None:
-        order = range(len(small.params)) if whole.drew else reversed(range(len(small.params)))
-        for i in order:  # backwards, so that what one step leaves to the next shows; random numbers come in one order
-            if small.params[i].grad is not None:
-                step_one(small, i, company)
-        if whole.counters:
-            shadow.count()
-
-    try:
-        return run(small, scenario, step)
-    finally:
-        outside.restore()
-
-
-def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> RehearsedSteps:
+def run(small: Miniature, scenario: Scenario, stepping: Stepping) -> Trial:
     """Take the steps of a scenario, up to one of odd gradients that does not end.
 
     Raises:
         UnsupportedOptimizer: a step of ordinary gradients does not end.
     """
-    found, lines = RehearsedSteps(contents_of(small)), Lines()
-    random = torch.Generator().manual_seed(0)
-    memory: set[Any] = set()
-    homes: dict[int, Tensor] = {}
+    found, lines = Trial(contents_of(small)), Lines()
+    gradients = Gradients(small, scenario)
     for number in range(scenario.steps):
         interrupted_here()
-        factor = scenario.rates.get(number, 1.0)
-        for group in small.optimizer.param_groups if factor != 1.0 else ():
-            group.update({k: v * factor for k, v in hypers(group).items() if isinstance(v, float)})
-        if number == scenario.frozen:
-            small.params[-1].requires_grad_(False)
-        given = []
-        for i, param in enumerate(small.params):
-            grad = torch.randn(param.shape, generator=random, device="cpu").to(
-                param.device, param.grad_dtype or param.dtype
-            )
-            grad *= scenario.surges.get(number, 1.0)
-            if i == 0:
-                grad *= scenario.scales.get(number, 1.0)
-            if scenario.in_place and scenario.missing.get(number) != i:
-                grad = homes.setdefault(i, grad).copy_(grad)
-            param.grad = None if scenario.missing.get(number) == i else grad
-            given.append((param, param.grad, None if param.grad is None else param.grad.clone()))
-        memory |= memory_of(*(grad for _, grad, _ in given))
+        change_what_users_change(small, scenario, number)
+        given = gradients.give(number)
         for param in small.params:  # beside elements as large as theirs, small differences of updates would vanish
             torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
         before = counts_of(small.optimizer)
         try:
-            # A mode costs as much as a small operator, and so does counting lines: only the first step is watched.
-            watched = number == 0
-            grads = [grad for _, grad, _ in given if grad is not None]
-            asking = (
-                LayoutQuestions(grads, small.params, found.asks_layout) if number < ASKING else contextlib.nullcontext()
-            )
-            odd = scenario.is_odd(number)
-            with (
-                as_written(),
-                NoCollectives() if watched else contextlib.nullcontext(),
-                asking if number < ASKING else contextlib.nullcontext(),
-                NoCrash() if any(map(unfinished, grads)) else contextlib.nullcontext(),
-                lines.bounded(odd) if odd or watched else contextlib.nullcontext(),
-            ):
-                found.returned.append(step())
+            with watched(small, scenario, number, lines, found):
+                found.returned.append(stepping.step())
         except CanzonaError:
             raise
         except Endless as error:
-            if odd:
+            if scenario.is_odd(number):
                 break
             raise UnsupportedOptimizer(
                 f"{plain_class(small.optimizer).__name__}.step does not end on matrices of a few random elements: it "
@@ -241,15 +141,87 @@ def run(small: Miniature, scenario: Scenario, step: Callable[[], Any]) -> Rehear
         for param in small.params:
             param.grad = None
         walk = walk_of(small)
-        found.after.append(walk.found)
-        places = [place for place, value in walk.tensors() if memory_of(value) & memory]
+        found.after.append(walk.found | stepping.objects())
+        places = [place for place, value in walk.tensors() if memory_of(value) & gradients.memory]
         found.aliases |= dict.fromkeys(re.sub(r"the state of parameter \d+", "self.state[param]", p) for p in places)
     return found
+
+
+class Gradients:
+    """Draws the gradients of a scenario.
+
+    Attributes:
+        memory: where all of them lay so far.
+    """
+
+    def __init__(self, small: Miniature, scenario: Scenario) -> None:
+        self.small, self.scenario = small, scenario
+        self.memory: set[Any] = set()
+        self._random = torch.Generator().manual_seed(0)
+        self._homes: dict[int, Tensor] = {}
+
+    def give(self, number: int) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Give each parameter its gradient of a step; the parameters, the gradients, and copies of these."""
+        scenario, given = self.scenario, list[tuple[Tensor, Tensor | None, Tensor | None]]()
+        for i, param in enumerate(self.small.params):
+            grad = torch.randn(param.shape, generator=self._random, device="cpu")
+            grad = grad.to(param.device, param.grad_dtype or param.dtype)
+            grad *= scenario.surges.get(number, 1.0)
+            if i == 0:
+                grad *= scenario.scales.get(number, 1.0)
+            missing = scenario.missing.get(number) == i
+            if scenario.in_place and not missing:
+                grad = self._homes.setdefault(i, grad).copy_(grad)
+            param.grad = None if missing else grad
+            given.append((param, param.grad, None if missing else grad.clone()))
+        self.memory |= memory_of(*(grad for _, grad, _ in given))
+        return given
+
+
+def change_what_users_change(small: Miniature, scenario: Scenario, number: int) -> None:
+    """Change hyperparameters, and whether the last parameter requires a gradient, as a scenario does before a step."""
+    factor = scenario.rates.get(number, 1.0)
+    for group in small.optimizer.param_groups if factor != 1.0 else ():
+        group.update({k: v * factor for k, v in hypers(group).items() if isinstance(v, float)})
+    if number == scenario.frozen:
+        small.params[-1].requires_grad_(False)
+
+
+@contextlib.contextmanager
+def watched(small: Miniature, scenario: Scenario, number: int, lines: Lines, found: Trial) -> Iterator[None]:
+    """Inside this context, the step of a number is watched.
+
+    A mode costs as much as a small operator, and so does counting lines: only the first steps are watched for all.
+
+    Args:
+        lines: counts the lines of code that steps execute.
+        found: gets what they ask about the layout of gradients.
+    """
+    grads = [param.grad for param in small.params if param.grad is not None]
+    odd, first = scenario.is_odd(number), number == 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(as_written())
+        if first:
+            stack.enter_context(NoCollectives())
+        if number < ASKING:
+            stack.enter_context(LayoutQuestions(grads, small.params, found.asks_layout))
+        if any(map(unfinished, grads)):
+            stack.enter_context(NoCrash())
+        if odd or first:
+            stack.enter_context(lines.bounded(odd))
+        yield
 
 
 def written(grad: Tensor | None, before: Tensor | None) -> bool:
     """Tell whether the bits of a gradient changed."""
     return grad is not None and before is not None and bits_of(grad) != bits_of(before)
+
+
+def texts_written(found: Trial) -> list[str]:
+    """The places of files in memory that steps wrote to."""
+    last = found.after[-1] if found.after else found.first
+    kinds = {place: value[0] for place, value in found.first.items() if isinstance(value, tuple) and value}
+    return [place for place in changed(found.first, last) if kinds.get(place) in ("StringIO", "BytesIO")]
 
 
 def contents_of(small: Miniature) -> Contents:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.cell import carried, check_no_fragments, step_all, whole_copy
 from canzona_compile.capture.eager_fallback import Part
-from canzona_compile.capture.joint import JointUpdate, check_no_fragments, show, step_at_once, whole_copy
+from canzona_compile.capture.publish import JointUpdate, show
 from canzona_compile.capture.randomness import watched
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import OneRankSteps, UnsupportedOptimizer
@@ -105,7 +106,7 @@ class JointStep:
             if bound.param in self.optimizer.state:
                 state[own] = self.optimizer.state[bound.param]
         with watched(self.device) as dice:
-            result = step_at_once(self.optimizer, by_group, state)
+            result = step_all(self.optimizer, by_group, state)
         if dice.rolled:
             raise UnsupportedOptimizer(f"{plain_class(self.optimizer).__name__} draws random numbers by now")
         for name, bound in self.plan.bound.items():
@@ -117,7 +118,8 @@ class JointStep:
 
     def bring(self, task: str, param: Tensor, grad: Tensor | None) -> None:
         """Keep copies of a whole parameter, and of its gradient if it has one."""
-        self._brought[task] = whole_copy(param, grad, self.plan.bound[task].origin)
+        origin = self.plan.bound[task].origin
+        self._brought[task] = whole_copy(param, grad, carried(origin), origin.requires_grad)
 
     def take(self, task: str) -> Tensor:
         """Return the new value of a parameter."""

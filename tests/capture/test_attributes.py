@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import canzona_compile
-from canzona_compile.capture import resident_rehearsal
+from canzona_compile.capture import residency
 from canzona_compile.capture.attributes import MOST_REHEARSALS
 from canzona_compile.capture.rehearsal import Rehearsal, rehearse
 from tests.harness.pairs import feed, muon, parameters
@@ -22,7 +22,7 @@ def rehearsals(edit: Any, monkeypatch: pytest.MonkeyPatch) -> int:
         calls.append(rehearse(*args))
         return calls[-1]
 
-    monkeypatch.setattr(resident_rehearsal, "rehearse", counted)
+    monkeypatch.setattr(residency, "rehearse", counted)
     optimizer: Any = muon(parameters())
     optimizer.log, optimizer.mode, optimizer.rate = [], "first", 0.5
     canzona_compile.wrap(optimizer)
