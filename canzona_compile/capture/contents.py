@@ -15,7 +15,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,10 @@ from canzona_compile.ir.layout import local_part
 ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, enum.Enum)
 CACHED = type(functools.lru_cache(len))  # functools has no public name for it
 COUNTERS = (itertools.count, range)  # what they stand at is in their text
+SEQUENCES = (list, tuple, deque)
+SETS = (set, frozenset)
+CODE = (functools.partial, types.MethodType, types.FunctionType, types.GeneratorType, contextvars.ContextVar, CACHED)
+UNOPENED = (np.ndarray, np.generic, io.IOBase, *COUNTERS, *SETS)  # that hold nothing which is looked into
 # Not looked into. Loggers and handlers lead to all others of the process, and they remember which levels are on.
 OPAQUE = (types.ModuleType, types.BuiltinFunctionType, type, torch.Generator, logging.Filterer, logging.LoggerAdapter)
 
@@ -81,78 +85,29 @@ class Walk:
         return ((place, value) for place, value in self._seen.values() if isinstance(value, Tensor))
 
     def _look_into(self, place: str, value: Any) -> None:
-        self.found[place] = self._name_of(value)
+        self.found[place] = self._described(value)
+        if (undo := restorer(value)) is not None:
+            self.undo.append(undo)
+        for held in held_by(value):
+            self.add(f"{place}[{self._key(held.key)!r}]" if held.is_item else f"{place}.{held.key}", held.value)
+
+    def _described(self, value: Any) -> Any:
+        """What is compared of a value itself, beside what it holds."""
         if isinstance(value, Tensor):
-            self.found[place] = bits_of(value) if self.bits else (id(value), value._version)
-            if (grad := gradient_of(value)) is not None:
-                self.add(f"{place}.grad", grad)
-        elif isinstance(value, np.ndarray | np.generic):
-            self.found[place] = value.dtype.str, value.shape, value.tobytes()
-        elif isinstance(value, COUNTERS):
-            self.found[place] = repr(value)
-        elif isinstance(value, contextvars.ContextVar):
-            held = value.get(None)
-            self.undo.append(lambda: value.set(held) and None)
-            self.add(f"{place}.get()", held)
-        elif isinstance(value, io.IOBase):
-            self._look_into_file(place, value)
-        elif isinstance(value, Mapping):
-            self._look_into_dict(place, value)
-        elif isinstance(value, list | tuple | deque):
-            if not isinstance(value, tuple):
-                self.undo.append(functools.partial(refill_list, value, list(value)))
-            self.found[place] = type(value).__name__, len(value)
-            for i, entry in enumerate(value):
-                self.add(f"{place}[{i}]", entry)
-        elif isinstance(value, set | frozenset):
-            if isinstance(value, set):
-                self.undo.append(functools.partial(refill_set, value, set(value)))
-            self.found[place] = type(value).__name__, frozenset(map(self._key, value))
-        elif isinstance(value, functools.partial):
-            self.add(f"{place}.func", value.func)
-            self.add(f"{place}.args", value.args)
-            self.add(f"{place}.keywords", value.keywords)
-        elif isinstance(value, types.MethodType):
-            self.add(f"{place}.__self__", value.__self__)
-        elif isinstance(value, types.GeneratorType):
-            self.found[place] = "generator", value.gi_frame and value.gi_frame.f_lasti
-            for name, entry in value.gi_frame.f_locals.items() if value.gi_frame else ():
-                self.add(f"{place}.{name}", entry)
-        elif isinstance(value, CACHED):  # not what a trial has put around the function
-            self.add(f"{place}.__wrapped__", inspect.unwrap(value))
-        elif isinstance(value, types.FunctionType):
-            for name, cell in (*cells_of(value), *defaults_of(value)):
-                self.add(f"{place}.{name}", cell)
-        else:
-            self._look_into_object(place, value)
-
-    def _look_into_dict(self, place: str, value: Mapping[Any, Any]) -> None:
-        if isinstance(value, dict):
-            self.undo.append(functools.partial(refill_dict, value, dict(value)))
-        self.found[place] = type(value).__name__, len(value)
-        for key, entry in list(value.items()):
-            self.add(f"{place}[{self._key(key)!r}]", entry)
-
-    def _look_into_file(self, place: str, value: Any) -> None:
-        """Look how much a file holds that code may write, and be ready to cut off what is written later."""
-        if isinstance(value, io.StringIO | io.BytesIO) and not value.closed:
-            self.found[place] = type(value).__name__, value.getvalue()
-            return
-        with contextlib.suppress(OSError, ValueError):  # it is closed, or has no place, such as a terminal
-            if value.writable() and value.seekable():
-                end = value.tell()
-                self.found[place] = type(value).__name__, end
-                self.undo.append(functools.partial(cut_off, value, end))
-
-    def _look_into_object(self, place: str, value: Any) -> None:
-        own = getattr(value, "__dict__", None)
-        if isinstance(own, dict):
-            self.undo.append(functools.partial(refill_dict, own, dict(own)))
-            for name, entry in list(own.items()):
-                self.add(f"{place}.{name}", entry)
-        for name in slots_of(type(value)):
-            if hasattr(value, name):
-                self.add(f"{place}.{name}", getattr(value, name))
+            return bits_of(value) if self.bits else (id(value), value._version)
+        if isinstance(value, np.ndarray | np.generic):
+            return value.dtype.str, value.shape, value.tobytes()
+        if isinstance(value, COUNTERS):
+            return repr(value)
+        if isinstance(value, io.IOBase):
+            return written_to(value) or self._name_of(value)
+        if isinstance(value, SETS):
+            return type(value).__name__, frozenset(map(self._key, value))
+        if isinstance(value, (Mapping, *SEQUENCES)):
+            return type(value).__name__, len(value)
+        if isinstance(value, types.GeneratorType):
+            return "generator", value.gi_frame and value.gi_frame.f_lasti
+        return self._name_of(value)
 
     def _key(self, key: Any) -> Any:
         label = self.label(key)
@@ -164,6 +119,94 @@ class Walk:
         name = getattr(value, "__qualname__", None) or type(value).__qualname__
         name = re.sub(r" at 0x[0-9a-f]+", "", str(name))  # names that users made of the text of objects
         return name if self.bits else (name, id(value))
+
+
+class Held(NamedTuple):
+    """One of the things that an object holds.
+
+    Attributes:
+        key: its key, its index, or the name of the attribute or the variable.
+        value: what it is.
+        is_item: whether it is in a container under its key.
+    """
+
+    key: Any
+    value: Any
+    is_item: bool = False
+
+
+def held_by(value: Any) -> Iterator[Held]:
+    """What an object holds: entries, attributes, a gradient, what a function closes over."""
+    if isinstance(value, Tensor):
+        if (grad := gradient_of(value)) is not None:
+            yield Held("grad", grad)
+    elif isinstance(value, (Mapping, *SEQUENCES)):
+        yield from entries_of(value)
+    elif isinstance(value, functools.partial):
+        yield from (Held(name, getattr(value, name)) for name in ("func", "args", "keywords"))
+    elif isinstance(value, types.MethodType):
+        yield Held("__self__", value.__self__)
+    elif isinstance(value, contextvars.ContextVar):
+        yield Held("get()", value.get(None))
+    elif isinstance(value, types.GeneratorType):
+        yield from itertools.starmap(Held, list(value.gi_frame.f_locals.items()) if value.gi_frame else ())
+    elif isinstance(value, CACHED):  # not what a trial has put around the function
+        yield Held("__wrapped__", inspect.unwrap(value))
+    elif isinstance(value, types.FunctionType):
+        yield from itertools.starmap(Held, (*cells_of(value), *defaults_of(value)))
+    elif is_plain_object(value):
+        yield from attributes_of(value)
+
+
+def entries_of(value: Any) -> Iterator[Held]:
+    """The entries of a container."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
+    return (Held(key, entry, is_item=True) for key, entry in pairs)
+
+
+def attributes_of(value: Any) -> Iterator[Held]:
+    """The attributes of an object, also those in slots that users wrote."""
+    own = getattr(value, "__dict__", None)
+    yield from itertools.starmap(Held, list(own.items()) if isinstance(own, dict) else ())
+    for name in slots_of(type(value)):
+        if hasattr(value, name):
+            yield Held(name, getattr(value, name))
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether what an object holds are its attributes, and nothing else."""
+    return not isinstance(value, (Tensor, Mapping, *SEQUENCES, *CODE, *UNOPENED))
+
+
+def restorer(value: Any) -> Callable[[], Any] | None:
+    """Return what makes an object hold again what it holds now; None if nothing has to be done for that."""
+    if isinstance(value, dict | set):
+        return functools.partial(refill, value, "update", dict(value) if isinstance(value, dict) else set(value))
+    if isinstance(value, list | deque):
+        return functools.partial(refill, value, "extend", list(value))
+    if isinstance(value, contextvars.ContextVar):
+        return functools.partial(value.set, value.get(None))
+    if isinstance(value, io.IOBase):
+        place = written_to(value)
+        return functools.partial(cut_off, value, place[1]) if place and isinstance(place[1], int) else None
+    own = getattr(value, "__dict__", None) if is_plain_object(value) else None
+    return functools.partial(refill, own, "update", dict(own)) if isinstance(own, dict) else None
+
+
+def refill(holder: Any, method: str, saved: Any) -> None:
+    """Make a container hold again what it held."""
+    holder.clear()
+    getattr(holder, method)(saved)
+
+
+def written_to(file: Any) -> tuple[str, Any] | None:
+    """What a file in memory holds, or how far another one is written; None if code cannot write it, or it is closed."""
+    with contextlib.suppress(OSError, ValueError):  # it has no place, such as a terminal
+        if isinstance(file, io.StringIO | io.BytesIO):
+            return type(file).__name__, file.getvalue()
+        if file.writable() and file.seekable():
+            return type(file).__name__, file.tell()
+    return None
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
@@ -227,24 +270,6 @@ def cut_off(file: Any, end: int) -> None:
         if file.tell() != end:
             file.seek(end)
             file.truncate()
-
-
-def refill_dict(own: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    """Make a dict hold again what it held."""
-    own.clear()
-    own.update(saved)
-
-
-def refill_list(own: Any, saved: list[Any]) -> None:
-    """Make a list or a deque hold again what it held."""
-    own.clear()
-    own.extend(saved)
-
-
-def refill_set(own: set[Any], saved: set[Any]) -> None:
-    """Make a set hold again what it held."""
-    own.clear()
-    own.update(saved)
 
 
 def changed(before: Contents, after: Contents) -> list[str]:

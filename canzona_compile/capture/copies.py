@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from canzona_compile.capture.cached_calls import CachedCalls
-from canzona_compile.capture.contents import ATOMS, CACHED, gradient_of, slots_of
+from canzona_compile.capture.contents import ATOMS, CACHED, SETS, attributes_of, held_by, is_plain_object
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 
 # Classes that are not written in Python, whose objects are values.
@@ -242,14 +242,14 @@ class Copies:
 
     def _share_below(self, value: Any) -> None:
         """Let what must not be copied be its own copy, wherever an object holds it."""
-        left, seen = held_by(value), {id(value)}
+        left, seen = below(value), {id(value)}
         while left and len(seen) < MOST:
             one = left.pop()
             if isinstance(one, ATOMS) or id(one) in seen or id(one) in self._memo:
                 continue
             seen.add(id(one))
             way = self._way(type(one))
-            inside = held_by(one)
+            inside = below(one)
             if way in (as_it_is, self._keep, refused):
                 self.put(one, way(one))
             elif not inside and way == self._reconstructed and not is_told(one):
@@ -305,22 +305,14 @@ def is_told(value: Any) -> bool:
     return True
 
 
-def held_by(value: Any) -> list[Any]:
-    """What a container or an object holds."""
-    found: list[Any] = []
-    if isinstance(value, Mapping):
-        found += [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        found += value
-    elif isinstance(value, functools.partial):
-        found += [value.func, value.args, value.keywords]
-    elif isinstance(value, types.MethodType):
-        found.append(value.__self__)
-    elif isinstance(value, Tensor):
-        found.append(gradient_of(value))
-    if hasattr(value, "__dict__"):
-        found.append(vars(value))
-    return found + [getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)]
+def below(value: Any) -> list[Any]:
+    """What a container or an object holds, with its keys."""
+    found = [held.value for held in held_by(value)]
+    if isinstance(value, (Mapping, *SETS)):
+        found += value  # the keys
+    if not is_plain_object(value):
+        found += [held.value for held in attributes_of(value)]
+    return found
 
 
 def give_state(made: Any, state: Any) -> None:

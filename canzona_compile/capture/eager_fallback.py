@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from canzona_compile.capture.cell import step_alone, whole_copy
 from canzona_compile.capture.leaves import state_leaves
-from canzona_compile.capture.randomness import watched
 from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.ir.program_ops import EagerTask
 from canzona_compile.ir.step import Leaf, Role, Template
@@ -31,52 +29,28 @@ class EagerStep:
 
     Args:
         leaves: the names of the tensor leaves of the state that the graph returns.
+        name: of the node.
+        has_effect: whether the graph has it also where nothing reads what it returns.
     """
 
-    __name__ = __qualname__ = "eager_step"
-
-    def __init__(self, leaves: tuple[str, ...] = ()) -> None:
-        self.leaves = leaves
+    def __init__(self, leaves: tuple[str, ...] = (), name: str = "eager_step", has_effect: bool = False) -> None:
+        self.leaves, self.has_effect = leaves, has_effect
+        self.__name__ = self.__qualname__ = name
 
     def __call__(self, task: EagerTask, param: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        """Take the step of one task on a twin of the optimizer.
+        """Take the step of one task.
 
         Args:
-            task: its name, and where its parameter group and its state are.
+            task: its name, and what steps it.
             param: the whole parameter; it is not written.
             grad: the whole gradient, of the shape of `param`; it is not written.
 
         Returns:
             The new parameter, then the leaves of the new state.
-
-        Raises:
-            UnsupportedOptimizer: the step draws random numbers, and several ranks take it for this task.
         """
-        context = task.context
-        own = whole_copy(param, grad, context.marks_of(task.name), memory=torch.preserve_format)
-        state = context.state_of(task.name)
-        with watched(param.device) as dice:
-            new = step_alone(context.eager_optimizer(), context.param_group_of(task.name), own, state)
-        if dice.rolled:
-            context.drew_random_numbers(task.name)
-        found = dict(state_leaves(state))
+        new, state = task.context.step(task.name, param, grad)
+        found = dict(state_leaves(state)) if self.leaves else {}
         return (new, *(found[name] for name in self.leaves))
-
-
-class WholeStep(EagerStep):
-    """The same in plans of joint steps, also for a scalar; it never runs."""
-
-    has_effect = True
-
-
-class ResidentStep:
-    """Target of a graph node: (task, param, grad) -> (new param,), by the task's own optimizer object on the owner."""
-
-    __name__ = __qualname__ = "resident_step"
-
-    def __call__(self, task: EagerTask, param: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        """Take the step of one task; the arguments are those of `EagerStep`."""
-        return (task.context.step_resident(task.name, param, grad),)
 
 
 class BringStep:
@@ -126,7 +100,8 @@ def joint_templates(name: str, spec: ParameterSpec, reason: str) -> Mapping[Any,
     param = Leaf(Role.PARAM, "param", spec.shape, spec.dtype)
     grad = Leaf(Role.GRAD, "grad", spec.shape, spec.grad_dtype)
     leaves = {Part.BRING: (task, param, grad), Part.STILL: (task, param), Part.TAKE: (task, param)}
-    whole = interpreted_template(name, spec, reason, target=WholeStep())
+    # It never runs: plans of whole-model steps have it, also for a scalar, in place of the two parts.
+    whole = interpreted_template(name, spec, reason, target=EagerStep(has_effect=True))
     found = {Part.WHOLE: replace(whole, family=name, joint=True)}
     for part, inputs in leaves.items():
         graph = fx.Graph()

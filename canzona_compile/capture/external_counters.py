@@ -7,7 +7,7 @@ step too, and its counts are copied. Everything else is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.copies import with_own_containers
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.leaves import state_leaves
-from canzona_compile.capture.randomness import devices_among
-from canzona_compile.capture.twin import hypers, make_twin, odd_state, plain_class, step_plainly
+from canzona_compile.capture.twin import hypers, odd_state, plain_class, step_plainly
 from canzona_compile.errors import UnsupportedOptimizer
 
 Home = Literal["group", "self", "state"]
@@ -128,38 +127,3 @@ def counts_elsewhere(optimizer: Optimizer, counters: Iterable[Counter]) -> Count
         if counter.home == "self" and hasattr(optimizer, counter.key):
             own[counter] = getattr(optimizer, counter.key)
     return {counter: own[counter] for counter in counters if counter in own}
-
-
-class CounterShadow:
-    """A copy of an optimizer with one tiny matrix per parameter group, whose counts the optimizer takes over."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._random = torch.Generator().manual_seed(0)
-        self._params: list[Tensor] = []
-        self._state: dict[Tensor, dict[str, Any]] = {}
-
-    def count(self) -> None:
-        """Take one step and copy the counts that it changed. Parameter groups without gradients do not step."""
-        groups = self.optimizer.param_groups
-        self._params += [tiny(group["params"]) for group in groups[len(self._params) :]]
-        for param, group in zip(self._params, groups, strict=True):
-            some = any(p.grad is not None for p in group["params"])
-            param.grad = torch.randn(param.shape, generator=self._random, device="cpu").to(param) if some else None
-        twin = make_twin(self.optimizer, {}, [], self._state)
-        twin.param_groups = [{**group, "params": [p]} for group, p in zip(groups, self._params, strict=True)]
-        before = [dict(values) for _, values in around(twin)]
-        with torch.random.fork_rng(devices=devices_among(self._params)), as_written():
-            step_plainly(twin)
-        self._state = {key: value for key, value in twin.state.items() if isinstance(key, Tensor)}
-        homes: list[dict[Any, Any]] = [vars(self.optimizer), self.optimizer.state, *groups]
-        for home, old, (_, new) in zip(homes, before, around(twin), strict=True):
-            changed = {k: v for k, v in new.items() if isinstance(v, int | float) and (k not in old or old[k] != v)}
-            home.update(changed)
-
-
-def tiny(params: Sequence[Tensor]) -> Tensor:
-    """Make a tiny parameter with as many dims as the first of some; on the CPU, so that no device is waited for."""
-    first = params[0] if params else torch.zeros(2, 3, device="cpu")
-    shape = tuple(min(n, 2 + i) for i, n in enumerate(first.shape))
-    return torch.nn.Parameter(torch.ones(shape, dtype=first.dtype, device="cpu"))

@@ -10,7 +10,6 @@ import enum
 import json
 import random
 import re
-from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.contents import ATOMS, OPAQUE, inner_tensors, slots_of
+from canzona_compile.capture.contents import (
+    ATOMS,
+    OPAQUE,
+    SEQUENCES,
+    Held,
+    attributes_of,
+    entries_of,
+    inner_tensors,
+)
 from canzona_compile.capture.leaves import leaf_name
 from canzona_compile.capture.memory import memory_of
 from canzona_compile.errors import CanzonaError
@@ -126,8 +133,9 @@ class Finder:
                 self.look((*path, "grad"), value.grad, partial(setattr, value, "grad"))
             return
         self.holders["/".join(path)] = value
-        for key, entry, replace in entries(value):
-            self.look((*path, spelled(key, self.param)), entry, replace)
+        for held in held_in_data(value):
+            replace = partial(put_item if held.is_item else put_attribute, value, held.key)
+            self.look((*path, spelled(held.key, self.param)), held.value, replace)
 
     def take_over(self, path: str, other: Finder) -> None:
         """Put the value that another object has at a path at the same path here, also if nothing is there yet.
@@ -158,20 +166,12 @@ class Finder:
         self.found[name] = KeptPlace(value, put)
 
 
-def entries(value: Any) -> Iterator[tuple[Any, Any, Put]]:
-    """What a container or an object holds: key, value, and how to put another value there."""
-    if isinstance(value, Mapping):
-        for key, entry in list(value.items()):
-            yield key, entry, partial(put_item, value, key)
-    elif isinstance(value, list | tuple | deque):
-        for i, entry in enumerate(value):
-            yield i, entry, partial(put_item, value, i)
-    elif not callable(value) or isinstance(value, torch.nn.Module) or getattr(value, "__dict__", None):
-        for name, entry in list(getattr(value, "__dict__", {}).items()):
-            yield name, entry, partial(put_attribute, value, name)
-        for name in slots_of(type(value)):
-            if hasattr(value, name):
-                yield name, getattr(value, name), partial(put_attribute, value, name)
+def held_in_data(value: Any) -> Iterator[Held]:
+    """What a container or an object holds; nothing of code that has no attributes."""
+    if isinstance(value, (Mapping, *SEQUENCES)):
+        return entries_of(value)
+    is_data = not callable(value) or isinstance(value, torch.nn.Module) or getattr(value, "__dict__", None)
+    return attributes_of(value) if is_data else iter(())
 
 
 def put_item(holder: Any, key: Any, value: Any) -> None:

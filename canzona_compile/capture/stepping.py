@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from canzona_compile.capture.cell import carried, step_all, step_alone, whole_copy
 from canzona_compile.capture.construction import Construction, NotConstructible, reads_values
 from canzona_compile.capture.contents import Contents
-from canzona_compile.capture.external_counters import CounterShadow
 from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.publish import show
 from canzona_compile.capture.randomness import MutedDraws, seeded
 from canzona_compile.capture.resident import Recipe, Resident
-from canzona_compile.capture.resident_shadow import ResidentShadow
+from canzona_compile.capture.shadow import ObjectShadow, Shadow
 from canzona_compile.capture.trial import contents_of
 from canzona_compile.capture.twin import hypers, marks_of, plain_step
 from canzona_compile.capture.variant import ParameterSpec
@@ -70,7 +69,7 @@ class OneByOne(Plainly):
 
     def begin(self, small: Miniature) -> None:
         """Get ready."""
-        self.small, self._shadow = small, CounterShadow(small.optimizer)
+        self.small, self._shadow = small, Shadow(small.optimizer)
 
     def step(self) -> None:
         """Step all parameters that have gradients."""
@@ -173,7 +172,7 @@ class OwnObjects(Plainly):
     def begin(self, small: Miniature) -> None:
         """Get ready."""
         self.small = small
-        self._shadow = ResidentShadow(small.optimizer, self.recipe, ()) if self.recipe.is_shown else None
+        self._shadow = ObjectShadow(small.optimizer, self.recipe, ()) if self.recipe.is_shown else None
 
     def step(self) -> None:
         """Step all parameters that have gradients."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.attributes import AttributeWatch
 from canzona_compile.capture.coupling import NamesByGroup
-from canzona_compile.capture.eager_fallback import ResidentStep, interpreted_template, joint_templates
+from canzona_compile.capture.eager_fallback import EagerStep, interpreted_template, joint_templates
 from canzona_compile.capture.eager_parity import holistic, same_bits
 from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
 from canzona_compile.capture.given_gradients import GivenGradients
@@ -349,7 +349,7 @@ class Capture:
     def _resident(self, spec: ParameterSpec, rehearsal: Rehearsal) -> ParamKind:
         """Make a kind whose every step is that of an optimizer object of its own, on an owner rank."""
         why = f"one whole optimizer object per matrix, because {rehearsal.resident}"
-        template = interpreted_template(self._label(spec), spec, why, target=ResidentStep())
+        template = interpreted_template(self._label(spec), spec, why, target=EagerStep(name="resident_step"))
         log.info("%s is resident: %s", template.name, why)
         return ParamKind(None, {None: template}, (), {}, recipe=rehearsal.recipe)
 

@@ -5,14 +5,13 @@ They work on lists of tensors, with one entry per task, and on buffers. They mak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from canzona_compile.compat.matmul_precision import Kept, put_back, set_precision
 
@@ -20,35 +19,23 @@ Index = tuple[Any, ...]
 
 
 class EagerContext(Protocol):
-    """Gives an eager step what it needs beside the gathered tensors."""
+    """Steps whole parameters by the optimizer's own code."""
 
-    def eager_optimizer(self) -> Optimizer:
-        """The optimizer whose own code takes the step."""
+    def step(self, task: str, param: Tensor, grad: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
+        """Take the step of a task. Neither tensor is written.
 
-    def param_group_of(self, task: str) -> dict[str, Any]:
-        """The parameter group of the task, with the hyperparameters of this step."""
+        Returns:
+            The new parameter, and the state after the step.
 
-    def marks_of(self, task: str) -> dict[str, Any]:
-        """The attributes that users gave to the parameter of the task."""
-
-    def state_of(self, task: str) -> dict[str, Any]:
-        """The state that the step reads and writes."""
-
-    def step_resident(self, task: str, param: Tensor, grad: Tensor) -> Tensor:
-        """Take the step of a task by its own optimizer object; return the new parameter."""
+        Raises:
+            UnsupportedOptimizer: the step draws random numbers, and several ranks take it for this task.
+        """
 
     def bring(self, task: str, param: Tensor, grad: Tensor | None) -> None:
         """Keep a whole parameter, and its gradient if it has one, until all of them step at once."""
 
     def take(self, task: str) -> Tensor:
         """Return the new parameter, once they have stepped."""
-
-    def drew_random_numbers(self, task: str) -> None:
-        """Learn that the step of a task drew random numbers.
-
-        Raises:
-            UnsupportedOptimizer: the task must not draw random numbers.
-        """
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from canzona_compile.capture.external_counters import CounterShadow
+from canzona_compile.capture.shadow import Shadow
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.capture.variant import Untraceable
@@ -20,16 +20,14 @@ from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.session.audit import Audit
+from canzona_compile.session.cells import Cells, WholeModelStep
 from canzona_compile.session.change import ChangeKind, StepChange
-from canzona_compile.session.eager_context import PlanContext
 from canzona_compile.session.gradient_checks import check_attributes, check_gradient, check_main_gradients
 from canzona_compile.session.held import HeldParameters, HeldState
-from canzona_compile.session.joint_step import JointStep
 from canzona_compile.session.local_step import LocalStep
 from canzona_compile.session.make_program import ProgramMaker
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey
-from canzona_compile.session.residents import ResidentTasks
 from canzona_compile.session.shared_numbers import Ranks, SharedNumbers
 from canzona_compile.session.state import StateStore
 from canzona_compile.session.variant_selection import Lineup, Names, VariantSelection
@@ -86,18 +84,17 @@ class StepDriver:
         self.store = StateStore(optimizer, plan, groups, rank)
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
-        self._residents = ResidentTasks(capture, plan, self.store)
+        self._cells = Cells(capture, plan, self.store)
         joint = any(bound.kind.joint for bound in plan.bound.values())
-        self._joint = JointStep(optimizer, plan, groups, rank, watch) if joint else None
-        eager = PlanContext(optimizer, plan, self.store, self._residents, self._joint)
-        sources = Sources(device, groups, watch, self.store, self.cohorts, eager)
+        self._joint = WholeModelStep(self._cells, groups, rank, watch) if joint else None
+        sources = Sources(device, groups, watch, self.store, self.cohorts, self._cells)
         self._maker = ProgramMaker(plan, options, rank, observers, self.store, sources)
         self.programs = ProgramCache(self._maker.of_variants)
         self.first_buffers = 0
         self.last: BoundProgram | None = None
         self.clock: StepClock | None = None
         self._elementwise = LocalStep(optimizer, plan.elementwise)
-        self._shadow = CounterShadow(optimizer)
+        self._shadow = Shadow(optimizer)
         self._numbers = SharedNumbers(optimizer, plan)
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
         self._fused = {f: plan.bound[f.division.pieces[0].task].kind.grad_dtype for f in plan.fused}
@@ -154,7 +151,7 @@ class StepDriver:
         """
         self._check_gradients()
         self._check_presence()
-        self._residents.begin(self._habits.needs_gradients)
+        self._cells.begin(self._habits.needs_gradients)
 
     def choose_variants(self) -> None:
         """Ask which variants the tasks take on the first step of the plan.
@@ -329,7 +326,7 @@ class StepDriver:
             self._elementwise.step()
         if self.capture.counts:
             self._shadow.count()
-        self._residents.count()
+        self._cells.count()
         if fresh or not self._stepped:
             self._held_state.hold({n: self.store.params[n] for n in self.store.initialised if self._compiled(n)})
         self._stepped = set(self.store.initialised)
@@ -346,7 +343,7 @@ class StepDriver:
             self._foresee(ready, fresh)
         return True
 
-    def _step_at_once(self, joint: JointStep, ready: Names) -> None:
+    def _step_at_once(self, joint: WholeModelStep, ready: Names) -> None:
         if self.last is None:
             with during(self.clock, "plan"):
                 self._program(tuple(self.plan.bound))  # it stands for both programs in reports, and never runs
