@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import networkx as nx
 from torch import fx
 
 from canzona_compile.analysis.flops import flops_of, symbolic_flops
@@ -189,6 +188,8 @@ class Cutter:
 
     def _minimum_cut(self, owner: set[fx.Node]) -> set[fx.Node]:
         """The FRAGMENT nodes of the cheapest cut in which all nodes of `owner` are OWNER."""
+        import networkx as nx  # it has hundreds of modules, and only a first step plans
+
         net: nx.DiGraph[Any] = nx.DiGraph()
         net.add_nodes_from(["fragment", "owner"])
         # A gather takes a byte up to the owner. A scatter takes a byte down, and an exchange takes it on to the other
