@@ -24,9 +24,9 @@ from canzona_compile.ir.fx_utils import (
     subgraph,
     tensor_value,
 )
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import LayoutKind, Shape
 from canzona_compile.ir.step import Form, Leaf, Placed, Role, Step, Template, Wire
+from canzona_compile.machine.hardware import Machine
 
 # Every replica repeats the work and the state of FRAGMENT nodes. This is the cost of their bytes, as a fraction of
 # the cost of the same bytes on a wire: memory is about 16 times as fast. The cost decides where a transfer is free
