@@ -10,9 +10,9 @@ from typing import ClassVar
 from torch.optim import Muon
 
 import canzona_compile
-from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Form, Step, Strategy
+from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.options import Options
 from canzona_compile.passes import OwnerReplica, lowering_passes, planning_passes
 from canzona_compile.simulation.simulate import simulate

@@ -5,30 +5,35 @@ optimizer = canzona_compile.muon_adamw(model, lr=3e-4)  # the whole model
 muon = canzona_compile.wrap(torch.optim.Muon(matrices, lr=2e-2))  # or any optimizer
 """
 
-from canzona_compile.api.muon_adamw import muon_adamw
-from canzona_compile.api.wrap import explain, unwrap, wrap
-from canzona_compile.api.wrap_cls import wrap_cls
-from canzona_compile.api.wrapped_class import is_wrapped
-from canzona_compile.api.zero1 import zero1
-from canzona_compile.chains.chain import Chain, chain
-from canzona_compile.choice.choose import hidden_matrices
-from canzona_compile.choice.rows import Choice
-from canzona_compile.errors import (
-    CanzonaError,
-    InvalidGradient,
-    RankMismatch,
-    UnsupportedLayout,
-    UnsupportedOptimizer,
-)
-from canzona_compile.ir.plan_file import PlanFile
-from canzona_compile.options import Options
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from canzona_compile.progress.logs import set_up
-from canzona_compile.report.build import Report
-from canzona_compile.report.explain import Explanation
-from canzona_compile.split import Split
-from canzona_compile.tools.planning.plan import plan
-from canzona_compile.tools.planning.result import OfflinePlan
-from canzona_compile.tools.verification import Verification, verify
+
+if TYPE_CHECKING:  # `__getattr__` below imports these
+    from canzona_compile.api.muon_adamw import muon_adamw
+    from canzona_compile.api.wrap import explain, unwrap, wrap
+    from canzona_compile.api.wrap_cls import wrap_cls
+    from canzona_compile.api.wrapped_class import is_wrapped
+    from canzona_compile.api.zero1 import zero1
+    from canzona_compile.chains.chain import Chain, chain
+    from canzona_compile.choice.choose import hidden_matrices
+    from canzona_compile.choice.rows import Choice
+    from canzona_compile.errors import (
+        CanzonaError,
+        InvalidGradient,
+        RankMismatch,
+        UnsupportedLayout,
+        UnsupportedOptimizer,
+    )
+    from canzona_compile.ir.plan_file import PlanFile
+    from canzona_compile.options import Options
+    from canzona_compile.report.build import Report
+    from canzona_compile.report.explain import Explanation
+    from canzona_compile.split import Split
+    from canzona_compile.tools.planning.plan import plan
+    from canzona_compile.tools.planning.result import OfflinePlan
+    from canzona_compile.tools.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -61,3 +66,40 @@ __all__ = [
     "wrap_cls",
     "zero1",
 ]
+
+# Where each public name is. A name is imported when it is first used: DTensors alone take half as long as torch itself,
+# and only some programs need the tools.
+_MODULES = {
+    "api.muon_adamw": ("muon_adamw",),
+    "api.wrap": ("explain", "unwrap", "wrap"),
+    "api.wrap_cls": ("wrap_cls",),
+    "api.wrapped_class": ("is_wrapped",),
+    "api.zero1": ("zero1",),
+    "chains.chain": ("Chain", "chain"),
+    "choice.choose": ("hidden_matrices",),
+    "choice.rows": ("Choice",),
+    "errors": ("CanzonaError", "InvalidGradient", "RankMismatch", "UnsupportedLayout", "UnsupportedOptimizer"),
+    "ir.plan_file": ("PlanFile",),
+    "options": ("Options",),
+    "report.build": ("Report",),
+    "report.explain": ("Explanation",),
+    "split": ("Split",),
+    "tools.planning.plan": ("plan",),
+    "tools.planning.result": ("OfflinePlan",),
+    "tools.verification": ("Verification", "verify"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # or type checkers would take any name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name on its first use (PEP 562)."""
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

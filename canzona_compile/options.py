@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_name
-from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.ownership import planner_named
 from canzona_compile.split import Split
 

@@ -1,7 +1,8 @@
 """Lists the decompositions that gain by a batched call on CUDA, by version of torch, with the reason beside each line.
 
 Measured rates of the device override the table: `eigh` and `eigh_batched`, and the like, of
-`canzona_compile.ir.hardware`. On CPU torch's batched decompositions are a loop over LAPACK, so nothing is gained there.
+`canzona_compile.machine.hardware`. On CPU torch's batched decompositions are a loop over LAPACK, so nothing is gained
+there.
 """
 
 from __future__ import annotations

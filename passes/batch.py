@@ -10,14 +10,13 @@ import torch
 from torch import fx
 
 from canzona_compile.analysis.flops import BY_PRODUCTS, addend, factors, flips, turned
-from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.ir.bit_exactness import batches_equal, position_free
 from canzona_compile.ir.fx_utils import pointwise, tensor_value
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.step import Batch, Form, MicroGroup, Placed, Role, Step
 from canzona_compile.kernels.batched import gains
 from canzona_compile.kernels.ops import GEMM_AXPBY, PAD_CAST, SYM_GEMM
 from canzona_compile.lowering.batch_graph import factorization, lift_stacked, product, starts_stack
+from canzona_compile.machine.hardware import Machine, hardware_of
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ import torch
 
 from canzona_compile.analysis.step_time import rates_of
 from canzona_compile.ir.bucket import ALIGNMENT, Bucket, BucketSlice
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.step import Form, Step, Task
+from canzona_compile.machine.hardware import Machine
 
 SMALLEST_CUT = 16384  # elements: a cut makes one more tensor to update on every step, more than it evens out
 MOST_PADDING = 0.03  # of a bucket's elements, which padding may add for the sake of a uniform collective

@@ -16,10 +16,10 @@ from canzona_compile.analysis.gram_restarts import plan_restarts
 from canzona_compile.analysis.linear_algebra import any_strides, flipped
 from canzona_compile.analysis.newton_schulz import Polynomial, ProductChain, chains
 from canzona_compile.analysis.norm_bounds import Wide, norm_bound
-from canzona_compile.analysis.roofline import hardware_of, product_seconds
+from canzona_compile.analysis.roofline import product_seconds
 from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
-from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Form, Placed, Step, Template
+from canzona_compile.machine.hardware import Hardware, hardware_of
 
 aten = torch.ops.aten
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import networkx as nx
 from torch import fx
 
 from canzona_compile.analysis.flops import flops_of, symbolic_flops
@@ -25,9 +24,9 @@ from canzona_compile.ir.fx_utils import (
     subgraph,
     tensor_value,
 )
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import LayoutKind, Shape
 from canzona_compile.ir.step import Form, Leaf, Placed, Role, Step, Template, Wire
+from canzona_compile.machine.hardware import Machine
 
 # Every replica repeats the work and the state of FRAGMENT nodes. This is the cost of their bytes, as a fraction of
 # the cost of the same bytes on a wire: memory is about 16 times as fast. The cost decides where a transfer is free
@@ -189,6 +188,8 @@ class Cutter:
 
     def _minimum_cut(self, owner: set[fx.Node]) -> set[fx.Node]:
         """The FRAGMENT nodes of the cheapest cut in which all nodes of `owner` are OWNER."""
+        import networkx as nx  # it has hundreds of modules, and only a first step plans
+
         net: nx.DiGraph[Any] = nx.DiGraph()
         net.add_nodes_from(["fragment", "owner"])
         # A gather takes a byte up to the owner. A scatter takes a byte down, and an exchange takes it on to the other

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.analysis.roofline import graph_time, hardware_of
+from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.analysis.spectral import EIGH, VT, NumberOrNode, Spectrum, V, meanings
 from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, record_again, tensor_value
-from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Form, Step, Template
 from canzona_compile.kernels.inverse_root import LARGEST_P
 from canzona_compile.kernels.root_ops import CHOLESKY_QR, INVERSE_ROOT
+from canzona_compile.machine.hardware import Hardware, hardware_of
 
 aten = torch.ops.aten
 QR = aten.linalg_qr.default

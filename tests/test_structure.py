@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import networkx as nx
@@ -23,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "canzona_compile"
 FOLDERS = ("canzona_compile", "passes", "kernels", "tests", "examples", "benchmarks")
 MOST_LINES = 400
+
+HEAVY = {"scipy", "networkx", "plotly", "triton"}  # loaded where they are used
 
 Sources = Mapping[str, str]  # by module name: kernels.ops, ir.step, errors; "" is the package itself
 
@@ -229,6 +234,32 @@ def passes_at_work(sources: Sources) -> list[str]:
     ]
 
 
+def tools_in_the_core(sources: Sources) -> list[str]:
+    """Imports of tools from rooms that training needs, also by name; the package itself may name them for types."""
+    tools = re.compile(rf"{PACKAGE}\.tools(\.\w+)*")
+    found = []
+    for name, source in sources.items():
+        if room_of(name) in ("tools", "__main__"):
+            continue
+        for_types = {
+            node for guard in parsed(source).body if not name and type_checking(guard) for node in ast.walk(guard)
+        }
+        for node in ast.walk(parsed(source)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                names = [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+            found += [f"{name}:{node.lineno} {n}" for n in names if tools.fullmatch(n) and node not in for_types]
+    return found
+
+
+def type_checking(node: ast.stmt) -> bool:
+    """Whether a statement is `if TYPE_CHECKING`."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 RULES: dict[Callable[[Sources], list[str]], tuple[str, str]] = {  # with a violation: a module and its text
     upward_imports: ("ir.planted", "from canzona_compile.passes import Place\n"),
     import_circles: ("errors", "from canzona_compile.options import Options\n"),
@@ -240,6 +271,7 @@ RULES: dict[Callable[[Sources], list[str]], tuple[str, str]] = {  # with a viola
     long_files: ("tools.planted", "x = 1\n" * (MOST_LINES + 1)),
     passes_that_import_passes: ("passes.planted", "from canzona_compile.passes.place import Place\n"),
     passes_at_work: ("passes.planted", "import torch.distributed as dist\n"),
+    tools_in_the_core: ("session.planted", "def f():\n    from canzona_compile.tools.processes import run\n"),
 }
 
 
@@ -298,6 +330,44 @@ def test_public_names() -> None:
     assert set(canzona_compile.__all__) == PUBLIC
     assert all(hasattr(canzona_compile, name) for name in PUBLIC)
     assert sorted(canzona_compile.__all__) == canzona_compile.__all__
+
+
+@cache
+def lazy_names() -> Mapping[str, str]:
+    """The module of each public name, as type checkers see it."""
+    guards = [node for node in parsed(our_sources()[""]).body if type_checking(node)]
+    imported = [node for guard in guards for node in guard.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imported for alias in node.names}
+
+
+def test_type_checkers_and_programs_see_the_same_public_names() -> None:
+    assert lazy_names().keys() == PUBLIC
+    for name, module in lazy_names().items():
+        assert getattr(canzona_compile, name) is getattr(import_module(module), name)
+    assert set(dir(canzona_compile)) >= PUBLIC
+    with pytest.raises(AttributeError, match="module 'canzona_compile' has no attribute 'wrapp'"):
+        _ = canzona_compile.wrapp  # type: ignore[attr-defined]
+
+
+def loaded_by(*statements: str) -> set[str]:
+    """The modules that a fresh Python has loaded after some statements."""
+    code = "; ".join(["import sys", *statements, "print(*sys.modules)"])
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    loaded = loaded_by("import canzona_compile")
+    assert not {name.split(".")[0] for name in loaded} & {"torch", "rich", "numpy", *HEAVY}
+    assert len({name for name in loaded if name.split(".")[0] == PACKAGE}) < 10
+
+
+def test_what_trains_loads_no_tools() -> None:
+    core = [name for name, module in lazy_names().items() if not module.startswith(f"{PACKAGE}.tools.")]
+    loaded = loaded_by("import canzona_compile", *(f"canzona_compile.{name}" for name in core))
+    assert f"{PACKAGE}.api.wrap" in loaded
+    assert not {name for name in loaded if name.startswith(f"{PACKAGE}.tools")}
+    assert not {name.split(".")[0] for name in loaded} & HEAVY
 
 
 def test_every_package_is_installed() -> None:

@@ -37,16 +37,11 @@ from canzona_compile.analysis.flops import (
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.compiled_call import opened
 from canzona_compile.ir.fx_utils import outputs, tensor_value
-from canzona_compile.ir.hardware import Hardware, Link, Machine, assumed_hardware
 from canzona_compile.ir.step import Placed, Template
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
+from canzona_compile.machine.hardware import Hardware, Link
 
 TYPICAL = 4096  # dim of the products whose rate is used for all products if only FLOPs should count
-
-
-def hardware_of(machine: Machine) -> Hardware:
-    """The rates of a machine, or the assumed rates of its kind of device if it has none."""
-    return machine.rates or assumed_hardware(machine.device)
 
 
 def exchange_seconds(link: Link, busiest: float, members: int) -> float:

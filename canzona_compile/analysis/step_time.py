@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from canzona_compile.analysis.flops import bytes_of_wires
-from canzona_compile.analysis.roofline import TYPICAL, graph_time, hardware_of
-from canzona_compile.ir.hardware import Machine
+from canzona_compile.analysis.roofline import TYPICAL, graph_time
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Placed, Task
+from canzona_compile.machine.hardware import Machine, hardware_of
 
 
 @dataclass(frozen=True, slots=True)

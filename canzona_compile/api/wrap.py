@@ -29,8 +29,8 @@ from canzona_compile.capture.twin import plain_class
 from canzona_compile.chains.chain import Chain, is_chain
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
+from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options, StrategyOption
 from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.session.given_layout import check_layout_patterns

@@ -28,8 +28,8 @@ from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.plan_file import PlanFile, read_plan
+from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options
 from canzona_compile.progress.telling import SOON, shown
 from canzona_compile.runtime.store_agreement import StoreAgreement, timeout_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import networkx as nx
 from torch import fx
 from torch.optim import Optimizer
 
@@ -58,6 +57,8 @@ def coupled(optimizer: Optimizer, name: str) -> UnsupportedOptimizer:
 
 def mixes(variant: Variant) -> bool:
     """Tell whether an output of a variant's graph depends on tensors of two parameters."""
+    import networkx as nx  # it has hundreds of modules
+
     net: nx.DiGraph[Any] = nx.DiGraph()
     for node in variant.graph.nodes:
         net.add_node(node)

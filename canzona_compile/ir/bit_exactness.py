@@ -19,8 +19,8 @@ from torch import fx
 
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.fx_utils import tensor_value
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Shape
+from canzona_compile.machine.hardware import Machine
 
 aten = torch.ops.aten
 

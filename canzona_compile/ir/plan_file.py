@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.json_text import parsed
 from canzona_compile.ir.printer import parts, text_of
 from canzona_compile.ir.step import Step, Strategy, Task
+from canzona_compile.machine.json_text import parsed
 
 SCHEMA = 1
 KIND = "canzona plan"

@@ -20,8 +20,8 @@ from torch import fx
 
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.bucket import Bucket
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Box, Grid, Layout, LayoutKind, Shape
+from canzona_compile.machine.hardware import Machine
 
 
 class Form(IntEnum):

@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 
-from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.analysis.step_time import load_of
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.layout import Box, Grid, Shape
@@ -33,6 +32,7 @@ from canzona_compile.ir.step import (
     Strategy,
     Task,
 )
+from canzona_compile.machine.hardware import hardware_of
 from canzona_compile.report.data_parallel import data_parallel_report
 from canzona_compile.report.measured import measured_report
 from canzona_compile.report.measured_table import measured_remark

@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.json_text import parsed
 from canzona_compile.ir.step import Step
+from canzona_compile.machine.hardware import hardware_of
+from canzona_compile.machine.json_text import parsed
 from canzona_compile.report.prediction import by_phase, predict_mean
 from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
 from canzona_compile.session.measuring import Measurement

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Step
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.simulation.figures import Span
 from canzona_compile.simulation.model_passes import backward_pass, bucket_load, forward_pass
 from canzona_compile.simulation.simulate import simulate

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Shape
+from canzona_compile.machine.hardware import Machine
 from canzona_compile.session.measuring import Measurement
 from canzona_compile.session.step_memory import StepMemory
 

@@ -14,8 +14,8 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.errors import some
+from canzona_compile.machine.hardware import hardware_of
 from canzona_compile.report.charts import event, load_chart, profile_chart, timeline
 from canzona_compile.report.data_parallel import bucket_table
 from canzona_compile.report.measured_table import (

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from canzona_compile.capture.eager_fallback import interpreted_template
 from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.ir.hardware import Hardware, Machine
 from canzona_compile.ir.pipeline import Observer, PassHistory, run
 from canzona_compile.ir.step import Form, Placed, Step, Task, Template
+from canzona_compile.machine.hardware import Hardware, Machine
 from canzona_compile.options import Options
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
 from canzona_compile.progress.telling import tell

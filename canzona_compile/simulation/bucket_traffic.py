@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from canzona_compile.analysis.roofline import exchange_seconds
 from canzona_compile.ir.bucket import Bucket
-from canzona_compile.ir.hardware import Hardware
+from canzona_compile.machine.hardware import Hardware
 
 # What the smallest collectives of gloo cost, in smallest all-to-alls; CPU times of 2 and of 4 ranks, torch 2.13.
 REDUCING, GATHERING = 3, 2

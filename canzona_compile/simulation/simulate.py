@@ -15,9 +15,9 @@ import numpy as np
 
 from canzona_compile.analysis.roofline import exchange_seconds, placed_time
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Act, Buffer, BufferUse, Event, Form, Phase, Step
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.simulation.engine import (
     Collective,
     CollectiveShare,

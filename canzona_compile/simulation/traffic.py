@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from canzona_compile.analysis.roofline import GraphTime, PlacedTime
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
-from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import MicroGroup, Phase, Step, Task, Wire
 from canzona_compile.lowering.batch_graph import LoopOver, product
+from canzona_compile.machine.hardware import Hardware
 
 Floats: TypeAlias = NDArray[np.float64]
 

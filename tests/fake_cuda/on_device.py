@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import Step
+from canzona_compile.machine.hardware import Machine
 from canzona_compile.runtime import channel
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor, Sources

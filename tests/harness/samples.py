@@ -15,7 +15,6 @@ from torch import fx
 
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.variant import ParameterSpec
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Box, Grid, Layout, LayoutKind, Shape, local_layout
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import (
@@ -38,6 +37,7 @@ from canzona_compile.ir.step import (
     Template,
     Wire,
 )
+from canzona_compile.machine.hardware import Machine
 
 aten = torch.ops.aten
 CPU = Machine("cpu", "gloo", 1)

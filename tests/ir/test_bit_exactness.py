@@ -19,8 +19,8 @@ from canzona_compile.ir.bit_exactness import (
     placed_equally,
     position_free,
 )
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.lowering.batch_graph import FOREACH
+from canzona_compile.machine.hardware import Machine
 from tests.harness.marks import crossed
 from tests.harness.samples import CPU, Builder
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.step import Template
+from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.passes.gram import rewritten
 from tests.harness.samples import Builder, empty
 

@@ -17,10 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_compile.analysis.flops import bytes_of_wires, flops_of
 from canzona_compile.analysis.step_time import GroupLoad, Rates, load_of, pipeline_seconds, rates_of
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Grid, Layout, Shape
 from canzona_compile.ir.step import Act, Buffer, BufferUse, Form, MicroGroup, Phase, Placed, Step, Strategy, Task, Wire
 from canzona_compile.lowering.memory_plan import assign_slots
+from canzona_compile.machine.hardware import Machine
 from canzona_compile.passes import AssignOwners, FormMicroGroups, Place
 from canzona_compile.passes.micro_group import COUNTS, TOLERANCE, live_bytes, makespan, pack
 from canzona_compile.passes.schedule import pipelined, stages

@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.hardware import Machine, assumed_hardware
 from canzona_compile.ir.layout import Grid, Shape
 from canzona_compile.ir.step import Exchange, Form, MicroGroup, Step
+from canzona_compile.machine.hardware import Machine, assumed_hardware, hardware_of
 from canzona_compile.passes import (
     AssignOwners,
     Batching,

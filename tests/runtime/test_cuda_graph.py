@@ -23,11 +23,11 @@ from torch.optim import Muon, Optimizer
 import canzona_compile
 from canzona_compile.codegen.launch import GroupedKernel, LaunchPart
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.program_ops import copy
 from canzona_compile.kernels.ops import SYM_GEMM
 from canzona_compile.kernels.root_ops import CHOLESKY_QR
+from canzona_compile.machine.hardware import Machine
 from canzona_compile.runtime.cuda_graph import MOST_RECORDINGS, Replay, obstacle, obstacle_in
 from canzona_compile.runtime.graph_recorder import pool_of
 from canzona_compile.runtime.scalar_ops import FORMS

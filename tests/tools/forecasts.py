@@ -7,8 +7,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.layout import Shape
+from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.report.schema import LoadReport
 from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Memory, RankSummary, Simulation, Span
 from canzona_compile.tools.planning.figures import (

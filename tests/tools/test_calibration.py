@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.calibrate import EXTENTS, calibrate
 from canzona_compile.tools.calibration.clock import Clock

@@ -16,8 +16,8 @@ from rich.console import Console
 
 import canzona_compile
 from canzona_compile.__main__ import main
-from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.plan_file import read_plan
+from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.report.units import format_seconds
 from canzona_compile.tools.planning.plan import ALTERNATIVES
 

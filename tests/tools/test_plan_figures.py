@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import canzona_compile
-from canzona_compile.ir.hardware import named_hardware
 from canzona_compile.ir.step import Phase
+from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.report.build import make_report
 from canzona_compile.report.schema import Facts
 from canzona_compile.tools.planning.figures import Forecast, TemplateForecast

@@ -13,7 +13,7 @@ from torch import nn
 import canzona_compile
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import Bucket, BucketSlice
-from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.simulation.bucket_traffic import Transfer, gathering, reduction
 from canzona_compile.simulation.model_passes import BucketLoad, backward_pass, forward_pass
 from canzona_compile.tools.planning.plan import model_of

@@ -14,14 +14,14 @@ import pytest
 
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import Hardware, named_hardware
 from canzona_compile.ir.step import Step
+from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.report.prediction import predict_mean
 from canzona_compile.report.schema import MeasuredPhase, MeasuredReport
 from canzona_compile.runtime.step_clock import ActSpan, MeasuredStep
 from canzona_compile.simulation.figures import COMPUTE, NODE
 from canzona_compile.tools.profiling.alignment import ClockOffset
-from canzona_compile.tools.profiling.learn import PHASES, learn, slowed
+from canzona_compile.tools.profiling.learn import PHASES, by_rate, learn
 from canzona_compile.tools.profiling.profile import StepProfile, profile
 from canzona_compile.tools.profiling.rank_profile import RankProfile, RankTransfer
 from canzona_compile.tools.profiling.real_trace import real_trace, spans_of
@@ -156,7 +156,7 @@ def test_rates_that_explain_the_steps(slower: dict[str, float], monkeypatch: pyt
     monkeypatch.setattr("canzona_compile.tools.profiling.learn.processors", lambda: 2)
     step = scheduled(grid_of(1, 2), (64, 32), (64, 32), (48, 64))
     base = replace(named_hardware("cpu"), ranks_per_node=1024)
-    report = taken_on(slowed(base, slower), step)
+    report = taken_on(base.slower(by_rate(slower)), step)
     learnt = learn(report, [step], 2)
     expected, seconds = predict_mean([step], learnt)
     for phases in PHASES.values():

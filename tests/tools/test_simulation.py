@@ -13,9 +13,9 @@ import pytest
 
 from canzona_compile.analysis.roofline import graph_time, placed_time
 from canzona_compile.errors import InvalidStep
-from canzona_compile.ir.hardware import Curve, Hardware, named_hardware
 from canzona_compile.ir.layout import Grid, Shape
 from canzona_compile.ir.step import Exchange, Form, Phase, Step, Strategy
+from canzona_compile.machine.hardware import Curve, Hardware, named_hardware
 from canzona_compile.passes import (
     AssignOwners,
     Batching,

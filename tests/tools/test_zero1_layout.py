@@ -10,7 +10,7 @@ import pytest
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import named_hardware
+from canzona_compile.machine.hardware import named_hardware
 from canzona_compile.tools.profiling.profile import profile
 from tests.harness.marks import full
 from tests.tools.test_trace import checker

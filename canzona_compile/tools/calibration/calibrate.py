@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import Hardware, hardware_from, named_hardware
+from canzona_compile.machine.hardware import ONE_NODE, Hardware, named_hardware, processors
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import ALONE, MeasurementSizes, Points
 from canzona_compile.tools.calibration.ranks import Measured
 
-ONE_NODE = 1024  # ranks_per_node on CPU: all ranks share this machine, however many there are
 FALLBACK = "h100"  # the kind that an unknown GPU is assumed to be for rates that were not measured
 
 SIZES = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -70,8 +67,8 @@ def calibrate(
     how = extent or EXTENTS[device, quick]
     if device == "cuda":
         rank, found = started.cuda(how)
-        return hardware_from(on_cuda(found, kind, how), "calibrate"), rank == 0
-    return hardware_from(on_cpu(started.cpu(ranks, how), kind, how, ranks), "calibrate"), True
+        return on_cuda(found, kind, how), rank == 0
+    return on_cpu(started.cpu(ranks, how), kind, how, ranks), True
 
 
 def default_base(device: str) -> str:
@@ -82,13 +79,8 @@ def default_base(device: str) -> str:
     return next((known for known in ("a100", "h100", "h200", "gb300") if known in name), FALLBACK)
 
 
-def processors() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def on_cpu(found: Measured, base: Hardware, extent: MeasurementSizes, ranks: int) -> dict[str, Any]:
-    """The fields of a machine whose ranks are processes that share its cores."""
+def on_cpu(found: Measured, base: Hardware, extent: MeasurementSizes, ranks: int) -> Hardware:
+    """A machine whose ranks are processes that share its cores."""
     cores = processors()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
     clock = Clock(torch.device("cpu"), extent.repetitions)
@@ -108,11 +100,11 @@ def on_cpu(found: Measured, base: Hardware, extent: MeasurementSizes, ranks: int
             f"{extent.repetitions} or more, torch {torch.__version__}"
         )
     shape = {"device": "cpu", "backend": "gloo", "ranks_per_node": max(ONE_NODE, ranks), "overlap": False}
-    return together(base, {"name": f"cpu-{cores}", "processors": cores, **shape}, measured, sources)
+    return base.with_measured({"name": f"cpu-{cores}", "processors": cores, **shape}, measured, sources, "calibrate")
 
 
-def on_cuda(found: Measured, base: Hardware, extent: MeasurementSizes) -> dict[str, Any]:
-    """The fields of a machine whose nodes have GPUs."""
+def on_cuda(found: Measured, base: Hardware, extent: MeasurementSizes) -> Hardware:
+    """A machine whose nodes have GPUs."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     how = f"{Clock(torch.device('cuda'), extent.repetitions).how}, torch {torch.__version__}"
     sources = {**rates_of(found, how), "memory": "the device's properties"}
@@ -124,7 +116,7 @@ def on_cuda(found: Measured, base: Hardware, extent: MeasurementSizes) -> dict[s
     name = torch.cuda.get_device_name().lower().replace(" ", "-")
     gpus = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
     shape = {"device": "cuda", "backend": "nccl", "ranks_per_node": gpus, "processors": gpus, "overlap": True}
-    return together(base, {"name": name, **shape}, measured, sources)
+    return base.with_measured({"name": name, **shape}, measured, sources, "calibrate")
 
 
 def values_of(found: Measured) -> dict[str, Any]:
@@ -150,25 +142,4 @@ def rates_of(found: Measured, how: str) -> dict[str, str]:
         "bandwidth": f"elementwise work on fragments that no cache holds; {how}",
         "transposed": f"pairs of matrices copied to the other order; {how}",
         "launch": f"operators on next to no data, caches cleared; {how}",
-    }
-
-
-def together(
-    base: Hardware, shape: Mapping[str, Any], measured: Mapping[str, Any], sources: Mapping[str, str]
-) -> dict[str, Any]:
-    """The fields of `base` with those that were found here in their places.
-
-    Args:
-        base: a known kind of machine. The sources of its rates that stay say that they are assumed.
-        shape: fields that are no rates.
-        measured: rates by the names of their fields; None where one could not be measured.
-        sources: of the measured rates.
-    """
-    kept = {name: f"assumed, as {base.name}: {text}" for name, text in base.sources if name not in measured}
-    return {
-        **json.loads(base.to_json()),
-        **shape,
-        **{name: value for name, value in measured.items() if value is not None},
-        "sources": {**kept, **sources},
-        "measured": sorted(measured),
     }

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import benchmark
 
-from canzona_compile.ir.hardware import Link
+from canzona_compile.machine.hardware import Link
 
 BYTES = {"cpu": (2**20, 2**23), "cuda": (2**26, 2**28)}  # that a rank sends, at which bandwidth is measured
 MANY = 8  # times as many repetitions of the smallest, whose times vary most

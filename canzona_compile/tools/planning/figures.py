@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from canzona_compile.ir.hardware import Hardware
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.report.schema import LoadReport, MeasuredReport
 from canzona_compile.simulation.figures import Simulation, Span
 from canzona_compile.tools.planning.period import PeriodForecast

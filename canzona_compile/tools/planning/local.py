@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.ir.bucket import Bucket
-from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Role, Step, Task, Template
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.tools.planning.figures import LocalForecast
 from canzona_compile.tools.planning.offline import Captured
 

@@ -21,10 +21,10 @@ from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.capture.variant_period import VariantPeriod
 from canzona_compile.chains.chain import Chain
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import Machine
 from canzona_compile.ir.layout import Layout, Shape
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Form, Leaf, Role, Step, Task, Template
+from canzona_compile.machine.hardware import Machine
 from canzona_compile.session.plan import joined
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight

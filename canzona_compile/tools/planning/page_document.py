@@ -18,7 +18,7 @@ import jinja2
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
-from canzona_compile.ir.hardware import RATES, Curve, Hardware, Link
+from canzona_compile.machine.hardware import RATES, Curve, Hardware, Link
 from canzona_compile.report.measured_table import error_text, measured_caption, rates_text
 from canzona_compile.report.units import format_bytes, format_flops, plural
 from canzona_compile.tools.planning.figures import Alternative, Forecast

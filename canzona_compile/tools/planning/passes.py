@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from canzona_compile.analysis.roofline import TYPICAL
 from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.ir.bucket import Bucket
-from canzona_compile.ir.hardware import Hardware
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.simulation.model_passes import (
     BucketLoad,
     SimulatedPass,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from canzona_compile.ir.bucket import BUCKET_BYTES
-from canzona_compile.ir.hardware import Hardware
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.options import Options
 from canzona_compile.tools.planning.mesh import Mesh
 from canzona_compile.tools.planning.passes import Passes

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from canzona_compile.analysis.roofline import PlacedTime, exchange_seconds
-from canzona_compile.ir.hardware import Hardware, Link
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import Strategy, Task
+from canzona_compile.machine.hardware import Hardware, Link
 from canzona_compile.tools.planning.figures import StrategyForecast
 
 

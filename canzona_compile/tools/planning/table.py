@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from canzona_compile.choice.rows import format_count
-from canzona_compile.ir.hardware import Curve, Hardware, Link
+from canzona_compile.machine.hardware import Curve, Hardware, Link
 from canzona_compile.report.charts import FILLS, event, load_chart, timeline
 from canzona_compile.report.measured_table import measured_caption, measured_table
 from canzona_compile.report.sections import (

@@ -12,7 +12,7 @@ from itertools import count, groupby
 from operator import attrgetter
 from typing import Any
 
-from canzona_compile.ir.hardware import Hardware
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Simulation, Span
 from canzona_compile.tools.planning.figures import Forecast
 

@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from canzona_compile.analysis.roofline import hardware_of
-from canzona_compile.ir.hardware import Curve, Hardware, Link, hardware_from
 from canzona_compile.ir.step import Step
+from canzona_compile.machine.hardware import ONE_NODE, Hardware, hardware_of, processors
 from canzona_compile.report.prediction import predict_mean
 from canzona_compile.report.schema import MeasuredReport
 from canzona_compile.report.units import plural
-from canzona_compile.tools.calibration.calibrate import ONE_NODE, processors, together
 
 ROUNDS = 20
 LARGEST = 1e3  # times as slow, or as fast, as assumed
@@ -53,12 +51,12 @@ def learn(report: MeasuredReport | None, steps: Sequence[Step], ranks: int) -> H
     wanted = {name: sum(taken.get(phase, 0.0) for phase in phases) for name, phases in PHASES.items()}
     slower = dict.fromkeys(PHASES, 1.0)
     for _ in range(ROUNDS):
-        expected, _ = predict_mean(steps, slowed(base, slower))
+        expected, _ = predict_mean(steps, base.slower(by_rate(slower)))
         for name, phases in PHASES.items():
             now = sum(expected.get(phase, 0.0) for phase in phases)
             if now and wanted[name]:
                 slower[name] = min(LARGEST, max(1 / LARGEST, slower[name] * wanted[name] / now))
-    found = slowed(base, slower)
+    found = base.slower(by_rate(slower))
     names = [field for name, fields in FIELDS.items() for field in fields if matters(base, steps, name, field)]
     how = f"learnt from {plural(report.steps, 'step')} of {len(steps[0].tasks)} matrices on {ranks} ranks, by profile"
     values = found.to_dict()
@@ -67,40 +65,16 @@ def learn(report: MeasuredReport | None, steps: Sequence[Step], ranks: int) -> H
         "name": f"{base.device}-{base.processors}-learnt",
         **{name: values[name] for name in ("device", "backend", "ranks_per_node", "processors", "overlap")},
     }
-    return hardware_from(together(base, shape, measured, dict.fromkeys(measured, how)), "profile")
+    return base.with_measured(shape, measured, dict.fromkeys(measured, how), "profile")
 
 
 def matters(hardware: Hardware, steps: Sequence[Step], group: str, field: str) -> bool:
     """Tell whether the predicted phases of a group depend on one of its rates."""
-    other = slowed(hardware, {group: 2.0}, only=field)
+    other = hardware.slower({field: 2.0})
     before, after = (predict_mean(steps, own)[0] for own in (hardware, other))
     return any(before.get(phase) != after.get(phase) for phase in PHASES[group])
 
 
-def slowed(hardware: Hardware, slower: Mapping[str, float], only: str = "") -> Hardware:
-    """Make the rates of some groups slower.
-
-    Args:
-        hardware: the rates before.
-        slower: by group, how many times as slow.
-        only: the one rate to change; empty for all of a group.
-    """
-    values = {}
-    for group, times in slower.items():
-        for field in FIELDS[group]:
-            if only in ("", field):
-                values[field] = changed(getattr(hardware, field), field, times)
-    return replace(hardware, **values)
-
-
-def changed(value: Any, field: str, times: float) -> Any:
-    """A value of `Hardware` that makes work take `times` as long."""
-    if isinstance(value, Curve):
-        return Curve(tuple((size, rate / times) for size, rate in value.points))
-    if isinstance(value, Link):
-        return Link(value.bandwidth / times, value.latency * times, value.per_peer * times)
-    if field == "product_calls":
-        return tuple((name, seconds * times) for name, seconds in value)
-    if isinstance(value, tuple):
-        return tuple((name, changed(curve, field, times)) for name, curve in value)
-    return value * times if field == "launch" else value / times
+def by_rate(slower: Mapping[str, float]) -> dict[str, float]:
+    """How many times as slow each rate is, if that is given for each group."""
+    return {field: times for group, times in slower.items() for field in FIELDS[group]}

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canzona_compile.analysis.roofline import hardware_of
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import Hardware
+from canzona_compile.machine.hardware import Hardware, hardware_of
 from canzona_compile.report.build import Report
 from canzona_compile.tools.processes import ProcessCall, run
 from canzona_compile.tools.profiling.rank_profile import ProfileOrder, RankProfile, run_profiled

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.step import Phase, Step
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.progress.telling import tell
 from canzona_compile.report.build import Report
 from canzona_compile.report.measured import simulated_steps

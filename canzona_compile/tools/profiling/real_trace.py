@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from canzona_compile.ir.hardware import Hardware
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.simulation.figures import COMPUTE, NODE, Simulation, Span
 from canzona_compile.tools.planning.trace import written
 from canzona_compile.tools.profiling.alignment import HOW

@@ -1,7 +1,9 @@
 """The rates of a machine: data that is read from a JSON file, with a source for every rate.
 
-A rate that no one measured on the machine at hand is *assumed*; `calibrate` replaces it by a measured one. A prediction
-names the rates that it uses, and says for each whether it was measured or assumed.
+A rate that no one measured on the machine at hand is *assumed*. Two tools measure: `calibrate` times single operators
+and transfers, and `profile` scales rates until the simulation of a user's steps takes as long as the steps did. Both
+mean the same quantity in the same unit, and both write the file of `to_json` by `with_measured`. A prediction names the
+rates that it uses, and says for each whether it was measured or assumed.
 """
 
 from __future__ import annotations
@@ -9,20 +11,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.json_text import parsed
+from canzona_compile.machine.json_text import parsed
 
 SCHEMA = 1
 SHOWN = "a100.json, which comes with the package, shows all fields"
 ANEW = "write one with calibrate"
+ONE_NODE = 1024  # ranks_per_node on CPU: all ranks share this machine, however many there are
 FOLDER = Path(__file__).parents[1] / "data" / "hardware"
 
 
@@ -130,6 +134,33 @@ class Hardware:
         """The slowest link among some ranks; global rank r is on node r // ranks_per_node."""
         return self.node if len({r // self.ranks_per_node for r in ranks}) == 1 else self.network
 
+    def slower(self, times: Mapping[str, float]) -> Hardware:
+        """The machine on which work takes longer.
+
+        Args:
+            times: for fields that are rates, how many times as long the work takes that they bound.
+        """
+        return replace(self, **{field: slower(getattr(self, field), field, own) for field, own in times.items()})
+
+    def with_measured(
+        self, shape: Mapping[str, Any], measured: Mapping[str, Any], sources: Mapping[str, str], by: str
+    ) -> Hardware:
+        """Put rates that a tool measured on this machine in the places of those that were known.
+
+        Args:
+            shape: fields that are not rates.
+            measured: rates by the names of their fields, as in a file; None where one could not be measured.
+            sources: of the measured rates. The sources of all others say that these are assumed.
+            by: the tool, for errors.
+
+        Raises:
+            CanzonaError: a rate is absurd.
+        """
+        kept = {name: f"assumed, as {self.name}: {text}" for name, text in self.sources if name not in measured}
+        found = {name: value for name, value in measured.items() if value is not None}
+        merged = {"sources": {**kept, **sources}, "measured": sorted(measured)}
+        return hardware_from({**self.to_dict(), **shape, **found, **merged}, by)
+
     @property
     def digest(self) -> str:
         """A short hash of all fields: ranks that plan together must have equal ones."""
@@ -186,6 +217,7 @@ RATES = (
 MOST_RANKS = 1 << 20
 LARGEST = 1e24  # of rates, sizes and seconds
 POSITIVE = ("ranks_per_node", "processors", "bandwidth", "memory")
+SECONDS = ("launch", "product_calls", "host")  # more of these is slower; of all other rates, less is
 
 
 @cache
@@ -218,6 +250,30 @@ def named_hardware(name: str) -> Hardware:
 def assumed_hardware(device: str) -> Hardware:
     """Return the rates that are assumed for a kind of device, "cpu" or "cuda"."""
     return named_hardware("cpu" if device == "cpu" else "h100")
+
+
+def hardware_of(machine: Machine) -> Hardware:
+    """The rates of a machine, or the assumed rates of its kind of device if it has none."""
+    return machine.rates or assumed_hardware(machine.device)
+
+
+def processors() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def slower(value: Any, field: str, times: float) -> Any:
+    """A value of a field of `Hardware` that makes work take `times` as long."""
+    if isinstance(value, Curve):
+        return Curve(tuple((size, rate / times) for size, rate in value.points))
+    if isinstance(value, Link):
+        return Link(value.bandwidth / times, value.latency * times, value.per_peer * times)
+    if isinstance(value, tuple):
+        return tuple((name, slower(own, field, times)) for name, own in value)
+    return value * times if field in SECONDS else value / times
+
+
+# -- what a file must say --------------------------------------------------------------------------
 
 
 def hardware_from(given: Mapping[str, Any], at: str) -> Hardware:

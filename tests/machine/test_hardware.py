@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.hardware import FOLDER, RATES, Curve, Hardware, hardware_from, named_hardware
+from canzona_compile.machine.hardware import FOLDER, RATES, Curve, Hardware, hardware_from, named_hardware
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
