@@ -1,14 +1,14 @@
-"""Functions in processes of their own: the result of each, or the failure that the others follow from.
+"""Processes that do what they are asked for: what each of them returned, or how it failed.
 
-torch starts the processes, and ends the others when one fails. This file adds what a tool needs beside that: results,
-errors that keep their class, a limit of time after which every process says where it is, and one place in which ranks
-find one another.
+All tools start their ranks here. A process is asked over a pipe, as often as its owner likes. While it works it can be
+asked where it is, and it can be ended whatever it does. `run_ranks` asks once and raises the failure from which the
+others follow; `accept` goes on after a failure with other processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import json
 import logging
 import multiprocessing
 import os
@@ -16,29 +16,31 @@ import pickle
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
+from canzona_compile.compat.torch_private import PrefixStore, TCPStore, signal_when_parent_dies
 from canzona_compile.errors import CanzonaError
 from canzona_compile.progress.telling import heard_by, tell
 
-# A forked process would inherit locks that are held and threads that it does not have. A fork server would keep the
-# environment and the standard error that the caller had when its first process started.
+# A forked process would inherit locks that are held and threads that it does not have, and could not use CUDA. A fork
+# server would keep the environment and the standard error that the caller had when its first process started.
 START_METHOD = "spawn"
 GRACE = 1.0  # seconds that the others have to fail as well: the first process that ends need not be the cause
-NEWS = 0.2  # seconds after which the caller looks for what processes tell
-HEARD = "heard"  # the file that has the last words of progress
-LAST_WORDS = 2.0  # seconds that processes have to say where they are once the limit is over
+PAUSE = 0.1  # seconds between two looks at what processes elsewhere do
+LAST_WORDS = 2.0  # seconds in which a process says where its threads are
+SPARE = 60.0  # seconds beyond the limit after which a process ends itself, should its owner not do so
+TAIL = 120  # lines of a log
 UNGUARDED = "if a script starts this, do so below `if __name__ == '__main__':`; what the process said is above"
 
 
@@ -57,145 +59,247 @@ class ProcessCall:
     args: tuple[Any, ...]
 
 
-def run(jobs: Sequence[ProcessCall], limit: float) -> list[Any]:
-    """Run all jobs at the same time, each in a process with one thread.
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """How a call ended.
 
-    A job's standard output goes to standard error: the caller's standard output is for data. No process is left when
-    this returns or raises.
+    Attributes:
+        process: who was called.
+        how: "hung" if it did not end in time; "died" if its process ended.
+        said: what was wrong, in words.
+        details: a traceback, or the end of the log with the stacks of all threads.
+        value: what was returned, or the error if it is one of ours.
+    """
+
+    process: Worker
+    how: Literal["returned", "raised", "died", "hung"]
+    said: str = ""
+    details: str = ""
+    value: Any = None
+
+
+class Worker:
+    """A process, as its owner sees it.
 
     Args:
-        jobs: what to run.
+        name: what errors call it.
+        log: the file to which it writes. Without one it writes to the caller's standard error, also what is meant for
+            standard output: that of the caller is for data.
+    """
+
+    def __init__(self, name: str, log: Path | None = None) -> None:
+        self.name, self.log = name, log
+        level = logging.getLogger("canzona_compile").getEffectiveLevel()
+        context: Any = multiprocessing.get_context(START_METHOD)
+        self.end, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, log, level), name=name)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, function: Callable[..., Any], args: tuple[Any, ...], limit: float) -> None:
+        """Call a function there; see `ProcessCall`. The process ends itself some time after `limit` seconds."""
+        with contextlib.suppress(OSError):  # its death is found by who waits for the end of the call
+            self.end.send((function, args, limit))
+
+    def heard(self) -> CallEnd | None:
+        """Read what it has said: None if that was only how far it is. There has to be something to read."""
+        try:
+            how, *words = self.end.recv()
+        except (EOFError, OSError):
+            return CallEnd(self, "died", f"its process ended, exit code {self.exit_code()}", tail(self.log))
+        if how == "told":
+            tell(*words)
+            return None
+        return CallEnd(self, how, *words)
+
+    def exit_code(self) -> int | None:
+        """The exit code of a process that ends or has ended; None if it did not end."""
+        self.process.join(5.0)
+        code: int | None = self.process.exitcode
+        return code
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self.end.close()
+        self.process.kill()
+        self.process.join()
+
+
+def collect(
+    workers: Iterable[Worker], act: str, limit: float, grace: float, spoiled: Callable[[bool], bool]
+) -> list[CallEnd]:
+    """Wait until all processes have ended their calls, or are late.
+
+    Args:
+        workers: who was called.
+        act: what they do, for the words about those that are late: "did not {act} within 3 seconds".
+        limit: seconds for the call.
+        grace: seconds that the others have once one has failed. It need not be the cause.
+        spoiled: is told, again and again, whether a call failed here, and says whether one failed anywhere.
+
+    Returns:
+        How each call ended, in the order of time. Processes that hang are left as they are.
+    """
+    deadline, pending, ends = time.monotonic() + limit, list(workers), list[CallEnd]()
+    said, failed = f"did not {act} within {limit:g} seconds", False
+    while pending and time.monotonic() < deadline:
+        ready = connection.wait([worker.end for worker in pending], PAUSE)
+        ends += [end for worker in pending if worker.end in ready and (end := worker.heard())]
+        ended = {end.process for end in ends}
+        pending = [worker for worker in pending if worker not in ended]
+        if not failed and pending and spoiled(any(end.how != "returned" for end in ends)):
+            failed, deadline = True, min(deadline, time.monotonic() + grace)
+            said = f"did not {act} within {grace:g} seconds of the failure of another rank"
+    return [*ends, *(CallEnd(worker, "hung", said) for worker in pending)]
+
+
+def stacks(workers: Sequence[Worker]) -> list[str]:
+    """Have processes write where each of their threads is, even if C code waits for the device; the ends of the logs.
+
+    Nobody ends one of them before all have answered: its end changes the others.
+    """
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.process.pid, signal.SIGUSR1)
+    time.sleep(LAST_WORDS)
+    return [tail(worker.log) for worker in workers]
+
+
+def tail(log: Path | None) -> str:
+    """The last lines of a log; nothing if there is none."""
+    if log is None or not log.exists():
+        return ""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
+
+
+# -- one call for each ------------------------------------------------------------------------------
+
+
+def run(calls: Sequence[ProcessCall], limit: float) -> list[Any]:
+    """Make all calls at the same time, each in a process with one thread. None is left when this returns or raises.
+
+    Args:
+        calls: what to run.
         limit: seconds until the processes are ended.
 
     Returns:
-        The result of each job, in the order of the jobs.
+        The result of each call, in the order of the calls.
 
     Raises:
-        CanzonaError: a job raised it, with the traceback as a note; or a job raised another exception; or a process
+        CanzonaError: a call raised it, with the traceback as a note; or a call raised another exception; or a process
             died; or the limit is over.
     """
-    level = logging.getLogger("canzona_compile").getEffectiveLevel()
     deadline = time.monotonic() + limit
-    with tempfile.TemporaryDirectory(prefix="canzona-jobs-") as folder:
-        answers = [Path(folder, str(i)) for i in range(len(jobs))]
-        args = (tuple(jobs), folder, deadline, level)
-        context = start_processes(serve, args, nprocs=len(jobs), join=False, start_method=START_METHOD)
-        assert context is not None
-        done = False
-        try:
-            while not done:
-                left = max(0.0, deadline + LAST_WORDS - time.monotonic())
-                done = context.join(min(left, NEWS), GRACE)
-                pass_on(Path(folder, HEARD))
-                for job, process, path in zip(jobs, context.processes, answers, strict=True):
-                    if process.exitcode == 0 and not path.exists():
-                        raise death(job, 0)
-                if not done and time.monotonic() >= deadline + LAST_WORDS:
-                    raise late(jobs, answers, limit)
-        except ProcessExitedException as ended:
-            raise failure(jobs, answers, context, ended.error_index, deadline, limit) from None
-        finally:
-            for process in context.processes:
-                process.kill()
-                process.join()
-        return [pickle.loads(path.read_bytes()) for path in answers]
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for call in calls:
+            workers.append(Worker(call.name))
+            stack.callback(workers[-1].close)
+        for worker, call in zip(workers, calls, strict=True):
+            worker.begin(call.function, call.args, limit)
+        ends = collect(workers, "end", deadline - time.monotonic(), GRACE, lambda here: here)
+        for how in ("died", "raised", "hung"):  # the first death, otherwise the exception that was raised first
+            if failed := [end for end in ends if end.how == how]:
+                raise failure(failed, limit)
+    values = {end.process: end.value for end in ends}
+    return [values[worker] for worker in workers]
 
 
-def failure(
-    jobs: Sequence[ProcessCall],
-    answers: Sequence[Path],
-    context: ProcessContext,
-    first: int,
-    deadline: float,
-    limit: float,
-) -> CanzonaError:
-    """The failure that the others follow from: a process that died, otherwise the exception that was raised first.
-
-    Args:
-        jobs, answers: the jobs, and the files in which their processes leave results or errors.
-        context: the processes, all of which have ended.
-        first: the process that torch saw fail first. torch has ended the others with SIGTERM.
-        deadline: when the limit is over, by `time.monotonic`; processes then end by themselves with exit code 1.
-        limit: seconds.
-    """
-    codes = [process.exitcode for process in context.processes]
-    silent = [i for i, path in enumerate(answers) if not path.exists()]
-    over = time.monotonic() >= deadline
-    for i in silent:
-        if (i == first or codes[i] != -signal.SIGTERM) and not (over and codes[i] == 1):
-            return death(jobs[i], codes[i])
-    for path in sorted((path for path in answers if path.exists()), key=lambda path: path.stat().st_mtime_ns):
-        answer = pickle.loads(path.read_bytes())
-        if isinstance(answer, CanzonaError):
-            answer.add_note(f"in the process {jobs[int(path.name)].name!r}")
-            return answer
-    return late(jobs, answers, limit)
-
-
-def death(job: ProcessCall, code: int) -> CanzonaError:
-    """The error of a process that ended without an answer, by its exit code."""
-    if code < 0:
+def failure(ends: Sequence[CallEnd], limit: float) -> CanzonaError:
+    """The error of calls that ended in the same way, of which the first one counts, or all that hung."""
+    first = ends[0]
+    name = first.process.name
+    if first.how == "hung":
+        stacks([end.process for end in ends])
+        hint = "allow more with limit=; where they were is above"
+        names = ", ".join(end.process.name for end in ends)
+        return CanzonaError(f"no result within {limit:g} seconds", at=names, hint=hint)
+    if first.how == "died":
+        code = first.process.exit_code()
+        if code is None or code >= 0:
+            return CanzonaError(f"{name} ended by itself with exit code {code}", hint=UNGUARDED)
         memory = "is there memory for a copy of the model per process?"
         hint = memory if -code == signal.SIGKILL else "what it said is above"
-        return CanzonaError(f"{job.name} was killed by {signal.Signals(-code).name}", hint=hint)
-    return CanzonaError(f"{job.name} ended by itself with exit code {code}", hint=UNGUARDED)
+        return CanzonaError(f"{name} was killed by {signal.Signals(-code).name}", hint=hint)
+    error: CanzonaError | None = first.value
+    if error is None:
+        error = CanzonaError(f"{name} raised {first.said}", hint="this should not happen: please report it")
+        error.add_note(first.details.rstrip())
+    error.add_note(f"in the process {name!r}")
+    return error
 
 
-def late(jobs: Sequence[ProcessCall], answers: Sequence[Path], limit: float) -> CanzonaError:
-    """The error of processes that did not answer in time."""
-    names = ", ".join(job.name for job, path in zip(jobs, answers, strict=True) if not path.exists())
-    hint = "allow more with limit=; where they were is above"
-    return CanzonaError(f"no result within {limit:g} seconds", at=names, hint=hint)
+def run_ranks(
+    ranks: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    limit: float,
+    *,
+    patience: float | None = None,
+    beside: Sequence[ProcessCall] = (),
+) -> list[Any]:
+    """Run a function on gloo ranks of this machine: what it returned on each of them.
 
+    Args:
+        ranks: how many to start.
+        function, args: called as `function(rank, *args)`, when the ranks have met.
+        limit: seconds until the processes are ended.
+        patience: seconds of a collective's timeout; `limit` if None.
+        beside: what else to run meanwhile, in processes that are no ranks. Its results are left out.
 
-def pass_on(path: Path) -> None:
-    """Tell what a process has told last, if there is anything new."""
-    if not path.exists():
-        return
-    words, done, total = json.loads(path.read_text(encoding="utf-8"))
-    path.unlink()
-    tell(words, done, total)
+    Raises:
+        CanzonaError: as `run` does.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = [
+        RankPlace(rank, ranks, rank, ranks, "cpu", "127.0.0.1", store.port, "ranks", patience or limit)
+        for rank in range(ranks)
+    ]
+    calls = [ProcessCall(f"rank {place.rank}", as_rank, (place, function, args)) for place in places]
+    return run([*beside, *calls], limit)[len(beside) :]
 
 
 # -- in a process ----------------------------------------------------------------------------------
 
 
-def serve(index: int, jobs: Sequence[ProcessCall], folder: str, deadline: float, level: int) -> None:
-    """Run one of the jobs, leave its result or its error in a file of `folder`, and end this process.
-
-    The process ends itself, and says on standard error where it is, once the deadline is over: then none outlives a
-    caller that was killed for long.
-    """
+def serve(end: Connection, log: Path | None, level: int) -> None:
+    """The life of a process: do what it is asked for until the other end closes."""
+    signal_when_parent_dies(signal.SIGKILL)
+    if log is not None:
+        with log.open("w", encoding="utf-8") as file:
+            os.dup2(file.fileno(), 2)
     os.dup2(2, 1)
-    faulthandler.dump_traceback_later(max(0.01, deadline - time.monotonic()), exit=True)
+    faulthandler.enable()
+    # By the C signal handler: also of a thread that waits for a device or for a peer.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=level, format="%(message)s")
-
-    def hear(words: str, done: int = 0, total: int = 0) -> None:
-        """Leave the words where the caller looks for them, in one piece."""
-        said = Path(folder, f"{HEARD}.{index}")
-        said.write_text(json.dumps([words, done, total]), encoding="utf-8")
-        said.rename(Path(folder, HEARD))
-
     torch.set_num_threads(1)  # exactness is promised for equally many threads
     leave_no_locks()
-    job, code = jobs[index], 0
+
+    def hear(words: str, done: int = 0, total: int = 0) -> None:
+        end.send(("told", words, done, total))
+
+    with contextlib.suppress(EOFError, OSError), heard_by(hear):  # until the other end is closed
+        while True:
+            function, args, limit = end.recv()
+            faulthandler.dump_traceback_later(limit + SPARE, exit=True)
+            answer = reply(function, args)
+            faulthandler.cancel_dump_traceback_later()
+            end.send_bytes(answer)
+    os._exit(0)  # without farewells: other ranks may be dead
+
+
+def reply(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Call a function; what `Worker.heard` reads of it."""
     try:
-        try:
-            with heard_by(hear):
-                answer = pickle.dumps(job.function(*job.args))
-        except CanzonaError as error:
-            answer, code = pickle.dumps(error), 1
-    except (Exception, SystemExit) as error:
-        hint = "this should not happen: please report it"
-        failed, code = CanzonaError(f"{job.name} raised {type(error).__name__}: {error}", hint=hint), 1
-        failed.add_note(traceback.format_exc().rstrip())
-        answer = pickle.dumps(failed)
-    unfinished = Path(folder, f"{index}.unfinished")
-    unfinished.write_bytes(answer)
-    unfinished.rename(Path(folder, str(index)))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # without farewells: other ranks may be dead
+        return pickle.dumps(("returned", "", "", function(*args)))
+    except BaseException as error:
+        ours = isinstance(error, CanzonaError)
+        said = str(error) if ours else f"{type(error).__name__}: {error}"  # ours say enough without their class
+        return pickle.dumps(("raised", said, traceback.format_exc(), error if ours else None))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def leave_no_locks() -> None:
@@ -207,15 +311,52 @@ def leave_no_locks() -> None:
     multiprocessing.set_start_method("fork", force=True)
 
 
-def join_ranks(rank: int, ranks: int, folder: str, timeout: timedelta) -> None:
-    """Make this process one of the gloo ranks that meet in a folder of this machine.
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank a process is, and where it meets the others.
 
-    Args:
-        rank, ranks: this one, and how many there are.
-        folder: an empty folder; the ranks find one another by a file in it, which outlives any of them.
-        timeout: of every collective.
+    Attributes:
+        rank, world: in the process group.
+        local, near: the same among the ranks of this machine.
+        device: "cuda" for NCCL, "cpu" for gloo.
+        host, port: of the store.
+        meeting: the name under which these processes meet in the store; others take another one.
+        patience: seconds of a collective's timeout.
     """
-    if "lo" in (name for _, name in socket.if_nameindex()):
+
+    rank: int
+    world: int
+    local: int
+    near: int
+    device: str
+    host: str
+    port: int
+    meeting: str
+    patience: float
+
+
+def as_rank(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call `function(rank, *args)` once this process is a rank."""
+    join_ranks(place)
+    return function(place.rank, *args)
+
+
+def join_ranks(place: RankPlace) -> torch.device:
+    """Make this process a rank; its device."""
+    device = torch.device("cpu")
+    if place.device == "cuda":
+        device = torch.device("cuda", place.local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    elif place.near == place.world and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's own name need not resolve
-    meeting = Path(folder, "ranks").as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
+    timeout = timedelta(seconds=place.patience)
+    store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore(place.meeting, store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return device

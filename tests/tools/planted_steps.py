@@ -21,7 +21,7 @@ def good(rank: AcceptanceRank) -> str:
 
 def off_by_one_bit(rank: AcceptanceRank) -> str:
     """The last rank changes the last bit of one element of its fragment, once."""
-    both = SideBySide(rank, "muon", "fsdp", even(rank)[:2], torch.float32)
+    both = SideBySide(rank, "muon", "fsdp", even(rank)[:2])
     for number in range(3):
         if number == 1 and rank.rank == rank.world - 1:
             fragment = local_part(both.ours.params[1].detach())

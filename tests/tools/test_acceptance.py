@@ -16,15 +16,13 @@ import pytest
 import torch
 
 from canzona_compile.__main__ import main
-from canzona_compile.tools.acceptance import command, rank_process
-from canzona_compile.tools.acceptance.all_steps import all_steps
-from canzona_compile.tools.acceptance.command import accept, alone
+from canzona_compile.tools.acceptance import command
+from canzona_compile.tools.acceptance.command import accept, all_steps, alone
 from canzona_compile.tools.acceptance.journal import AcceptanceJournal
 from canzona_compile.tools.acceptance.machine import AcceptedMachine, checkout
 from canzona_compile.tools.acceptance.step import AcceptanceStep, OneProgram, OnRanks, StepNeed, StepResult
 from canzona_compile.tools.acceptance.steps_machine import files_of_gpu_tests
 from canzona_compile.tools.acceptance.supervisor import RankEnd, judged
-from tests.harness import nursery
 from tests.tools import planted_steps as planted
 
 ROOT = Path(__file__).parents[2]
@@ -39,15 +37,6 @@ def step(
 
 def python(code: str) -> OneProgram:
     return OneProgram(("{python}", "-c", code))
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks come from the tests' fork server, which has imported torch."""
-    first = nursery.server().Process(target=os.getpid)
-    first.start()
-    first.join()
-    monkeypatch.setattr(rank_process, "START_METHOD", "forkserver")
 
 
 def taken(folder: Path, ranks: int, steps: Sequence[AcceptanceStep]) -> tuple[int, dict[str, dict[str, Any]], str]:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from canzona_compile.tools.acceptance import arrangements, steps_audit
-from canzona_compile.tools.acceptance.side_by_side import SideBySide
+from canzona_compile.tools.acceptance import steps_audit
 from canzona_compile.tools.acceptance.step import AcceptanceRank, WrongResult
+from canzona_compile.tools.verification import layouts
+from canzona_compile.tools.verification.findings import Tally
 from tests.fake_cuda.on_device import on_stand_in, settled
 from tests.fake_cuda.trainings import mesh_of_thread
 
@@ -35,8 +36,8 @@ def on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def mesh_of(device: str, shape: tuple[int, ...]) -> DeviceMesh:
         return mesh_of_thread(shape, tuple("abc"[: len(shape)]))
 
-    monkeypatch.setattr(arrangements, "mesh_of", mesh_of)
-    monkeypatch.setattr(SideBySide, "_compare", settled(SideBySide._compare))
+    monkeypatch.setattr(layouts, "mesh_of", mesh_of)
+    monkeypatch.setattr(Tally, "add", settled(Tally.add))
 
 
 @pytest.mark.full

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import tomllib
-from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -20,44 +17,17 @@ from torch.optim import SGD, Adagrad
 import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.errors import CanzonaError, InvalidGradient, UnsupportedOptimizer
-from canzona_compile.progress.telling import heard_by
-from canzona_compile.tools.processes import ProcessCall, run
 from canzona_compile.tools.verification import LeafDifference
 from canzona_compile.tools.verification.check import OPTIONS
 from canzona_compile.tools.verification.layouts import shard
 from canzona_compile.tools.verification.user_model import built, names_of, packed, state_leaves
 from canzona_compile.tools.verification.workers import gradients
 from tests.harness import ranks
-from tests.harness.marks import full
 from tests.tools import user_builds
-from tests.tools.user_builds import (
-    dies,
-    kept_by_parameter,
-    leaves,
-    locks,
-    muon,
-    muon_with_loss,
-    named_muon,
-    net,
-    pid,
-    quits,
-    raises,
-    sleeps,
-    tells,
-)
+from tests.tools.user_builds import kept_by_parameter, muon, muon_with_loss, named_muon, net
 
 ROOT = Path(__file__).parents[2]
 BUILDS = "tests.tools.user_builds"
-
-
-Children = set[multiprocessing.process.BaseProcess]
-
-
-@pytest.fixture
-def before() -> Children:
-    """Children that other tests keep."""
-    return set(multiprocessing.active_children())
-
 
 # -- equal -----------------------------------------------------------------------------------------
 
@@ -65,7 +35,7 @@ def before() -> Children:
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
-def test_equal_on_fragments_of_uneven_size(tmp_path: Path, before: Children, capfd: pytest.CaptureFixture[str]) -> None:
+def test_equal_on_fragments_of_uneven_size(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
     found = canzona_compile.verify(muon, steps=3, options={"strategy": "owner"}, json=file)
     assert found.ok, found
@@ -76,7 +46,6 @@ def test_equal_on_fragments_of_uneven_size(tmp_path: Path, before: Children, cap
     ]
     assert found.leaves[0] == LeafDifference("0.weight", "parameter", (33, 24), "float32")
     assert json.loads(file.read_text()) == json.loads(found.to_json())
-    assert set(multiprocessing.active_children()) == before
     assert capfd.readouterr().out == ""
 
 
@@ -226,12 +195,11 @@ def test_the_losses_gradients_are_checked() -> None:
         ("another_every_time", "build() does not make the same values every time\n  at:   0.weight"),
     ],
 )
-def test_usage_errors_on_ranks(build: str, says: str, before: Children, capfd: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_on_ranks(build: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{BUILDS}:{build}", "--steps", "2"]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert says in err[err.index("error: ") :]
-    assert set(multiprocessing.active_children()) == before
 
 
 @pytest.mark.full
@@ -264,66 +232,6 @@ def test_every_option_of_wrap_is_on_the_command_line(capsys: pytest.CaptureFixtu
 def test_the_console_script_exists() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert EntryPoint("canzona-compile", scripts["canzona-compile"], "console_scripts").load() is main
-
-
-# -- processes -------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        (dies, "other was killed by SIGKILL"),
-        full(quits, "other ended by itself with exit code 0"),
-        (raises, "other raised KeyError: 'no such layer'"),
-        full(leaves, "other raised SystemExit: 3"),
-    ],
-)
-def test_a_process_that_fails_ends_the_others(function: Callable[[], Any], says: str, before: Children) -> None:
-    with pytest.raises(CanzonaError, match=says) as caught:
-        run([ProcessCall("one", sleeps, (os.devnull,)), ProcessCall("other", function, ())], 100.0)
-    assert set(multiprocessing.active_children()) == before
-    notes = "\n".join(getattr(caught.value, "__notes__", ()))
-    assert (f"in {function.__name__}" in notes and "in the process 'other'" in notes) == ("raised" in says)
-
-
-@pytest.mark.ranks
-@pytest.mark.usefixtures("forked")
-def test_a_result_that_cannot_be_pickled_is_an_error(before: Children) -> None:
-    with pytest.raises(CanzonaError, match="other raised TypeError: cannot pickle"):
-        run([ProcessCall("one", sleeps, (os.devnull,)), ProcessCall("other", locks, ())], 100.0)
-    assert set(multiprocessing.active_children()) == before
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-@pytest.mark.usefixtures("forked")
-def test_processes_that_hang_say_where(tmp_path: Path, before: Children) -> None:
-    said = [tmp_path / "one", tmp_path / "other"]
-    with pytest.raises(CanzonaError, match="no result within 4 seconds") as caught:
-        run([ProcessCall("quick", pid, ()), *(ProcessCall(path.name, sleeps, (path,)) for path in said)], 4.0)
-    assert caught.value.at == "one, other"
-    assert all("in sleeps" in path.read_text() for path in said)
-    assert set(multiprocessing.active_children()) == before
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-def test_results_come_in_order_and_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
-    """In processes that start as those of users do."""
-    assert len(set(run([ProcessCall("one", pid, ()), ProcessCall("two", pid, ())], 100.0))) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.count("not data") == 2
-
-
-@pytest.mark.usefixtures("forked")
-def test_what_processes_tell_is_told_here() -> None:
-    heard: list[tuple[str, int, int]] = []
-    with heard_by(lambda words, done=0, total=0: heard.append((words, done, total))):
-        assert run([ProcessCall("one", tells, (1,))], 100.0) == [1]
-    assert heard == [("half of it", 1, 2)]
 
 
 # -- sharding --------------------------------------------------------------------------------------

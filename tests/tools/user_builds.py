@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-import time
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +17,6 @@ from canzona_compile.ir.fx_utils import outputs
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Step, Strategy, Template
 from canzona_compile.passes import Canonicalize
-from canzona_compile.progress.telling import tell
 from canzona_compile.session.step_driver import StepDriver
 from tests.harness.resident_optimizers import MomentsByParameter
 from tests.harness.toy_optimizers import GlobalNorm, PerParameter, State
@@ -136,11 +131,6 @@ def coupled() -> Plain:
     return model, GlobalNorm(model.parameters())
 
 
-def locks() -> Any:
-    """A result that cannot be pickled."""
-    return threading.Lock()
-
-
 def raises() -> Plain:
     raise KeyError("no such layer")
 
@@ -190,32 +180,3 @@ def loss_without_gradient() -> Any:
 def sparse() -> Any:
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True))
     return model, AdamW(model.parameters()), lambda model, step: model(torch.tensor([step])).sum()
-
-
-# -- jobs for processes ----------------------------------------------------------------------------
-
-
-def dies() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def quits() -> None:
-    os._exit(0)
-
-
-def sleeps(path: Path) -> None:
-    """Standard error goes to the file."""
-    with open(path, "w") as file:
-        os.dup2(file.fileno(), 2)
-    time.sleep(600)
-
-
-def pid() -> int:
-    print("not data")
-    return os.getpid()
-
-
-def tells(done: int) -> int:
-    """Work of a process that says how far it is."""
-    tell("half of it", done, 2)
-    return done

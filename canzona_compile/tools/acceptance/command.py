@@ -15,11 +15,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from canzona_compile.compat.torch_private import PrefixStore, TCPStore
 from canzona_compile.errors import CanzonaError
-from canzona_compile.tools.acceptance.all_steps import all_steps
-from canzona_compile.tools.acceptance.journal import AcceptanceJournal
+from canzona_compile.tools.acceptance.journal import AcceptanceJournal, counted
 from canzona_compile.tools.acceptance.machine import AcceptedMachine, checkout, facts
-from canzona_compile.tools.acceptance.page_text import counted
 from canzona_compile.tools.acceptance.step import AcceptanceStep
+from canzona_compile.tools.acceptance.steps_audit import audit, last_audit
+from canzona_compile.tools.acceptance.steps_layouts import data_parallel, first_layouts, other_layouts
+from canzona_compile.tools.acceptance.steps_machine import checked_memory, gpu_tests, machine_works, measured
 from canzona_compile.tools.acceptance.supervisor import MARGIN, Fellowship, Supervisor
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,28 @@ def accept(
         log.info("%s: %s", journal.page, counted(journal.results))
     leave_together(own)
     return 1 if supervisor.failed else 0
+
+
+def all_steps(folder: str) -> list[AcceptanceStep]:
+    """The steps of a whole run.
+
+    Without the machine nothing works, and without `layouts` no number means anything. Then come cases that were found
+    by reading to hang or to corrupt, then other layouts, then what takes long.
+
+    Args:
+        folder: for results of steps.
+    """
+    return [
+        *machine_works(),
+        *first_layouts(),
+        *audit(),
+        *other_layouts(),
+        *data_parallel(),
+        *gpu_tests(),
+        *measured(folder),
+        *checked_memory(),
+        *last_audit(),
+    ]
 
 
 def chosen(steps: Sequence[AcceptanceStep], patterns: Sequence[str] | None) -> list[AcceptanceStep]:

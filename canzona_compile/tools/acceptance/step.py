@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from canzona_compile.errors import CanzonaError
+from canzona_compile.tools.verification.layouts import LAYOUTS
 
 StepNeed = Literal["cuda", "ranks", "two mesh dims", "two stages", "power of two", "sanitizer", "repository"]
 StepStatus = Literal["running", "passed", "failed", "skipped"]
@@ -83,6 +84,13 @@ class AcceptanceStep:
     work: OnRanks | OneProgram
     needs: tuple[StepNeed, ...] = ()
     limit: float = 180.0
+
+
+def needs_of(layout: str) -> tuple[StepNeed, ...]:
+    """What has to be there for a layout of `LAYOUTS`. A mesh dim of size 1 would show nothing."""
+    how = LAYOUTS[layout]
+    needs: tuple[StepNeed, ...] = ("ranks", "two mesh dims", "two stages")
+    return (needs[len(how.outer)],) if how.turns or how.replicated else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.tools.acceptance.arrangements import ARRANGEMENTS
 from canzona_compile.tools.acceptance.side_by_side import SideBySide, even
-from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, StepNeed, WrongResult
+from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, WrongResult, needs_of
+from canzona_compile.tools.verification.layouts import LAYOUTS
 
 RECORDED = 5  # steps after which a program whose gradients stay in place has been recorded
 FILLED = 0.5  # of the free memory that is overwritten
@@ -30,7 +30,7 @@ CORRUPTION = (
 
 def paired(rank: AcceptanceRank, layout: str, optimizer: str = "muon", seed: int = 0) -> SideBySide:
     """An optimizer in several micro-groups, so that some are in flight while others compute."""
-    return SideBySide(rank, optimizer, layout, even(rank), torch.float32, seed, micro_groups=3)
+    return SideBySide(rank, optimizer, layout, even(rank), seed=seed, micro_groups=3)
 
 
 def moving_gradients(rank: AcceptanceRank, layout: str) -> str:
@@ -131,7 +131,7 @@ def forgotten_recording(rank: AcceptanceRank, optimizer: str) -> str:
     return kept.verdict(bits=False, recorded=optimizer == "muon")  # the host waits for SOAP's decompositions
 
 
-def on(layout: str, needs: tuple[StepNeed, ...]) -> Iterator[AcceptanceStep]:
+def on(layout: str) -> Iterator[AcceptanceStep]:
     """The cases on one layout, those that were found to hang by reading first."""
     cases = (
         (
@@ -162,13 +162,13 @@ def on(layout: str, needs: tuple[StepNeed, ...]) -> Iterator[AcceptanceStep]:
         ),
     )
     for name, function, shows, failing in cases:
-        shown = f"{shows}, {ARRANGEMENTS[layout].words}"
-        yield AcceptanceStep(f"audit/{name}/{layout}", shown, failing, OnRanks(function, (layout,)), needs, 300.0)
+        shown, work = f"{shows}, {LAYOUTS[layout].words}", OnRanks(function, (layout,))
+        yield AcceptanceStep(f"audit/{name}/{layout}", shown, failing, work, needs_of(layout), 300.0)
 
 
 def audit() -> Iterator[AcceptanceStep]:
     """All cases, in the order of what they say."""
-    yield from on("fsdp", ("ranks",))
+    yield from on("fsdp")
     yield AcceptanceStep(
         "audit/gradient-missing-on-one-rank/fsdp",
         "a step that one rank cannot take is refused by all, and training can go on",
@@ -176,14 +176,14 @@ def audit() -> Iterator[AcceptanceStep]:
         OnRanks(gradient_missing_on_one_rank, ("fsdp",)),
         ("ranks",),
     )
-    for layout, needs in (("hsdp", "two mesh dims"), ("stages", "two stages"), ("both-dims", "two mesh dims")):
+    for layout in ("hsdp", "stages", "both_dims"):
         yield AcceptanceStep(
-            f"audit/moving-gradients/{layout}",
-            f"several process groups in flight at once keep their order, {ARRANGEMENTS[layout].words}",
+            f"audit/moving-gradients/{layout.replace('_', '-')}",
+            f"several process groups in flight at once keep their order, {LAYOUTS[layout].words}",
             HANG + "On these layouts two communicators are at work: NCCL_LAUNCH_ORDER_IMPLICIT=1 tells whether that is "
             "why; a hang before the first step is that of groups which only some ranks make. " + CORRUPTION,
             OnRanks(moving_gradients, (layout,)),
-            (needs,),  # type: ignore[arg-type]
+            needs_of(layout),
             300.0,
         )
     yield AcceptanceStep(
@@ -194,7 +194,7 @@ def audit() -> Iterator[AcceptanceStep]:
         ("cuda", "ranks"),
         300.0,
     )
-    yield from on("whole", ())
+    yield from on("whole")
     for optimizer in ("muon", "soap"):
         yield AcceptanceStep(
             f"audit/forgotten-recording/{optimizer}",

@@ -1,33 +1,31 @@
-"""Every layout against the plain optimizer, first call by call, where every bit is promised."""
+"""Every layout against the plain optimizer, first call by call, where every bit is promised; and ZeRO-1."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from canzona_compile.tools.acceptance.arrangements import ARRANGEMENTS
 from canzona_compile.tools.acceptance.side_by_side import REFRESH, SideBySide, even, uneven
-from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, StepNeed
+from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OnRanks, needs_of
+from canzona_compile.tools.verification.layouts import LAYOUTS
 
 BITS = ("muon", "adamw")  # the others decompose matrices, in stacks where that is faster
 STEPS = REFRESH + 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CUTS: tuple[tuple[str, tuple[StepNeed, ...]], ...] = (
-    ("fsdp", ("ranks",)),
-    ("ddp", ("ranks",)),
-    ("fsdp-columns", ("ranks",)),
-    ("tp", ("ranks",)),
-    ("hsdp", ("two mesh dims",)),
-    ("tp-ddp", ("two mesh dims",)),
-    ("both-dims", ("two mesh dims",)),
-    ("stages", ("two stages",)),
-)
+CUTS = ("fsdp", "ddp", "fsdp_columns", "tp", "hsdp", "tp_ddp", "both_dims", "stages")
 MEANING = (
     "The wrapped optimizer computes something else than the plain one on this device. A relative distance near that of "
     "rounding points at a product in another order or precision (look at TF32 and other settings), a large one at "
     "fragments in wrong places or memory that is read too early. Compare with the steps beside it: if only layouts of "
     "several ranks fail, what moves between ranks is wrong; if `whole` fails too, a kernel is."
+)
+ZERO1_STEPS = 8
+ZERO1_MEANING = (
+    "Backward reduced gradients to wrong owners, or too early; the step updated what others own; or parameters were "
+    "read before they were gathered. If only gather=forward fails, it is the last: look at what reads parameters "
+    "outside of a module's forward pass. If it hangs, ranks start buckets in different orders: see their stacks."
 )
 
 
@@ -50,8 +48,8 @@ def muon_beside_adamw(rank: AcceptanceRank, layout: str) -> str:
     """Step Muon on matrices and AdamW on vectors and matrices, one after the other."""
     vectors = ((24,), (10, 16)) if rank.tiny else ((1000,), (512, 100))
     pairs = [
-        SideBySide(rank, "muon", layout, even(rank), torch.float32, cuda_graphs=False),
-        SideBySide(rank, "adamw", layout, vectors, torch.float32, seed=1, cuda_graphs=False),
+        SideBySide(rank, "muon", layout, even(rank), cuda_graphs=False),
+        SideBySide(rank, "adamw", layout, vectors, seed=1, cuda_graphs=False),
     ]
     for _ in range(STEPS):
         for both in pairs:
@@ -59,27 +57,43 @@ def muon_beside_adamw(rank: AcceptanceRank, layout: str) -> str:
     return "; ".join(f"{name} {both.verdict(bits=True)}" for name, both in zip(("muon", "adamw"), pairs, strict=True))
 
 
-def step_of(optimizer: str, layout: str, dtype: str, needs: tuple[StepNeed, ...], odd: bool = False) -> AcceptanceStep:
+def same_under_zero1(rank: AcceptanceRank, optimizer: str, gather: str, odd: bool) -> str:
+    """Train on gradients of a backward pass, whose means over ranks are exact.
+
+    Args:
+        rank: this one.
+        optimizer: what is compared.
+        gather: when parameters are whole again.
+        odd: whether shapes do not divide.
+    """
+    options: dict[str, Any] = {"gather": gather}
+    both = SideBySide(rank, optimizer, "zero1", (uneven if odd else even)(rank), **options)
+    for _ in range(ZERO1_STEPS):
+        both.step()
+    return both.verdict(bits=False)
+
+
+def step_of(optimizer: str, layout: str, dtype: str = "float32", odd: bool = False) -> AcceptanceStep:
     """The step for one combination."""
     shapes, words = ("-uneven", " and dims that do not divide") if odd else ("", "")
     return AcceptanceStep(
-        f"layouts/{optimizer}/{layout}{shapes}/{dtype}",
-        f"{optimizer} in {dtype} is the plain optimizer, {ARRANGEMENTS[layout].words}{words}",
+        f"layouts/{optimizer}/{layout.replace('_', '-')}{shapes}/{dtype}",
+        f"{optimizer} in {dtype} is the plain optimizer, {LAYOUTS[layout].words}{words}",
         MEANING,
         OnRanks(same_as_plain, (optimizer, layout, dtype, odd)),
-        needs,
+        needs_of(layout),
     )
 
 
 def first_layouts() -> Iterator[AcceptanceStep]:
     """The two that say most: one device by itself, and FSDP2."""
-    yield step_of("muon", "whole", "float32", ())
-    yield step_of("muon", "fsdp", "float32", ("ranks",))
+    yield step_of("muon", "whole")
+    yield step_of("muon", "fsdp")
 
 
 def other_layouts() -> Iterator[AcceptanceStep]:
     """All other layouts, optimizers and dtypes."""
-    yield step_of("muon", "fsdp", "float32", ("ranks",), odd=True)
+    yield step_of("muon", "fsdp", odd=True)
     yield AcceptanceStep(
         "layouts/muon-beside-adamw/fsdp",
         "Muon and AdamW on parts of one model, each wrapped, are the plain ones",
@@ -87,13 +101,30 @@ def other_layouts() -> Iterator[AcceptanceStep]:
         OnRanks(muon_beside_adamw, ("fsdp",)),
         ("ranks",),
     )
-    yield from (step_of("muon", layout, "float32", needs) for layout, needs in CUTS[1:])
-    yield step_of("muon", "whole", "bfloat16", ())
-    yield from (step_of("muon", layout, "bfloat16", needs) for layout, needs in CUTS)
+    yield from (step_of("muon", layout) for layout in CUTS[1:])
+    yield from (step_of("muon", layout, "bfloat16") for layout in ("whole", *CUTS))
     for optimizer in ("soap", "shampoo"):
-        yield step_of(optimizer, "whole", "float32", ())
-        yield step_of(optimizer, "fsdp", "float32", ("ranks",), odd=True)
-        yield step_of(optimizer, "ddp", "float32", ("ranks",))
-        yield step_of(optimizer, "fsdp-columns", "float32", ("ranks",))
-        yield step_of(optimizer, "hsdp", "float32", ("two mesh dims",))
-        yield step_of(optimizer, "fsdp", "bfloat16", ("ranks",))
+        yield step_of(optimizer, "whole")
+        yield step_of(optimizer, "fsdp", odd=True)
+        yield from (step_of(optimizer, layout) for layout in ("ddp", "fsdp_columns", "hsdp"))
+        yield step_of(optimizer, "fsdp", "bfloat16")
+
+
+def data_parallel() -> Iterator[AcceptanceStep]:
+    """ZeRO-1 with both gathers, and with dims that do not divide."""
+    for optimizer, gather, odd in (
+        ("muon", "step", False),
+        ("muon", "forward", False),
+        ("muon", "step", True),
+        ("adamw", "forward", True),
+        ("soap", "step", True),
+    ):
+        shapes, words = ("-uneven", " and dims that do not divide") if odd else ("", "")
+        yield AcceptanceStep(
+            f"zero1/{optimizer}/gather-{gather}{shapes}",
+            f"{optimizer} under ZeRO-1 is the plain optimizer, with gather={gather}{words}",
+            ZERO1_MEANING,
+            OnRanks(same_under_zero1, (optimizer, gather, odd)),
+            ("ranks", "power of two"),
+            300.0,
+        )

@@ -7,6 +7,7 @@ became of them, so that all of them decide alike.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -14,24 +15,28 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing import connection
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 from canzona_compile.compat.torch_private import Store
 from canzona_compile.tools.acceptance.journal import AcceptanceJournal
 from canzona_compile.tools.acceptance.machine import AcceptedMachine
-from canzona_compile.tools.acceptance.rank_process import RankPlace, RankProcess
-from canzona_compile.tools.acceptance.step import AcceptanceStep, OneProgram, OnRanks, StepResult
+from canzona_compile.tools.acceptance.step import AcceptanceRank, AcceptanceStep, OneProgram, OnRanks, StepResult
+from canzona_compile.tools.processes import CallEnd, RankPlace, Worker, collect, join_ranks, stacks, tail
 
 log = logging.getLogger(__name__)
 
 STARTING = 300.0  # seconds until a process has joined the others: imports, contexts, NCCL
 GRACE = 10.0  # seconds that the others have once a rank has failed: it need not be the cause
 MARGIN = 120.0  # seconds that supervisors wait for one another beyond all limits
-PAUSE = 0.1
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
+NOT_JOINED = "could not join the process group"
+STATUS = {"returned": "passed", "raised": "failed", "died": "died", "hung": "hung"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +61,12 @@ class Fellowship:
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class RankEnd:
+class RankEnd(NamedTuple):
     """How a rank ended a step.
 
     Attributes:
-        status: "hung" if it was ended by its supervisor; "died" if its process ended.
+        rank: which one.
+        status: "passed", "failed", "hung" if it did not end in time, or "died" if its process ended.
         said: what it found, or what was wrong.
         details: a traceback, or the stacks of its threads.
     """
@@ -93,24 +98,24 @@ class Supervisor:
     ) -> None:
         self.own, self.machine, self.journal, self.folder = fellowship, machine, journal, folder
         self.patience, self.failed = patience, False
-        self._processes: list[RankProcess] = []
+        self._workers: dict[Worker, RankPlace] = {}
         self._variables: tuple[tuple[str, str], ...] = ()
-        self._ready: set[int] = set()
         self._meetings = 0
 
     def take(self, number: int, step: AcceptanceStep) -> None:
         """Take a step, unless something is missing; all supervisors call this with the same steps."""
-        if reason := self._decided(f"{number}/missing", self.machine.missing(step)):
+        if reason := self._of_the_first(f"{number}/missing", lambda: self.machine.missing(step)):
             self._note(StepResult.of(step, "skipped", reason))
             return
-        begin = time.monotonic()
+        begin, work = time.monotonic(), step.work
         self._note(StepResult.of(step, "running"))
-        if isinstance(step.work, OneProgram):
+        if isinstance(work, OneProgram):
             self.close()
-            ends = [self._of_program(number, step, step.work)]
+            found = self._of_the_first(f"{number}/program", lambda: self._ran(step, work), step.limit)
+            ends = [RankEnd(*found)]
         else:
-            ends = self._on_ranks(number, step, step.work)
-            if step.work.ends_ranks or any(end.status != "passed" for end in ends):
+            ends = self._on_ranks(number, step, work)
+            if work.ends_ranks or any(end.status != "passed" for end in ends):
                 self.close()
         result = judged(step, ends)
         self.failed |= result.status == "failed"
@@ -118,20 +123,18 @@ class Supervisor:
 
     def close(self) -> None:
         """End the ranks; the next step starts others."""
-        for process in self._processes:
-            process.close()
-        self._processes, self._ready = [], set()
+        for worker in self._workers:
+            worker.close()
+        self._workers = {}
 
-    # -- what supervisors tell one another -------------------------------------------------------------
-
-    def _decided(self, key: str, value: str) -> str:
-        """The first supervisor's value, on all of them."""
+    def _of_the_first(self, key: str, make: Callable[[], Any], limit: float = 0.0) -> Any:
+        """What the first supervisor makes, on all of them; the others wait so many seconds longer."""
         if 0 in self.own.ranks:
-            self.own.store.set(key, value)
-            return value
-        self.own.store.wait([key], timedelta(seconds=MARGIN))
-        found: bytes = self.own.store.get(key)
-        return found.decode()
+            made = make()
+            self.own.store.set(key, json.dumps(made))
+            return made
+        self.own.store.wait([key], timedelta(seconds=limit + MARGIN))
+        return json.loads(self.own.store.get(key))
 
     def _note(self, result: StepResult) -> None:
         if self.journal is None:
@@ -144,86 +147,50 @@ class Supervisor:
 
     def _on_ranks(self, number: int, step: AcceptanceStep, work: OnRanks) -> list[RankEnd]:
         """Have all ranks do some work; how it ended on each of them, here and elsewhere."""
-        if self._processes and self._variables != work.variables:
+        store, failed = self.own.store, f"{number}/failed"
+
+        def spoiled(here: bool) -> bool:
+            """Tell the other supervisors of a failure, and hear of theirs."""
+            if here:
+                store.set(failed, "")
+            found: bool = not work.ends_ranks and store.check([failed])
+            return found
+
+        ends: list[CallEnd] = []
+        if self._workers and self._variables != work.variables:
             self.close()
-        if not self._processes:
+        if not self._workers:
             self._start(work.variables)
-        store, pending = self.own.store, dict(enumerate(self._processes))
-        deadlines = dict.fromkeys(pending, time.monotonic() + STARTING)
-        for i in pending:
-            if i in self._ready:
-                deadlines[i] = self._begin(i, work, step.limit)
-        while pending:
-            ends: list[RankEnd] = []
-            for i in [i for i, p in pending.items() if p.end in connection.wait([p.end], 0)]:
-                found = pending[i].answer()
-                rank = pending[i].place.rank
-                if found is None:
-                    code = pending[i].exit_code()
-                    ends.append(RankEnd(rank, "died", f"its process ended, exit code {code}", pending.pop(i).tail()))
-                elif found[0] == "ready":
-                    self._ready.add(i)
-                    deadlines[i] = self._begin(i, work, step.limit)
-                else:
-                    ends.append(RankEnd(rank, *found))
-                    pending.pop(i)
-            if any(end.status != "passed" for end in ends):
-                store.set(f"{number}/failed", "")
-            after = not work.ends_ranks and bool(pending) and store.check([f"{number}/failed"])
-            if after:
-                deadlines = {i: min(d, time.monotonic() + GRACE) for i, d in deadlines.items()}
-            late = [i for i in pending if time.monotonic() > deadlines[i]]
-            for i in late:
-                where = f"did not join the process group within {STARTING:g} seconds"
-                if i in self._ready:
-                    where = f"did not end within {step.limit:g} seconds"
-                if after:
-                    where = f"did not end within {GRACE:g} seconds of the failure of another rank"
-                ends.append(RankEnd(pending[i].place.rank, "hung", where, pending[i].stacks()))
-            for i in late:  # only when all of them have said where they are: the end of one changes the others
-                pending.pop(i).close()
-            for end in ends:
-                store.set(f"{number}/rank {end.rank}", json.dumps([end.status, end.said, end.details]))
-            if not ends and pending:
-                connection.wait([process.end for process in pending.values()], PAUSE)
+            met = collect(self._workers, "join the process group", STARTING, GRACE, spoiled)
+            ends = [replace(e, said=f"{NOT_JOINED}: {e.said}") if e.how == "raised" else e for e in met]
+        if all(end.how == "returned" for end in ends):
+            for worker, place in self._workers.items():
+                worker.begin(take_part, (place, work), step.limit)
+            ends = collect(self._workers, "end", step.limit, GRACE, spoiled)
+        late = [end.process for end in ends if end.how == "hung"]
+        where = dict(zip(late, stacks(late) if late else (), strict=True))
+        for end in ends:
+            said = str(end.value) if end.how == "returned" else end.said
+            told = [STATUS[end.how], said, where.get(end.process, end.details)]
+            store.set(f"{number}/rank {self._workers[end.process].rank}", json.dumps(told))
         keys = [f"{number}/rank {rank}" for rank in range(self.own.world)]
         store.wait(keys, timedelta(seconds=STARTING + step.limit + MARGIN))
         return [RankEnd(rank, *json.loads(store.get(key))) for rank, key in enumerate(keys)]
 
-    def _begin(self, i: int, work: OnRanks, limit: float) -> float:
-        self._processes[i].begin(work, limit)
-        return time.monotonic() + limit
-
     def _start(self, variables: tuple[tuple[str, str], ...]) -> None:
-        own, self._variables = self.own, variables
+        """Start the ranks of this supervisor, which join the others."""
+        own, self._variables, device = self.own, variables, self.machine.device
         self._meetings += 1
+        meeting = f"meeting {self._meetings}"
         for i, rank in enumerate(own.ranks):
             place = RankPlace(
-                rank=rank,
-                world=own.world,
-                local=own.local + i,
-                near=own.near,
-                device=self.machine.device,
-                tiny=self.machine.device == "cpu",
-                host=own.host,
-                port=own.port,
-                meeting=f"meeting {self._meetings}",
-                patience=self.patience,
-                variables=variables,
+                rank, own.world, own.local + i, own.near, device, own.host, own.port, meeting, self.patience
             )
-            self._processes.append(RankProcess(place, self.folder / f"rank{rank}-{self._meetings}.log"))
+            worker = Worker(f"rank {rank}", self.folder / f"rank{rank}-{self._meetings}.log")
+            self._workers[worker] = place
+            worker.begin(join, (place, variables), STARTING)
 
     # -- programs --------------------------------------------------------------------------------------
-
-    def _of_program(self, number: int, step: AcceptanceStep, work: OneProgram) -> RankEnd:
-        """Run a program by the first supervisor, while the others wait."""
-        key, end = f"{number}/program", RankEnd(0, "passed", "")
-        if 0 in self.own.ranks:
-            end = self._ran(step, work)
-            self.own.store.set(key, json.dumps([end.status, end.said, end.details]))
-            return end
-        self.own.store.wait([key], timedelta(seconds=step.limit + MARGIN))
-        return RankEnd(0, *json.loads(self.own.store.get(key)))
 
     def _ran(self, step: AcceptanceStep, work: OneProgram) -> RankEnd:
         output = self.folder / f"{step.name.replace('/', '-')}.log"
@@ -243,9 +210,10 @@ class Supervisor:
                 os.killpg(process.pid, signal.SIGKILL)  # with what it has started
                 process.wait()
                 return RankEnd(0, "hung", f"did not end within {step.limit:g} seconds", tail(output))
+        said = next((line.strip() for line in reversed(tail(output).splitlines()) if line.strip()), "it said nothing")
         if code:
-            return RankEnd(0, "failed", f"exit code {code}: {last_line(output)}", tail(output))
-        return RankEnd(0, "passed", last_line(output))
+            return RankEnd(0, "failed", f"exit code {code}: {said}", tail(output))
+        return RankEnd(0, "passed", said)
 
 
 def judged(step: AcceptanceStep, ends: list[RankEnd]) -> StepResult:
@@ -263,12 +231,26 @@ def judged(step: AcceptanceStep, ends: list[RankEnd]) -> StepResult:
     return replace(StepResult.of(step, "failed", "\n".join(lines)), details=details)
 
 
-def tail(path: Path, lines: int = 80) -> str:
-    """The end of a file."""
-    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+# -- in the process of a rank ----------------------------------------------------------------------
 
 
-def last_line(path: Path) -> str:
-    """The last line of a file that says something."""
-    lines = [line.strip() for line in tail(path).splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+def join(place: RankPlace, variables: tuple[tuple[str, str], ...]) -> str:
+    """Make this process a rank, in an environment with some variables; nothing to say about it."""
+    # The package under test and this one read these; of a launcher's own they may be something else.
+    own = {"RANK": place.rank, "WORLD_SIZE": place.world, "LOCAL_RANK": place.local, "LOCAL_WORLD_SIZE": place.near}
+    os.environ.update({name: str(value) for name, value in own.items()} | dict(variables))
+    join_ranks(place)
+    return ""
+
+
+def take_part(place: RankPlace, work: OnRanks) -> str:
+    """Do some work as one of the ranks; what it found."""
+    cuda = place.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    said = work.function(AcceptanceRank(place.rank, place.world, device, tiny=not cuda), *work.args)
+    if cuda:
+        torch.cuda.synchronize(device)  # errors of kernels show here at the latest
+    gc.collect()  # optimizers hold one another, and recordings their memory
+    if cuda:
+        torch.cuda.empty_cache()
+    return said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,7 +20,7 @@ from canzona_compile.tools.calibration import links, measure
 from canzona_compile.tools.calibration.bookkeeping import bookkeeping
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes, Points, Products
-from canzona_compile.tools.processes import ProcessCall, join_ranks, run
+from canzona_compile.tools.processes import run_ranks
 
 log = logging.getLogger(__name__)
 
@@ -147,22 +146,19 @@ def cpu(ranks: int, extent: MeasurementSizes) -> Measured:
     Raises:
         CanzonaError: a rank failed.
     """
-    with tempfile.TemporaryDirectory(prefix="canzona-calibrate-") as folder:
-        jobs = [ProcessCall(f"rank {rank}", cpu_rank, (rank, ranks, extent, folder)) for rank in range(ranks)]
-        try:
-            found: list[Measured] = run(jobs, LIMIT)
-        except CanzonaError as error:
-            hint = "fewer --ranks need less memory and fewer ports"
-            raise CanzonaError(f"a rank of the calibration failed: {error.problem}", hint=hint) from error
+    try:
+        found: list[Measured] = run_ranks(ranks, cpu_rank, (ranks, extent), LIMIT, patience=TIMEOUT.total_seconds())
+    except CanzonaError as error:
+        hint = "fewer --ranks need less memory and fewer ports"
+        raise CanzonaError(f"a rank of the calibration failed: {error.problem}", hint=hint) from error
     return found[0]
 
 
-def cpu_rank(rank: int, ranks: int, extent: MeasurementSizes, folder: str) -> Measured:
+def cpu_rank(rank: int, ranks: int, extent: MeasurementSizes) -> Measured:
     """Measure in one of the processes; every rank returns the same."""
     level = log.getEffectiveLevel()
     logging.getLogger().setLevel(logging.WARNING)
     log.setLevel(level)
-    join_ranks(rank, ranks, folder, TIMEOUT)
     clock, device = Clock(torch.device("cpu"), extent.repetitions), torch.device("cpu")
     dist.barrier()
     everybody: list[Measured | None] = [None] * ranks
@@ -176,8 +172,6 @@ def cpu_rank(rank: int, ranks: int, extent: MeasurementSizes, folder: str) -> Me
     seconds = bookkeeping(init_device_mesh("cpu", (ranks,)), extent.cold, STEPS * extent.repetitions)
     host = torch.tensor([seconds], dtype=torch.float64, device="cpu")
     dist.all_reduce(host)
-    dist.barrier()  # no rank leaves while others may need its connections
-    dist.destroy_process_group()
     return replace(found, host=float(host) / ranks)
 
 

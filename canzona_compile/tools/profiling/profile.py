@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any
 from canzona_compile.errors import CanzonaError
 from canzona_compile.machine.hardware import Hardware, hardware_of
 from canzona_compile.report.build import Report
-from canzona_compile.tools.processes import ProcessCall, run
-from canzona_compile.tools.profiling.rank_profile import ProfileOrder, RankProfile, run_profiled
+from canzona_compile.tools.processes import run_ranks
+from canzona_compile.tools.profiling.rank_profile import RankProfile, run_profiled
 from canzona_compile.tools.profiling.real_trace import real_trace
 from canzona_compile.tools.verification.check import check_arguments
 from canzona_compile.tools.verification.layouts import LayoutName
 from canzona_compile.tools.verification.user_model import Build, name_of, packed
+from canzona_compile.tools.verification.workers import Order
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +75,8 @@ def profile(
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise CanzonaError("there is no such folder", at=str(path), hint="make it first: measuring takes a while")
     log.info("profile %s: %d ranks, %d steps", name_of(build), ranks, steps)
-    with tempfile.TemporaryDirectory(prefix="canzona-profile-") as folder:
-        order = ProfileOrder(packed(build), steps, ranks, layout, seed, options, limit, rates is not None, folder)
-        jobs = [ProcessCall(f"rank {rank}", run_profiled, (rank, order)) for rank in range(ranks)]
-        outcomes: list[RankProfile] = run(jobs, limit)
+    order = Order(packed(build), steps, layout, seed, options)
+    outcomes: list[RankProfile] = run_ranks(ranks, run_profiled, (order, rates is not None), limit)
     report = outcomes[0].report
     assert report is not None
     found = StepProfile(report, tuple(outcomes), outcomes[0].learnt)

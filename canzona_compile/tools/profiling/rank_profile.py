@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import reduce
 from typing import Any
 
@@ -20,40 +19,16 @@ from canzona_compile.report.measured import simulated_steps
 from canzona_compile.runtime.step_clock import MeasuredStep
 from canzona_compile.session.measuring import both_measured
 from canzona_compile.simulation.simulate import teams
-from canzona_compile.tools.processes import join_ranks
 from canzona_compile.tools.profiling.alignment import ClockOffset, offset_to_first
 from canzona_compile.tools.profiling.learn import learn
 from canzona_compile.tools.verification.failure import blamed
-from canzona_compile.tools.verification.layouts import LayoutName
-from canzona_compile.tools.verification.on_ranks import give, share
+from canzona_compile.tools.verification.layouts import give, share
 from canzona_compile.tools.verification.user_model import Built, built
-from canzona_compile.tools.verification.workers import by_names_of_the_model
+from canzona_compile.tools.verification.workers import Order, by_names_of_the_model
 
 # Steps: the first is eager, the second is the first one of its program. As many more follow as are measured.
 WARM_UP = 3
 SIZE = 1e-2  # of random gradients
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileOrder:
-    """What every rank has to know.
-
-    Attributes:
-        build: what `packed` returned.
-        steps, ranks, layout, seed, options, limit: the arguments of `profile`.
-        learns: whether to learn rates.
-        folder: where the ranks meet.
-    """
-
-    build: str | bytes
-    steps: int
-    ranks: int
-    layout: LayoutName
-    seed: int
-    options: Mapping[str, Any]
-    limit: float
-    learns: bool
-    folder: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +69,8 @@ class RankProfile:
     learnt: Hardware | None
 
 
-def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
-    """Measure some steps on this rank."""
-    join_ranks(rank, order.ranks, order.folder, timedelta(seconds=order.limit))
+def run_profiled(rank: int, order: Order, learns: bool) -> RankProfile:
+    """Measure some steps on this rank; the first one learns rates from them if that is wanted."""
     made = built(order.build, order.seed)
     share(made, order.layout, order.options)
     optimizer: Any = made.optimizer
@@ -117,9 +91,9 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
     offset = offset_to_first()
     report = optimizer.canzona.report() if rank == 0 else None
     learnt = None
-    if report is not None and order.learns:
-        learnt = learn(report.measured, simulated_steps(found, optimizer.canzona.reported()), order.ranks)
-    outcome = RankProfile(
+    if report is not None and learns:
+        learnt = learn(report.measured, simulated_steps(found, optimizer.canzona.reported()), dist.get_world_size())
+    return RankProfile(
         rank=rank,
         steps=found.own,
         transfers=tuple({} if step is None else transfers(step, rank) for step in found.steps),
@@ -129,9 +103,6 @@ def run_profiled(rank: int, order: ProfileOrder) -> RankProfile:
         fingerprint=optimizer.canzona.plan().fingerprint,
         learnt=learnt,
     )
-    dist.barrier()  # nobody leaves while others may need its connections
-    dist.destroy_process_group()
-    return outcome
 
 
 def random_gradients(made: Built, seed: int) -> list[torch.Tensor | None]:

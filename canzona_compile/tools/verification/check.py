@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from json import dumps
 from pathlib import Path
@@ -16,7 +16,7 @@ from rich.console import RenderableType
 
 from canzona_compile.options import NOT_YET_OPTIONS, Options
 from canzona_compile.progress.telling import tell
-from canzona_compile.tools.processes import ProcessCall, run
+from canzona_compile.tools.processes import ProcessCall, run_ranks
 from canzona_compile.tools.verification.failure import CannotVerify
 from canzona_compile.tools.verification.findings import Findings, merged, of_both_plans
 from canzona_compile.tools.verification.layouts import LayoutName
@@ -30,6 +30,7 @@ SCHEMA = 1
 # These cannot be given: the layout of `verify` decides `replicate` and leaves no plain fragments; the plain optimizer
 # neither staggers nor splits parameters, so there would be nothing to compare with; and the CPU has no CUDA graphs.
 NOT_GIVEN = {"replicate", "layout", "stagger", "split", "names", "prefix", "cuda_graphs"}
+HOW = ("interpreted", "resident", "joint", "local")  # ways that have a reason, as fields of `Findings`
 OPTIONS = sorted({field.name for field in fields(Options)} - NOT_GIVEN)
 
 
@@ -99,11 +100,12 @@ def verify(
     tell("starting processes", 0, steps)
     log.info("verify %s: %d ranks and the plain optimizer, %d steps", name_of(build), ranks, steps)
     with tempfile.TemporaryDirectory(prefix="canzona-journal-") as folder:
-        order = Order(source, steps, ranks, layout, seed, options, limit, folder)
-        jobs = [ProcessCall("plain", run_plain, (order,))]
-        jobs += [ProcessCall(f"rank {rank}", run_wrapped, (rank, order)) for rank in range(ranks)]
-        _, *outcomes = run(jobs, limit)
+        order = Order(source, steps, layout, seed, options)
+        plain = ProcessCall("plain", run_plain, (order, folder))
+        outcomes = run_ranks(ranks, run_wrapped, (order, folder), limit, beside=[plain])
     first: RankOutcome = outcomes[0]
+    roles = {name: role for own in reversed(outcomes) for name, role in own.roles.items()}  # each knows what it owns
+    why: dict[str, Any] = {how: {name: why for name, (own, why) in roles.items() if own == how} for how in HOW}
     found = Verification(
         build=name_of(build),
         optimizer=first.optimizer,
@@ -114,11 +116,8 @@ def verify(
         options=options,
         torch=torch.__version__,
         seconds=round(time.monotonic() - begin, 2),
-        compiled=tuple(dict.fromkeys(name for own in outcomes for name in own.compiled)),
-        interpreted=of_all([own.interpreted for own in outcomes]),
-        resident=of_all([own.resident for own in outcomes]),
-        joint=of_all([own.joint for own in outcomes]),
-        local=of_all([own.local for own in outcomes]),
+        compiled=tuple(dict.fromkeys(n for own in outcomes for n, (how, _) in own.roles.items() if how == "compiled")),
+        **why,
         idle=first.idle,
         leaves=of_both_plans(*(merged([getattr(o, plan) for o in outcomes]) for plan in ("leaves", "owned"))),
         everywhere=first.everywhere,
@@ -126,11 +125,6 @@ def verify(
     if json is not None:
         Path(json).write_text(f"{found.to_json()}\n", encoding="utf-8")
     return found
-
-
-def of_all(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What ranks know of parameters: the same, or, under ZeRO-1, each of what it owns."""
-    return {name: why for own in reversed(ranks) for name, why in own.items()}
 
 
 def check_arguments(steps: int, ranks: int, layout: LayoutName, limit: float, options: dict[str, Any]) -> None:

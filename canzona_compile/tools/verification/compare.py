@@ -6,6 +6,7 @@ not count units in the last place.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -120,6 +121,15 @@ def relative_errors(left: Tensor, right: Tensor) -> Tensor:
     a, b = left.double(), right.double()
     alike = (a == b) | (a.isnan() & b.isnan())
     return torch.where(alike, 0.0, (a - b).abs() / torch.maximum(a.abs(), b.abs()))
+
+
+def relative_norm(found: object, expected: object) -> float:
+    """|a - b| / |b| by the norms of two tensors; infinite if it is not finite, or if no number tells it."""
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor) or found.shape != expected.shape:
+        return math.inf
+    a, b = (torch.view_as_real(t).double() if t.is_complex() else t.double() for t in (found, expected))
+    apart = float((a - b).norm() / b.norm().clamp(min=1e-30))
+    return apart if math.isfinite(apart) else math.inf
 
 
 def is_nan(values: Tensor) -> Tensor:

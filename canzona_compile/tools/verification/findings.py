@@ -8,9 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from canzona_compile.tools.verification.compare import EQUAL, Distance, distance, dtype_name, unlike
+from canzona_compile.tools.verification.compare import (
+    EQUAL,
+    Distance,
+    distance,
+    dtype_name,
+    relative_norm,
+    unlike,
+)
 from canzona_compile.tools.verification.layouts import fragments
-from canzona_compile.tools.verification.user_model import Leaves
+from canzona_compile.tools.verification.user_model import PARAMETER, Leaves
 
 ABSENT = object()
 
@@ -112,10 +119,17 @@ class Findings:
 
 
 class Tally:
-    """The leaves that one rank has compared so far."""
+    """The leaves that one rank has compared so far.
+
+    Args:
+        rank: which one.
+
+    Attributes:
+        apart: the largest relative distance of a parameter's part by its norm, in whatever step.
+    """
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.apart = rank, 0.0
         self._rows: dict[tuple[str, str], LeafDifference] = {}
 
     def add(self, step: int, found: Leaves, expected: Leaves) -> None:
@@ -124,7 +138,10 @@ class Tally:
             mine, whole = found.get(key, ABSENT), expected.get(key, ABSENT)
             if key not in self._rows:
                 self._rows[key] = described(key, mine if whole is ABSENT else whole)
-            self._rows[key] = self._rows[key].seen(apart(mine, whole), step, [self.rank])
+            difference = apart(mine, whole)
+            self._rows[key] = self._rows[key].seen(difference, step, [self.rank])
+            if key[1] == PARAMETER and not difference.equal:
+                self.apart = max(self.apart, relative_norm(*fragments(mine, whole)))
 
     @property
     def rows(self) -> tuple[LeafDifference, ...]:

@@ -1,11 +1,15 @@
-"""The layouts that `verify` knows: how the ranks share each parameter."""
+"""How ranks share a model: the layouts that tools know, in one table, and how gradients come to each part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from itertools import cycle
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -13,50 +17,94 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
-LayoutName = Literal["fsdp", "fsdp_columns", "hsdp", "ddp", "zero1"]
+from canzona_compile.api.wrap import wrap
+from canzona_compile.api.zero1 import zero1
+from canzona_compile.tools.verification.user_model import Built
+
+LayoutName = Literal["fsdp", "fsdp_columns", "hsdp", "ddp", "zero1"]  # what users may choose
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedSharding:
-    """How some ranks share a parameter.
+class SharedBy:
+    """How some ranks share parameters.
 
     Attributes:
-        mesh: the shape of the mesh for a number of ranks.
-        placements: by dim of the mesh; empty if every rank has a plain copy.
+        words: what ranks hold, in words that follow a noun.
+        outer: the sizes of all dims of the mesh but the last, whose size is what is left of the ranks.
+        turns: the placements of the parameters, by turns. They are for the last dims of the mesh: ranks that differ in
+            the others only have equal copies, or know nothing of one another. Without any, parameters are plain.
+        replicated: whether ranks have equal copies of which the parameters do not tell.
     """
 
-    mesh: Callable[[int], tuple[int, ...]]
-    placements: tuple[Placement, ...]
+    words: str
+    outer: tuple[int, ...] = ()
+    turns: tuple[tuple[Placement, ...], ...] = ()
+    replicated: bool = False
 
 
-SHARDINGS: dict[LayoutName, VerifiedSharding] = {
-    "fsdp": VerifiedSharding(lambda ranks: (ranks,), (Shard(0),)),
-    "fsdp_columns": VerifiedSharding(lambda ranks: (ranks,), (Shard(1),)),
-    "hsdp": VerifiedSharding(lambda ranks: (2, ranks // 2), (Replicate(), Shard(0))),
-    "ddp": VerifiedSharding(lambda ranks: (ranks,), ()),
+LAYOUTS: Mapping[str, SharedBy] = {
+    "whole": SharedBy("with whole tensors"),
+    "fsdp": SharedBy("with rows sharded", turns=((Shard(0),),)),
+    "fsdp_columns": SharedBy("with columns sharded", turns=((Shard(1),),)),
+    "hsdp": SharedBy("with rows sharded in each of two replicas", (2,), ((Replicate(), Shard(0)),)),
+    "tp": SharedBy("with rows or columns sharded by turns", turns=((Shard(0),), (Shard(1),))),
+    "tp_ddp": SharedBy(
+        "with rows or columns sharded by turns in each of two replicas", (2,), ((Shard(0),), (Shard(1),)), True
+    ),
+    "both_dims": SharedBy("with rows and columns sharded", (2,), ((Shard(0), Shard(1)),)),
+    "ddp": SharedBy("with equal copies on all ranks", replicated=True),
+    # Pipeline stages. Ranks of one half make process groups of which the other half does not know.
+    "stages": SharedBy("with rows and columns sharded within each half of the ranks", (2, 2), ((Shard(0), Shard(1)),)),
 }
 
 
-def shard(optimizer: Optimizer, layout: LayoutName) -> dist.ProcessGroup | None:
-    """Replace an optimizer's parameters by shards, as `fully_shard` does with those of a model. Not for "zero1".
+@cache
+def mesh_of(device: str, shape: tuple[int, ...]) -> DeviceMesh:
+    """One mesh per shape for the life of a rank: every mesh makes process groups."""
+    return init_device_mesh(device, shape, mesh_dim_names=tuple("abc"[: len(shape)]))
+
+
+def share(made: Built, layout: str, options: Mapping[str, Any], device: str = "cpu") -> None:
+    """Share a model among the ranks of the default process group, and wrap its optimizer.
+
+    Args:
+        made: plain, and the same on every rank.
+        layout: a name of `LAYOUTS`, or "zero1".
+        options: of `wrap`; under "zero1", of `zero1`.
+        device: the kind of device that the model is on.
+    """
+    if layout == "zero1":
+        assert dist.group.WORLD is not None
+        zero1(made.model, made.optimizer, mesh=dist.group.WORLD, **options)
+    else:
+        wrap(made.optimizer, replicate=shard(made.optimizer, layout, device), **options)
+
+
+def shard(optimizer: Optimizer, layout: str, device: str = "cpu") -> DeviceMesh | dist.ProcessGroup | None:
+    """Replace an optimizer's parameters by shards, as `fully_shard` does with those of a model.
 
     Groups keep their order, options and names, and state that exists already follows its parameter. A parameter without
     dims stays as it is: `fully_shard` takes it only as one of its `ignored_params`.
 
     Args:
         optimizer: plain, and the same on every rank.
-        layout: how the ranks of the default process group share each parameter.
+        layout: a name of `LAYOUTS`: how the ranks of the default process group share each parameter.
+        device: the kind of device that the parameters are on.
 
     Returns:
         What `wrap` has to be given as `replicate=`.
     """
-    sharding = SHARDINGS[layout]
-    if not sharding.placements:
-        return dist.group.WORLD
-    mesh = init_device_mesh("cpu", sharding.mesh(dist.get_world_size()))
+    how = LAYOUTS[layout]
+    if not how.turns:
+        return dist.group.WORLD if how.replicated else None
+    mesh = mesh_of(device, (*how.outer, dist.get_world_size() // math.prod(how.outer)))
+    names = mesh.mesh_dim_names or ()
+    inner = names[-len(how.turns[0]) :]
+    own = mesh if inner == names else mesh[inner]
     for group in optimizer.param_groups:
-        group["params"] = [sharded(optimizer, p, mesh, sharding.placements) if p.ndim else p for p in group["params"]]
-    return None
+        pairs = zip(group["params"], cycle(how.turns), strict=False)
+        group["params"] = [sharded(optimizer, p, own, placements) if p.ndim else p for p, placements in pairs]
+    return mesh[names[0]] if how.replicated else None
 
 
 def sharded(optimizer: Optimizer, param: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> nn.Parameter:
@@ -93,3 +141,25 @@ def fragments(found: object, whole: object) -> tuple[object, object]:
     if summed or not isinstance(whole, Tensor) or whole.shape != found.shape:
         return found, whole
     return found.to_local(), cut(whole, found.device_mesh, tuple(found.placements)).to_local()
+
+
+def give(made: Built, layout: LayoutName, grads: Sequence[Tensor | None]) -> None:
+    """Give each parameter its gradient, as a backward pass leaves it.
+
+    Args:
+        made: the model on the ranks.
+        layout: how they share it.
+        grads: whole gradients, equal on all ranks; None where there is none.
+    """
+    for param in made.params:
+        param.grad = None
+    found = [(param, grad) for param, grad in zip(made.params, grads, strict=True) if grad is not None]
+    if layout != "zero1":
+        for param, grad in found:
+            param.grad = like(grad, param)
+        return
+    # Ranks average their gradients. The mean of equal ones may round; that of a multiple and zeros does not, if the
+    # number of ranks is a power of two.
+    ranks, first = dist.get_world_size(), dist.get_rank() == 0
+    shares = [grad * ranks if first else torch.zeros_like(grad).copysign(grad) for _, grad in found]
+    torch.autograd.backward([param for param, _ in found], shares)

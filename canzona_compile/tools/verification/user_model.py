@@ -50,6 +50,10 @@ class Built:
         """The optimizer's parameters, in its order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def parameters(self) -> Leaves:
+        """What each parameter holds."""
+        return {(name, PARAMETER): param.detach() for name, param in zip(self.names, self.params, strict=True)}
+
     def leaves(self) -> Leaves:
         """Parameters, and state as `state_dict` shows it. All ranks have to call this once the optimizer is wrapped."""
         state = self.optimizer.state_dict()["state"]

@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.step import Strategy
 from canzona_compile.progress.telling import tell
 from canzona_compile.session.gradient_checks import check_gradient
-from canzona_compile.tools.processes import join_ranks
 from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
 from canzona_compile.tools.verification.findings import LeafDifference, Tally
-from canzona_compile.tools.verification.layouts import LayoutName
-from canzona_compile.tools.verification.on_ranks import give, share
+from canzona_compile.tools.verification.layouts import LayoutName, give, share
 from canzona_compile.tools.verification.reference_log import Journal, Page
 from canzona_compile.tools.verification.user_model import PARAMETER, Built, Leaves, built
 
@@ -32,46 +29,44 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What every process has to know.
+    """What every process of `verify` or `profile` has to know.
 
     Attributes:
         build: what `packed` returned.
-        steps, ranks, layout, seed, options, limit: the arguments of `verify`.
-        folder: where the ranks meet and the journal lies.
+        steps, layout, seed, options: the arguments of `verify` or `profile`.
     """
 
     build: str | bytes
     steps: int
-    ranks: int
     layout: LayoutName
     seed: int
     options: Mapping[str, Any]
-    limit: float
-    folder: str
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """What a rank saw; see `Findings` for the fields."""
+    """What a rank saw.
+
+    Attributes:
+        optimizer, leaves, everywhere, idle: see `Findings`; leaves are those of the plan.
+        owned: the leaves where owners compute, see `of_both_plans`.
+        roles: how each parameter was updated, and why.
+    """
 
     optimizer: str
     leaves: tuple[LeafDifference, ...]
     owned: tuple[LeafDifference, ...]
     everywhere: tuple[str, ...]
-    compiled: tuple[str, ...]
-    interpreted: dict[str, str]
-    resident: dict[str, str]
-    joint: dict[str, str]
-    local: dict[str, str]
     idle: tuple[str, ...]
+    roles: dict[str, tuple[str, str]]
 
 
 # -- plain -----------------------------------------------------------------------------------------
 
 
-def run_plain(order: Order) -> None:
-    """Run all steps of the plain optimizer on whole tensors, and write them into the journal."""
-    made, journal = built(order.build, order.seed), Journal(order.folder)
+def run_plain(order: Order, folder: str) -> None:
+    """Run all steps of the plain optimizer on whole tensors, and write them into the journal of a folder."""
+    made, journal = built(order.build, order.seed), Journal(folder)
     with blamed("saving parameters and state", "verify compares what can be pickled"):
         journal.write(0, Page((), made.leaves()))
     for step in range(1, order.steps + 1):
@@ -128,10 +123,9 @@ def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple
 # -- wrapped ---------------------------------------------------------------------------------------
 
 
-def run_wrapped(rank: int, order: Order) -> RankOutcome:
+def run_wrapped(rank: int, order: Order, folder: str) -> RankOutcome:
     """Run the same steps by the wrapped optimizer on this rank's part, and compare after each of them."""
-    join_ranks(rank, order.ranks, order.folder, timedelta(seconds=order.limit))
-    made, journal = built(order.build, order.seed), Journal(order.folder)
+    made, journal = built(order.build, order.seed), Journal(folder)
     kind = type(made.optimizer).__name__
     check_same_start(made.leaves(), read_together(journal, 0).leaves)
     share(made, order.layout, order.options)
@@ -152,10 +146,8 @@ def run_wrapped(rank: int, order: Order) -> RankOutcome:
             rows = (*tally.rows, *owned.rows)
             differing = list(dict.fromkeys(f"{row.parameter} {row.leaf}" for row in rows if not row.equal))
             log.info("step %d of %d: %s", step, order.steps, f"differs: {some(differing)}" if differing else "equal")
-    outcome = RankOutcome(kind, tally.rows, owned.rows, everywhere, **roles(made, given))
-    dist.barrier()  # nobody leaves while others may need its connections
-    dist.destroy_process_group()
-    return outcome
+    idle = tuple(name for name in made.names if name not in given)
+    return RankOutcome(kind, tally.rows, owned.rows, everywhere, idle, roles(made, given))
 
 
 def compare_step(made: Built, layout: LayoutName, page: Page, step: int, tally: Tally, given: set[str]) -> None:
@@ -163,7 +155,7 @@ def compare_step(made: Built, layout: LayoutName, page: Page, step: int, tally: 
     with blamed(f"step {step} of the wrapped optimizer"), by_names_of_the_model(made):
         give(made, layout, page.grads)
         made.optimizer.step()
-    resident = roles(made, given)["resident"]
+    resident = [name for name, (how, _) in roles(made, given).items() if how == "resident"]
     tally.add(step, comparable(made.leaves(), resident), comparable(page.leaves, resident))
 
 
@@ -207,22 +199,14 @@ def check_same_start(found: Leaves, expected: Leaves) -> None:
         raise CannotVerify(problem, at=where, hint=hint)
 
 
-def roles(made: Built, given: set[str]) -> dict[str, Any]:
-    """How each parameter was updated, as fields of `Findings`; `given` names those that had a gradient.
+def roles(made: Built, given: set[str]) -> dict[str, tuple[str, str]]:
+    """How each of the parameters that had a gradient was updated, and why; `given` names them.
 
     Under ZeRO-1 a rank knows of what it owns.
     """
     names = names_of_the_model(made)
-    found = {names.get(row.name, row.name): row for row in explain(made.optimizer).parameters}
-    rows = {own: found[own] for own in made.names if own in given and own in found}
-    return {
-        "compiled": tuple(name for name, row in rows.items() if row.how == "compiled"),
-        "interpreted": {name: row.why for name, row in rows.items() if row.how == "interpreted"},
-        "resident": {name: row.why for name, row in rows.items() if row.how == "resident"},
-        "joint": {name: row.why for name, row in rows.items() if row.how == "joint"},
-        "local": {name: row.why for name, row in rows.items() if row.how == "local"},
-        "idle": tuple(name for name in made.names if name not in given),
-    }
+    found = {names.get(row.name, row.name): (row.how, row.why) for row in explain(made.optimizer).parameters}
+    return {name: found[name] for name in made.names if name in given and name in found}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,148 @@
+"""The supervisor of all tools' processes: what they return, and how each way to fail is told."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.progress.telling import heard_by, tell
+from canzona_compile.tools.processes import ProcessCall, run, run_ranks
+from tests.harness.marks import full
+
+
+@pytest.fixture(autouse=True)
+def none_is_left() -> Iterator[None]:
+    """No process is left but those that other tests keep."""
+    before = set(multiprocessing.active_children())
+    yield
+    assert set(multiprocessing.active_children()) <= before
+
+
+# -- what processes do -----------------------------------------------------------------------------
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def quits() -> None:
+    os._exit(0)
+
+
+def sleeps(path: str | Path = os.devnull) -> None:
+    """Standard error goes to the file."""
+    with open(path, "w") as file:
+        os.dup2(file.fileno(), 2)
+    time.sleep(600)
+
+
+def raises() -> None:
+    raise KeyError("no such layer")
+
+
+def refuses() -> None:
+    raise UnsupportedOptimizer("it is odd", at="0.weight", hint="take another")
+
+
+def leaves() -> None:
+    raise SystemExit(3)
+
+
+def locks() -> Any:
+    """A result that cannot be pickled."""
+    return threading.Lock()
+
+
+def pid() -> int:
+    print("not data")
+    return os.getpid()
+
+
+def tells(done: int) -> int:
+    """Says how far it is."""
+    tell("half of it", done, 2)
+    return done
+
+
+def summed(rank: int, add: int) -> int:
+    total = torch.tensor(rank + add)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def stays_away(rank: int) -> None:
+    if rank == 1:
+        refuses()
+    dist.barrier()
+
+
+# -- tests -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (dies, "other was killed by SIGKILL\n  hint: is there memory"),
+        full(quits, "other ended by itself with exit code 0"),
+        (raises, "other raised KeyError: 'no such layer'"),
+        full(leaves, "other raised SystemExit: 3"),
+        (locks, "other raised TypeError: cannot pickle"),
+    ],
+)
+def test_a_process_that_fails_ends_the_others(function: Callable[[], Any], says: str) -> None:
+    with pytest.raises(CanzonaError, match=says) as caught:
+        run([ProcessCall("one", sleeps, ()), ProcessCall("other", function, ())], 100.0)
+    notes = "\n".join(getattr(caught.value, "__notes__", ()))
+    assert ("Traceback" in notes and "in the process 'other'" in notes) == ("raised" in says)
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_our_errors_stay_what_they_are_while_others_wait() -> None:
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        run_ranks(2, stays_away, (), 100.0)
+    assert (caught.value.problem, caught.value.at, caught.value.hint) == ("it is odd", "0.weight", "take another")
+    assert caught.value.__notes__ == ["in the process 'rank 1'"]
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_processes_that_hang_say_where(tmp_path: Path) -> None:
+    said = [tmp_path / "one", tmp_path / "other"]
+    with pytest.raises(CanzonaError, match="no result within 4 seconds") as caught:
+        run([ProcessCall("quick", pid, ()), *(ProcessCall(path.name, sleeps, (path,)) for path in said)], 4.0)
+    assert caught.value.at == "one, other"
+    assert all("in sleeps" in path.read_text() for path in said)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_results_come_in_order_and_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
+    """In processes that start as those of users do."""
+    assert len(set(run([ProcessCall("one", pid, ()), ProcessCall("two", pid, ())], 100.0))) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("not data") == 2
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_ranks_meet_and_what_they_tell_is_told_here() -> None:
+    heard: list[tuple[str, int, int]] = []
+    with heard_by(lambda words, done=0, total=0: heard.append((words, done, total))):
+        assert run_ranks(2, summed, (10,), 100.0, beside=[ProcessCall("beside", tells, (1,))]) == [21, 21]
+    assert heard == [("half of it", 1, 2)]
