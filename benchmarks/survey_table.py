@@ -15,7 +15,7 @@ from survey_ranks import Ranks, Stuck
 from survey_results import ERROR, FAILURES, Difference, Finding, Survey, severity
 from survey_trial import Trial, survey
 
-STYLES = {"interpreted": "yellow", **dict.fromkeys(FAILURES, "red")}
+STYLES = {"eager": "yellow", **dict.fromkeys(FAILURES, "red")}
 
 
 def run_all(trials: Iterable[Trial], found: Survey, limit: float, path: str | None) -> Survey:

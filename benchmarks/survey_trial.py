@@ -98,7 +98,7 @@ def surveyed(trial: Trial) -> Finding:
             finding = replace(finding, seconds=time.perf_counter() - begin)
             found += [wrapped.step(number) for number in range(1, steps)]
             finding = replace(finding, **figures(wrapped.optimizer))
-            resident = "resident" in finding.mode
+            resident = "own object" in finding.mode
             if resident and draws(Run(trial, matrices(trial))):  # from generators of its own, the same on any ranks
                 snapshots = unshared(trial)
             params = compared(found, snapshots)
@@ -149,7 +149,7 @@ def laid_out(value: Tensor, layout: str, mesh: DeviceMesh) -> Tensor:
 def figures(optimizer: Any) -> dict[str, Any]:
     """How matrices were updated, as `explain` says, and why not by compiled code."""
     report, rows = optimizer.canzona.report(), optimizer.canzona.explain().parameters
-    ways = Counter(row.how for row in rows)
+    ways = Counter(" ".join(filter(None, (row.how, row.cell))) for row in rows)
     reason = "; ".join(dict.fromkeys(report.fallbacks.values()))
     mode = "+".join(way for way, _ in ways.most_common())
     return {"mode": mode, "reason": reason, "captures": report.captures, "variants": report.variants}

@@ -140,7 +140,7 @@ class ChainCanzona:
             part.measure(steps)
 
     def explain(self) -> Explanation:
-        """Per parameter of all optimizers: compiled, interpreted, local or refused, and why."""
+        """Per parameter of all optimizers: compiled, eager, local or refused, and why."""
         return explain_all(self.sessions)
 
     def dump(self, directory: str | Path) -> Path:

@@ -154,7 +154,7 @@ class Canzona:
         self.session.measuring.begin(steps, self.session.device)
 
     def explain(self) -> Explanation:
-        """Per parameter: compiled, interpreted, local or refused, and why; see `canzona_compile.explain`."""
+        """Per parameter: compiled, eager, local or refused, and why; see `canzona_compile.explain`."""
         return explain_session(self.session)
 
     def shown(self) -> contextlib.AbstractContextManager[Any]:

@@ -27,9 +27,7 @@ from canzona_compile.session.session import Session
 
 STYLES = {
     "compiled": "green",
-    "interpreted": "yellow",
-    "resident": "yellow",
-    "joint": "yellow",
+    "eager": "yellow",
     "local": "cyan",
     "refused": "red",
 }
@@ -42,12 +40,13 @@ class ExplainedParameter:
     Attributes:
         name: its name; "name[part]" for a part of a parameter that is split.
         shape: of the whole parameter, or of the part.
-        how: "compiled" (a graph computes its update), "interpreted" (the optimizer's own eager step computes it
-            on the gathered matrix), "resident" (an optimizer object of its own does, for the whole run), "joint"
-            (one rank steps all parameters at once, because they depend on one another), "local" (elementwise: each
-            rank updates its fragment) or "refused".
+        how: "compiled" (a graph computes its update), "eager" (the optimizer's own code does, on an owner rank that
+            has the whole matrix), "local" (elementwise: each rank updates its fragment) or "refused".
         why: the rank that computes it, or the reason, with the line of the optimizer's code that led to it.
         rank: the rank that computes it alone, where one of several does.
+        cell: of what is eager, what steps together and whose object steps: "matrix" (each matrix, on the object that
+            all share), "own object" (each matrix, on an optimizer object of its own) or "model" (all parameters at
+            once, because they depend on one another).
     """
 
     name: str
@@ -55,6 +54,7 @@ class ExplainedParameter:
     how: str
     why: str
     rank: int | None = None
+    cell: str = ""
 
     @property
     def treatment(self) -> tuple[Shape, str, str]:
@@ -163,11 +163,11 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
         if name not in owned:
             yield ExplainedParameter(name, shape, "local", "elementwise: each rank updates its fragment")
         elif bound.kind.joint is not None:
-            yield ExplainedParameter(name, shape, "joint", reason)
+            yield ExplainedParameter(name, shape, "eager", reason, cell="model")
         elif bound.kind.recipe is not None:
-            yield ExplainedParameter(name, shape, "resident", reason)
+            yield ExplainedParameter(name, shape, "eager", reason, cell="own object")
         elif reason:
-            yield ExplainedParameter(name, shape, "interpreted", reason)
+            yield ExplainedParameter(name, shape, "eager", f"matrix by matrix, because {reason}", cell="matrix")
         else:
             rank, why = place_of(owned[name])
             yield ExplainedParameter(name, shape, "compiled", why + way_of(bound.kind), rank)

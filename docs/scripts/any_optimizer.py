@@ -41,7 +41,7 @@ class Recorded(Spectral):
 
 
 # --8<-- [end:recorded]
-# --8<-- [start:interpreted]
+# --8<-- [start:branching]
 class Branching(Spectral):
     """Asks for the value of a tensor: its owner runs the step as it is written."""
 
@@ -50,8 +50,8 @@ class Branching(Spectral):
             super().update(param, grad, state, lr)
 
 
-# --8<-- [end:interpreted]
-# --8<-- [start:resident]
+# --8<-- [end:branching]
+# --8<-- [start:keeping]
 class Keeping(Spectral):
     """Keeps what belongs to a parameter on itself: the owner of a matrix has an object of its own for it."""
 
@@ -63,8 +63,8 @@ class Keeping(Spectral):
         super().update(param, grad, self.vectors[param], lr)
 
 
-# --8<-- [end:resident]
-# --8<-- [start:joint]
+# --8<-- [end:keeping]
+# --8<-- [start:coupled]
 class Coupled(Spectral):
     """Scales by the norm of all gradients together: one rank has to see all of them."""
 
@@ -74,7 +74,7 @@ class Coupled(Spectral):
         super().step()
 
 
-# --8<-- [end:joint]
+# --8<-- [end:coupled]
 for kind in (Spectral, Recorded, Branching, Keeping, Coupled, torch.optim.LBFGS):
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
     for row in canzona_compile.explain(kind(model.parameters())).parameters[:1]:

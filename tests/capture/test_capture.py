@@ -184,7 +184,7 @@ def test_coupled_optimizers_do_not(kind: type[Optimizer]) -> None:
     wrapped: Any = canzona_compile.wrap(optimizer)
     feed(wrapped, 0)
     wrapped.step()
-    assert {row.how for row in wrapped.canzona.explain().parameters} == {"joint"}
+    assert {row.cell for row in wrapped.canzona.explain().parameters} == {"model"}
 
 
 @pytest.mark.parametrize("kind", [toys.GlobalNorm, SharedAverage, ForeachNorm])

@@ -242,7 +242,7 @@ def test_what_one_node_cannot_be_is_interpreted(kind: type[Any], reason: str) ->
     pair = Pair(kind)
     pair.steps(2)
     rows = canzona_compile.explain(pair.wrapped).parameters
-    assert {row.how for row in rows} == {"interpreted"}
+    assert {row.how for row in rows} == {"eager"}
     assert all(reason in row.why for row in rows), rows[0].why
 
 
@@ -257,7 +257,7 @@ def test_errors_of_compiled_functions_that_steps_catch_are_met_when_they_come() 
     pair = Pair(toys.Avoiding)
     pair.steps(4)
     rows = canzona_compile.explain(pair.wrapped).parameters
-    assert {row.how for row in rows} == {"interpreted"}
+    assert {row.how for row in rows} == {"eager"}
     assert "catches the error of a compiled function" in rows[0].why
 
 
@@ -265,5 +265,5 @@ def test_random_numbers_in_compiled_functions_are_seen() -> None:
     with pytest.warns(UserWarning, match="draws random numbers"):
         wrapped = trained(canzona_compile.wrap(toys.Noisy(parameters())))
     rows = canzona_compile.explain(wrapped).parameters
-    assert {row.how for row in rows} == {"interpreted"}
+    assert {row.how for row in rows} == {"eager"}
     assert "draws random numbers" in rows[0].why

@@ -86,7 +86,7 @@ def test_one_step_that_changes_the_strides_of_state_is_interpreted(kind: type[An
 def test_state_that_keeps_changing_its_strides_is_interpreted_for_good() -> None:
     pair = Pair(odd.FloppingBasis, captures_anew=True)
     pair.steps(14)
-    assert {how for how, _ in ways(pair)} == {"interpreted"}
+    assert {how for how, _ in ways(pair)} == {"eager"}
     driver = pair.wrapped.canzona.session.driver
     pair.steps(2)
     assert pair.wrapped.canzona.session.driver is driver, "it plans anew on every step"
@@ -104,7 +104,7 @@ def test_what_a_path_cannot_tell_is_interpreted(kind: type[Any], reason: str) ->
     pair = Pair(kind)
     pair.steps(4)
     rows = canzona_compile.explain(pair.wrapped).parameters
-    assert {row.how for row in rows} == {"interpreted"}
+    assert {row.how for row in rows} == {"eager"}
     assert all(reason in row.why for row in rows), rows[0].why
 
 

@@ -80,7 +80,7 @@ def test_what_draws_and_cannot_be_traced_is_resident() -> None:
     with pytest.warns(UserWarning, match="RandomOnHost draws random numbers. Every matrix has generators of its own"):
         optimizer.step()
     assert not torch.equal(param, torch.ones(6, 4))
-    assert [row.how for row in optimizer.canzona.explain().parameters] == ["resident"]
+    assert [row.cell for row in optimizer.canzona.explain().parameters] == ["own object"]
     other, same = wrapped(RandomOnHost)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -235,7 +235,7 @@ def test_all_parameters_step_at_once(kind: type[Optimizer], why: str) -> None:
     for name in ("norms", "average"):
         assert str(getattr(pair.wrapped, name, None)) == str(getattr(pair.plain, name, None))
     for row in pair.wrapped.canzona.explain().parameters:
-        assert row.how == "joint"
+        assert row.cell == "model"
         assert why in row.why
 
 

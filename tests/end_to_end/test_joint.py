@@ -74,12 +74,12 @@ def different(found: list[Tensor], wanted: Optimizer) -> list[int]:
 def train(name: str, case: Case, missing: Missing = never, **options: Any) -> tuple[list[int], str, bool, list[str]]:
     part, wanted = part_of(name, case, **options), plain(name, missing=missing)
     part.steps(0, END, missing)
-    hows = [row.how for row in part.optimizer.canzona.explain().parameters]
+    hows = [f"{row.how} {row.cell}" for row in part.optimizer.canzona.explain().parameters]
     shown = str(kept(part.optimizer)) == str(kept(wanted))
     return different(part.values(), wanted), part.optimizer.canzona.explain().parameters[0].why[:42], shown, hows
 
 
-GOOD = ([], "one rank steps all parameters at once, bec", True, ["joint"] * 4)
+GOOD = ([], "one rank steps all parameters at once, bec", True, ["eager model"] * 4)
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -52,13 +52,13 @@ def different(found: list[Tensor], wanted: list[Tensor]) -> list[int]:
 def train(name: str, case: Case, **options: Any) -> tuple[list[int], list[str]]:
     part = part_of(name, case, **options)
     part.steps(0, END)
-    hows = [row.how for row in part.optimizer.canzona.explain().parameters]
+    hows = [row.cell for row in part.optimizer.canzona.explain().parameters]
     return different(part.values(), expected(name)), hows
 
 
 @pytest.mark.parametrize("name", first(MAKERS, 2))
 def test_in_one_process(name: str) -> None:
-    assert train(name, ALONE) == ([], ["resident"] * 3)
+    assert train(name, ALONE) == ([], ["own object"] * 3)
 
 
 @pytest.mark.ranks
@@ -72,13 +72,13 @@ def test_in_one_process(name: str) -> None:
     ids=str,
 )
 def test_on_ranks(name: str, case: Case) -> None:
-    assert run(case.world, train, name, case) == [([], ["resident"] * 3)] * case.world
+    assert run(case.world, train, name, case) == [([], ["own object"] * 3)] * case.world
 
 
 @pytest.mark.ranks
 def test_every_rank_computes_every_matrix() -> None:
     """Their generators are those of the matrix, so the copies do not drift apart."""
-    assert run(2, train, "probing", Case("ddp", (2,)), strategy="replicated") == [([], ["resident"] * 3)] * 2
+    assert run(2, train, "probing", Case("ddp", (2,)), strategy="replicated") == [([], ["own object"] * 3)] * 2
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -301,6 +301,6 @@ def test_what_cannot_run_so_is_refused(make: Callable[[list[Any]], Optimizer], r
 def test_reports_say_so() -> None:
     part = part_of("blocked", ALONE)
     row = canzona_compile.explain(part.optimizer).parameters[0]  # before the first step
-    assert (row.how, "one whole optimizer object per matrix" in row.why) == ("resident", True)
+    assert (row.cell, "one whole optimizer object per matrix" in row.why) == ("own object", True)
     part.steps(0, 1)
     assert "one whole optimizer object per matrix" in part.optimizer.canzona.report().to_text(width=400)

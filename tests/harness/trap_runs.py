@@ -184,7 +184,7 @@ def differences(trap: Trap, wrapped: Run, laid: Laid, record: Record, returned: 
 def resident(optimizer: Any) -> bool:
     """Does it run as one object per matrix? What these keep is somewhere else in a plain optimizer."""
     canzona = getattr(optimizer, "canzona", None)
-    return canzona is not None and any(row.how == "resident" for row in canzona.explain().parameters)
+    return canzona is not None and any(row.cell == "own object" for row in canzona.explain().parameters)
 
 
 class Snapshot:

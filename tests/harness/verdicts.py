@@ -66,7 +66,7 @@ def reached(kind: str, ways: Iterable[str] = (), error: str = "") -> str:
 
     Args:
         kind: "equal", "refused" or what else came of it.
-        ways: how parameters run, see `ExplainedParameter.how`.
+        ways: how parameters run, see `ways_of`.
         error: the class of the refusal.
     """
     said = ", ".join(sorted(set(ways))) or error
@@ -74,5 +74,5 @@ def reached(kind: str, ways: Iterable[str] = (), error: str = "") -> str:
 
 
 def ways_of(optimizer: Any) -> set[str]:
-    """How the parameters of a wrapped optimizer run."""
-    return {row.how for row in optimizer.canzona.explain().parameters}
+    """How the parameters of a wrapped optimizer run: "compiled", "eager matrix", "local" and so on."""
+    return {" ".join(filter(None, (row.how, row.cell))) for row in optimizer.canzona.explain().parameters}

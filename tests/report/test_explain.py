@@ -46,9 +46,9 @@ def test_local() -> None:
     assert {how for how, _ in explained(optimizer).values()} == {"local"}
 
 
-def test_interpreted_says_which_line() -> None:
+def test_eager_says_which_line() -> None:
     how, why = explained(toys.HostReading(parameters()))["group0.param0"]
-    assert how == "interpreted"
+    assert how == "eager"
     assert "toy_optimizers.py, line " in why
     assert "if update.norm().item() > 10:" in why
 

@@ -119,7 +119,7 @@ def saved_midway(package: str, layout: str) -> list[str]:
 
     one, laid = begun(first)
     train(one, laid, range(3))
-    assert {row.how for row in canzona_compile.explain(one).parameters} == {"resident"}
+    assert {row.cell for row in canzona_compile.explain(one).parameters} == {"own object"}
     state, values = copy.deepcopy(one.state_dict()), [full(param).detach().clone() for param in laid.params]
     kept = [value for own in state["state"].values() for value in own.values() if isinstance(value, Tensor)]
     assert {type(value) for value in kept} == {Tensor}  # any checkpoint can hold them

@@ -98,9 +98,8 @@ def test_what_objects_of_their_own_keep_is_not_compared() -> None:
     found = canzona_compile.verify(kept_by_parameter, steps=3)
     assert found.ok, found
     names = ("0.weight", "1.weight")
-    assert set(found.resident) == set(names)
-    assert "self.moments" in found.resident["0.weight"]
-    assert not found.interpreted
+    assert set(found.eager) == set(names)
+    assert "self.moments" in found.eager["0.weight"]
     assert [(leaf.parameter, leaf.leaf) for leaf in found.leaves] == [(name, "parameter") for name in names]
 
 

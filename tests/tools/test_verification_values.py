@@ -155,13 +155,13 @@ def test_the_table_shows_what_differs_first_and_in_full() -> None:
     long = ".".join(["a_module_with_a_long_name"] * 3)
     equal = [LeafDifference(f"w{i}", "parameter", (2, 3), "float32") for i in range(50)]
     odd = LeafDifference(long, "parameter", (2, 3), "bfloat16", False, None, None, 2, (0, 1), "NaN on one side only")
-    text = text_of(result(leaves=(*equal, odd), interpreted={"w1": "it prints"}, compiled=("w0",), idle=("w2",)))
+    text = text_of(result(leaves=(*equal, odd), eager={"w1": "it prints"}, compiled=("w0",), idle=("w2",)))
     assert text.isascii()
     assert max(map(len, text.splitlines())) <= 80
     assert "1 of 51 leaves differ" in " ".join(text.split())
     assert text.index("differs") < text.index("w0")
     assert "and 11 more, equal" in text
-    assert "1 interpreted, it prints: w1" in text
+    assert "1 eager, it prints: w1" in text
     wide = text_of(result(leaves=(odd,)), 200)
     assert long in wide
     assert "parameter (NaN on one side only)  2x3    bf16   differs         -          2  0,1" in wide

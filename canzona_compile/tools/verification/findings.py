@@ -78,10 +78,8 @@ class Findings:
         torch: its version.
         seconds: how long all of it took.
         compiled: parameters whose update ran as captured graphs, from the second step on.
-        interpreted: parameters whose owner ran the optimizer's own eager step, and why.
-        resident: parameters that an optimizer object of their own stepped, and why. Their state, which no plain
-            optimizer has, is not compared.
-        joint: parameters that one rank stepped together with all others, and why.
+        eager: parameters that a rank stepped by the optimizer's own code, and why. The state of those with an object
+            of their own, which no plain optimizer has, is not compared.
         local: parameters whose ranks updated their fragments by themselves, and why.
         idle: parameters that never had a gradient.
         leaves: in the order of the optimizer's parameters.
@@ -99,9 +97,7 @@ class Findings:
     torch: str
     seconds: float
     compiled: tuple[str, ...] = ()
-    interpreted: Mapping[str, str] = field(default_factory=dict)
-    resident: Mapping[str, str] = field(default_factory=dict)
-    joint: Mapping[str, str] = field(default_factory=dict)
+    eager: Mapping[str, str] = field(default_factory=dict)
     local: Mapping[str, str] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     leaves: tuple[LeafDifference, ...] = ()

@@ -41,12 +41,7 @@ def sections(findings: Findings) -> Iterator[RenderableType]:
     yield Text()
     if f.compiled:
         yield role("compiled", len(f.compiled), "captured graphs from the second step on")
-    for word, found in (
-        ("interpreted", f.interpreted),
-        ("resident", f.resident),
-        ("joint", f.joint),
-        ("local", f.local),
-    ):
+    for word, found in (("eager", f.eager), ("local", f.local)):
         yield from by_reason(word, found)
     if f.everywhere:
         every = plural(len(f.everywhere), "matrix", "matrices")

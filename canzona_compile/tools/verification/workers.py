@@ -155,8 +155,8 @@ def compare_step(made: Built, layout: LayoutName, page: Page, step: int, tally: 
     with blamed(f"step {step} of the wrapped optimizer"), by_names_of_the_model(made):
         give(made, layout, page.grads)
         made.optimizer.step()
-    resident = [name for name, (how, _) in roles(made, given).items() if how == "resident"]
-    tally.add(step, comparable(made.leaves(), resident), comparable(page.leaves, resident))
+    apart = by_own_objects(made)
+    tally.add(step, comparable(made.leaves(), apart), comparable(page.leaves, apart))
 
 
 def computed_everywhere(made: Built) -> tuple[str, ...]:
@@ -166,13 +166,13 @@ def computed_everywhere(made: Built) -> tuple[str, ...]:
     return tuple(task.name for task in tasks if task.strategy is Strategy.REPLICATED)
 
 
-def comparable(leaves: Leaves, resident: Collection[str]) -> Leaves:
-    """Leave out the state of resident parameters, and what belongs to no parameter if there are any.
+def comparable(leaves: Leaves, apart: Collection[str]) -> Leaves:
+    """Leave out the state of parameters with an optimizer object each, and what belongs to none if there are any.
 
-    It is what one optimizer object per parameter keeps, by its place in that object. No plain optimizer has it.
+    It is what such an object keeps, by its place in that object. No plain optimizer has it.
     """
-    apart = {*resident, ""} if resident else set()
-    return {(name, leaf): v for (name, leaf), v in leaves.items() if leaf == PARAMETER or name not in apart}
+    hidden = {*apart, ""} if apart else set()
+    return {(name, leaf): v for (name, leaf), v in leaves.items() if leaf == PARAMETER or name not in hidden}
 
 
 def read_together(journal: Journal, step: int) -> Page:
@@ -197,6 +197,13 @@ def check_same_start(found: Leaves, expected: Leaves) -> None:
             continue
         hint = "seed what it draws from: random, torch and numpy are seeded already; mind the order of sets"
         raise CannotVerify(problem, at=where, hint=hint)
+
+
+def by_own_objects(made: Built) -> list[str]:
+    """The parameters that an optimizer object of their own steps."""
+    names = names_of_the_model(made)
+    rows = explain(made.optimizer).parameters
+    return [names.get(row.name, row.name) for row in rows if row.cell == "own object"]
 
 
 def roles(made: Built, given: set[str]) -> dict[str, tuple[str, str]]:
