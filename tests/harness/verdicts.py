@@ -51,11 +51,11 @@ class Frozen:
     def _accept(self, of: str, found: str) -> None:
         """Write a line. Workers of one run take turns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path.with_suffix(".lock"), "w", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with open(self.path, "a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             lines = self.lines() | {of: found}
-            text = "".join(f"{name} | {verdict}\n" for name, verdict in sorted(lines.items()))
-            self.path.write_text(text, encoding="utf-8")
+            file.truncate(0)
+            file.write("".join(f"{name} | {verdict}\n" for name, verdict in sorted(lines.items())))
 
 
 TRAPS, SURVEY, EXAMPLES = Frozen("traps"), Frozen("survey"), Frozen("examples")
