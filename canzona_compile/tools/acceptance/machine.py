@@ -53,32 +53,34 @@ def no_ranks(machine: AcceptedMachine) -> str:
     return "needs several ranks, and this run has one"
 
 
-def unless(there: bool, reason: str) -> str:
-    """The reason, unless it is there."""
-    return "" if there else reason
+def no_two_mesh_dims(machine: AcceptedMachine) -> str:
+    """Why steps on a mesh of two dims cannot be taken; one of size 1 would show nothing."""
+    enough = machine.ranks >= 4 and machine.ranks % 2 == 0
+    return "" if enough else f"needs an even number of ranks from four on, and there are {machine.ranks}"
+
+
+def no_two_stages(machine: AcceptedMachine) -> str:
+    """Why steps of two groups of ranks on two mesh dims cannot be taken."""
+    return "" if machine.ranks % 4 == 0 else f"needs ranks in fours, and there are {machine.ranks}"
+
+
+def no_power_of_two(machine: AcceptedMachine) -> str:
+    """Why means over ranks could round."""
+    whole = machine.ranks & (machine.ranks - 1) == 0
+    return "" if whole else f"needs a power of two of ranks, for exact means, and there are {machine.ranks}"
 
 
 MISSING: Mapping[StepNeed, Callable[[AcceptedMachine], str]] = {
-    "cuda": lambda m: unless(m.device == "cuda", "needs a CUDA device, and this run is on the CPU"),
+    "cuda": lambda machine: "" if machine.device == "cuda" else "needs a CUDA device, and this run is on the CPU",
     "ranks": no_ranks,
-    # A mesh dim of size 1 would show nothing.
-    "two mesh dims": lambda m: (
-        no_ranks(m)
-        or unless(
-            m.ranks >= 4 and m.ranks % 2 == 0,
-            f"needs an even number of ranks from four on, and there are {m.ranks}",
-        )
-    ),
-    "two stages": lambda m: no_ranks(m) or unless(m.ranks % 4 == 0, f"needs ranks in fours, and there are {m.ranks}"),
-    "power of two": lambda m: unless(
-        m.ranks & (m.ranks - 1) == 0, f"needs a power of two of ranks, for exact means, and there are {m.ranks}"
-    ),
-    "sanitizer": lambda _: unless(
-        shutil.which(SANITIZER) is not None, f"needs {SANITIZER} of the CUDA toolkit on the PATH"
-    ),
-    "repository": lambda m: unless(
-        m.root is not None and find_spec("pytest") is not None,
-        "needs a checkout of the repository with pytest installed",
+    "two mesh dims": lambda machine: no_ranks(machine) or no_two_mesh_dims(machine),
+    "two stages": lambda machine: no_ranks(machine) or no_two_stages(machine),
+    "power of two": no_power_of_two,
+    "sanitizer": lambda _: "" if shutil.which(SANITIZER) else f"needs {SANITIZER} of the CUDA toolkit on the PATH",
+    "repository": lambda m: (
+        "needs a checkout of the repository with pytest installed"
+        if m.root is None or find_spec("pytest") is None
+        else ""
     ),
 }
 
