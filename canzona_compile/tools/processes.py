@@ -147,7 +147,7 @@ def collect(
         ends += [end for worker in pending if worker.end in ready and (end := worker.heard())]
         ended = {end.process for end in ends}
         pending = [worker for worker in pending if worker not in ended]
-        if not failed and pending and spoiled(any(end.how != "returned" for end in ends)):
+        if not failed and spoiled(any(end.how != "returned" for end in ends)):
             failed, deadline = True, min(deadline, time.monotonic() + grace)
             said = f"did not {act} within {grace:g} seconds of the failure of another rank"
     return [*ends, *(CallEnd(worker, "hung", said) for worker in pending)]
@@ -229,6 +229,42 @@ def failure(ends: Sequence[CallEnd], limit: float) -> CanzonaError:
     return error
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank a process is, and where it meets the others.
+
+    Attributes:
+        rank, world: in the process group.
+        local, near: the same among the ranks of this machine.
+        device: "cuda" for NCCL, "cpu" for gloo.
+        host, port: of the store.
+        meeting: the name under which these processes meet in the store; others take another one.
+        patience: seconds of a collective's timeout.
+    """
+
+    rank: int
+    world: int
+    local: int
+    near: int
+    device: str
+    host: str
+    port: int
+    meeting: str
+    patience: float
+
+
+def places_here(ranks: int, device: str, patience: float) -> tuple[tuple[RankPlace, ...], TCPStore]:
+    """Places for ranks of this machine alone, and the store in which they meet while somebody holds it.
+
+    Args:
+        ranks: how many there are.
+        device, patience: see `RankPlace`.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    numbers = range(ranks)
+    return tuple(RankPlace(i, ranks, i, ranks, device, "127.0.0.1", store.port, "", patience) for i in numbers), store
+
+
 def run_ranks(
     ranks: int,
     function: Callable[..., Any],
@@ -250,11 +286,7 @@ def run_ranks(
     Raises:
         CanzonaError: as `run` does.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    places = [
-        RankPlace(rank, ranks, rank, ranks, "cpu", "127.0.0.1", store.port, "ranks", patience or limit)
-        for rank in range(ranks)
-    ]
+    places, _store = places_here(ranks, "cpu", patience or limit)
     calls = [ProcessCall(f"rank {place.rank}", as_rank, (place, function, args)) for place in places]
     return run([*beside, *calls], limit)[len(beside) :]
 
@@ -279,7 +311,7 @@ def serve(end: Connection, log: Path | None, level: int) -> None:
     def hear(words: str, done: int = 0, total: int = 0) -> None:
         end.send(("told", words, done, total))
 
-    with contextlib.suppress(EOFError, OSError), heard_by(hear):  # until the other end is closed
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt), heard_by(hear):  # until the other end is closed
         while True:
             function, args, limit = end.recv()
             faulthandler.dump_traceback_later(limit + SPARE, exit=True)
@@ -309,30 +341,6 @@ def leave_no_locks() -> None:
     warn of it at the end of the command.
     """
     multiprocessing.set_start_method("fork", force=True)
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Which rank a process is, and where it meets the others.
-
-    Attributes:
-        rank, world: in the process group.
-        local, near: the same among the ranks of this machine.
-        device: "cuda" for NCCL, "cpu" for gloo.
-        host, port: of the store.
-        meeting: the name under which these processes meet in the store; others take another one.
-        patience: seconds of a collective's timeout.
-    """
-
-    rank: int
-    world: int
-    local: int
-    near: int
-    device: str
-    host: str
-    port: int
-    meeting: str
-    patience: float
 
 
 def as_rank(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

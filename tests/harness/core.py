@@ -69,7 +69,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "the stand-in for a GPU": ("tests/fake_cuda/test_trainings.py",),
     "what users call": ("tests/api", "tests/clients/test_copies.py", "tests/clients/test_schedulers.py"),
     "which parameters are hidden matrices": ("tests/choice",),
-    "tools": ("tests/report/test_explain.py", "tests/tools/test_verification.py"),
+    "tools": ("tests/report/test_explain.py", "tests/tools/test_processes.py", "tests/tools/test_verification.py"),
 }
 
 

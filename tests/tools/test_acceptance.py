@@ -41,7 +41,7 @@ def python(code: str) -> OneProgram:
 
 def taken(folder: Path, ranks: int, steps: Sequence[AcceptanceStep]) -> tuple[int, dict[str, dict[str, Any]], str]:
     """Take steps: the exit code, the results by name, and the page."""
-    code = accept(steps, AcceptedMachine("cpu", ranks, checkout()), alone(ranks), folder, patience=20.0)
+    code = accept(steps, AcceptedMachine("cpu", ranks, checkout()), alone("cpu", ranks), folder)
     found = json.loads((folder / "acceptance.json").read_text())
     assert found["complete"]
     assert found["ok"] == (code == 0)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.progress.telling import heard_by, tell
-from canzona_compile.tools.processes import ProcessCall, run, run_ranks
+from canzona_compile.tools.processes import ProcessCall, Worker, collect, run, run_ranks
 from tests.harness.marks import full
+from tests.tools.user_builds import leaves, raises
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +33,6 @@ def none_is_left() -> Iterator[None]:
 # -- what processes do -----------------------------------------------------------------------------
 
 
-def dies() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def quits() -> None:
-    os._exit(0)
-
-
 def sleeps(path: str | Path = os.devnull) -> None:
     """Standard error goes to the file."""
     with open(path, "w") as file:
@@ -47,21 +40,8 @@ def sleeps(path: str | Path = os.devnull) -> None:
     time.sleep(600)
 
 
-def raises() -> None:
-    raise KeyError("no such layer")
-
-
 def refuses() -> None:
     raise UnsupportedOptimizer("it is odd", at="0.weight", hint="take another")
-
-
-def leaves() -> None:
-    raise SystemExit(3)
-
-
-def locks() -> Any:
-    """A result that cannot be pickled."""
-    return threading.Lock()
 
 
 def pid() -> int:
@@ -93,20 +73,33 @@ def stays_away(rank: int) -> None:
 @pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    ("function", "says"),
+    ("function", "args", "says"),
     [
-        (dies, "other was killed by SIGKILL\n  hint: is there memory"),
-        full(quits, "other ended by itself with exit code 0"),
-        (raises, "other raised KeyError: 'no such layer'"),
-        full(leaves, "other raised SystemExit: 3"),
-        (locks, "other raised TypeError: cannot pickle"),
+        (signal.raise_signal, (signal.SIGKILL,), "other was killed by SIGKILL\n  hint: is there memory"),
+        full(os._exit, (0,), "other ended by itself with exit code 0"),
+        (raises, (), "other raised KeyError: 'no such layer'"),
+        full(leaves, (), "other raised SystemExit: 3"),
+        (threading.Lock, (), "other raised TypeError: cannot pickle"),
     ],
 )
-def test_a_process_that_fails_ends_the_others(function: Callable[[], Any], says: str) -> None:
+def test_a_process_that_fails_ends_the_others(function: Callable[..., Any], args: tuple[Any, ...], says: str) -> None:
     with pytest.raises(CanzonaError, match=says) as caught:
-        run([ProcessCall("one", sleeps, ()), ProcessCall("other", function, ())], 100.0)
+        run([ProcessCall("one", sleeps, ()), ProcessCall("other", function, args)], 100.0)
     notes = "\n".join(getattr(caught.value, "__notes__", ()))
     assert ("Traceback" in notes and "in the process 'other'" in notes) == ("raised" in says)
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("forked")
+def test_who_watches_elsewhere_hears_of_the_last_failure() -> None:
+    """A supervisor may have one rank only; those of other machines wait for it."""
+    told: list[bool] = []
+    worker = Worker("one")
+    worker.begin(raises, (), 100.0)
+    ends = collect([worker], "end", 100.0, 1.0, lambda here: told.append(here) or here)
+    worker.close()
+    assert [(end.how, end.said) for end in ends] == [("raised", "KeyError: 'no such layer'")]
+    assert told[-1]
 
 
 @pytest.mark.ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed.rendezvous import rendezvous
 
-from canzona_compile.compat.torch_private import PrefixStore, TCPStore
+from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError
 from canzona_compile.tools.acceptance.journal import AcceptanceJournal, counted
 from canzona_compile.tools.acceptance.machine import AcceptedMachine, checkout, facts
@@ -22,6 +22,7 @@ from canzona_compile.tools.acceptance.steps_audit import audit, last_audit
 from canzona_compile.tools.acceptance.steps_layouts import data_parallel, first_layouts, other_layouts
 from canzona_compile.tools.acceptance.steps_machine import checked_memory, gpu_tests, machine_works, measured
 from canzona_compile.tools.acceptance.supervisor import MARGIN, Fellowship, Supervisor
+from canzona_compile.tools.processes import RankPlace, places_here
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +57,14 @@ def run(given: Namespace) -> int:
         raise CanzonaError("there is no CUDA device, and torch sees none", hint="--dry runs it on the CPU, tiny")
     if device == "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "0":
         raise CanzonaError("TRITON_INTERPRET is set: kernels would be interpreted", hint="unset TRITON_INTERPRET")
-    own = launched() if "WORLD_SIZE" in os.environ else alone(ranks_here(given.ranks, device))
-    if given.ranks is not None and given.ranks != own.world:
-        raise CanzonaError(f"--ranks is {given.ranks}, and torchrun started {own.world}", hint="leave one of them out")
-    return accept(steps, AcceptedMachine(device, own.world, checkout()), own, given.output, PATIENCE[device])
+    own = launched(device) if "WORLD_SIZE" in os.environ else alone(device, ranks_here(given.ranks, device))
+    world = own.places[0].world
+    if given.ranks is not None and given.ranks != world:
+        raise CanzonaError(f"--ranks is {given.ranks}, and torchrun started {world}", hint="leave one of them out")
+    return accept(steps, AcceptedMachine(device, world, checkout()), own, given.output)
 
 
-def accept(
-    steps: Sequence[AcceptanceStep], machine: AcceptedMachine, own: Fellowship, folder: Path, patience: float
-) -> int:
+def accept(steps: Sequence[AcceptanceStep], machine: AcceptedMachine, own: Fellowship, folder: Path) -> int:
     """Take steps one after the other.
 
     Args:
@@ -72,14 +72,13 @@ def accept(
         machine: the machine.
         own: the ranks of this supervisor.
         folder: for all results; it is made.
-        patience: seconds of the process groups' timeouts.
 
     Returns:
         0 if none failed, otherwise 1; on all supervisors alike.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    journal = AcceptanceJournal(folder, facts(machine)) if 0 in own.ranks else None
-    supervisor = Supervisor(own, machine, journal, folder.absolute(), patience)
+    journal = AcceptanceJournal(folder, facts(machine)) if own.first else None
+    supervisor = Supervisor(own, machine, journal, folder.absolute())
     try:
         for number, step in enumerate(steps):
             supervisor.take(number, step)
@@ -139,21 +138,19 @@ def ranks_here(asked: int | None, device: str) -> int:
     return ranks
 
 
-def alone(ranks: int) -> Fellowship:
+def alone(device: str, ranks: int) -> Fellowship:
     """All ranks under one supervisor, on this machine."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return Fellowship(range(ranks), ranks, 0, ranks, store, "127.0.0.1", store.port)
+    return Fellowship(*places_here(ranks, device, PATIENCE[device]))
 
 
-def launched() -> Fellowship:
+def launched(device: str) -> Fellowship:
     """One rank under this supervisor, of those that torchrun or a launcher like it started."""
     store, rank, world = next(iter(rendezvous("env://")))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     near = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    apart = PrefixStore("canzona acceptance", store)
-    return Fellowship(
-        range(rank, rank + 1), world, local, near, apart, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    place = RankPlace(rank, world, local, near, device, host, port, "", PATIENCE[device])
+    return Fellowship((place,), PrefixStore("canzona acceptance", store))
 
 
 def leave_together(own: Fellowship) -> None:
@@ -161,9 +158,10 @@ def leave_together(own: Fellowship) -> None:
 
     The first one is the last to leave, because it may hold the store.
     """
-    others, patience = range(0, own.world, len(own.ranks)), timedelta(seconds=MARGIN)
-    own.store.set(f"done {own.ranks.start}", "")
+    first, patience = own.places[0], timedelta(seconds=MARGIN)
+    others = range(0, first.world, len(own.places))
+    own.store.set(f"done {first.rank}", "")
     own.store.wait([f"done {rank}" for rank in others], patience)
-    own.store.set(f"left {own.ranks.start}", "")
-    if 0 in own.ranks:
+    own.store.set(f"left {first.rank}", "")
+    if own.first:
         own.store.wait([f"left {rank}" for rank in others], patience)

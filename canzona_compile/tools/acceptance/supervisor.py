@@ -41,24 +41,20 @@ STATUS = {"returned": "passed", "raised": "failed", "died": "died", "hung": "hun
 
 @dataclass(frozen=True, slots=True)
 class Fellowship:
-    """Which of the ranks a supervisor has, and where all of them meet.
+    """The ranks of a supervisor.
 
     Attributes:
-        ranks: those of this supervisor.
-        world: how many there are on all machines.
-        local: the first one's number on its machine.
-        near: how many ranks its machine has, of all supervisors.
-        store: of the supervisors.
-        host, port: where ranks find the same store.
+        places: of its ranks, whose numbers follow one another.
+        store: where the supervisors of all machines meet.
     """
 
-    ranks: range
-    world: int
-    local: int
-    near: int
+    places: tuple[RankPlace, ...]
     store: Store
-    host: str
-    port: int
+
+    @property
+    def first(self) -> bool:
+        """Whether this supervisor has the first rank, and so decides and writes."""
+        return self.places[0].rank == 0
 
 
 class RankEnd(NamedTuple):
@@ -85,19 +81,16 @@ class Supervisor:
         machine: the machine.
         journal: takes the results; None on all but the first supervisor.
         folder: for logs and results of programs.
-        patience: seconds of the process groups' timeouts.
+
+    Attributes:
+        failed: whether a step has failed; all supervisors agree about that.
     """
 
     def __init__(
-        self,
-        fellowship: Fellowship,
-        machine: AcceptedMachine,
-        journal: AcceptanceJournal | None,
-        folder: Path,
-        patience: float,
+        self, fellowship: Fellowship, machine: AcceptedMachine, journal: AcceptanceJournal | None, folder: Path
     ) -> None:
         self.own, self.machine, self.journal, self.folder = fellowship, machine, journal, folder
-        self.patience, self.failed = patience, False
+        self.failed = False
         self._workers: dict[Worker, RankPlace] = {}
         self._variables: tuple[tuple[str, str], ...] = ()
         self._meetings = 0
@@ -129,7 +122,7 @@ class Supervisor:
 
     def _of_the_first(self, key: str, make: Callable[[], Any], limit: float = 0.0) -> Any:
         """What the first supervisor makes, on all of them; the others wait so many seconds longer."""
-        if 0 in self.own.ranks:
+        if self.own.first:
             made = make()
             self.own.store.set(key, json.dumps(made))
             return made
@@ -173,22 +166,18 @@ class Supervisor:
             said = str(end.value) if end.how == "returned" else end.said
             told = [STATUS[end.how], said, where.get(end.process, end.details)]
             store.set(f"{number}/rank {self._workers[end.process].rank}", json.dumps(told))
-        keys = [f"{number}/rank {rank}" for rank in range(self.own.world)]
+        keys = [f"{number}/rank {rank}" for rank in range(self.own.places[0].world)]
         store.wait(keys, timedelta(seconds=STARTING + step.limit + MARGIN))
         return [RankEnd(rank, *json.loads(store.get(key))) for rank, key in enumerate(keys)]
 
     def _start(self, variables: tuple[tuple[str, str], ...]) -> None:
         """Start the ranks of this supervisor, which join the others."""
-        own, self._variables, device = self.own, variables, self.machine.device
+        self._variables = variables
         self._meetings += 1
-        meeting = f"meeting {self._meetings}"
-        for i, rank in enumerate(own.ranks):
-            place = RankPlace(
-                rank, own.world, own.local + i, own.near, device, own.host, own.port, meeting, self.patience
-            )
-            worker = Worker(f"rank {rank}", self.folder / f"rank{rank}-{self._meetings}.log")
+        for place in self.own.places:
+            worker = Worker(f"rank {place.rank}", self.folder / f"rank{place.rank}-{self._meetings}.log")
             self._workers[worker] = place
-            worker.begin(join, (place, variables), STARTING)
+            worker.begin(join, (replace(place, meeting=f"meeting {self._meetings}"), variables), STARTING)
 
     # -- programs --------------------------------------------------------------------------------------
 
