@@ -17,8 +17,6 @@ from canzona_compile.capture.twin import plain_class
 from canzona_compile.capture.variant import ParameterSpec, Untraceable
 from canzona_compile.errors import UnsupportedOptimizer
 
-NOBODY: frozenset[int] = frozenset()
-
 
 def check_separable(
     optimizer: Optimizer,
@@ -79,7 +77,7 @@ class Labels(NoCollectives):
 
     def of(self, tensor: Tensor) -> frozenset[int]:
         """Return the labels of a tensor."""
-        return self._labels.get(storage_of(tensor), NOBODY)
+        return self._labels.get(storage_of(tensor), frozenset())
 
     def put(self, tensor: Tensor, labels: frozenset[int]) -> None:
         """Label a tensor."""
@@ -93,19 +91,22 @@ class Labels(NoCollectives):
         found = func(*args, **(kwargs or {}))
         declared = func._schema.arguments
         given = {a.name: value for a, value in zip(declared, args, strict=False)} | (kwargs or {})
-        outs = [given.pop(a.name) for a in declared if a.is_out and a.name in given]
+        fresh = [given.pop(a.name) for a in declared if a.is_out and fills_memory(given.get(a.name))]
         written = [given.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
         # Entry i of what a `_foreach_` operator gives depends on entries i alone.
-        lengths = [
-            len(v) for v in given.values() if isinstance(v, list | tuple) and name_of(func).startswith("_foreach_")
-        ]
-        count = max(lengths, default=1)
+        by_entry = name_of(func).startswith("_foreach_")
+        count = max((len(v) for v in given.values() if by_entry and isinstance(v, list | tuple)), default=1)
         for i in range(count):
             behind = [self.of(tensor) for value in given.values() for tensor in entries(value, i, count)]
-            for value in (found, *outs, *written):
+            for value in (found, *fresh, *written):
                 for tensor in entries(value, i, count):
-                    self.put(tensor, NOBODY.union(*behind))
+                    self.put(tensor, frozenset().union(*behind))
         return found
+
+
+def fills_memory(value: Any) -> bool:
+    """Tell whether nothing is left of the memory of a tensor once it is written whole."""
+    return isinstance(value, Tensor) and value.numel() * value.itemsize == value.untyped_storage().nbytes()
 
 
 def entries(value: Any, i: int, count: int) -> Iterator[Tensor]:
