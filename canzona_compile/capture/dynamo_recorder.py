@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.capture.dynamo import as_recorder, compiled
-from canzona_compile.capture.fake_twin import TwinMoment
 from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.raised import Swallowed
 from canzona_compile.capture.recorder import StepRecorder
@@ -54,21 +53,14 @@ class DynamoRecorder(StepRecorder):
         with as_recorder():
             self._step(self.twin)
 
-    def check_errors(self, variant: Variant, before: TwinMoment) -> None:
-        """Raise, too, if the eager step catches an error that only fake tensors have.
-
-        What Dynamo does not trace it runs as written, with nothing that could note errors of all functions of torch.
-        """
-        now = self.moment()
-        self.restore(before)
+    def check_swallowed(self) -> None:
+        """Take the step as written: what Dynamo does not trace it runs without noting errors of functions of torch."""
         try:
             self.attempt(lambda: self.step_eagerly(NoCollectives()))
         except Swallowed:
             raise
         except Untraceable:  # an error that the step does not catch; Dynamo traces some of what has no values
             pass
-        self.restore(now)
-        super().check_errors(variant, before)
 
     def _backend(self, gm: fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
         static = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}

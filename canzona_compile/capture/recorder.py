@@ -106,6 +106,13 @@ class StepRecorder(FakeTwin, ABC):
             Untraceable: the step takes a path that cannot be captured.
         """
 
+    def check_swallowed(self) -> None:
+        """Raise if the step catches an error that only fake tensors have, where `ask` does not see that.
+
+        Raises:
+            Swallowed: it does.
+        """
+
     # -- questions ---------------------------------------------------------------------------
 
     def take(self, moment: StepInputs, group_counters: Collection[str]) -> tuple[Variant, StepInputs]:
@@ -171,6 +178,8 @@ class StepRecorder(FakeTwin, ABC):
             Untraceable: the step goes on when an operator fails.
         """
         now = self.moment()
+        self.restore(before)
+        self.check_swallowed()
         for place in range(sum(map(fallible, opened(variant.graph)))):
             self.restore(before)
             provoker = Provoker(place)

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from canzona_compile.capture.fake_twin import FakeTwin
 from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.no_collectives import NoCollectives
-from canzona_compile.capture.raised import name_of
 from canzona_compile.capture.recording import storage_of
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.capture.variant import ParameterSpec, Untraceable
@@ -94,7 +93,7 @@ class Labels(NoCollectives):
         fresh = [given.pop(a.name) for a in declared if a.is_out and fills_memory(given.get(a.name))]
         written = [given.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
         # Entry i of what a `_foreach_` operator gives depends on entries i alone.
-        by_entry = name_of(func).startswith("_foreach_")
+        by_entry = "_foreach_" in str(func)
         count = max((len(v) for v in given.values() if by_entry and isinstance(v, list | tuple)), default=1)
         for i in range(count):
             behind = [self.of(tensor) for value in given.values() for tensor in entries(value, i, count)]
