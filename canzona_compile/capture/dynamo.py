@@ -1,4 +1,4 @@
-"""Call Dynamo as an oracle: apart from the user's own compiles, without messages, and outside dispatch modes."""
+"""Call Dynamo as a recorder: apart from the user's own compiles, without messages, and outside dispatch modes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ StepFunction = Callable[[Any], Any]
 
 
 @contextlib.contextmanager
-def as_oracle() -> Iterator[None]:
+def as_recorder() -> Iterator[None]:
     """Set up what Dynamo needs. Every call of a compiled step must run inside this context."""
     with interrupts_later(), torch.no_grad(), quiet(), undecomposed(), outside_modes(), traceable_pow(), untouched():
         yield
@@ -46,7 +46,7 @@ def compiled(step: StepFunction, backend: Callable[..., Any], unbroken: bool = F
         unbroken: whether it is an error if the step breaks into several graphs.
 
     Returns:
-        The compiled step, to be called within `as_oracle`.
+        The compiled step, to be called within `as_recorder`.
     """
     options: dict[str, str | int | bool | Callable[..., Any]] = {"guard_filter_fn": without_guards_on_power}
     return torch.compile(

@@ -10,6 +10,8 @@ calls them itself is compared with both sides running them as written.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +23,9 @@ from canzona_compile.capture.copies import deep_copy
 from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.external_counters import give_counts
 from canzona_compile.capture.leaves import read, state_leaves, write
-from canzona_compile.capture.oracle import Oracle
 from canzona_compile.capture.randomness import undisturbed
-from canzona_compile.capture.twin import make_twin, step_plainly
+from canzona_compile.capture.recorder import StepRecorder
+from canzona_compile.capture.twin import make_twin, plain_class, step_plainly
 from canzona_compile.capture.variant import StepInputs
 from canzona_compile.compat.matmul_precision import matmul_precision
 from canzona_compile.ir.compiled_call import num_compiled_calls
@@ -34,7 +36,7 @@ SAMPLES = 3
 LARGEST = 2**24  # elements; larger matrices are not compared, because what code asks does not depend on the size
 
 
-def holistic(template: Template) -> bool:
+def needs_whole_matrix(template: Template) -> bool:
     """Tell whether the graph of a template does more than elementwise work."""
     numbers = from_numbers(template.graph)
     work = [n for n in template.graph.nodes if n.op == "call_function" and n not in numbers]
@@ -42,54 +44,67 @@ def holistic(template: Template) -> bool:
     return not all(pointwise(n) for n in calls)
 
 
-def same_bits(optimizer: Optimizer, template: Template, oracle: Oracle, moment: StepInputs) -> bool:
+@dataclass(eq=False, slots=True)
+class EagerParity:
+    """Compares graphs of one optimizer with its eager step, once for all that do the same to matrices of any size."""
+
+    optimizer: Optimizer
+    _held: set[tuple[str, ...]] = field(default_factory=set)
+
+    def holds(self, recorder: StepRecorder, template: Template, moment: StepInputs) -> bool:
+        """Tell whether a graph has the bits of the eager step.
+
+        Nothing is compared where the eager step will run, unless that may be of another formula: with `foreach`, or
+        in code that asks for being compiled, as Dynamo may have stumbled over that. Nor are matrices of more than
+        `LARGEST` elements.
+
+        Args:
+            recorder: the recorder that captured the graph.
+            template: the template with the graph.
+            moment: what the code sees on the step besides tensors. Its counters lead to the template's variant.
+        """
+        foreach = "foreach" in moment.group and not is_torch_s_own(self.optimizer)
+        work = tuple(str(n.target) for n in template.graph.nodes if n.op == "call_function")
+        if work in self._held or not (recorder.why or foreach or needs_whole_matrix(template)):
+            return True
+        if math.prod(moment.spec.shape) > LARGEST:
+            return not recorder.calls_compiled or num_compiled_calls(template.graph) > 0
+        with undisturbed(moment.spec.device):
+            held = all(same_bits(self.optimizer, template, recorder, moment, seed) for seed in range(SAMPLES))
+        self._held |= {work} if held else set()
+        return held
+
+
+def same_bits(optimizer: Optimizer, template: Template, recorder: StepRecorder, moment: StepInputs, seed: int) -> bool:
     """Run one step of a random matrix by graph and eagerly, and compare every leaf that the step writes.
 
-    The step is the one after the first step. The counters of `moment` lead the code to the template's variant. Every
-    rank does the same on the same numbers, so all ranks get the same result. Matrices of more than `LARGEST` elements
-    are not compared and count as equal.
+    The step is the one after the first step. Every rank does the same on the same numbers, so all get the same result.
 
     Args:
         optimizer: the optimizer.
-        template: the template with the captured graph.
-        oracle: the oracle that captured it.
-        moment: what the code sees on the step besides tensors.
+        template, recorder, moment: as for `EagerParity.holds`.
+        seed: that of the random numbers.
 
     Returns:
         Whether all bits are equal.
     """
-    if math.prod(moment.spec.shape) > LARGEST:
-        return not oracle.calls_compiled or num_compiled_calls(template.graph) > 0
-    with undisturbed(moment.spec.device):
-        return all(same_bits_once(optimizer, template, oracle, moment, seed) for seed in range(SAMPLES))
-
-
-def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, moment: StepInputs, seed: int) -> bool:
-    """Do the comparison of `same_bits` for the random matrix of one seed."""
     group, spec, counters, elsewhere = moment
     generator = torch.Generator().manual_seed(seed)
 
     def random(dtype: torch.dtype) -> Tensor:
         return torch.randn(spec.shape, generator=generator, device="cpu").to(spec.device, dtype)
 
-    param = torch.nn.Parameter(random(spec.dtype))
-    if spec.grad_dtype != spec.dtype:
-        param.grad_dtype = spec.grad_dtype
-    param.grad = random(spec.grad_dtype)
-    vars(param).update(spec.marks)
-    twin = make_twin(optimizer, group, [param])
+    param = spec.parameter(random)
+    first, twin = (make_twin(optimizer, group, [param]) for _ in range(2))
     with as_written():
-        step_plainly(twin)
-    state: dict[Tensor, dict[str, Any]] = {param: alike(twin.state[param], oracle, generator)}
-    twin = make_twin(optimizer, group, [param], state)
+        step_plainly(first)
+    state = twin.state[param] = alike(first.state[param], recorder, counters, generator)
     give_counts(twin, elsewhere)
-    for name, value in counters.items():
-        write(twin.state[param], oracle.paths[name], value, {})
     param.grad = random(spec.grad_dtype)
-    before = {name: leaf.clone() for name, leaf in state_leaves(twin.state[param]) if isinstance(leaf, Tensor)}
-    oracle.count(counters)
-    _, scalars = oracle.consult(group, elsewhere)
-    oracle.count(counters)
+    before = {name: leaf.clone() for name, leaf in state_leaves(state) if isinstance(leaf, Tensor)}
+    recorder.put(counters)
+    _, scalars = recorder.consult(group, elsewhere)
+    recorder.put(counters)
     values = {Role.PARAM: param.detach().clone(), Role.GRAD: param.grad.clone()}
     arguments = [
         before[leaf.name] if leaf.role is Role.STATE else values.get(leaf.role, scalars.get(leaf.name))
@@ -103,22 +118,28 @@ def same_bits_once(optimizer: Optimizer, template: Template, oracle: Oracle, mom
             found = None
     with compiled_calls() as calls, as_written():
         step_plainly(twin)
-    if found is None or calls.count != num_compiled_calls(template.graph):
+    if found is None or len(calls) != num_compiled_calls(template.graph):
         return False
     expected = {**dict(state_leaves(twin.state[param])), "param": param.detach()}
     return all(torch.equal(value, expected[name]) for name, value in zip(template.writes, found, strict=True))
 
 
-def alike(state: dict[str, Any], oracle: Oracle, generator: torch.Generator) -> dict[str, Any]:
-    """Make a state with the leaves of the oracle's state. Each is the leaf of `state` if it fits, else random."""
-    made: dict[str, Any] = deep_copy(oracle.structure)  # with its empty containers
-    for name, path in oracle.paths.items():
-        like, value = oracle.first_state[0][name], read(state, path)
+def alike(
+    state: dict[str, Any], recorder: StepRecorder, counters: Mapping[str, Any], generator: torch.Generator
+) -> dict[str, Any]:
+    """Make a state with the leaves of the recorder's state.
+
+    Each is the counter of its name if there is one, else the leaf of `state` if it fits, else random.
+    """
+    made: dict[str, Any] = deep_copy(recorder.structure)  # with its empty containers
+    for name, path in recorder.paths.items():
+        like, value = recorder.first_leaves[name], read(state, path)
         if isinstance(like, Tensor):
             if not isinstance(value, Tensor) or value.shape != like.shape:
                 value = torch.rand(like.shape, generator=generator, device="cpu").to(like.device)
             value = value.to(like.dtype)
-        write(made, path, like if value is None else value, oracle.structure)
+        value = counters.get(name, like if value is None else value)
+        write(made, path, value, recorder.structure)
     return made
 
 
@@ -127,3 +148,8 @@ def as_input(node: fx.Node, value: Any) -> Any:
     asked = any(user.target is torch.ops.aten._local_scalar_dense.default for user in node.users)
     number = isinstance(value, float) or (asked and isinstance(value, int))
     return torch.tensor(value, dtype=torch.float64, device="cpu") if number else value
+
+
+def is_torch_s_own(optimizer: Optimizer) -> bool:
+    """Tell whether torch wrote the optimizer. If not, its `foreach` may select another formula."""
+    return plain_class(optimizer).__module__.startswith("torch.optim")

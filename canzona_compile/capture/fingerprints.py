@@ -15,8 +15,7 @@ from torch import Tensor
 
 from canzona_compile.capture.contents import bits_of
 from canzona_compile.capture.no_collectives import NoCollectives
-from canzona_compile.capture.provoke import name_of
-from canzona_compile.capture.raised import Note
+from canzona_compile.capture.raised import Note, name_of
 from canzona_compile.compat.torch_private import FakeTensor, no_dispatch
 
 MOST_CALLS = 10_000  # of one run, with reads on the host; code that waits for numbers to converge might not end

@@ -10,12 +10,10 @@ import torch
 
 from canzona_compile.capture.eager_fallback import Part
 from canzona_compile.capture.leaves import LeafPaths, state_leaves
-from canzona_compile.capture.oracle import Oracle
 from canzona_compile.capture.publish import JointUpdate
+from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.resident import Recipe
-from canzona_compile.capture.variant import ParameterSpec, StepInputs, Variant
-from canzona_compile.capture.variant_period import VariantPeriod
-from canzona_compile.capture.variant_template import state_leaf
+from canzona_compile.capture.variant import Variant, VariantPeriod, state_leaf
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Template
 
@@ -24,19 +22,24 @@ Held = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
 
 @dataclass(eq=False)
 class ParamKind:
-    """A kind of parameters: one oracle (None if the step is interpreted) and one template per variant.
+    """A kind of parameters: one recorder (None if the step is interpreted) and one template per variant.
 
     Variants are added when the step's control flow first takes them, such as with and without periodic work.
     """
 
-    oracle: Oracle | None
+    recorder: StepRecorder | None
     templates: dict[Variant | Part | None, Template]
     state: tuple[Leaf, ...]  # tensor leaves of the state after the first step
     python_state: Mapping[str, Any]  # its other leaves then
     variant_period: VariantPeriod | None = None
-    passing: bool = False  # whether the next step is interpreted because it changes the form of the state
+    transitional: bool = False  # whether the next step is interpreted because it changes the form of the state
     recipe: Recipe | None = None  # how to make its optimizer objects, if it is resident
     joint: JointUpdate | None = None  # what the step of all parameters at once does, if that is how it steps
+
+    @property
+    def by_dispatch(self) -> bool:
+        """Whether it is captured in the second way, after which there is no other."""
+        return self.recorder is not None and self.recorder.why != ""
 
     @property
     def template(self) -> Template:
@@ -52,25 +55,18 @@ class ParamKind:
     @property
     def structure(self) -> Mapping[str, Any]:
         """The containers of the state."""
-        return {} if self.oracle is None else self.oracle.structure
+        return {} if self.recorder is None else self.recorder.structure
 
     @property
     def paths(self) -> LeafPaths:
         """Where in the state its leaves are."""
-        return {} if self.oracle is None else self.oracle.paths
+        return {} if self.recorder is None else self.recorder.paths
 
     @property
     def grad_dtype(self) -> torch.dtype:
         dtype = self.template.leaf("grad").dtype
         assert dtype is not None
         return dtype
-
-
-def after_first_step(kind: ParamKind, oracle: Oracle, group: Mapping[str, Any], spec: ParameterSpec) -> StepInputs:
-    """Return what the code will see when a parameter that has no state yet takes its second step."""
-    own = {counter.key: value for counter, value in oracle.counts.items() if counter.home == "group"}
-    elsewhere = {counter: value for counter, value in oracle.counts.items() if counter.home != "group"}
-    return StepInputs({**group, **own}, spec, kind.python_state, elsewhere)
 
 
 def held(state: Mapping[str, Any]) -> frozenset[Held]:

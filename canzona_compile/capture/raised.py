@@ -2,7 +2,7 @@
 
 Fake tensors have no values, and our modes refuse calls. A step that caught an error of theirs took a way that the real
 step does not take, whatever it did afterwards. So errors are noted where they are raised, and whoever ends the trial
-looks at the note.
+looks at the note. Other errors depend on values, and no trial meets them: these are provoked.
 """
 
 from __future__ import annotations
@@ -11,16 +11,34 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from canzona_compile.capture.error_origin import blamed, first_line
-from canzona_compile.compat.torch_private import FakeTensorMode
+from canzona_compile.capture.variant import Untraceable
+from canzona_compile.compat.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode
 from canzona_compile.errors import CanzonaError
 
+# Operators that fail for some values of their operands.
+FALLIBLE = {
+    "_linalg_check_errors",
+    "_linalg_eigh",
+    "_linalg_eigvals",
+    "linalg_eig",
+    "_linalg_svd",
+    "linalg_lstsq",
+    "cholesky",
+}
 
-class Swallowed(Exception):
+
+class Swallowed(Untraceable):
     """The step caught an error of its trial, and the message says which."""
+
+
+class Refused(Exception):
+    """Why a step cannot be recorded, noted where nothing can be raised."""
 
 
 class Note:
@@ -44,7 +62,7 @@ class Note:
 
         Raises:
             CanzonaError: the first one that was raised, whatever the step made of it.
-            Swallowed: the step caught another error, and has ended without one.
+            Swallowed: the step caught another error, or was refused, and has ended without one.
         """
         self.error = None
         try:
@@ -53,6 +71,8 @@ class Note:
             self._raise_refusal()
             raise
         self._raise_refusal()
+        if isinstance(self.error, Refused):
+            raise Swallowed(str(self.error)) from self.error
         if self.error is not None:
             problem = f"its step catches an error that only its capture has: {first_line(self.error)}"
             raise Swallowed(f"{problem}{blamed(self.error)}") from self.error
@@ -139,3 +159,46 @@ class NotingFunctions(TorchFunctionMode):
         except BaseException as error:
             self.note.add(error)
             raise
+
+
+# -- errors that depend on values ----------------------------------------------------------------------
+
+
+def fallible(node: fx.Node) -> bool:
+    """Tell whether the operator that a node calls fails for some values of its operands."""
+    return isinstance(node.target, OpOverload) and name_of(node.target) in FALLIBLE
+
+
+def name_of(operator: Any) -> str:
+    """Return the name of an operator without namespace and overload."""
+    return str(operator._schema.name.partition("::")[2])
+
+
+class Provoked(LinAlgError):  # type: ignore[misc]
+    """An error that no operator had. It is of the type that those of linear algebra raise."""
+
+
+class Provoker(TorchDispatchMode):
+    """Inside this mode one call fails of those that may.
+
+    Args:
+        place: how many such calls succeed before.
+
+    Attributes:
+        failed: the operator that failed; empty before that.
+    """
+
+    def __init__(self, place: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.failed = ""
+        self._left = place
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.failed and name_of(func) in FALLIBLE:
+            if not self._left:
+                self.failed = str(func)
+                raise Provoked("provoked, to see whether the step catches it")
+            self._left -= 1
+        return func(*args, **(kwargs or {}))

@@ -7,7 +7,6 @@ The first call that differs begins a new branch.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,21 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from canzona_compile.capture.compiled_calls import CompiledFunction, arguments_of, compiled_function, watched_calls
 from canzona_compile.capture.error_origin import is_optimizer
 from canzona_compile.capture.no_collectives import NoCollectives
-from canzona_compile.capture.provoke import name_of
-from canzona_compile.capture.raised import Note
+from canzona_compile.capture.raised import Note, name_of
+from canzona_compile.capture.variant import Untraceable
 from canzona_compile.compat.matmul_precision import precision_now
-from canzona_compile.compat.torch_private import (
-    OpOverload,
-    count_function_modes,
-    no_dispatch,
-    pytree,
-)
-from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.compat.torch_private import OpOverload, count_function_modes, no_dispatch, pytree
 
 NumberList = list[Any]
 
@@ -56,30 +47,10 @@ SETTINGS = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_accumulation",
 )
-# What a compiled function may be given beside tensors: what does not change, and prints the same on all ranks.
-PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
-class Unrecordable(Exception):
+class Unrecordable(Untraceable):
     """A call of the step cannot be part of a graph, and the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledEntry:
-    """Stands in a path where a compiled function is entered. Its arguments are the leaves of the function's arguments.
-
-    Attributes:
-        called: the function.
-        form: the containers of its positional and keyword arguments.
-    """
-
-    called: CompiledFunction
-    form: pytree.TreeSpec
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledExit:
-    """Stands in a path where that function returns. Its arguments and its results are the tensors that are returned."""
 
 
 @dataclass(eq=False, slots=True)
@@ -87,8 +58,8 @@ class RecordedCall:
     """A call of an operator, and the calls that were seen after it.
 
     Attributes:
-        func: the operator; None for the root of the tree. A `CompiledEntry` or `CompiledExit` is where a compiled
-            function begins or ends.
+        func: the operator; None for the root of the tree. Entries and exits of compiled functions stand there as well,
+            see `compiled_calls`.
         args, kwargs: its arguments.
         leaves: the same without lists around them.
         numbers: the positions among the leaves of numbers, which may differ from step to step.
@@ -160,19 +131,15 @@ class CallRecorder(NoCollectives):
 
     Attributes:
         walk: the calls so far.
-        problem: why the call of a compiled function cannot be part of a graph; None if all can.
+        here: the last one of them.
+        ambient: the settings of torch when the mode was made.
     """
 
     def __init__(self, root: RecordedCall, note: Note) -> None:
         super().__init__()
         self.walk = CallPath()
-        self.problem: Unrecordable | UnsupportedOptimizer | None = None
-        self._here, self._note = root, note
-        self._ambient, self._precision = settings(), precision_now()
-
-    def __enter__(self) -> Any:
-        self._around = surroundings()
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        self.here, self.note = root, note
+        self.ambient, self._precision = settings(), precision_now()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -181,88 +148,37 @@ class CallRecorder(NoCollectives):
         if func.namespace == "prim":  # asks for the device of a tensor and the like
             return func(*args, **kwargs)
         leaves = flat(args, kwargs)
-        precision = self._own_precision()
-        for call in self._here.next:
-            if call.func is func and call.fits(leaves, precision):
-                break
-        else:
-            try:
-                call = self._record(func, args, kwargs, leaves, precision)
-            except BaseException as error:
-                self._note.add(error)
-                raise
-            self._here.next.append(call)
-        self._go(call, leaves)
+        precision = self.own_precision()
+        call = self.known(func, leaves, precision)
+        if call is None:
+            call = self.note.noting(self._record)(func, args, kwargs, leaves, precision)
+            self.here.next.append(call)
+        self.go(call, leaves)
         return call.result
 
-    def _go(self, call: RecordedCall, leaves: list[Any]) -> None:
+    def known(self, func: Any, leaves: list[Any], precision: str) -> RecordedCall | None:
+        """Find a call among those that were seen here; None if it is another one."""
+        for call in self.here.next:
+            if call.func == func and call.fits(leaves, precision):
+                return call
+        return None
+
+    def go(self, call: RecordedCall, leaves: list[Any]) -> None:
         """Take a call as the next one of the path."""
         self.walk.calls.append(call)
         self.walk.numbers.append([number_in(leaves[place]) for place in call.numbers])
-        self._here = call
+        self.here = call
 
-    def _own_precision(self) -> str:
+    def own_precision(self) -> str:
         """Return the float32 matmul precision that the step has set; empty if it has set none."""
         precision = precision_now()
         return "" if precision == self._precision else precision
-
-    @contextlib.contextmanager
-    def with_compiled_calls(self) -> Iterator[None]:
-        """Inside this context, calls of compiled functions get a beginning and an end in the path."""
-        with watched_calls(self._enter, self._leave):
-            yield
-
-    def _enter(self, frame: FrameType) -> None:
-        """Record that a compiled function is entered; the operators that follow are those that it calls as written."""
-        leaves, form = pytree.tree_flatten(arguments_of(frame))
-        if owner := next((leaf for leaf in leaves if isinstance(leaf, Optimizer)), None):
-            self.problem = UnsupportedOptimizer(  # whatever was noted before, interpretation is no way out
-                f"{type(owner).__name__} compiles a function that takes the optimizer: torch may compile it anew for "
-                "copies of that, and what is compiled anew may round otherwise",
-                hint="compile a function of tensors and numbers instead, or do not compile it",
-            )
-            return None
-        called = compiled_function(frame)
-        if called is None:
-            return self._refuse("its step calls a compiled function that its module does not name")
-        if odd := [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]:
-            return self._refuse(f"its step gives a compiled function a {type(odd[0]).__name__}")
-        if settings() != self._ambient or surroundings() != self._around or torch.is_grad_enabled():
-            return self._refuse("its step changes torch's settings for a compiled function")
-        func, precision = CompiledEntry(called, form), self._own_precision()
-        for call in self._here.next:
-            if call.func == func and call.fits(leaves, precision):
-                break
-        else:
-            numbers = tuple(place for place, leaf in enumerate(leaves) if type(leaf) in (int, float))
-            first = [leaves[place] for place in numbers]
-            line = line_of(frame.f_back)
-            call = RecordedCall(func, tuple(leaves), {}, leaves, numbers, first, set(), None, line, precision)
-            self._here.next.append(call)
-        self._go(call, leaves)
-
-    def _leave(self, result: Any, returned: bool) -> None:
-        """Record that the compiled function returns."""
-        if not returned:
-            self._refuse("its step catches the error of a compiled function")
-        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        for call in self._here.next:
-            if call.func == CompiledExit() and call.fits(tensors, ""):
-                break
-        else:
-            call = RecordedCall(CompiledExit(), tuple(tensors), {}, tensors, result=tuple(tensors))
-            self._here.next.append(call)
-        self._go(call, tensors)
-
-    def _refuse(self, why: str) -> None:
-        """Note why a compiled function cannot be part of a graph. The step might catch an error."""
-        self.problem = self.problem or Unrecordable(why)
 
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], precision: str
     ) -> RecordedCall:
         self.check(func)
-        if settings() != self._ambient:
+        if settings() != self.ambient:
             raise Unrecordable(f"its step changes torch's settings for {func}")
         if torch.is_grad_enabled():
             raise Unrecordable(f"its step differentiates ({func})")
@@ -276,7 +192,7 @@ class CallRecorder(NoCollectives):
         numbers = tuple(place for place, number in enumerate(kinds) if number)
         first = [number_in(leaves[place]) for place in numbers]
         return RecordedCall(
-            func, args, kwargs, leaves, numbers, first, set(), result, line_of(sys._getframe(2)), precision
+            func, args, kwargs, leaves, numbers, first, set(), result, line_of(sys._getframe()), precision
         )
 
 
@@ -371,3 +287,8 @@ def line_of(frame: FrameType | None) -> int:
             return frame.f_lineno
         frame = frame.f_back
     return 0
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what tells apart the memory of two tensors."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,18 +1,20 @@
-"""Check that an optimizer updates its parameters independently of one another. The whole package relies on it."""
+"""See whether the step of two equal parameters lets a value of one reach the other: every value has labels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import fx
+from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.capture.fake_twin import FakeTwin
+from canzona_compile.capture.leaves import state_leaves
+from canzona_compile.capture.no_collectives import NoCollectives
+from canzona_compile.capture.recording import storage_of
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.capture.variant import ParameterSpec, Untraceable, Variant
-from canzona_compile.capture.ways import open_oracle
+from canzona_compile.capture.variant import ParameterSpec, Untraceable
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.ir.fx_utils import outputs, placeholders
 
 
 def check_separable(
@@ -22,7 +24,10 @@ def check_separable(
     name: str,
     state: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Capture the step of two equal parameters and check that no value of one reaches the other.
+    """Step two equal parameters that have no values, and check that no value of one reaches the other.
+
+    This takes no capture: values are labelled while the step runs as written. It is the step after the first one, as
+    what creates state may look at all parameters, to see how many there are.
 
     Args:
         optimizer: the optimizer.
@@ -32,62 +37,78 @@ def check_separable(
         state: an example of their state, if it was made before the first step.
 
     Returns:
-        Whether the step could be captured. If not, only a rehearsal shows whether parameters are independent.
+        Whether the step could be followed. If not, only a rehearsal shows whether parameters are independent.
 
     Raises:
         UnsupportedOptimizer: the parameters depend on one another.
     """
     try:
-        oracle = open_oracle(lambda way: way(optimizer, group, spec, count=2, state=state))
+        twin = FakeTwin(optimizer, group, spec, with_numbers=False, state=state, count=2)
+        labels = Labels()
+        for i, param in enumerate(twin.params):
+            for tensor in held_by(twin, param):
+                labels.put(tensor, frozenset({i}))
+        twin.attempt(lambda: twin.step_eagerly(labels))
     except Untraceable:
         return False
-    if any(mixes(variant) for variant in oracle.variants):
-        raise coupled(optimizer, name)
+    if any(len(labels.of(tensor)) > 1 for param in twin.params for tensor in held_by(twin, param)):
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__} couples parameters: the update of one depends on others",
+            at=name,
+            hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
+        )
     return True
 
 
-def coupled(optimizer: Optimizer, name: str) -> UnsupportedOptimizer:
-    """Make the error for an optimizer that couples parameters."""
-    return UnsupportedOptimizer(
-        f"{plain_class(optimizer).__name__} couples parameters: the update of one depends on others",
-        at=name,
-        hint="move the coupling (global norms, shared statistics) out of step(), for example to clip_grad_norm_",
-    )
+def held_by(twin: FakeTwin, param: Tensor) -> Iterator[Tensor]:
+    """Yield a parameter of a twin, its gradient and the tensors of its state."""
+    leaves = (leaf for _, leaf in state_leaves(twin.twin.state.get(param, {})))
+    yield from (value for value in (param, param.grad, *leaves) if isinstance(value, Tensor))
 
 
-def mixes(variant: Variant) -> bool:
-    """Tell whether an output of a variant's graph depends on tensors of two parameters."""
-    import networkx as nx  # it has hundreds of modules
+class Labels(NoCollectives):
+    """Inside this mode, and a mode of fake tensors around it, memory has labels: the parameters behind its values."""
 
-    net: nx.DiGraph[Any] = nx.DiGraph()
-    for node in variant.graph.nodes:
-        net.add_node(node)
-        for before in dependencies(node):
-            net.add_edge(before, node)
-    origin: dict[fx.Node, set[int]] = {}
-    sources = zip(placeholders(variant.graph), variant.sources, strict=True)
-    for node, source in sources:
-        origin[node] = {source[1]} if source[0] in ("param", "grad", "state") else set()
-    for node in nx.topological_sort(net):
-        for predecessor in net.predecessors(node):
-            origin.setdefault(node, set()).update(origin[predecessor])
-        origin.setdefault(node, set())
-    returned = [n for n in outputs(variant.graph) if isinstance(n, fx.Node)]
-    return any(len(origin[n]) > 1 for n in returned)
+    def __init__(self) -> None:
+        super().__init__()
+        self._labels: dict[int, frozenset[int]] = {}  # by memory
+        self._alive: list[Tensor] = []  # so that no other memory gets the address of a known one
 
+    def of(self, tensor: Tensor) -> frozenset[int]:
+        """Return the labels of a tensor."""
+        return self._labels.get(storage_of(tensor), frozenset())
 
-def dependencies(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that a value depends on. Entry i of a `_foreach_` result depends only on entries i."""
-    if node.op == "output":
-        return []
-    source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and "_foreach_" in str(source.target) and len(node.args) == 2:
-        index = node.args[1]
-        assert isinstance(index, int)
-        found: list[fx.Node] = []
-        for argument in [*source.args, *source.kwargs.values()]:
-            entries = argument if isinstance(argument, list | tuple) else [argument]
-            own = [entries[index]] if len(entries) > 1 else entries
-            found += [e for e in own if isinstance(e, fx.Node)]
+    def put(self, tensor: Tensor, labels: frozenset[int]) -> None:
+        """Label a tensor."""
+        self._labels[storage_of(tensor)] = labels
+        self._alive.append(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.check(func)
+        found = func(*args, **(kwargs or {}))
+        declared = func._schema.arguments
+        given = {a.name: value for a, value in zip(declared, args, strict=False)} | (kwargs or {})
+        fresh = [given.pop(a.name) for a in declared if a.is_out and fills_memory(given.get(a.name))]
+        written = [given.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
+        # Entry i of what a `_foreach_` operator gives depends on entries i alone.
+        by_entry = "_foreach_" in str(func)
+        count = max((len(v) for v in given.values() if by_entry and isinstance(v, list | tuple)), default=1)
+        for i in range(count):
+            behind = [self.of(tensor) for value in given.values() for tensor in entries(value, i, count)]
+            for value in (found, *fresh, *written):
+                for tensor in entries(value, i, count):
+                    self.put(tensor, frozenset().union(*behind))
         return found
-    return [] if "_foreach_" in str(node.target) else list(node.all_input_nodes)
+
+
+def fills_memory(value: Any) -> bool:
+    """Tell whether nothing is left of the memory of a tensor once it is written whole."""
+    return isinstance(value, Tensor) and value.numel() * value.itemsize == value.untyped_storage().nbytes()
+
+
+def entries(value: Any, i: int, count: int) -> Iterator[Tensor]:
+    """Yield the tensors of an operand or a result that concern entry i of some."""
+    own = value if isinstance(value, list | tuple) else [value]
+    yield from (entry for entry in (own[i : i + 1] if len(own) == count else own) if isinstance(entry, Tensor))

@@ -27,11 +27,7 @@ def state_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], spec: Par
         Nothing if the step fails.
     """
     with undisturbed(spec.device):
-        like = torch.nn.Parameter(torch.randn(spec.shape, device=spec.device).to(spec.dtype))
-        if spec.grad_dtype != spec.dtype:
-            like.grad_dtype = spec.grad_dtype
-        like.grad = torch.randn(spec.shape, device=spec.device).to(spec.grad_dtype)
-        vars(like).update(spec.marks)
+        like = spec.parameter(lambda dtype: torch.randn(spec.shape, device=spec.device).to(dtype))
         twin = make_twin(optimizer, group, [like])
         try:
             with as_written():

@@ -1,4 +1,4 @@
-"""Templates: the captured step of every kind of parameter, and the oracles that keep watching."""
+"""Templates: the captured step of every kind of parameter, and the recorders that keep watching."""
 
 from __future__ import annotations
 
@@ -12,23 +12,30 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.attributes import AttributeWatch
 from canzona_compile.capture.coupling import NamesByGroup
+from canzona_compile.capture.dispatch_recorder import DispatchRecorder
+from canzona_compile.capture.dynamo_recorder import DynamoRecorder
 from canzona_compile.capture.eager_fallback import EagerStep, interpreted_template, joint_templates
-from canzona_compile.capture.eager_parity import holistic, same_bits
-from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere, counts_of
+from canzona_compile.capture.eager_parity import EagerParity
+from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere
 from canzona_compile.capture.given_gradients import GivenGradients
 from canzona_compile.capture.leaves import python_leaves
-from canzona_compile.capture.oracle import Oracle
-from canzona_compile.capture.param_kind import ParamKind, after_first_step, held
+from canzona_compile.capture.param_kind import ParamKind, held
 from canzona_compile.capture.publish import JointUpdate
 from canzona_compile.capture.randomness import draws
+from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.rehearsal import Rehearsal, closure_problem
 from canzona_compile.capture.residency import Residency
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.twin import plain_class, signature
-from canzona_compile.capture.variant import FormChange, ParameterSpec, StepInputs, Untraceable
-from canzona_compile.capture.variant_period import variant_period_of
-from canzona_compile.capture.variant_template import state_leaf, template_of
-from canzona_compile.capture.ways import open_oracle
+from canzona_compile.capture.variant import (
+    FormChange,
+    ParameterSpec,
+    StepInputs,
+    Untraceable,
+    state_leaf,
+    template_of,
+    variant_period_of,
+)
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Role, Template
@@ -37,6 +44,7 @@ from canzona_compile.progress.telling import tell
 
 log = logging.getLogger(__name__)
 
+WAYS: tuple[type[StepRecorder], ...] = (DynamoRecorder, DispatchRecorder)  # to capture a step, in the order of trials
 KindKey = tuple[Any, ...]
 LOOKAHEAD = 128  # steps; periodic work with a longer period is captured when it comes, which costs a new plan
 MOST_FORM_CHANGES = 8  # if a state changes its form more often, its steps are interpreted for good
@@ -58,19 +66,20 @@ class Capture:
     given: GivenGradients = field(init=False)
     _rehearsals: dict[Any, Rehearsal] = field(default_factory=dict)
     _separable: set[KindKey] = field(default_factory=set)
-    _faithful: set[tuple[str, ...]] = field(default_factory=set)
+    _parity: EagerParity = field(init=False)
     _form_changes: dict[ParameterSpec, set[str]] = field(default_factory=dict)  # the counters at each
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
     def __post_init__(self) -> None:
         self.given = GivenGradients()
+        self._parity = EagerParity(self.optimizer)
         self._watch = AttributeWatch(self.optimizer)
         self.residency = Residency(self.optimizer)
 
     @property
     def captures(self) -> int:
         """The number of graphs that were captured, in either way."""
-        return sum(len(kind.oracle.variants) for kind in self.kinds.values() if kind.oracle is not None)
+        return sum(len(kind.recorder.variants) for kind in self.kinds.values() if kind.recorder is not None)
 
     @uninterrupted
     def kind_of(
@@ -91,19 +100,18 @@ class Capture:
         style = signature(group, self.group_counters())
         key: KindKey = (spec, style)
         kind = self._known(key, group, spec, name)
-        if state and (kind.passing or (kind.oracle is not None and held(state) != kind.held)):
+        if state and (kind.transitional or (kind.recorder is not None and held(state) != kind.held)):
             key = (spec, style, held(state))
             kind = self._known(key, group, spec, name, state)
-        while kind.oracle is not None:
+        while kind.recorder is not None:
             try:
                 if state or not kind.held:  # without state the first step is like all others
-                    now = StepInputs(group, spec, python_leaves(state or {}), self.elsewhere())
-                    self._learn(kind, kind.oracle, now)
+                    self._learn(kind, StepInputs(group, spec, python_leaves(state or {}), self.elsewhere()))
                 if not state:
-                    self._learn(kind, kind.oracle, after_first_step(kind, kind.oracle, group, spec))
+                    self._learn(kind, second_step(kind.recorder, group))
                 break
             except FormChange as reason:
-                return self._passing(spec, state, str(reason))
+                return self._transitional(spec, state, str(reason))
             except Untraceable as reason:
                 self.kinds[key] = kind = self._otherwise(kind, group, spec, state, str(reason))
         return kind
@@ -127,17 +135,10 @@ class Capture:
                 shown = self.residency.check_rehearsed(manner, name, self.rehearse())
             self._separable.add(manner)
         interrupted_here()
-        if shown is not None:
+        if shown is None:
+            self.kinds[key] = self._capture_ahead(key, group, spec, state)
+        else:
             self.kinds[key] = self._resident(spec, shown) if shown.joint is None else self._joint(spec, shown.joint)
-            return self.kinds[key]
-        kind = self._capture(group, spec, state)
-        interrupted_here()
-        self.kinds[key] = kind
-        reason = self._look_ahead(kind, group, spec)
-        if reason and not isinstance(reason, FormChange):
-            self.kinds[key] = other = self._otherwise(kind, group, spec, state, str(reason))
-            if other.oracle is None or self._look_ahead(other, group, spec):
-                self.kinds[key] = kind  # what cannot be captured in either way is met when it comes
         return self.kinds[key]
 
     @uninterrupted
@@ -175,8 +176,8 @@ class Capture:
         """
         moved, rehearse_again = self._watch.changes(self._counting())
         self._watch.check_followed(any(rehearsal.resident for rehearsal in self._rehearsals.values()))
-        for oracle in {k.oracle for k in self.kinds.values() if k.oracle is not None} if moved else ():
-            oracle.refresh(self.optimizer)
+        for recorder in {k.recorder for k in self.kinds.values() if k.recorder is not None} if moved else ():
+            recorder.refresh(self.optimizer)
         if not rehearse_again:
             return False
         before = self._rehearsals.get(self._cast())
@@ -228,27 +229,49 @@ class Capture:
     def _capture(
         self, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None, failed: str = ""
     ) -> ParamKind:
-        """Capture a kind; `failed` says why Dynamo cannot."""
+        """Capture a kind in the first way that can; without one its steps are interpreted.
+
+        Args:
+            group, spec, state: as for `kind_of`.
+            failed: why Dynamo cannot; empty if that is not known yet.
+        """
         if not failed and any(rehearsal.reads_variables for rehearsal in self._rehearsals.values()):
             failed = READS_VARIABLES
-        try:
-            oracle = open_oracle(lambda way: way(self.optimizer, group, spec, bake=self._bake, state=state), failed)
-        except FormChange as reason:
-            return self._passing(spec, state, str(reason))
-        except Untraceable as reason:
-            return self.interpreted(spec, str(reason))
-        self.counts.update(oracle.counts.keys())
-        leaves = oracle.first_state[0]
-        tensors = tuple(state_leaf(name, v) for name, v in leaves.items() if isinstance(v, torch.Tensor))
-        return ParamKind(oracle, {}, tensors, oracle.counters())
+        reasons = [failed] if failed else []
+        for way in WAYS[len(reasons) :]:
+            try:
+                recorder = way(self.optimizer, group, spec, self._bake, state, why="; ".join(reasons))
+            except FormChange as reason:
+                return self._transitional(spec, state, str(reason))
+            except Untraceable as reason:
+                reasons.append(str(reason))
+                continue
+            self.counts.update(recorder.counts.keys())
+            leaves = recorder.first_leaves
+            tensors = tuple(state_leaf(name, v) for name, v in leaves.items() if isinstance(v, torch.Tensor))
+            return ParamKind(recorder, {}, tensors, recorder.counters())
+        return self.interpreted(spec, "; by dispatch: ".join(dict.fromkeys(reasons)))
 
     def _otherwise(
         self, kind: ParamKind, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None, why: str
     ) -> ParamKind:
-        """Make the kind that a kind becomes whose oracle met what it cannot capture."""
-        if kind.oracle is not None and not kind.oracle.why:  # it was captured in the first way
-            return self._capture(group, spec, state, failed=why)
-        return self.interpreted(spec, why)
+        """Make the kind that a kind becomes whose recorder met what it cannot capture."""
+        return self.interpreted(spec, why) if kind.by_dispatch else self._capture(group, spec, state, failed=why)
+
+    def _capture_ahead(
+        self, key: KindKey, group: Mapping[str, Any], spec: ParameterSpec, state: Mapping[str, Any] | None
+    ) -> ParamKind:
+        """Capture a kind in the first way that can, periodic work included.
+
+        What cannot be captured in either way is met when it comes.
+        """
+        kind = self.kinds[key] = self._capture(group, spec, state)
+        interrupted_here()
+        reason = self._look_ahead(kind, group, spec)
+        if reason and not isinstance(reason, FormChange) and not kind.by_dispatch:
+            other = self.kinds[key] = self._capture(group, spec, state, failed=str(reason))
+            return kind if other.recorder is None or self._look_ahead(other, group, spec) else other
+        return kind
 
     def _look_ahead(self, kind: ParamKind, group: Mapping[str, Any], spec: ParameterSpec) -> Untraceable | None:
         """Meet periodic work before the first plan: let the counters run, on fake tensors.
@@ -256,23 +279,24 @@ class Capture:
         Returns:
             What cannot be captured there; None if all can.
         """
-        if kind.oracle is None:
+        recorder = kind.recorder
+        if recorder is None:
             return None
-        moment = after_first_step(kind, kind.oracle, group, spec)
+        moment = second_step(recorder, group)
         path, counters = [], []
         try:
             for _ in range(LOOKAHEAD if kind.python_state or self.counts else 1):
                 counters.append(self.counters_at(moment.group, moment.counters, moment.elsewhere))
-                template, moment = self._learn(kind, kind.oracle, moment)
+                template, moment = self._learn(kind, moment)
                 path.append(template.name)
         except Untraceable as reason:
             return reason
-        kind.templates = {v: t for v, t in kind.templates.items() if v in kind.oracle.variants}
+        kind.templates = {v: t for v, t in kind.templates.items() if v in recorder.variants}
         numbers = {
             frozenset(leaf.name for leaf in t.inputs if leaf.role is Role.SCALAR) for t in kind.templates.values()
         }
         # A task that is ahead takes one graph with the numbers of another, which must be the same numbers then.
-        if kind.oracle.reads_counters or len(numbers) == 1:
+        if recorder.reads_counters or len(numbers) == 1:
             kind.variant_period = variant_period_of(path, counters)
         return None
 
@@ -283,47 +307,29 @@ class Capture:
         }
         return {**leaves, **elsewhere, **own}
 
-    def _learn(self, kind: ParamKind, oracle: Oracle, moment: StepInputs) -> tuple[Template, StepInputs]:
+    def _learn(self, kind: ParamKind, moment: StepInputs) -> tuple[Template, StepInputs]:
         """Add the template of the variant that the code takes at this moment.
 
         Returns:
             It, and the moment of the step after that.
         """
-        group, spec, counters, elsewhere = moment
-        oracle.count(counters)
-        variant, _ = oracle.consult(group, elsewhere)
-        own = {name: value for name, value in counts_of(oracle.twin).items() if name in elsewhere}
-        counted = oracle.twin.param_groups[0]  # Dynamo adds to it, `capturable` for one
-        here = {**group, **{k: counted[k] for k in self.group_counters() if k in counted}}
-        after = StepInputs(here, spec, oracle.counters(), own)
+        recorder, spec = kind.recorder, moment.spec
+        assert recorder is not None
+        variant, after = recorder.take(moment, self.group_counters())
         if variant in kind.templates:
             return kind.templates[variant], after
         label = self._label(spec)
         family = kind.template.family if kind.templates else label  # the first one may have been dropped since
         template = replace(template_of(variant, label, spec), family=family, state=kind.state)
         named = {leaf.name for leaf in template.inputs if leaf.role is Role.STATE} | {*template.writes} - {"param"}
-        if late := named - oracle.paths.keys():
+        if late := named - recorder.paths.keys():
             raise Untraceable(f"it creates the state {min(late)!r} later than in its first step")
         if draws(template.graph):
             raise Untraceable("its step draws random numbers, which one rank has to do")
-        if self._doubtful(group, template, oracle) and not self._same_bits(template, oracle, moment):
-            raise Untraceable(COMPILED_BY_USERS if oracle.calls_compiled else NOT_FAITHFUL)
+        if not self._parity.holds(recorder, template, moment):
+            raise Untraceable(COMPILED_BY_USERS if recorder.calls_compiled else NOT_FAITHFUL)
         kind.templates[variant] = template
         return template, after
-
-    def _doubtful(self, group: Mapping[str, Any], template: Template, oracle: Oracle) -> bool:
-        """Must a graph be compared with the eager step? Where it will run, or may be of another formula."""
-        by_dispatch = oracle.why != ""  # whatever Dynamo stumbles over may be code that asks for being compiled
-        return by_dispatch or holistic(template) or ("foreach" in group and not is_torch_s_own(self.optimizer))
-
-    def _same_bits(self, template: Template, oracle: Oracle, moment: StepInputs) -> bool:
-        """Compare a graph with the eager step, once for all graphs that do the same to matrices of any size."""
-        work = tuple(str(n.target) for n in template.graph.nodes if n.op == "call_function")
-        if work not in self._faithful:
-            if not same_bits(self.optimizer, template, oracle, moment):
-                return False
-            self._faithful.add(work)
-        return True
 
     @uninterrupted
     def interpreted(self, spec: ParameterSpec, reason: str) -> ParamKind:
@@ -332,19 +338,19 @@ class Capture:
         log.info("%s is interpreted: %s", label, reason)
         return ParamKind(None, {None: interpreted_template(label, spec, reason)}, (), {})
 
-    def _passing(self, spec: ParameterSpec, state: Mapping[str, Any] | None, reason: str) -> ParamKind:
+    def _transitional(self, spec: ParameterSpec, state: Mapping[str, Any] | None, reason: str) -> ParamKind:
         """Make a kind for the one step that changes the form of the state. What comes after it is another kind."""
         kind = self.interpreted(spec, reason)
-        kind.passing = True
+        kind.transitional = True
         self._note_form_change(kind, spec, state)
         return kind
 
     def _note_form_change(self, kind: ParamKind, spec: ParameterSpec, state: Mapping[str, Any] | None) -> None:
         """Give up on a state that changes its form again and again."""
-        if kind.passing:
+        if kind.transitional:
             changes = self._form_changes.setdefault(spec, set())
             changes.add(str((python_leaves(state or {}), self.elsewhere())))
-            kind.passing = len(changes) <= MOST_FORM_CHANGES
+            kind.transitional = len(changes) <= MOST_FORM_CHANGES
 
     def _resident(self, spec: ParameterSpec, rehearsal: Rehearsal) -> ParamKind:
         """Make a kind whose every step is that of an optimizer object of its own, on an owner rank."""
@@ -367,6 +373,6 @@ class Capture:
         return next(name for name in names if name not in taken)
 
 
-def is_torch_s_own(optimizer: Optimizer) -> bool:
-    """Tell whether torch wrote the optimizer. If not, its `foreach` may select another formula."""
-    return plain_class(optimizer).__module__.startswith("torch.optim")
+def second_step(recorder: StepRecorder, group: Mapping[str, Any]) -> StepInputs:
+    """Return what the code will see when a parameter that has no state yet takes its second step."""
+    return recorder.second._replace(group={**group, **recorder.second.group})

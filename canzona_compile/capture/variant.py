@@ -1,19 +1,25 @@
-"""What oracles are asked and what they answer: the inputs of a step, and the variants of its graph."""
+"""Variants: the graphs of a step, one per way through its code, as templates, and from which step on they repeat.
+
+Recorders are asked with the inputs of a step, and answer with its variant.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from canzona_compile.capture.external_counters import Counts
+from canzona_compile.ir.fx_utils import insert_call, outputs, placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.step import Leaf, Role, Template
 
 Scalars = dict[str, Any]
-Source = tuple[Any, ...]
+Source = tuple[str, ...]  # ("param",), ("grad",), ("state", leaf) or ("scalar", name)
+Counters = Mapping[Any, Any]  # leaves of the state by name, others by `external_counters.Counter`
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,19 @@ class ParameterSpec:
     device: torch.device
     marks: tuple[tuple[str, Any], ...] = ()
     part: bool = False
+
+    def parameter(self, values: Callable[[torch.dtype], Tensor]) -> Tensor:
+        """Make such a parameter.
+
+        Args:
+            values: makes a tensor of `shape` and of a dtype; it is called for the parameter and then for its gradient.
+        """
+        param = torch.nn.Parameter(values(self.dtype))
+        if self.grad_dtype != self.dtype:
+            param.grad_dtype = self.grad_dtype
+        param.grad = values(self.grad_dtype)
+        vars(param).update(self.marks)
+        return param
 
 
 class StepInputs(NamedTuple):
@@ -56,7 +75,7 @@ class Variant:
 
     Attributes:
         graph: the functional graph.
-        sources: what each placeholder stands for: ("param", i), ("grad", i), ("state", i, leaf) or ("scalar", name).
+        sources: what each placeholder stands for.
         results: by source, the position of its new value in the output tuple. A source that the step does not write
             keeps its value. A state tensor that the step replaces without reading it appears here only.
         baked: by position of a scalar input, the value that the graph holds as a constant.
@@ -69,9 +88,27 @@ class Variant:
     baked: Mapping[int, float]
     precision: str = ""
 
+    @classmethod
+    def of(
+        cls,
+        graph: fx.Graph,
+        sources: Sequence[Source],
+        returned: int,
+        baked: Mapping[int, float],
+        precision: str = "",
+    ) -> Variant:
+        """Make the variant of a graph whose outputs are what it returns, and then the final values of its inputs.
+
+        Args:
+            graph, sources, baked, precision: as above.
+            returned: the number of the first outputs.
+        """
+        results = {source: returned + i for i, source in enumerate(sources)}
+        return cls(graph, tuple(sources), results, baked, precision)
+
 
 class Answer(NamedTuple):
-    """What an oracle found out about one step.
+    """What a recorder found out about one step.
 
     Attributes:
         variant: the variant that the step takes.
@@ -90,3 +127,134 @@ class Untraceable(Exception):
 
 class FormChange(Untraceable):
     """The step gives a tensor of its state other strides, so that later steps read a state of another form."""
+
+
+# -- templates -----------------------------------------------------------------------------------------
+
+
+def own_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    """Copy a value that lies in the memory of an input, because that input may be written before it is read."""
+    origin = value
+    while origin.op == "call_function" and getattr(origin.target, "is_view", False):
+        assert isinstance(origin.args[0], fx.Node)
+        origin = origin.args[0]
+    if origin.op != "placeholder":
+        return value
+    return insert_call(graph, torch.ops.aten.clone.default, (value,))
+
+
+def state_leaf(name: str, value: Tensor) -> Leaf:
+    """Describe a tensor of a state."""
+    stride = None if value.is_contiguous() else tuple(value.stride())
+    return Leaf(Role.STATE, name, tuple(value.shape), value.dtype, stride)
+
+
+def template_of(variant: Variant, name: str, spec: ParameterSpec) -> Template:
+    """Make the template of a variant. Its inputs are named leaves; its outputs are the leaves that it writes."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    inputs: list[Leaf] = []
+    for node, source in zip(placeholders(variant.graph), variant.sources, strict=True):
+        leaf = leaf_of(node, source)
+        used = bool(node.users.keys() - {n for n in variant.graph.nodes if n.op == "output"})
+        if leaf.role in (Role.SCALAR,) and not used:
+            continue
+        env[node] = graph.placeholder(leaf.name)
+        # A hyperparameter is a number from here on; its record is of the 0-d tensor that stood for it in tracing.
+        env[node].meta = dict(node.meta) if leaf.dtype is not None else {}
+        inputs.append(leaf)
+    for node in variant.graph.nodes:
+        if node.op == "call_function" and node.target is not torch.ops.aten.copy_.default:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    returned = outputs(variant.graph)
+    sources = dict(zip(variant.sources, placeholders(variant.graph), strict=True))
+    writes: list[str] = []
+    values: list[fx.Node] = []
+    for source, place in variant.results.items():
+        value = returned[place]
+        if source[0] in ("param", "state") and value is not sources.get(source):
+            writes.append(source[1] if source[0] == "state" else source[0])
+            values.append(own_value(graph, env[value]))
+    graph.output(tuple(values))
+    if all(leaf.role is not Role.GRAD for leaf in inputs):
+        raise Untraceable("its step reads no gradient where a capture sees it, in another thread for example")
+    return Template(name, spec.shape, spec.dtype, tuple(inputs), tuple(writes), graph, precision=variant.precision)
+
+
+def leaf_of(node: fx.Node, source: Source) -> Leaf:
+    """Describe what an input of a variant stands for."""
+    value = tensor_value(node)
+    match source[0]:
+        case "param" | "grad":
+            assert value is not None
+            return Leaf(Role(source[0]), source[0], tuple(value.shape), value.dtype)
+        case "state":
+            assert value is not None
+            return Leaf(Role.STATE, source[1], tuple(value.shape), value.dtype)
+    if value is not None and value.dtype != torch.float64:
+        return Leaf(Role.SCALAR, source[1], tuple(value.shape), value.dtype)
+    return Leaf(Role.SCALAR, source[1])
+
+
+# -- periods -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class VariantPeriod:
+    """The variants of a kind, step by step.
+
+    Attributes:
+        counters: the counters that grow by one on every step, with their values at the second step of a parameter.
+            That step has number 0 here, because the first step creates the state.
+        start: the number of the step from which on the variants repeat themselves.
+        period: the names of their templates, for one period that begins at `start`.
+    """
+
+    counters: Mapping[Any, int]
+    start: int
+    period: tuple[str, ...]
+
+    @property
+    def periodic(self) -> bool:
+        """Whether some work is done periodically, on some steps only."""
+        return len(set(self.period)) > 1
+
+    def number(self, counters: Counters) -> int:
+        """Return the number of a step, given the counters before it."""
+        return next(int(counters[name]) - first for name, first in self.counters.items() if name in counters)
+
+    def ahead(self, counters: Counters, steps: int) -> dict[Any, Any]:
+        """Return the counters as they will be some steps later."""
+        return {name: value + steps if name in self.counters else value for name, value in counters.items()}
+
+
+def variant_period_of(path: Sequence[str], counters: Sequence[Counters]) -> VariantPeriod | None:
+    """Find the shortest period that explains a path.
+
+    Args:
+        path: the names of the templates that steps 0, 1, ... took.
+        counters: the counters before each of these steps.
+
+    Returns:
+        The period; None if no counter grows by one on every step.
+    """
+    counting = {
+        name: value
+        for name, value in (counters[0].items() if path else ())
+        if isinstance(value, int) and all(c.get(name) == value + i for i, c in enumerate(counters))
+    }
+    if not counting:
+        return None
+    start, length = repetition(path)
+    return VariantPeriod(counting, start, tuple(path[start : start + length]))
+
+
+def repetition(path: Sequence[str]) -> tuple[int, int]:
+    """Find the start and the length of the period of a path, with the least sum of both."""
+    found = []
+    for length in range(1, len(path) + 1):
+        unlike = [i for i in range(len(path) - length) if path[i] != path[i + length]]
+        start = unlike[-1] + 1 if unlike else 0
+        found.append((start + length, start, length))
+    _, start, length = min(found)
+    return start, length

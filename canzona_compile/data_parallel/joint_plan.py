@@ -146,7 +146,7 @@ def in_model_order(
 def may_be_cut(bound: BoundParam, capture: Capture) -> bool:
     """Tell whether the optimizer does the same to some elements of a parameter, in one dim, as to the whole."""
     kind = bound.kind
-    if kind.oracle is None:
+    if kind.recorder is None:
         return False
     spec = ParameterSpec((2 * ALIGNMENT,), bound.param.dtype, kind.grad_dtype, bound.param.device)
     group = capture.optimizer.param_groups[bound.param_group]

@@ -76,7 +76,7 @@ class Residents:
 
 @dataclass(frozen=True, slots=True)
 class ScalarInput:
-    """A number that the oracle of `template` reads on this step for tasks of one label, see `Task.param_group`."""
+    """A number that the recorder of `template` reads on this step for tasks of one label, see `Task.param_group`."""
 
     template: str
     param_group: int

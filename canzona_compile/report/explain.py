@@ -175,8 +175,8 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
 
 def way_of(kind: ParamKind) -> str:
     """Say how a kind was captured, if not by Dynamo, and why not."""
-    oracle = kind.oracle
-    return "" if oracle is None or not oracle.why else f"; captured by {oracle.way}, because {oracle.why}"
+    recorder = kind.recorder
+    return "" if recorder is None or not recorder.why else f"; captured by {recorder.way}, because {recorder.why}"
 
 
 def place_of(task: Task) -> tuple[int | None, str]:

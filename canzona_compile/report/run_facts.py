@@ -41,7 +41,7 @@ def facts_of(session: Session) -> Facts:
         interpreted={name: why for name, why in reasons.items() if why},
         suggestions=(*([] if owner else suggestions(plan, options)), *eager_cuts(driver.last)),
         numerics=options.numerics,
-        variants=sum(len(k.oracle.variants) for k in kinds.values() if k.oracle is not None),
+        variants=sum(len(k.recorder.variants) for k in kinds.values() if k.recorder is not None),
         rank_programs=len(driver.programs),
         capacity=options.capacity,
         memory=step_memory(driver.programs, session.rank, driver.first_buffers),

@@ -68,7 +68,7 @@ class Audit:
         kinds: dict[int, list[str]] = {}
         for name in names:
             kind = self.plan.bound[name].kind
-            if kind.oracle is not None and not any(draws(t.graph) for t in kind.templates.values()):
+            if kind.recorder is not None and not any(draws(t.graph) for t in kind.templates.values()):
                 kinds.setdefault(id(kind), []).append(name)
         return [self._expected(own[turn % len(own)]) for own in kinds.values()]
 

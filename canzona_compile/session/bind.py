@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.eager_parity import holistic
+from canzona_compile.capture.eager_parity import needs_whole_matrix
 from canzona_compile.capture.kept import saved_shapes
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.resident import is_portable
@@ -206,7 +206,7 @@ class Binder:
             for i, piece in enumerate(division.pieces):
                 part = division.taken(state or {}, piece)
                 pieces.append(self.bind_piece(index + i, g, division, piece, division.param_of(piece), part))
-            if any(b.kind.template.interpreted or holistic(b.kind.template) for b in pieces):
+            if any(b.kind.template.interpreted or needs_whole_matrix(b.kind.template) for b in pieces):
                 return pieces  # elementwise work gives the same result on the pieces as on the whole
         layout, kind = self._kind(g, param, name, state)
         local = elementwise(kind)
@@ -239,7 +239,7 @@ class Binder:
             shapes = {leaf.name: leaf.shape for leaf in kind.state}
             if kind.recipe is not None and is_portable(state):
                 shapes = saved_shapes(state)
-            elif kind.oracle is None:
+            elif kind.recorder is None:
                 group = self.optimizer.param_groups[g]
                 made = state_after_a_step(self.optimizer, group, self._spec(layout.shape, param))
                 shapes = {leaf: tuple(value.shape) for leaf, value in made.items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from canzona_compile.capture.batch_dim import first_dim_is_batch
-from canzona_compile.capture.eager_parity import holistic
+from canzona_compile.capture.eager_parity import needs_whole_matrix
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.layout import Layout
@@ -46,7 +46,7 @@ def independent(kind: ParamKind) -> bool:
 
 def elementwise(kind: ParamKind) -> bool:
     """Tell whether the graphs of a kind do elementwise work only."""
-    return not any(template.interpreted or holistic(template) for template in kind.templates.values())
+    return not any(template.interpreted or needs_whole_matrix(template) for template in kind.templates.values())
 
 
 def state_of_entries(state: Mapping[str, Any] | None, entries: int, part: int) -> dict[str, Any] | None:

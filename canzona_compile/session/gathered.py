@@ -62,7 +62,7 @@ def travels(store: StateStore, task: Task) -> bool:
     """Tell whether the owner of a task sends state to the other ranks when the state becomes portable."""
     if task.owner is None or task.name not in store.initialised or store.cleared(task):
         return False
-    interpreted = store.plan.bound[task.name].kind.oracle is None
+    interpreted = store.plan.bound[task.name].kind.recorder is None
     return interpreted or any(store.is_resident(leaf, task.name) for leaf in store.leaves(task.name))
 
 

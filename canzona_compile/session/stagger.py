@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.analysis.step_time import rates_of
-from canzona_compile.capture.variant_period import VariantPeriod
+from canzona_compile.capture.variant import VariantPeriod
 from canzona_compile.ir.step import Step, Task
 
 MOST_PHASES = 16  # per period; every step on which some matrix refreshes needs a program of its own

@@ -80,7 +80,7 @@ class StateStore:
             Temporary state for the first step of a compiled task; the task's own state if every step is eager.
         """
         bound = self.plan.bound[task]
-        return self.optimizer.state[bound.param] if bound.kind.oracle is None else self._scratch[task]
+        return self.optimizer.state[bound.param] if bound.kind.recorder is None else self._scratch[task]
 
     # -- creation ------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class StateStore:
         """Note that tasks have stepped. Those that are interpreted have state now; every rank must know that."""
         for name in names:
             bound = self.plan.bound[name]
-            if bound.kind.oracle is None:
+            if bound.kind.recorder is None:
                 self.initialised.add(name)
                 self.optimizer.state.setdefault(bound.param, {})
 
@@ -187,7 +187,7 @@ class StateStore:
             if param not in self.optimizer.state or not self.optimizer.state[param]:
                 continue
             self.initialised.add(task.name)
-            if self.plan.bound[task.name].kind.oracle is None:
+            if self.plan.bound[task.name].kind.recorder is None:
                 self._adopt_objects(task, self.optimizer.state[param])
                 continue
             for leaf in self.leaves(task.name):
@@ -266,7 +266,7 @@ class StateStore:
         """Return a task's state as the unwrapped optimizer would hold it. A collective if leaves are resident."""
         bound = self.plan.bound[task.name]
         state: dict[str, Any] = self.optimizer.state.get(bound.param, {})
-        if bound.kind.oracle is None:
+        if bound.kind.recorder is None:
             return self._from_owner(task, state)
         kind = bound.kind
         merged: dict[str, Any] = {}
@@ -316,7 +316,7 @@ class StateStore:
     def cleared(self, task: Task) -> bool:
         """Tell whether a user cleared the state of a task, which the next step will find."""
         bound = self.plan.bound[task.name]
-        return bound.kind.oracle is not None and not self.optimizer.state.get(bound.param)
+        return bound.kind.recorder is not None and not self.optimizer.state.get(bound.param)
 
     def release(self) -> None:
         """Put portable state into `optimizer.state`, for the next plan. A collective if leaves are resident."""

@@ -107,7 +107,7 @@ class StepDriver:
         self._lineup: Lineup = ()  # the variants of the next step
         self._shared_lineup: Lineup = ()  # the part of it whose tasks are shared with other ranks
         self._stepped: set[str] = set()  # tasks that have taken a step
-        self._passing = {name for name, bound in plan.bound.items() if bound.kind.passing}
+        self._transitional = {name for name, bound in plan.bound.items() if bound.kind.transitional}
         self._met: set[Lineup] = set()  # shared lineups that all ranks have agreed on
 
     @property
@@ -177,7 +177,7 @@ class StepDriver:
             return StepChange.replan("the parameters changed")
         if self._held_params.replaced():
             return StepChange.replan("the memory or the attributes of parameters were replaced")
-        if self._passing & self._stepped:
+        if self._transitional & self._stepped:
             return StepChange.replan("the state of parameters has another form now")
         if self.capture.notice():
             return StepChange.replan("with its attributes of now the optimizer runs in another way")
@@ -259,7 +259,7 @@ class StepDriver:
         return Participants(tuple(n for n in present if n not in waiting), fresh)
 
     def _compiled(self, name: str) -> bool:
-        return self.plan.bound[name].kind.oracle is not None
+        return self.plan.bound[name].kind.recorder is not None
 
     def _has_first_step(self, name: str) -> bool:
         """Tell whether a task takes an eager first step: it is compiled, and it has state."""

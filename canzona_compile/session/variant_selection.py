@@ -1,4 +1,4 @@
-"""Ask the oracles which variant of the optimizer's code each task takes on a step, and with which numbers."""
+"""Ask the recorders which variant of the optimizer's code each task takes on a step, and with which numbers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class VariantSelection:
     def _alike(self, bounds: Sequence[BoundParam]) -> dict[tuple[int, int, tuple[Any, ...]], list[BoundParam]]:
         found: dict[tuple[int, int, tuple[Any, ...]], list[BoundParam]] = {}
         for b in bounds:
-            if b.kind.oracle is not None:
+            if b.kind.recorder is not None:
                 found.setdefault((id(b.kind), b.param_group, self._counters(b)), []).append(b)
         return found
 
@@ -156,19 +156,19 @@ class VariantSelection:
 
     def _ask(self, kind: ParamKind, group: int, counters: tuple[Any, ...], ahead: int = 0) -> VariantPath:
         """Ask what the code does with these counters, or with counters that are `ahead` by some steps."""
-        assert kind.oracle is not None
+        assert kind.recorder is not None
         leaves = dict(zip(kind.python_state, counters, strict=False))
         known = self.capture.counters_at(self.optimizer.param_groups[group], leaves, self.capture.elsewhere())
         if ahead and kind.variant_period is not None:
             known = kind.variant_period.ahead(known, ahead)
-        kind.oracle.count({name: known[name] for name in leaves})
+        kind.recorder.put({name: known[name] for name in leaves})
         own = {c.key: known[c] for c in self.capture.counts if c.home == "group" and c in known}
         elsewhere = {name: known[name] for name in self.capture.elsewhere()}
-        variant, scalars = kind.oracle.consult({**self.optimizer.param_groups[group], **own}, elsewhere)
+        variant, scalars = kind.recorder.consult({**self.optimizer.param_groups[group], **own}, elsewhere)
         template = kind.templates.get(variant)
         if template is None or template.name not in self.plan.known:
             raise Untraceable("hyperparameters or counters lead to other code")
-        return VariantPath(template.name, scalars, known, kind.oracle.counters() if counters else {})
+        return VariantPath(template.name, scalars, known, kind.recorder.counters() if counters else {})
 
     def _ask_ahead(self, kind: ParamKind, group: int, counters: tuple[Any, ...], ahead: int) -> VariantPath | None:
         """Ask the same for a task that is ahead.

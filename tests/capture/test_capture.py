@@ -87,10 +87,10 @@ def test_numbers_stay_symbolic() -> None:
     assert kind.template.writes == ("param", "momentum_buffer")
     constants = [a for n in kind.template.graph.nodes for a in (*n.args, *n.kwargs.values()) if isinstance(a, float)]
     assert not {0.123, 0.877, 0.345, 1e-6} & set(constants)
-    assert kind.oracle is not None
+    assert kind.recorder is not None
     for lr, momentum in ((0.5, 0.6), (0.25, 0.75)):
         group = {**optimizer.param_groups[0], "lr": lr, "momentum": momentum}
-        variant, numbers = kind.oracle.consult(group)
+        variant, numbers = kind.recorder.consult(group)
         assert kind.templates[variant] is kind.template
         assert (numbers["lr"], numbers["momentum"], numbers["weight_decay"]) == (lr, momentum, 0.345)
 

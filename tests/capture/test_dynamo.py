@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from canzona_compile.capture import dynamo
-from canzona_compile.capture.dynamo import as_oracle, compiled
+from canzona_compile.capture.dynamo import as_recorder, compiled
 
 REAL = math.pow
 
@@ -46,7 +46,7 @@ def test_powers_are_traced_once_for_all_steps() -> None:
     found = []
     for number in (3, 4, 5, 6):
         own.number = number
-        with as_oracle():
+        with as_recorder():
             found.append(float(run(own)[0]))
         assert math.pow is REAL
     assert found == [1.0 - 0.5**n for n in (3, 4, 5, 6)]
@@ -54,7 +54,7 @@ def test_powers_are_traced_once_for_all_steps() -> None:
 
 
 def test_math_is_left_alone_where_nothing_is_traced() -> None:
-    with as_oracle():
+    with as_recorder():
         assert math.pow is REAL
 
 
@@ -62,7 +62,7 @@ def test_math_is_put_back_when_a_trace_fails() -> None:
     def backend(_graph: fx.GraphModule, _examples: Any) -> Any:
         raise KeyError("no")
 
-    with pytest.raises(Exception, match="no"), as_oracle():
+    with pytest.raises(Exception, match="no"), as_recorder():
         compiled(step, backend)(Counting())
     assert math.pow is REAL
 
@@ -80,7 +80,7 @@ def test_interrupts_wait_for_the_end_of_guards() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def interrupted() -> None:
-        with as_oracle():
+        with as_recorder():
             signal.raise_signal(signal.SIGINT)
             went_on.append(True)
 
@@ -97,7 +97,7 @@ def test_interrupts_are_nothing_to_other_threads() -> None:
     found: list[Any] = []
 
     def other() -> None:
-        with as_oracle():
+        with as_recorder():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=other)

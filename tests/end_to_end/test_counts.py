@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.optim.lr_scheduler import OneCycleLR
 
 import canzona_compile
-from canzona_compile.capture.dynamo_oracle import DynamoOracle as Oracle
+from canzona_compile.capture.dynamo_recorder import DynamoRecorder
 from canzona_compile.runtime import channel
 from tests.harness.layouts import Case, Laid, replicate_of
 from tests.harness.marks import crossed, first, full
@@ -321,9 +321,9 @@ def dynamo_config() -> dict[str, Any]:
 def capture(specs: Sequence[Any], steps: int) -> Captures:
     """Train with a schedule that changes lr and momentum on every step, and count."""
     calls = 0
-    backend = Oracle._backend
+    backend = DynamoRecorder._backend
 
-    def counting(self: Oracle, *args: Any, **kwargs: Any) -> Any:
+    def counting(self: DynamoRecorder, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         return backend(self, *args, **kwargs)
@@ -335,7 +335,7 @@ def capture(specs: Sequence[Any], steps: int) -> Captures:
     optimizer: Any = muon(param_groups(specs, laid.params))
     canzona_compile.wrap(optimizer)
     scheduler = OneCycleLR(optimizer, [g["lr"] for g in optimizer.param_groups], steps)
-    Oracle._backend = counting  # type: ignore[method-assign]
+    DynamoRecorder._backend = counting  # type: ignore[method-assign]
     first = 0
     seen = set()
     try:
@@ -349,16 +349,16 @@ def capture(specs: Sequence[Any], steps: int) -> Captures:
             seen.add(tuple(group[name] for name in ("lr", "momentum", "weight_decay")))
             first = calls if step == 0 else first
     finally:
-        Oracle._backend = backend  # type: ignore[method-assign]
+        DynamoRecorder._backend = backend  # type: ignore[method-assign]
     assert len(seen) == steps, "the schedule does not change on every step"
     after = dynamo_config()
     session = optimizer.canzona.session
-    oracles = [kind.oracle for kind in session.capture.kinds.values()]
+    recorders = [kind.recorder for kind in session.capture.kinds.values()]
     return Captures(
         first,
         calls - first,
         session.capture.captures,
-        [len(oracle.variants) for oracle in oracles if oracle is not None],
+        [len(recorder.variants) for recorder in recorders if recorder is not None],
         [name for name in before if before[name] != after[name]],
         optimizer.canzona.report().to_dict(),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +13,8 @@ from torch import Tensor
 from torch._dynamo import guards
 from torch.optim import Muon, Optimizer
 
-from canzona_compile.capture import templates
-from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class, signature
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.session import session
 
 Shape = tuple[int, ...]
@@ -208,36 +205,9 @@ def adopt(capture: Capture, among: Shared) -> None:
         setattr(capture, name, part)
 
 
-# -- independence, checked once ------------------------------------------------------------------------
-
-_independent: set[Any] = set()
-
-
-def separable_once(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    spec: ParameterSpec,
-    name: str,
-    state: Mapping[str, Any] | None = None,
-) -> bool:
-    """`check_separable`, once in a process for optimizers alike, as a `Capture` does it for parameters alike.
-
-    It takes longer than a capture. What cannot be captured, or couples parameters, is checked every time.
-    """
-    attributes = attributes_of(optimizer)
-    key = (plain_class(optimizer), attributes, signature(group), len(spec.shape), spec.dtype, spec.grad_dtype)
-    if attributes is not None and key in _independent:
-        return True
-    captured = check_separable(optimizer, group, spec, name, state)
-    if attributes is not None and captured:
-        _independent.add(key)
-    return captured
-
-
-def check_separability_once() -> None:
-    """For the whole process, and those that are forked from it. Nor does Dynamo measure how long its guards take.
+def leave_guards_unmeasured() -> None:
+    """For the whole process, and those that are forked from it: Dynamo does not measure how long its guards take.
 
     For that measurement, which goes to a log that no test reads, it flushes the cache of the processor.
     """
-    templates.check_separable = separable_once
     guards.profile_guard_manager = lambda *_: 0.0

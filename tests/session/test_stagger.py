@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.capture.variant_period import repetition, variant_period_of
+from canzona_compile.capture.variant import repetition, variant_period_of
 from canzona_compile.errors import CanzonaError
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import lcm
 
-from canzona_compile.capture.variant_period import VariantPeriod
+from canzona_compile.capture.variant import VariantPeriod
 from canzona_compile.ir.step import Step
 from canzona_compile.session.plan import taking
 from canzona_compile.session.stagger import LONGEST

@@ -19,26 +19,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from canzona_compile.capture.compiled_calls import compiled_calls
-from canzona_compile.capture.compiled_parts import CompiledPart, own_calls, part_at, storage_of, with_compiled_calls
-from canzona_compile.capture.dynamo import eagerly, outside_modes
-from canzona_compile.capture.error_origin import blamed, first_line
-from canzona_compile.capture.functional import functional
-from canzona_compile.capture.oracle import MOST_CONSTANTS, Oracle, TwinMoment, matches, unlike
-from canzona_compile.capture.raised import NotingFunctions, Swallowed
-from canzona_compile.capture.recorded_graph import RecordedGraph
-from canzona_compile.capture.recording import (
-    CallPath,
-    CallRecorder,
+from canzona_compile.capture.compiled_calls import (
+    CompiledCallRecorder,
     CompiledEntry,
-    RecordedCall,
-    Unrecordable,
-    reads_precision,
+    CompiledPart,
+    compiled_calls,
+    own_calls,
+    part_at,
+    with_compiled_calls,
 )
-from canzona_compile.capture.twin import hypers, step_plainly
-from canzona_compile.capture.variant import Answer, Source, Untraceable, Variant
+from canzona_compile.capture.fake_twin import TwinMoment
+from canzona_compile.capture.graphs import RecordedGraph
+from canzona_compile.capture.recorder import StepRecorder
+from canzona_compile.capture.recording import CallPath, CallRecorder, RecordedCall, reads_precision, storage_of
+from canzona_compile.capture.twin import hypers
+from canzona_compile.capture.variant import Answer, Untraceable, Variant
 from canzona_compile.compat.torch_private import pytree
-from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.product_at import ProductAt
 
@@ -46,42 +42,33 @@ MOST_PATHS = 64  # the most paths of one kind; code that never repeats itself is
 PERTURBATION = 1 - 2.0**-7  # towards zero, because many hyperparameters must stay below one
 
 NumberPlace = tuple[int, int]  # the index of a call in a path, and of a number among its numbers
-PathKey = tuple[int, tuple[tuple[int, str, int], ...]]
+PathKey = tuple[int, tuple[tuple[str, int], ...]]
 
 
 @dataclass(eq=False, slots=True)
 class TracedPath:
-    """The graphs of one path through the step.
+    """The graphs of one path through the step. Their inputs are the tensors that it reads, then its numbers.
 
     Attributes:
         calls: its calls.
         inputs: the numbers that are inputs of its graphs, by place.
         names: their names.
-        variants: its graphs, which differ in constants.
+        tensors: the twin's tensors that its calls read.
         returned: the tensors that the step puts in the place of others.
-        tensors: how many tensors of the twin its calls read. In graphs they come before the numbers.
+        variants: its graphs, which differ in constants.
         own: the indices of the calls that the step itself makes, see `own_calls`.
     """
 
     calls: list[RecordedCall]
     inputs: list[NumberPlace]
     names: list[str]
-    variants: list[Variant]
+    tensors: list[Tensor]
     returned: tuple[Tensor, ...]
-    tensors: int = 0
+    variants: list[Variant] = field(default_factory=list)
     own: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.own = list(own_calls(self.calls))
-
-    def at_positions(self, numbers: list[Any]) -> dict[int, Any]:
-        """Return numbers by the position of the input that they are."""
-        return {self.tensors + i: value for i, value in enumerate(numbers)}
-
-    def variant_for(self, numbers: list[Any]) -> Variant | None:
-        """Return the graph whose constants are these numbers; None if there is none yet."""
-        values = self.at_positions(numbers)
-        return next((variant for variant in self.variants if matches(variant, values)), None)
 
     @property
     def stale(self) -> bool:
@@ -89,40 +76,45 @@ class TracedPath:
         return len(self.inputs) != sum(len(self.calls[i].varying) for i in self.own)
 
 
-class DispatchOracle(Oracle):
-    """Captures by dispatch. The attributes are those of `Oracle`."""
+class DispatchRecorder(StepRecorder):
+    """Captures by dispatch. The attributes are those of `StepRecorder`."""
 
     way: ClassVar[str] = "dispatch"
+    with_numbers: ClassVar[bool] = False
     reads_counters: ClassVar[bool] = False
 
     def prepare(self) -> None:
         """Begin with a tree without calls."""
-        self._root, self._known = RecordedCall(), dict[PathKey, TracedPath]()
+        self._root, self._paths = RecordedCall(), dict[PathKey, TracedPath]()
 
     def ask(self) -> Answer:
         """Take the step again, and find the path that it takes."""
         before = self.moment()
         walk = self._walk()
         replaced = self.replaced(before.leaves)
-        key: PathKey = (id(walk.calls[-1]) if walk.calls else 0), tuple((i, n, id(new)) for i, n, _, new in replaced)
-        path = self._known.get(key)
+        key: PathKey = (id(walk.calls[-1]) if walk.calls else 0), tuple((n, id(new)) for n, _, new in replaced)
+        path = self._paths.get(key)
         if path is None:
-            if len(self._known) == MOST_PATHS:
+            if len(self._paths) == MOST_PATHS:
                 raise Untraceable(f"its step takes more than {MOST_PATHS} paths")
             if not self.calls_compiled and self._begins_to_compile(before):
                 return self.ask()
             self._vary(before)
+        now = self.moment()
         if path is None or path.stale:
             old = () if path is None else path.variants
             self.variants = [variant for variant in self.variants if variant not in old]
-            path = self._known[key] = self._path(walk, tuple(new for *_, new in replaced))
-        numbers = [walk.numbers[i][place] for i, place in path.inputs]
-        variant = path.variant_for(numbers)
-        if variant is None:
-            now = self.moment()
             self.restore(before)  # so that inputs can be found by identity
-            variant = self._trace(path, numbers)
-            self.restore(now)
+            path = self._paths[key] = self._path(walk, tuple(new for *_, new in replaced))
+        numbers = [walk.numbers[i][place] for i, place in path.inputs]
+        values = {len(path.tensors) + i: value for i, value in enumerate(numbers)}
+
+        def make() -> Variant:
+            self.restore(before)
+            return self._trace(path, values)
+
+        variant = self.variant_for(path.variants, values, make)
+        self.restore(now)
         return Answer(variant, dict(zip(path.names, numbers, strict=True)), path.returned)
 
     # -- walks -------------------------------------------------------------------------------
@@ -130,35 +122,13 @@ class DispatchOracle(Oracle):
     def _walk(self) -> CallPath:
         """Let the twin step, and record what it calls."""
         held = [(tensor, storage_of(tensor)) for tensor, _ in self.tensors()]
-        grads = [(param, param.grad) for param in self._params]
-        recorder = CallRecorder(self._root, self.note)
+        grad = self.param.grad
         # Python's profiler, which sees calls of compiled functions, slows down code that makes none.
-        watched = recorder.with_compiled_calls() if self.calls_compiled else contextlib.nullcontext()
+        recorder = (CompiledCallRecorder if self.calls_compiled else CallRecorder)(self._root, self.note)
         try:
-            with (
-                self.note.read(),
-                outside_modes(),
-                eagerly(),
-                NotingFunctions(self.note),
-                self._mode,
-                recorder,
-                watched,
-            ):
-                step_plainly(self.twin)
-            if recorder.problem is not None:
-                raise recorder.problem
-        except CanzonaError:
-            raise
-        except Swallowed as error:
-            raise Untraceable(str(error)) from error
-        except Unrecordable as error:
-            raise Untraceable(f"{error}{blamed(error)}") from error
-        except Exception as error:
-            raise Untraceable(f"its step needs tensor values: {first_line(error)}{blamed(error)}") from error
+            self.attempt(lambda: self.step_eagerly(recorder))
         finally:
-            replaced = any(param.grad is not grad for param, grad in grads)
-            for param, grad in grads:
-                param.grad = grad
+            replaced, self.param.grad = self.param.grad is not grad, grad
         if replaced or any(storage_of(tensor) != place for tensor, place in held):
             raise Untraceable("its step replaces the gradient, or the memory of a tensor")
         recorder.walk.note_varying()
@@ -172,10 +142,10 @@ class DispatchOracle(Oracle):
         self.restore(before)
         with compiled_calls() as calls:
             self._walk()
-        self.calls_compiled = calls.happened
-        if calls.happened:
+        self.calls_compiled = bool(calls)
+        if calls:
             self.restore(before)
-        return calls.happened
+        return self.calls_compiled
 
     def _vary(self, before: TwinMoment) -> None:
         """Find out which numbers depend on hyperparameters, by the same step with others."""
@@ -188,17 +158,20 @@ class DispatchOracle(Oracle):
     # -- graphs ------------------------------------------------------------------------------
 
     def _path(self, walk: CallPath, returned: tuple[Tensor, ...]) -> TracedPath:
-        inputs = [(i, place) for i in own_calls(walk.calls) for place in sorted(walk.calls[i].varying)]
-        return TracedPath(walk.calls, inputs, list(self._names(walk, inputs)), [], returned)
+        own = [(i, walk.calls[i]) for i in own_calls(walk.calls)]
+        inputs = [(i, place) for i, call in own for place in sorted(call.varying)]
+        read = {id(leaf) for _, call in own for leaf in call.leaves}
+        tensors = list({id(tensor): tensor for tensor, _ in self.tensors() if id(tensor) in read}.values())
+        return TracedPath(walk.calls, inputs, list(self._names(walk, inputs)), tensors, returned)
 
     def _names(self, walk: CallPath, inputs: list[NumberPlace]) -> Iterator[str]:
         """Name the numbers by the line that reads them, and by the hyperparameter of equal value if there is one."""
-        tensors, taken = self.names_of_tensors(), set[str]()
+        taken = set[str]()
         own = {key: v for key, v in hypers(self.twin.param_groups[0]).items() if isinstance(v, float | int)}
         for i, place in inputs:
             value = walk.numbers[i][place]
             known = next((key for key, v in own.items() if v == value and key.isidentifier()), None)
-            name = base = unlike(f"{known or 'number'}_at_{walk.calls[i].line}", tensors)
+            name = base = self.own_name(f"{known or 'number'}_at_{walk.calls[i].line}")
             same = 1
             while name in taken:
                 same += 1
@@ -206,49 +179,30 @@ class DispatchOracle(Oracle):
             taken.add(name)
             yield name
 
-    def _trace(self, path: TracedPath, numbers: list[Any]) -> Variant:
-        """Make the functional graph of a path. Its inputs are the tensors that it reads, then its numbers."""
-        if len(path.variants) == MOST_CONSTANTS:
-            constants = ", ".join(sorted(self.bake))
-            raise Untraceable(f"an operator asks for the value of {constants} at capture, and that changes")
+    def _trace(self, path: TracedPath, values: Mapping[int, Any]) -> Variant:
+        """Make the functional graph of a path for the numbers by position."""
         own = {i: path.calls[i] for i in path.own}
-        read = {id(leaf) for call in own.values() for leaf in call.leaves}
-        tensors = list({id(tensor): tensor for tensor, _ in self.tensors() if id(tensor) in read}.values())
-        path.tensors = len(tensors)
-        values = path.at_positions(numbers)
-        names = [f"t{i}" for i in range(len(tensors))] + path.names
+        names = [f"t{i}" for i in range(len(path.tensors))] + path.names
         parts = {i: part_at(path.calls, i) for i, call in own.items() if isinstance(call.func, CompiledEntry)}
-        examples = [*tensors, *(torch.empty((), dtype=torch.float64, device="cpu") for _ in path.names)]
+        examples = [*path.tensors, *(torch.empty((), dtype=torch.float64, device="cpu") for _ in path.names)]
         examples += [tensor for part in parts.values() for tensor in part.examples]
-        module = recorded_module(path, tensors, parts)
-        known = [i for i, name in enumerate(names) if name in self.bake]
-        graph, baked = functional(module, {}, examples, values, known)
-        if any(n.op == "get_attr" for n in graph.nodes):
-            raise Untraceable("its step makes tensors of several Python numbers")
+        graph, baked = self.traced(recorded_module(path, parts), {}, examples, values, names)
         graph = with_compiled_calls(graph, list(parts.values()), len(path.returned), len(names))
         products = [call for i, call in own.items() if in_precision(parts[i].target if i in parts else call.func)]
-        self.bake.update(names[i] for i in baked)
-        sources: list[Source] = [self.source(t, "") for t in tensors]
-        sources += [("scalar", name) for name in path.names]
-        offset = len(path.returned)
-        results = {source: offset + i for i, source in enumerate(sources)}
-        variant = Variant(graph, tuple(sources), results, baked, give_precisions(graph, products))
-        path.variants.append(variant)
-        self.variants.append(variant)
-        return variant
+        sources = [self.source(tensor, "") for tensor in path.tensors] + [("scalar", name) for name in path.names]
+        return Variant.of(graph, sources, len(path.returned), baked, give_precisions(graph, products))
 
 
-def recorded_module(path: TracedPath, tensors: list[Tensor], parts: Mapping[int, CompiledPart]) -> fx.GraphModule:
+def recorded_module(path: TracedPath, parts: Mapping[int, CompiledPart]) -> fx.GraphModule:
     """Write the calls of a path as a graph, in order and with their writes.
 
     Args:
         path: the path.
-        tensors: the tensors of the twin that its calls read.
         parts: its calls of compiled functions, by index. What they give are the last inputs of the graph, and what they
             are given are its last outputs, see `with_compiled_calls`.
     """
     written = RecordedGraph("its step reads a tensor that is neither parameter, gradient nor state")
-    for i, tensor in enumerate(tensors):
+    for i, tensor in enumerate(path.tensors):
         written.stands_for(written.input(f"t{i}"), tensor)
     inputs = list(map(written.input, path.names))
     for index, part in parts.items():

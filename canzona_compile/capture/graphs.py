@@ -1,6 +1,6 @@
-"""Turn Dynamo's graph into a functional ATen graph whose scalars are still symbolic.
+"""Graphs of what was recorded: written as calls, in order and with their writes, and then without writes.
 
-AOTAutograd would not do: its tensorify pass turns `add(x, u, alpha=-lr)` back into a graph with lr as a
+AOTAutograd would not do for the second: its tensorify pass turns `add(x, u, alpha=-lr)` back into a graph with lr as a
 constant, so that a schedule would recompile every step. `make_fx` of a functionalized run keeps `.item()`
 and the scalar arithmetic after it.
 """
@@ -16,8 +16,105 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
+from canzona_compile.capture.recording import RecordedCall, is_constant, number_in
+from canzona_compile.capture.variant import Untraceable
 from canzona_compile.compat.torch_private import FakeTensorMode
 from canzona_compile.ir.fx_utils import ancestors
+
+
+class RecordedGraph:
+    """A graph that grows by recorded calls.
+
+    Args:
+        foreign: why calls cannot be written that read a tensor which is neither an input nor computed by calls before.
+
+    Attributes:
+        graph: the graph.
+    """
+
+    def __init__(self, foreign: str) -> None:
+        self.graph, self._foreign = fx.Graph(), foreign
+        self._nodes: dict[int, fx.Node] = {}
+
+    def input(self, name: str) -> fx.Node:
+        """Add an input."""
+        return self.graph.placeholder(name)
+
+    def stands_for(self, node: fx.Node, tensor: Tensor) -> None:
+        """Let a node give a tensor of the path, unless another one gives it already."""
+        node.meta["val"] = node.meta["example_value"] = tensor
+        self._nodes.setdefault(id(tensor), node)
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """Return the node that gives a tensor.
+
+        Raises:
+            Untraceable: there is none.
+        """
+        if id(tensor) not in self._nodes:
+            raise Untraceable(self._foreign)
+        return self._nodes[id(tensor)]
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Tell whether a node gives a tensor."""
+        return id(tensor) in self._nodes
+
+    def call(self, call: RecordedCall, numbers: Mapping[int, fx.Node]) -> None:
+        """Write a call.
+
+        Args:
+            call: the call.
+            numbers: nodes for some of its numbers, by place among these. Others are constants.
+
+        Raises:
+            Untraceable: it reads a tensor that has no node.
+        """
+        if call.func is torch.ops.aten.lift_fresh.default and is_constant(call.leaves[0]):
+            constant = call.leaves[0]
+            number = numbers.get(0, number_in(constant))
+            options = {"dtype": constant.dtype, "device": call.result.device}
+            node = self.graph.call_function(torch.ops.aten.full.default, ([], number), options)
+        else:
+            at = -1
+
+            def leaf_node(leaf: Any) -> Any:
+                if at in call.numbers and (place := call.numbers.index(at)) in numbers:
+                    return numbers[place]
+                return self.node_of(leaf) if isinstance(leaf, Tensor) else leaf
+
+            def argument(value: Any) -> Any:
+                nonlocal at
+                at += 1
+                if not isinstance(value, list | tuple):
+                    return leaf_node(value)
+                entries = []
+                for entry in value:
+                    at += 1
+                    entries.append(leaf_node(entry))
+                return entries
+
+            args = tuple(argument(value) for value in call.args)
+            kwargs = {name: argument(value) for name, value in call.kwargs.items()}
+            node = self.graph.call_function(call.func, args, kwargs)
+        self._name_results(node, call.result)
+
+    def put(self, tensor: Tensor, value: fx.Node) -> None:
+        """Write a value into a tensor that has a node."""
+        self.graph.call_function(torch.ops.aten.copy_.default, (self.node_of(tensor), value))
+
+    def copy(self, tensor: Tensor) -> fx.Node:
+        """Copy a tensor as it is now."""
+        return self.graph.call_function(torch.ops.aten.clone.default, (self.node_of(tensor),))
+
+    def _name_results(self, node: fx.Node, result: Any) -> None:
+        """Remember which node gives which tensor. What writes to its operand gives that, which has a node."""
+        if isinstance(result, Tensor):
+            self.stands_for(node, result)
+        elif isinstance(result, list | tuple):
+            node.meta["val"] = tuple(result)
+            for i, entry in enumerate(result):
+                item = self.graph.call_function(lambda values, i: values[i], (node, i))
+                self._name_results(item, entry)
 
 
 def functional(
@@ -27,17 +124,17 @@ def functional(
     values: Mapping[int, float],
     bake: Iterable[int] = (),
 ) -> tuple[fx.Graph, dict[int, float]]:
-    """Trace a functional form of Dynamo's `gm`.
+    """Trace a functional form of a graph.
 
     Args:
-        gm: Dynamo's graph.
+        gm: Dynamo's graph, or one of recorded calls.
         static: tensors that the graph reads as attributes, by attribute name.
         inputs: one per placeholder: a tensor to imitate, or a number.
         values: the present values of the scalar placeholders (0-d float64 tensors), by position.
         bake: positions of scalars that had to be constants in a similar graph.
 
     Returns:
-        A graph over placeholders [*static, *inputs], whose output is a flat tuple: Dynamo's outputs
+        A graph over placeholders [*static, *inputs], whose output is a flat tuple: the outputs of `gm`
         first, then the final value of every placeholder (itself if the graph does not write it). And the
         scalars that had to become constants because an operator's shape rule asks for their value
         (torch.addmm does for beta): the baked values by position.

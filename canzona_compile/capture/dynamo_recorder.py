@@ -1,4 +1,4 @@
-"""Dynamo as tracer and as control-flow oracle.
+"""Dynamo as tracer, and as guard of the control flow.
 
 The optimizer's own step is compiled on a twin with fake tensors, with a backend that computes nothing. The first call
 captures the graph. Every later call only evaluates Dynamo's guards, and tells which variant the step takes and with
@@ -14,26 +14,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from canzona_compile.capture.dynamo import as_oracle, compiled, eagerly, outside_modes
-from canzona_compile.capture.error_origin import blamed, first_line
-from canzona_compile.capture.functional import functional
+from canzona_compile.capture.dynamo import as_recorder, compiled
 from canzona_compile.capture.no_collectives import NoCollectives
-from canzona_compile.capture.oracle import MOST_CONSTANTS, Oracle, TwinMoment, matches, unlike
-from canzona_compile.capture.raised import NotingFakeMode, NotingFunctions, NotingShapeEnv, Swallowed
-from canzona_compile.capture.twin import plain_step, step_plainly
+from canzona_compile.capture.raised import Swallowed
+from canzona_compile.capture.recorder import StepRecorder
+from canzona_compile.capture.twin import plain_step
 from canzona_compile.capture.variant import Answer, Scalars, Untraceable, Variant
-from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode, mark_static
-from canzona_compile.errors import CanzonaError
+from canzona_compile.compat.torch_private import FakeTensor, mark_static
 
 
-class DynamoOracle(Oracle):
-    """Captures with Dynamo. The attributes are those of `Oracle`."""
+class DynamoRecorder(StepRecorder):
+    """Captures with Dynamo. The attributes are those of `StepRecorder`."""
 
     way: ClassVar[str] = "Dynamo"
+    with_numbers: ClassVar[bool] = True
     reads_counters: ClassVar[bool] = True
-
-    def _fake_mode(self) -> FakeTensorMode:
-        return NotingFakeMode(self.note, shape_env=NotingShapeEnv(self.note))
 
     def prepare(self) -> None:
         """Compile the twin's step, which traces nothing yet."""
@@ -49,39 +44,23 @@ class DynamoOracle(Oracle):
     def ask(self) -> Answer:
         """Evaluate Dynamo's guards; trace if none fit."""
         self._asked = None
-        try:
-            with self.note.read(), as_oracle():
-                self._step(self.twin)
-        except CanzonaError:
-            raise
-        except Swallowed as error:
-            raise Untraceable(str(error)) from error
-        except Untraceable as error:
-            raise Untraceable(f"{error}{blamed(error)}") from error
-        except Exception as error:
-            raise Untraceable(f"Dynamo cannot trace its step: {first_line(error)}{blamed(error)}") from error
+        self.attempt(self._evaluate, "Dynamo cannot trace its step")
         if self._asked is None:
             raise Untraceable("its step contains no tensor operation that Dynamo could capture")
         return Answer(*self._asked, self._returned)
 
-    def check_errors(self, variant: Variant, before: TwinMoment) -> None:
-        """Raise, too, if the eager step catches an error that only fake tensors have.
+    def _evaluate(self) -> None:
+        with as_recorder():
+            self._step(self.twin)
 
-        What Dynamo does not trace it runs as written, with nothing that could note errors of all functions of torch.
-        """
-        now = self.moment()
-        self.restore(before)
+    def check_swallowed(self) -> None:
+        """Take the step as written: what Dynamo does not trace it runs without noting errors of functions of torch."""
         try:
-            with self.note.read(), outside_modes(), eagerly(), NotingFunctions(self.note), self._mode, NoCollectives():
-                step_plainly(self.twin)
-        except CanzonaError:
+            self.attempt(lambda: self.step_eagerly(NoCollectives()))
+        except Swallowed:
             raise
-        except Swallowed as error:
-            raise Untraceable(str(error)) from error
-        except Exception:  # an error that the step does not catch; Dynamo traces some of what has no values
+        except Untraceable:  # an error that the step does not catch; Dynamo traces some of what has no values
             pass
-        self.restore(now)
-        super().check_errors(variant, before)
 
     def _backend(self, gm: fx.GraphModule, _examples: Sequence[Any]) -> Callable[..., Any]:
         static = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
@@ -89,8 +68,7 @@ class DynamoOracle(Oracle):
         returned = next(n for n in gm.graph.nodes if n.op == "output").args[0]
         changed = settings_of(gm.graph)
         examples = [n.meta.get("example_value") for n in inputs]
-        taken = self.names_of_tensors()
-        names = [unlike(scalar_name(n.target), taken) for n in inputs]
+        names = [self.own_name(scalar_name(n.target)) for n in inputs]
         found: list[Variant] = []
 
         def call(*args: Any) -> tuple[Any, ...]:
@@ -99,23 +77,14 @@ class DynamoOracle(Oracle):
             if self._asked is not None:
                 raise Untraceable("the step breaks into several graphs with tensor work")
             values = {i: n for i, a in enumerate(args) if (n := number(a)) is not None}
-            variant = next((v for v in found if matches(v, values)), None)
-            if variant is None:
-                if len(found) == MOST_CONSTANTS:
-                    constants = ", ".join(sorted(self.bake))
-                    raise Untraceable(f"an operator asks for the value of {constants} at capture, and that changes")
-                known = [i for i, name in enumerate(names) if name in self.bake]
-                graph, baked = functional(gm, static, examples, values, known)
-                if any(n.op == "get_attr" for n in graph.nodes):
-                    raise Untraceable("its step makes tensors of Python numbers, as torch.tensor(3.0) does")
-                self.bake.update(names[i] for i in baked)
+
+            def make() -> Variant:
+                graph, baked = self.traced(gm, static, examples, values, names)
                 sources = [self.source(t, "constant") for t in static.values()]
                 sources += [self.source(a, name) for a, name in zip(args, names, strict=True)]
-                offset = len(returned)
-                results = {source: offset + i for i, source in enumerate(sources)}
-                variant = Variant(graph, tuple(sources), results, baked)
-                found.append(variant)
-                self.variants.append(variant)
+                return Variant.of(graph, sources, len(returned), baked)
+
+            variant = self.variant_for(found, values, make)
             self._asked = variant, {names[i]: value for i, value in values.items()}
             given = dict(zip(inputs, args, strict=True))
             self._returned = tuple(result_of(n, given) if isinstance(n, fx.Node) else n for n in returned)

@@ -1,0 +1,242 @@
+"""A twin of an optimizer on parameters that have no values: what it holds, and how it steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from canzona_compile.capture.compiled_calls import compiled_calls
+from canzona_compile.capture.copies import with_own_containers
+from canzona_compile.capture.dynamo import eagerly, outside_modes
+from canzona_compile.capture.error_origin import blamed, first_line
+from canzona_compile.capture.external_counters import Counts, counts_of, give_counts, step_alone
+from canzona_compile.capture.leaves import paths_of, python_leaves, read, state_leaves, structure_of, write
+from canzona_compile.capture.no_collectives import NoCollectives
+from canzona_compile.capture.raised import Note, NotingFakeMode, NotingFunctions, NotingShapeEnv, Swallowed
+from canzona_compile.capture.twin import NOT_COPIED, hypers, make_twin, rebound, step_plainly
+from canzona_compile.capture.variant import FormChange, ParameterSpec, Source, Untraceable
+from canzona_compile.compat.torch_private import pytree
+from canzona_compile.errors import CanzonaError
+
+NEEDS_VALUES = "its step needs tensor values"
+
+Replaced = tuple[str, Tensor, Tensor]  # the leaf of the state, the tensor before, the tensor now
+
+
+class TwinMoment(NamedTuple):
+    """What a twin holds: the leaves of its state, its parameter group, its counters elsewhere."""
+
+    leaves: Mapping[str, Any]
+    group: Mapping[str, Any]
+    counts: Counts
+
+
+class FakeTwin:
+    """A twin that steps parameters which have no values.
+
+    Attributes:
+        params: the parameters.
+        param: the first one of them, whose state the methods are about.
+        twin: the optimizer that steps them in place of the real one.
+        first_leaves: the leaves of the state that the first step left.
+        structure: the containers of that state.
+        paths: where in the state its leaves are.
+        counts: the numbers that the first step changed outside of the state.
+        calls_compiled: whether the first step called functions that users compiled.
+        note: gets the errors that steps meet, as their code may catch them.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: Mapping[str, Any],
+        spec: ParameterSpec,
+        with_numbers: bool,
+        state: Mapping[str, Any] | None = None,
+        count: int = 1,
+    ) -> None:
+        """Make the twin, and take its first step.
+
+        Args:
+            optimizer: the optimizer.
+            group: the parameter group.
+            spec: the shape, the dtypes and the device of a parameter.
+            with_numbers: whether numbers that are read of tensors can be computed with, though they have no values.
+            state: an example of a parameter's state; None takes the state that the first step leaves.
+            count: the number of parameters.
+
+        Raises:
+            Untraceable: the step needs values.
+            UnsupportedOptimizer: the optimizer communicates by itself, or keeps statistics outside of its state.
+        """
+        self.note = Note()
+        self.mode = NotingFakeMode(self.note, shape_env=NotingShapeEnv(self.note) if with_numbers else None)
+        with self.mode, NoCollectives():
+            self.params = [
+                spec.parameter(lambda dtype: torch.empty(spec.shape, dtype=dtype, device=spec.device))
+                for _ in range(count)
+            ]
+            own = {k: self.mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in one_by_one(group).items()}
+            self.param, self.twin = self.params[0], make_twin(optimizer, own, self.params)
+            self._first_step()
+            if state is not None:
+                self.twin.state.update((param, blank_state(state)) for param in self.params)
+        self.first_leaves = self.leaves()
+        self.structure = structure_of(self.state)
+        self.paths = paths_of(self.structure)
+        self._counters = list(python_leaves(self.state))
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def attempt(self, step: Callable[[], Any], problem: str = NEEDS_VALUES) -> None:
+        """Take a step. An error voids the recording, also one that only the recording has and the step's code catches.
+
+        Args:
+            step: takes it.
+            problem: what it means that the step fails.
+
+        Raises:
+            Swallowed: the code caught an error, and the step has ended without one.
+            Untraceable: the step failed.
+            UnsupportedOptimizer: the step was refused.
+        """
+        try:
+            with self.note.read():
+                step()
+        except (CanzonaError, Swallowed):
+            raise
+        except Untraceable as error:
+            raise Untraceable(f"{error}{blamed(error)}") from error
+        except Exception as error:
+            raise Untraceable(f"{problem}: {first_line(error)}{blamed(error)}") from error
+
+    def step_eagerly(self, mode: AbstractContextManager[Any]) -> None:
+        """Let the twin step as written, inside a mode."""
+        with outside_modes(), eagerly(), NotingFunctions(self.note), self.mode, mode:
+            step_plainly(self.twin)
+
+    def _first_step(self) -> None:
+        """Create the state by an eager step on fake tensors."""
+
+        def first() -> None:
+            with NotingFunctions(self.note), compiled_calls() as calls:
+                self.counts = step_alone(self.twin)
+            self.calls_compiled = bool(calls)
+
+        self.attempt(first)
+        for param in self.params:
+            if param.grad is None:
+                raise Untraceable("its step drops gradients")
+            param.grad = torch.empty_like(param.grad)  # another tensor than one that the state may hold
+
+    # -- numbers and attributes --------------------------------------------------------------------------
+
+    def set_numbers(self, group: Mapping[str, Any], counts: Counts | None = None) -> dict[str, Any]:
+        """Give the twin hyperparameters and counters for its next step, and return them as it sees them."""
+        give_counts(self.twin, counts or {}, self.counts)
+        own, group = self.twin.param_groups[0], one_by_one(group)
+        for counter in own.keys() - group.keys() - {"params"}:  # the twin's last step made these
+            del own[counter]
+        own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
+        return group
+
+    def refresh(self, optimizer: Optimizer) -> None:
+        """Give the twin the attributes that the optimizer has now."""
+        own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
+        for name in vars(self.twin).keys() - own.keys() - NOT_COPIED:
+            del vars(self.twin)[name]
+        own = rebound(own, optimizer, self.twin)
+        vars(self.twin).update(with_own_containers(own))
+
+    def counters(self) -> dict[str, Any]:
+        """Return the Python leaves of the state, by name."""
+        return {name: read(self.state, self.paths[name]) for name in self._counters}
+
+    # -- tensors and state -------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the twin's parameter."""
+        found: dict[str, Any] = self.twin.state[self.param]
+        return found
+
+    def leaves(self) -> dict[str, Any]:
+        """Return the leaves of the state, by name."""
+        return dict(state_leaves(self.twin.state.get(self.param, {})))
+
+    def put(self, leaves: Mapping[str, Any]) -> None:
+        """Write leaves to the state. Names that it lacks are ignored."""
+        for name, value in leaves.items():
+            if name in self.paths:
+                write(self.state, self.paths[name], value, {})
+
+    def moment(self) -> TwinMoment:
+        """Return what the twin holds now."""
+        return TwinMoment(self.leaves(), hypers(self.twin.param_groups[0]), counts_of(self.twin))
+
+    def restore(self, moment: TwinMoment) -> None:
+        """Give the twin what it held at a moment."""
+        self.set_numbers(moment.group, moment.counts)
+        self.put(moment.leaves)
+
+    def tensors(self) -> list[tuple[Tensor, Source]]:
+        """List the twin's own tensors, each with its source."""
+        state = [(leaf, ("state", name)) for name, leaf in self.leaves().items()]
+        hyperparameters = [(value, ("scalar", name)) for name, value in self.twin.param_groups[0].items()]
+        known = [(self.param, ("param",)), (self.param.grad, ("grad",)), *state, *hyperparameters]
+        return [(value, source) for value, source in known if isinstance(value, Tensor)]
+
+    def replaced(self, before: Mapping[str, Any]) -> list[Replaced]:
+        """Find the state tensors that the twin's step put in place of others.
+
+        Args:
+            before: the leaves of the state before the step.
+
+        Returns:
+            The name of each leaf, the tensor before and the tensor now.
+
+        Raises:
+            Untraceable: the state is of another form now.
+        """
+        now = self.leaves()
+        if before.keys() != now.keys():
+            raise Untraceable(f"its step changes what its state holds: {sorted(before.keys() ^ now.keys())}")
+        found = []
+        for name, value in before.items():
+            new = now[name]
+            if isinstance(value, Tensor) != isinstance(new, Tensor):
+                raise Untraceable(f"its step changes what its state holds: {name!r}")
+            if not isinstance(value, Tensor) or new is value:
+                continue
+            if (new.shape, new.dtype) != (value.shape, value.dtype):
+                raise Untraceable(f"its step changes the shape or dtype of the state {name!r}")
+            if new.stride() != value.stride():
+                raise FormChange(f"its step changes the strides of the state {name!r}")
+            found.append((name, value, new))
+        return found
+
+
+def one_by_one(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a parameter group so that its step uses plain operators, not `foreach` or `fused` implementations.
+
+    The graph of such a step shows what work there is. Elementwise work runs in the optimizer's own step with the
+    unchanged parameter group. Other graphs must give the bits of that step (`eager_parity`).
+    """
+    return {**group, **{key: False for key in ("foreach", "fused") if key in group}}
+
+
+def blank_state(state: Mapping[str, Any]) -> Any:
+    """Make a state like a real one, with a whole tensor for each of its tensors, which may be a DTensor."""
+    return pytree.tree_map(
+        lambda leaf: (
+            torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+            if isinstance(leaf, Tensor)
+            else leaf
+        ),
+        dict(state),
+    )
