@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from canzona_compile.machine.hardware import Hardware
+from canzona_compile.report.markdown import rows
 from canzona_compile.report.units import format_bytes, format_flops, format_seconds
-from canzona_compile.tools.planning.markdown import rows
 from reproduction_cases import PEAK, PLANNERS, TOKENS, UTILISATION, Case, Iteration, ScaleRow
 
 RANKS = 256

@@ -6,7 +6,6 @@ run; it counts symmetric products in full, and no padding. `report.prediction` s
 
 from __future__ import annotations
 
-import io
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from rich.jupyter import JupyterMixin
 
 from canzona_compile.analysis.step_time import load_of
 from canzona_compile.errors import InvalidStep
+from canzona_compile.ir.bucket import Bucket
 from canzona_compile.ir.layout import Box, Grid, Shape
 from canzona_compile.ir.step import (
     Act,
@@ -33,11 +33,12 @@ from canzona_compile.ir.step import (
     Task,
 )
 from canzona_compile.machine.hardware import hardware_of
-from canzona_compile.report.data_parallel import data_parallel_report
 from canzona_compile.report.measured import measured_report
-from canzona_compile.report.measured_table import measured_remark
 from canzona_compile.report.prediction import predict
+from canzona_compile.report.run_page import run_page
 from canzona_compile.report.schema import (
+    BucketReport,
+    DataParallelReport,
     Facts,
     Figures,
     GridReport,
@@ -49,7 +50,8 @@ from canzona_compile.report.schema import (
     TemplateReport,
     WireReport,
 )
-from canzona_compile.report.terminal import render
+from canzona_compile.report.sections import measured_remark
+from canzona_compile.report.terminal import printed, render
 from canzona_compile.report.units import plural
 
 __all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]
@@ -71,14 +73,10 @@ class Report(Figures, JupyterMixin):
 
     def to_text(self, width: int = 80) -> str:
         """Render the report without colours, `width` columns wide."""
-        console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
-        console.print(self)
-        assert isinstance(console.file, io.StringIO)
-        lines = console.file.getvalue().splitlines()
-        return "".join(f"{line.rstrip()}\n" for line in lines)
+        return printed(self, width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield render(self)
+        yield render(run_page(self))
 
     def __str__(self) -> str:
         return self.to_text()
@@ -285,3 +283,31 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
         LoadReport(rank, tasks[rank], sum(found.values()), dict(sorted(found.items())))
         for rank, found in sorted(flops.items())
     )
+
+
+def data_parallel_report(buckets: Sequence[Bucket]) -> DataParallelReport | None:
+    """Work out the figures of the buckets of a step.
+
+    Args:
+        buckets: all buckets; their gradients travel in their own dtype.
+
+    Returns:
+        The figures; None if there are no buckets.
+    """
+    if not buckets:
+        return None
+    owners = len(buckets[0].lengths)
+    found = tuple(
+        BucketReport(
+            b.index,
+            str(b.dtype).removeprefix("torch."),
+            len(b.names),
+            b.elements,
+            b.padding,
+            b.uniform,
+            b.lengths,
+        )
+        for b in buckets
+    )
+    moved = sum(b.starts[-1] * b.dtype.itemsize for b in buckets) * (owners - 1) // owners
+    return DataParallelReport(owners, found, moved, 0, moved)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
-from rich.table import Table
-from rich.text import Text
 
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
+from canzona_compile.report.page import Page, Table, Words
+from canzona_compile.report.terminal import printed, render
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.cells import check_whole
 from canzona_compile.session.given_layout import check_marked
@@ -79,24 +78,19 @@ class Explanation(JupyterMixin):
         return asdict(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=f"canzona explains {self.optimizer}", title_justify="left")
-        for column in ("parameter", "shape", "how", "why"):
-            table.add_column(column, overflow="fold")
         alike: dict[Any, list[ExplainedParameter]] = {}
         for row in self.parameters:
             alike.setdefault(row.treatment, []).append(row)
-        for (shape, how, why), rows in alike.items():
-            ranks = sorted({row.rank for row in rows if row.rank is not None})
+        rows = []
+        for (shape, how, why), own in alike.items():
+            ranks = sorted({row.rank for row in own if row.rank is not None})
             said = on_rank(*ranks) + why if ranks else why
-            names = Text(some([row.name for row in rows]))
-            table.add_row(names, format_shape(shape), Text(how, style=STYLES[how]), Text(said))
-        yield table
+            rows.append((some([row.name for row in own]), format_shape(shape), Words(how, STYLES[how]), said))
+        title = f"canzona explains {self.optimizer}"
+        yield render(Page((Table(("parameter", "shape", "how", "why"), tuple(rows), title, framed=True),)))
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120, color_system=None)
-        console.print(self)
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
+        return printed(self, 120)
 
     __repr__ = __str__
 

@@ -1,128 +1,30 @@
-"""The parts of texts for terminals: a headline in a panel, titled sections, tables without lines.
-
-Users choose names, so every cell is a `Text` and never markup.
-"""
+"""Sections that the pages of runs and of plans have in common."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.constrain import Constrain
-from rich.padding import Padding
-from rich.panel import Panel
-from rich.rule import Rule
-from rich.segment import Segment
-from rich.table import Table
-from rich.text import Text
-
-from canzona_compile.report.charts import fill
-from canzona_compile.report.units import format_bytes, format_flops
+from canzona_compile.report.page import (
+    Bar,
+    Bars,
+    Block,
+    Detail,
+    Event,
+    Fill,
+    Listing,
+    Section,
+    Table,
+    Words,
+    note,
+    rows_of,
+)
+from canzona_compile.report.schema import LoadReport, MeasuredReport
+from canzona_compile.report.terminal import columns as columns  # for pages that are not built of sections yet
+from canzona_compile.report.units import format_bytes, format_seconds, plural
 
 MOST_ROWS = 40  # of a table; more are summed up
-WIDEST = 120  # columns of a page
-IN_ASCII = str.maketrans("█▓▒░·─├…▁▂▃▄▅▆▇▏▎▍▌▋▊▉", "#=%:.-|~_.:-=+*   ####")
-
-
-@dataclass(frozen=True, slots=True)
-class Encodable:
-    """A renderable in the letters that the console's encoding has.
-
-    If the encoding is not Unicode, stand-ins replace the letters of charts, and "?" replaces any other missing letter.
-    """
-
-    content: RenderableType
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for segment in console.render(self.content, options):
-            if options.ascii_only:
-                text = segment.text.translate(IN_ASCII).encode(options.encoding, "replace").decode(options.encoding)
-                segment = Segment(text, segment.style, segment.control)
-            yield segment
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A part of a page. A page leaves a section out if it has no body.
-
-    Attributes:
-        title: one word or two.
-        caption: a few words on the figures below it; may be empty.
-        body: from top to bottom.
-    """
-
-    title: str
-    caption: str
-    body: Iterable[RenderableType]
-
-
-def page(headline: RenderableType, sections: Iterable[Section]) -> RenderableType:
-    """Lay out a page that is at most `WIDEST` columns wide and prints on a terminal of any encoding.
-
-    Args:
-        headline: the part above all sections.
-        sections: from top to bottom.
-
-    Returns:
-        What a console prints.
-    """
-    parts = [headline]
-    for section in sections:
-        if body := list(section.body):
-            caption = f" ── {section.caption}" if section.caption else ""
-            title = Text.assemble(("── ", "dim"), (section.title, "bold"), (caption, "dim"))
-            parts += [Text(), Rule(title, align="left", style="dim"), Padding(Group(*body), (0, 0, 0, 2))]
-    return Constrain(Encodable(Group(*parts)), WIDEST)
-
-
-def headline_panel(title: Text, figures: Sequence[tuple[Text, str]], remarks: Iterable[str]) -> Panel:
-    """Frame the most important figures.
-
-    Args:
-        title: what the page is about.
-        figures: each value, and what it counts, in a line or two.
-        remarks: lines below the figures; empty ones are left out.
-
-    Returns:
-        The panel.
-    """
-    grid = Table.grid(expand=True)
-    for _ in figures:
-        grid.add_column(justify="center", ratio=1)
-    grid.add_row(*(value for value, _ in figures))
-    grid.add_row(*(Text(name, "dim") for _, name in figures))
-    lines = [Text(remark, justify="center") for remark in remarks if remark]
-    return Panel(Group(grid, Text(), *lines), title=title, title_align="left", border_style="dim")
-
-
-def columns(*headers: str) -> Table:
-    """Begin a table without lines, whose cells keep to one line.
-
-    Args:
-        headers: the headers of its columns; a header that begins with > makes its column right-aligned.
-
-    Returns:
-        The table without rows.
-    """
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for header in headers:
-        table.add_column(header.lstrip(">"), justify="right" if header.startswith(">") else "left", no_wrap=True)
-    return table
-
-
-def listing(rows: Iterable[tuple[Text, Text]]) -> Table:
-    """List sentences behind bullets or short names. The lines of a long sentence are aligned with its beginning."""
-    grid = Table.grid(padding=(0, 1))
-    for bullet, sentence in rows:
-        grid.add_row(bullet, sentence)
-    return grid
-
-
-def bullets(sentences: Sequence[str]) -> list[RenderableType]:
-    """List sentences, each with a bullet; nothing if there are none."""
-    return [listing((Text("-"), Text(sentence)) for sentence in sentences)] if sentences else []
+SMALL = 0.002  # of a step: phases that take less are left out if nothing predicts them
 
 
 def names_by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -138,43 +40,110 @@ def formula_text(formula: str) -> str:
     return formula.replace("**", "^").replace("*", " ")
 
 
-@dataclass(frozen=True, slots=True)
-class MicroGroupRow:
-    """A row of the table of micro-groups.
-
-    Attributes:
-        index: its number in the step.
-        grid: the ranks that share its tasks.
-        tasks: how many matrices it has.
-        sizes: bytes that ranks send to other ranks: to gather, to scatter and to exchange.
-        makespan_flops: FLOPs of its busiest owner.
-    """
-
-    index: int
-    grid: str
-    tasks: int
-    sizes: tuple[int, int, int]
-    makespan_flops: int
+def bullets(sentences: Sequence[str]) -> tuple[Block, ...]:
+    """List sentences, each with a bullet; nothing if there are none."""
+    return (Listing(tuple(("", sentence) for sentence in sentences)),) if sentences else ()
 
 
-def micro_group_table(rows: Sequence[MicroGroupRow]) -> list[RenderableType]:
+def load_section(loads: Sequence[LoadReport], *more: Block) -> Section:
+    """Show the FLOPs of every rank by micro-group, and more below."""
+    groups = sorted({group for load in loads for group in load.by_group})
+    values = [tuple(load.by_group.get(group, 0) for group in groups) for load in loads]
+    counts = [plural(load.tasks, "matrix", "matrices") for load in loads]
+    found = tuple(Bar(load.rank, own, (said,)) for load, own, said in zip(loads, values, counts, strict=True))
+    drawn = Bars("Work per rank", "FLOP", tuple((f"micro-group {g}", g) for g in groups), found, of="rank")
+    return Section("Load", (*([drawn] if loads else []), *more), "FLOPs of each rank per step")
+
+
+def group_section(groups: Sequence[object], where: Sequence[tuple[str, int]]) -> Section:
     """Show what each micro-group moves and computes. The fill in its row is the legend of all charts.
 
     Args:
-        rows: in the order of the step; one row sums up those after the first `MOST_ROWS`.
-
-    Returns:
-        The table and what it leaves out; nothing if there are no micro-groups.
+        groups: reports or forecasts of them, in the order of the step. A line sums up those after `MOST_ROWS`.
+        where: for each of them, the ranks that share its tasks, and how many tasks it has.
     """
-    if not rows:
-        return []
-    table = columns("", ">#", "grid", ">matrices", ">gather", ">scatter", ">exchange", ">busiest owner")
-    for row in rows[:MOST_ROWS]:
-        letter, colour = fill(row.index)
-        sizes = [format_bytes(size) if size else "-" for size in row.sizes]
-        cells = (str(row.index), row.grid, str(row.tasks), *sizes, format_flops(row.makespan_flops))
-        table.add_row(Text(letter * 2, colour), *map(Text, cells))
-    if hidden := rows[MOST_ROWS:]:
-        size = format_bytes(sum(sum(row.sizes) for row in hidden))
-        return [table, Text(f"and {len(hidden)} more, {size}", "dim")]
-    return [table]
+    sent = rows_of(groups, "gather_bytes", "scatter_bytes", "exchange_bytes")
+    rows = tuple(
+        (Fill(index), index, *own, *(size or None for size in sizes), flops)
+        for (index, flops), own, sizes in zip(rows_of(groups, "index", "makespan_flops"), where, sent, strict=True)
+    )
+    headers = ("", "#:n", "grid", "matrices:n", "gather:B", "scatter:B", "exchange:B", "busiest owner:FLOP")
+    parts: list[Block] = [Table(headers, rows[:MOST_ROWS], "Micro-groups")] if rows else []
+    if hidden := len(rows[MOST_ROWS:]):
+        every = Section(f"All {len(rows)} micro-groups", (Table(headers, rows, "All micro-groups"),), folded=True)
+        size = format_bytes(sum(map(sum, sent[MOST_ROWS:])))
+        parts += [note(f"and {hidden} more, {size}", "dim"), Detail((every,))]
+    return Section("Micro-groups", tuple(parts), "bytes that leave a rank, summed over all ranks")
+
+
+def event(act: str, stream: str, number: int, begin: float, end: float) -> Event:
+    """Show an act of a rank or a link.
+
+    Args:
+        act: an act of the schedule: "compute", "start gather", "prepare", ...
+        stream: "compute" for the work of a processor, else the name of a link.
+        number: the index of its micro-group.
+        begin, end: seconds from the begin of the step.
+    """
+    word = act.split()[-1]
+    return Event(begin, end, "elementwise" if stream == "compute" != word else word, number)
+
+
+# -- measured steps ----------------------------------------------------------------------------
+
+
+def measured_section(report: MeasuredReport | None) -> Section:
+    """Show measured steps: a row per phase, the whole step below, predictions beside; nothing if there are none."""
+    if report is None:
+        return Section("Measured", ())
+    caption = f"{plural(report.steps, 'step')} on {plural(report.ranks, 'rank')}, by {report.clock}"
+    return Section("Measured", tuple(measured_parts(report)), caption)
+
+
+def measured_parts(report: MeasuredReport) -> Iterator[Block]:
+    rows = [
+        (
+            *(Words(p.name, about=p.about), p.mean, p.worst, f"{format_seconds(p.slowest)} ({p.slowest_rank})"),
+            *(p.skew, p.predicted, error_text(p.error)),
+        )
+        for p in report.phases
+        if p.mean >= SMALL * report.seconds or p.predicted
+    ]
+    seconds = [format_seconds(s) for s in (report.seconds, report.worst_seconds, report.predicted_seconds)]
+    total = [Words(own, "bold") for own in ("step", *seconds[:2], "", "", seconds[2], error_text(report.error))]
+    headers = ("phase", "mean:s", "longest step:s", "slowest rank:>", "skew:n", "predicted:s", "error:>")
+    yield Table(headers, (*rows, tuple(total)), "Measured phases")
+    yield note(
+        f"computing waited {format_seconds(report.exposed)} for communication, "
+        f"{format_seconds(report.exposed_worst)} on the rank that waited longest"
+    )
+    if report.overlapped:
+        yield note(f"{format_seconds(report.overlapped)} of it at the same time on several streams", "dim")
+    yield note(rates_text(report.assumed), "dim")
+
+
+def measured_remark(report: MeasuredReport | None) -> str:
+    """The measured step and its prediction in one line, for the headline; empty if nothing was measured."""
+    if report is None:
+        return ""
+    return (
+        f"measured step {format_seconds(report.seconds)}, simulated {format_seconds(report.predicted_seconds)} "
+        f"({error_text(report.error)}, {rates_label(report.assumed)})"
+    )
+
+
+def rates_label(assumed: Sequence[str]) -> str:
+    """Say in two words whether all rates of a prediction were measured."""
+    return "assumed rates" if assumed else "measured rates"
+
+
+def rates_text(assumed: Sequence[str]) -> str:
+    """Say which rates predictions use."""
+    if not assumed:
+        return "predicted by simulation, with rates that were measured on this machine"
+    return f"predicted by simulation; assumed rates: {', '.join(assumed)}"
+
+
+def error_text(error: float | None) -> str:
+    """An error in percent, with its sign."""
+    return "-" if error is None else f"{error:+.0%}"

@@ -63,6 +63,11 @@ def format_bandwidth(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:g} GB/s"
 
 
+def format_quantity(value: float, unit: str) -> str:
+    """Format a quantity whose unit is "FLOP", "B" or "s"."""
+    return {"FLOP": format_flops, "B": format_bytes, "s": format_seconds}[unit](value)
+
+
 def format_shape(shape: Sequence[int]) -> str:
     """Format a tensor's shape: "64x32", or "scalar" if it has no dims."""
     return "x".join(map(str, shape)) or "scalar"

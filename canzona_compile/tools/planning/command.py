@@ -20,11 +20,11 @@ from canzona_compile.options import Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
 from canzona_compile.progress.telling import shown, tell
 from canzona_compile.report.measured import read_measured
-from canzona_compile.tools.planning.difference import difference, difference_table
-from canzona_compile.tools.planning.page import check_installed
+from canzona_compile.report.terminal import render
+from canzona_compile.tools.planning.difference import difference, difference_page
 from canzona_compile.tools.planning.passes import TOKENS
 from canzona_compile.tools.planning.plan import Updates, plan
-from canzona_compile.tools.planning.result import OfflinePlan
+from canzona_compile.tools.planning.result import OfflinePlan, check_installed
 from canzona_compile.tools.planning.weights import (
     Model,
     from_config,
@@ -182,5 +182,5 @@ def run_diff(given: Namespace) -> int:
     if given.json:
         print(json.dumps(found, indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else 120).print(difference_table(found))
+        Console(width=None if sys.stdout.isatty() else 120).print(render(difference_page(found)))
     return 0 if found["same"] else 1

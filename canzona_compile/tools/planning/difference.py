@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import MAKE_ANEW, PlannedTask, read_plan
-from canzona_compile.report.sections import Encodable, columns
+from canzona_compile.report.page import Block, Page, Table, note
 from canzona_compile.report.units import format_bytes, format_seconds, plural
 
 MOST = 20  # how many matrices the table lists
@@ -85,47 +82,37 @@ def headline(forecast: Mapping[str, Any], at: str) -> dict[str, Any]:
         raise CanzonaError(said, at=at, hint=MAKE_ANEW) from error
 
 
-def difference_table(found: Mapping[str, Any]) -> RenderableType:
-    """Lay out what differs between two plans.
-
-    Args:
-        found: what `difference` returns.
-
-    Returns:
-        Lines and tables for a console of any width and encoding.
-    """
-    return Encodable(Group(*difference_parts(found)))
+def difference_page(found: Mapping[str, Any]) -> Page:
+    """Build a page of what `difference` found: figures, matrices of one plan only, and decisions that differ."""
+    return Page(tuple(difference_parts(found)))
 
 
-def difference_parts(found: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Say whether the plans are the same, then list figures, matrices of one plan only, and decisions that differ."""
+def difference_parts(found: Mapping[str, Any]) -> Iterator[Block]:
     first, second = (text[:12] for text in found["fingerprints"])
     if found["same"]:
-        yield Text(f"the same plan, {first}", "green")
+        yield note(f"the same plan, {first}", "green")
     else:
-        yield Text(f"{first} and {second} differ in {' and '.join(found['parts']) or 'their text'}", "bold")
-    predicted = columns("", ">before", ">after")
-    for name, (a, b) in found["figures"].items():
-        if a != b:
-            predicted.add_row(*map(Text, (name, figure_text(name, a), figure_text(name, b))))
-    if predicted.row_count:
-        yield predicted
+        yield note(f"{first} and {second} differ in {' and '.join(found['parts']) or 'their text'}", "bold")
+    differing = [(name, pair) for name, pair in found["figures"].items() if pair[0] != pair[1]]
+    if predicted := tuple((name, *(figure_text(name, own) for own in pair)) for name, pair in differing):
+        yield Table(("", "before:>", "after:>"), predicted, "Figures")
     for key, words in (("only_before", "only in the first"), ("only_after", "only in the second")):
         if names := found[key]:
-            yield Text(f"{len(names)} {words}: {', '.join(names[:MOST])}{' ...' if len(names) > MOST else ''}")
+            yield note(f"{len(names)} {words}: {', '.join(names[:MOST])}{' ...' if len(names) > MOST else ''}")
     decided = {name: {k: v for k, v in fields.items() if k != "reason"} for name, fields in found["changed"].items()}
     if changed := {name: fields for name, fields in decided.items() if fields}:
-        listed = columns("matrix", "decision", ">before", ">after")
-        for name, fields in list(changed.items())[:MOST]:
-            for field, (a, b) in fields.items():
-                listed.add_row(*map(Text, (name, FIELDS.get(field, field), str(a), str(b))))
-        yield listed
+        listed = [
+            (name, FIELDS.get(field, field), str(a), str(b))
+            for name, fields in list(changed.items())[:MOST]
+            for field, (a, b) in fields.items()
+        ]
+        yield Table(("matrix", "decision", "before:>", "after:>"), tuple(listed), "Decisions")
         if len(changed) > MOST:
-            yield Text(f"and {len(changed) - MOST} more", "dim")
+            yield note(f"and {len(changed) - MOST} more", "dim")
     elif decided:
         name, (a, b) = next((name, fields["reason"]) for name, fields in found["changed"].items())
         count = plural(len(decided), "matrix", "matrices")
-        yield Text(f"{count} decided alike for another reason: {name} {a}, then {b}")
+        yield note(f"{count} decided alike for another reason: {name} {a}, then {b}")
 
 
 def figure_text(name: str, value: Any) -> str:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
+from canzona_compile.report.markdown import markdown
+from canzona_compile.report.terminal import printed, render
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.gc_pause import paused
-from canzona_compile.tools.planning.markdown import markdown
-from canzona_compile.tools.planning.page import page
-from canzona_compile.tools.planning.table import table
+from canzona_compile.tools.planning.plan_page import brief_page, plan_page
 from canzona_compile.tools.planning.trace import trace
 
 
@@ -53,7 +54,10 @@ class OfflinePlan(JupyterMixin):
 
     def to_html(self) -> str:
         """Write one HTML page that needs nothing else, not even a network."""
-        return page(self.forecast)
+        check_installed()
+        from canzona_compile.report.html import html
+
+        return html(plan_page(self.forecast))
 
     def to_perfetto(self) -> str:
         """Write a trace for ui.perfetto.dev or chrome://tracing."""
@@ -61,23 +65,33 @@ class OfflinePlan(JupyterMixin):
 
     def to_markdown(self) -> str:
         """Write tables to paste into a document or an issue."""
-        return markdown(self.forecast)
+        return markdown(brief_page(self.forecast))
 
     def to_text(self, width: int = 100) -> str:
         """Render the plan without colours, `width` columns wide."""
-        console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
-        console.print(self)
-        assert isinstance(console.file, io.StringIO)
-        return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+        return printed(self, width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield table(self.forecast)
+        yield render(plan_page(self.forecast))
 
     def __str__(self) -> str:
         return self.to_text()
 
     def __repr__(self) -> str:
         return f"<OfflinePlan {self.forecast.model} on {dict(self.forecast.mesh)} {self.fingerprint[:12]}>"
+
+
+def check_installed() -> None:
+    """Make sure that HTML pages can be made.
+
+    Raises:
+        CanzonaError: plotly or jinja2 is not installed.
+    """
+    if missing := [name for name in ("plotly", "jinja2") if find_spec(name) is None]:
+        raise CanzonaError(
+            f"the page of a plan needs {missing[0]}, which is not installed",
+            hint='run `pip install "canzona-compile[page]"`, or choose another format',
+        )
 
 
 def finite(value: Any) -> Any:

@@ -1,0 +1,61 @@
+"""Renders a page as Markdown, as GitHub reads it. It has no charts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from canzona_compile.report.page import Block, Fill, Listing, Note, Page, Said, Section, Table, text_of
+
+MARKS = {"bold": "**", "code": "`"}
+
+
+def markdown(page: Page) -> str:
+    """Write a page.
+
+    Args:
+        page: anything; names in its tables stay in their cells.
+
+    Returns:
+        Markdown, with a line break at the end.
+    """
+    title = [f"## {page.title}"] if page.title else []
+    return "\n\n".join([*title, *blocks(page.body)]) + "\n"
+
+
+def blocks(body: Iterable[Block]) -> Iterator[str]:
+    """Write blocks that have a blank line between them."""
+    for block in body:
+        match block:
+            case Note():
+                yield "".join(map(marked, block.pieces))
+            case Listing():
+                yield "\n".join(f"- {text_of(name)} {marked(text)}".replace("-  ", "- ") for name, text in block.rows)
+            case Table():
+                yield "\n".join(rows([title for title, _ in block.columns], map(named, block.cells, chosen(block))))
+            case Section():
+                if inner := list(blocks(block.body)):
+                    yield from (f"### {block.title}", *inner)
+
+
+def marked(said: Said) -> str:
+    """Write a text with its look."""
+    mark = "" if isinstance(said, str) else MARKS.get(said.style, "")
+    return f"{mark}{text_of(said)}{mark}"
+
+
+def chosen(table: Table) -> Sequence[bool]:
+    return table.chosen or [False] * len(table.rows)
+
+
+def named(row: Sequence[Said | Fill], chosen: bool) -> list[str]:
+    """Write the cells of a row, texts so that they stay in theirs; a chosen row has a bold name."""
+    cells = ["" if isinstance(own, Fill) else marked(own).replace("|", "\\|").replace("\n", " ") for own in row]
+    return [f"**{cells[0]}**", *cells[1:]] if chosen else cells
+
+
+def rows(headers: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Write a table line by line; its cells are Markdown."""
+    yield f"| {' | '.join(headers)} |"
+    yield f"|{'---|' * len(headers)}"
+    for row in body:
+        yield f"| {' | '.join(row)} |"
