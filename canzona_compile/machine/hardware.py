@@ -2,8 +2,8 @@
 
 A rate that no one measured on the machine at hand is *assumed*. Two tools measure: `calibrate` times single operators
 and transfers, and `profile` scales rates until the simulation of a user's steps takes as long as the steps did. Both
-mean the same quantity in the same unit, and both write the file of `to_json` by `with_measured`. A prediction names the
-rates that it uses, and says for each whether it was measured or assumed.
+fill the same fields, in the same units, by `with_measured`. A prediction names the rates that it uses, and says for
+each whether it was measured or assumed.
 """
 
 from __future__ import annotations
