@@ -6,9 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from rich.table import Table
 from torch import fx
 
 from canzona_compile.compat.torch_private import OpOverload
@@ -16,6 +15,9 @@ from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, som
 from canzona_compile.ir.step import Form, Step
 from canzona_compile.ir.verifier import verify
 from canzona_compile.progress.interrupts import uninterrupted
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class Pass(Protocol):
@@ -88,6 +90,8 @@ class PassHistory:
             yield record.after
 
     def __rich__(self) -> Table:
+        from rich.table import Table  # only where it is shown
+
         table = Table(title="passes")
         table.add_column("pass")
         table.add_column("form")

@@ -2,8 +2,8 @@
 
 A rate that no one measured on the machine at hand is *assumed*. Two tools measure: `calibrate` times single operators
 and transfers, and `profile` scales rates until the simulation of a user's steps takes as long as the steps did. Both
-mean the same quantity in the same unit, and both write the file of `to_json` by `with_measured`. A prediction names the
-rates that it uses, and says for each whether it was measured or assumed.
+fill the same fields, in the same units, by `with_measured`. A prediction names the rates that it uses, and says for
+each whether it was measured or assumed.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Hardware:
         Args:
             times: for fields that are rates, how many times as long the work takes that they bound.
         """
-        return replace(self, **{field: slower(getattr(self, field), field, own) for field, own in times.items()})
+        return replace(self, **{field: slowed(getattr(self, field), field, own) for field, own in times.items()})
 
     def with_measured(
         self, shape: Mapping[str, Any], measured: Mapping[str, Any], sources: Mapping[str, str], by: str
@@ -262,14 +262,14 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def slower(value: Any, field: str, times: float) -> Any:
+def slowed(value: Any, field: str, times: float) -> Any:
     """A value of a field of `Hardware` that makes work take `times` as long."""
     if isinstance(value, Curve):
         return Curve(tuple((size, rate / times) for size, rate in value.points))
     if isinstance(value, Link):
         return Link(value.bandwidth / times, value.latency * times, value.per_peer * times)
     if isinstance(value, tuple):
-        return tuple((name, slower(own, field, times)) for name, own in value)
+        return tuple((name, slowed(own, field, times)) for name, own in value)
     return value * times if field in SECONDS else value / times
 
 

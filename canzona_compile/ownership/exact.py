@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from typing import ClassVar
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ownership.jobs import NOTHING, GridPosition, Job, LoadByRank, loads, lower_bound, makespan
 from canzona_compile.ownership.lpt import Joint
-from canzona_compile.ownership.milp import TOLERANCE, Allotment, GaveUp, Kinds, Patterns, by_counts
+from canzona_compile.ownership.milp import TOLERANCE, GaveUp, Patterns
 
 SECONDS = 30.0
 
@@ -69,8 +69,7 @@ def solve(
 
     The search starts from the plan of `Joint`. If the makespan of that plan is above `lower_bound`, the candidates are
     all loads between the two that a place can have. The search tries the largest candidate first, because often none
-    is possible, and then bisects. If the jobs are of too many kinds for that, a single program looks for the least
-    makespan.
+    is possible, and then bisects. If the jobs are of too many kinds for that, the plan stays.
 
     Args:
         jobs: the jobs.
@@ -95,11 +94,10 @@ class Search:
         self.lower = min(self.upper, lower_bound(jobs, rows, columns, load))
 
     def run(self) -> tuple[list[GridPosition], OptimalityBound]:
-        """Try patterns, then counts, until the best plan is proven; see `solve`."""
-        for attempt in (self._bisect, self._count):
-            if not self._proven():
-                with suppress(GaveUp):  # the best plan and the bound so far stay valid
-                    attempt(Kinds.of(self.jobs, self.rows, self.columns, self.load))
+        """Look for better plans until the best one is proven; see `solve`."""
+        if not self._proven():
+            with suppress(GaveUp):  # the best plan and the bound so far stay valid
+                self._bisect()
         gap = self.upper / self.lower - 1 if self.lower else 0.0
         return self.best, OptimalityBound(self.upper, self.lower, gap, self._proven())
 
@@ -109,8 +107,8 @@ class Search:
     def _makespan(self, owners: list[GridPosition]) -> float:
         return makespan(loads(self.jobs, owners, self.rows, self.columns, self.load))
 
-    def _bisect(self, kinds: Kinds) -> None:
-        patterns = Patterns(kinds, self.upper, self.deadline)
+    def _bisect(self) -> None:
+        patterns = Patterns(self.jobs, self.rows, self.columns, self.load, self.upper, self.deadline)
         candidates = patterns.makespans(self.lower, self.upper)
         middle = len(candidates) - 1
         while candidates:
@@ -119,19 +117,12 @@ class Search:
                 self.lower = candidates[middle]
                 candidates = candidates[middle + 1 :]
             else:
-                self._take(kinds, found)
+                self._take(found)
                 candidates = [c for c in candidates[:middle] if c < self.upper * (1 - TOLERANCE)]
             middle = len(candidates) // 2
         self.lower = self.upper
 
-    def _count(self, kinds: Kinds) -> None:
-        found, lower = by_counts(kinds, self.lower, self.upper, self.deadline)
-        if found is not None:
-            self._take(kinds, found)
-        self.lower = min(self.upper, max(self.lower, lower))
-
-    def _take(self, kinds: Kinds, found: Allotment) -> None:
-        chosen = kinds.owners(found)
-        owners = [chosen.get(job.index, place) for job, place in zip(self.jobs, self.best, strict=True)]
+    def _take(self, found: Mapping[int, GridPosition]) -> None:
+        owners = [found.get(job.index, place) for job, place in zip(self.jobs, self.best, strict=True)]
         if (made := self._makespan(owners)) < self.upper:
             self.best, self.upper = owners, made

@@ -107,7 +107,7 @@ class _Splitter:
             if isinstance(own, GroupedKernel):
                 new[node] = self.kernel(node, own, new)
             elif isinstance(own, fx.GraphModule) and numbers and numbers_only(own.graph):
-                inlined = self.inline(own.graph, self.given(node, own.graph, numbers))
+                inlined = self.inline(own.graph, given(own.graph, node.args, numbers))
                 self.results[node] = [inlined[n] for n in outputs(own.graph)]
             elif numbers and (own is not None or node.target is program_ops.each):
                 new[node] = self.call(node, new, numbers)
@@ -152,10 +152,6 @@ class _Splitter:
                 found[str(node.target)] = tuple(tuple(place[n] for n in numbers) for _, numbers in node.args)
         return found
 
-    def given(self, node: fx.Node, graph: fx.Graph, numbers: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """For each placeholder of a called graph that gets a number, the node of `host` that computes the number."""
-        return {i: numbers[a] for i, a in zip(placeholders(graph), node.args, strict=True) if a in numbers}  # type: ignore[index]
-
     def call(self, node: fx.Node, new: Mapping[fx.Node, fx.Node], numbers: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Write a call that has numbers among its arguments: of a module, or of a loop that calls one for each task.
 
@@ -165,17 +161,13 @@ class _Splitter:
             numbers: for each number among the arguments, the node of `host` that computes it.
         """
         looped = node.target is program_ops.each
-        arguments = list(node.args[1:] if looped else node.args)
-        attribute: Any = node.args[0] if looped else None
-        name = str(attribute.target) if looped else str(node.target)
+        called: Any = node.args[0] if looped else node
+        name, arguments = str(called.target), node.args[looped:]
         module = self.old.get_submodule(name)
         assert isinstance(module, fx.GraphModule)
-        inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-        given = {i: numbers[a] for i, a in zip(inputs, arguments, strict=True) if a in numbers}  # type: ignore[index]
-        inlined = self.inline(module.graph, given)
+        inlined = self.inline(module.graph, given(module.graph, arguments, numbers))
         cut = self.cut(name, module.graph, inlined)
-        kept = [a for i, a in zip(inputs, arguments, strict=True) if i not in given]
-        args: list[Any] = [fx.map_arg(a, new.__getitem__) for a in kept]
+        args: list[Any] = [fx.map_arg(a, new.__getitem__) for a in arguments if a not in numbers]
         args += [self.value(inlined[single], kind) for single, kind in cut.takes]
         if not looped:
             return self.graph.call_module(cut.name, tuple(args))
@@ -243,7 +235,7 @@ class _Splitter:
             }
             for single, kind in kinds.items():
                 if (single, kind) not in takes:
-                    with made.inserting_after(last) if last else made.inserting_before(first_of(made)):
+                    with made.inserting_after(last) if last else made.inserting_before(next(iter(made.nodes), None)):
                         last = takes[single, kind] = made.placeholder(f"number_{len(takes)}")
 
             def operand_of(n: fx.Node, kinds: Mapping[fx.Node, ScalarKind] = kinds) -> fx.Node:
@@ -271,9 +263,15 @@ def numbers_only(graph: fx.Graph) -> bool:
     return all(isinstance(n, fx.Node) and n in known for n in outputs(graph))
 
 
-def first_of(graph: fx.Graph) -> fx.Node | None:
-    """The first node of a graph; None if it has none."""
-    return next(iter(graph.nodes), None)
+def given(graph: fx.Graph, arguments: Sequence[Any], numbers: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each placeholder of a called graph that gets a number, the node of `host` that computes the number.
+
+    Args:
+        graph: the graph that is called.
+        arguments: of the call.
+        numbers: for each number among the arguments, the node of `host` that computes it.
+    """
+    return {i: numbers[a] for i, a in zip(placeholders(graph), arguments, strict=True) if a in numbers}
 
 
 def arithmetic(node: fx.Node, numbers: Any) -> bool:

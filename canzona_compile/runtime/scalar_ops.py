@@ -4,7 +4,7 @@ The forms round as ATen's CUDA kernels round when they take Python numbers. They
 have 16 bits, and they round a product and its sum once.
 
 In the functions below a number is a Python number or a `DeviceNumber`. Results have the dtype that ATen gives them.
-The forms whose names end in an underscore write their result to the first tensor.
+Forms of operators that write in place write their result to the first tensor.
 """
 
 from __future__ import annotations
@@ -156,32 +156,14 @@ def gemm_axpby(factor: Tensor, x: Tensor, *, alpha: Any = 1.0, beta: Any = 1.0, 
     return axpby_kernel.gemm_axpby(factor, x, alpha=operand(alpha, x), beta=operand(beta, x), right=right)
 
 
-def mul_(x: Tensor, y: Any) -> Tensor:
-    return x.copy_(mul(x, y))
+def in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The form that writes its result to the first tensor, and returns that tensor."""
 
+    def written(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x.copy_(form(x, *args, **kwargs))
 
-def div_(x: Tensor, y: Any) -> Tensor:
-    return x.copy_(div(x, y))
-
-
-def add_(x: Tensor, y: Any, *, alpha: Any = 1) -> Tensor:
-    return x.copy_(add(x, y, alpha=alpha))
-
-
-def sub_(x: Tensor, y: Any, *, alpha: Any = 1) -> Tensor:
-    return x.copy_(sub(x, y, alpha=alpha))
-
-
-def lerp_(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    return x.copy_(lerp(x, end, weight))
-
-
-def addcmul_(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
-    return x.copy_(addcmul(x, a, b, value=value))
-
-
-def addcdiv_(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
-    return x.copy_(addcdiv(x, a, b, value=value))
+    written.__name__ = f"{form.__name__}_"  # as graphs print it
+    return written
 
 
 FORMS: Mapping[Any, Callable[..., Tensor]] = {
@@ -194,13 +176,13 @@ FORMS: Mapping[Any, Callable[..., Tensor]] = {
     aten.addcdiv.default: addcdiv,
     SYM_GEMM: sym_gemm,
     GEMM_AXPBY: gemm_axpby,
-    aten.mul_.Tensor: mul_,
-    aten.div_.Tensor: div_,
-    aten.add_.Tensor: add_,
-    aten.sub_.Tensor: sub_,
-    aten.lerp_.Scalar: lerp_,
-    aten.addcmul_.default: addcmul_,
-    aten.addcdiv_.default: addcdiv_,
+    aten.mul_.Tensor: in_place(mul),
+    aten.div_.Tensor: in_place(div),
+    aten.add_.Tensor: in_place(add),
+    aten.sub_.Tensor: in_place(sub),
+    aten.lerp_.Scalar: in_place(lerp),
+    aten.addcmul_.default: in_place(addcmul),
+    aten.addcdiv_.default: in_place(addcdiv),
 }
 
 

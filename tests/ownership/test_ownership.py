@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.ownership_table import models, newton_schulz
@@ -285,22 +284,6 @@ def test_optimum_is_that_of_trying_everything(case: Instance) -> None:
     least = min(case.makespan(owners) for owners in everything)
     assert case.solve()[1].optimum_or_best == pytest.approx(least, rel=1e-6)
     assert lower_bound(case.jobs, case.rows, case.columns, case.load) <= least * (1 + 1e-12)
-
-
-@pytest.mark.full
-@untimed(50)
-@given(instances(most=8, places=4))
-def test_the_other_formulation_finds_the_same_optimum(case: Instance) -> None:
-    kinds = milp.Kinds.of(case.jobs, case.rows, case.columns, case.load)
-    assume(kinds.jobs)
-    optimum = case.solve()[1].optimum_or_best
-    start = case.makespan(case.plan(StaticStart()))
-    found, lower = milp.by_counts(kinds, 0.0, start, time.monotonic() + 10)
-    assert found is not None
-    chosen = kinds.owners(found)
-    owners = [chosen.get(job.index, (0, 0)) for job in case.jobs]
-    assert case.makespan(owners) == pytest.approx(optimum, rel=1e-6)
-    assert lower == pytest.approx(optimum, rel=1e-6)
 
 
 def test_what_is_known_when_time_is_up() -> None:
