@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from rich.table import Table
 from torch import fx
 
 from canzona_compile.compat.torch_private import OpOverload
-from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, some
+from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError
 from canzona_compile.ir.step import Form, Step
 from canzona_compile.ir.verifier import verify
 from canzona_compile.progress.interrupts import uninterrupted
@@ -59,7 +58,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PassHistory:
-    """What each pass did, in order. `rich.print` shows it as a table."""
+    """What each pass did, in order."""
 
     records: tuple[PassRecord, ...] = ()
 
@@ -86,29 +85,6 @@ class PassHistory:
             if i == 0:
                 yield record.before
             yield record.after
-
-    def __rich__(self) -> Table:
-        table = Table(title="passes")
-        table.add_column("pass")
-        table.add_column("form")
-        table.add_column("ms", justify="right")
-        table.add_column("nodes", justify="right")
-        table.add_column("operators")
-        for record in self.records:
-            changed = sorted(record.ops.items(), key=lambda op: (-abs(op[1]), op[0]))
-            table.add_row(
-                record.name,
-                record.after.form.name.lower(),
-                f"{record.seconds * 1e3:.1f}",
-                f"{record.nodes:+d}" if record.nodes else "",
-                some(f"{count:+d} {brief(name)}" for name, count in changed),
-            )
-        return table
-
-
-def brief(op: str) -> str:
-    """A short name for an ATen operator: mm for aten.mm.default."""
-    return op.removeprefix("aten.").removesuffix(".default")
 
 
 def check_order(passes: Sequence[Pass], start: Form) -> None:
