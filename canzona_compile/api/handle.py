@@ -19,6 +19,7 @@ from canzona_compile.ir.step import Step
 from canzona_compile.progress.telling import SOON, shown
 from canzona_compile.report.build import Report, headline, make_report
 from canzona_compile.report.explain import Explanation, explain_session
+from canzona_compile.report.pass_table import PassTable
 from canzona_compile.report.run_facts import facts_of
 from canzona_compile.session.session import Session
 
@@ -113,7 +114,7 @@ class Canzona:
         Raises:
             CanzonaError: there was no step yet.
         """
-        return self.session.last()[1]
+        return PassTable(self.session.last()[1].records)
 
     def reported(self) -> Step:
         """The scheduled step that the report shows: the one that the next `step()` runs.

@@ -135,9 +135,9 @@ class Capture:
                 shown = self.residency.check_rehearsed(manner, name, self.rehearse())
             self._separable.add(manner)
         interrupted_here()
-        if shown is None:
-            self.kinds[key] = self._capture_ahead(key, group, spec, state)
-        else:
+        if shown is None and self._capture_ahead(key, group, spec, state).recorder is None:
+            shown = self.residency.check_rehearsed(manner, name, self.rehearse())  # it may draw random numbers
+        if shown is not None:
             self.kinds[key] = self._resident(spec, shown) if shown.joint is None else self._joint(spec, shown.joint)
         return self.kinds[key]
 

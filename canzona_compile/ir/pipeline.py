@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from torch import fx
 
 from canzona_compile.compat.torch_private import OpOverload
-from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, some
+from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError
 from canzona_compile.ir.step import Form, Step
 from canzona_compile.ir.verifier import verify
 from canzona_compile.progress.interrupts import uninterrupted
@@ -61,7 +61,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PassHistory:
-    """What each pass did, in order. `rich.print` shows it as a table."""
+    """What each pass did, in order."""
 
     records: tuple[PassRecord, ...] = ()
 
@@ -89,6 +89,7 @@ class PassHistory:
                 yield record.before
             yield record.after
 
+<<<<<<< HEAD
     def __rich__(self) -> Table:
         from rich.table import Table  # only where it is shown
 
@@ -114,6 +115,8 @@ def brief(op: str) -> str:
     """A short name for an ATen operator: mm for aten.mm.default."""
     return op.removeprefix("aten.").removesuffix(".default")
 
+=======
+>>>>>>> page
 
 def check_order(passes: Sequence[Pass], start: Form) -> None:
     """Check, without running any pass, that every pass would get a step of the form that it requires.

@@ -210,13 +210,14 @@ def timeline(seconds: float, lanes: Sequence[Lane], lists: Lists) -> go.Figure:
     """Draw lanes. A bar's `customdata` is the place of its event's names in `lists`, or -1."""
     kinds: dict[str, list[tuple[Event, float]]] = defaultdict(list)
     labels: dict[float, str] = {}
-    place, of = -1.0, lanes[0].of
-    for lane in lanes:
-        place, of, first = place + 0.6 * (lane.of != of), lane.of, lane.of not in "".join(labels.values())
+    place, of = -1.0, ""
+    for i, lane in enumerate(lanes):
+        first = not i or lane.of != of
+        place, of = place + 0.6 * (i > 0 and first), lane.of
         rows = rows_without_overlap(lane.events) or [[]]
-        for i, row in enumerate(rows):
+        for j, row in enumerate(rows):
             place += 1
-            labels[place] = "" if i else f"<b>{literal(lane.of)}</b> {lane.name}" if first else lane.name
+            labels[place] = "" if j else f"<b>{literal(lane.of)}</b> {lane.name}" if first else lane.name
             for event in row:
                 kinds[event.kind].append((event, place))
     figure = go.Figure()

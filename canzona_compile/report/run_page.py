@@ -148,17 +148,17 @@ def profile_section(profile: ProfileReport | None) -> Section:
     """Show the seconds of each step of a period, with all periodic work at once and staggered."""
     if profile is None:
         return Section("Profile", ())
-    ways = {False: ("all at once", profile.together), True: ("staggered", profile.apart)}
-    most = max(profile.together)
-    table = Table(
-        ("", "", ""),
-        tuple((name, levels(steps, most), worst_text(steps)) for name, steps in ways.values()),
-        "Profile",
-        chosen=tuple(way == profile.staggered for way in ways),
-        bare=True,
-    )
-    steps = plural(len(profile.together), "step")
-    return Section("Profile", (table,), f"computing per step, over a period of {steps}")
+    most, rows = max(profile.together), []
+    for name, steps, chosen in (
+        ("all at once", profile.together, not profile.staggered),
+        ("staggered", profile.apart, profile.staggered),
+    ):
+        look = "" if chosen else "dim"
+        label = f"{LEVELS[-1] if chosen else ' '} {name}"
+        rows.append((Words(label, look), Words(levels(steps, most), "cyan"), Words(worst_text(steps), look)))
+    table = Table(("", "", ""), tuple(rows), "Profile", bare=True)
+    period = plural(len(profile.together), "step")
+    return Section("Profile", (table,), f"computing per step, over a period of {period}")
 
 
 def levels(values: Sequence[float], most: float) -> str:

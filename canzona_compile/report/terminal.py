@@ -147,14 +147,14 @@ def columns(*headers: str) -> rich.table.Table:
 
 def table(content: Table, cells: Sequence[Sequence[Said | Fill]]) -> rich.table.Table:
     """Lay out a table with these cells. A mark and bold letters show the row that is chosen."""
+    headers = [title if unit in ("", "~") else f">{title}" for title, unit in content.columns]
+    made = columns(*([""] if content.chosen else []), *headers)
+    made.columns[-1].no_wrap = content.columns[-1][1] != "~"
     if content.framed:
-        made = rich.table.Table(title=Text(content.title), title_justify="left")
-        for header in content.headers:
-            made.add_column(header, overflow="fold")
-    else:
-        headers = [title if unit in ("", "~") else f">{title}" for title, unit in content.columns]
-        made = columns(*([""] if content.chosen else []), *headers)
-        made.columns[-1].no_wrap = content.columns[-1][1] != "~"
+        framed = rich.table.Table(*made.columns, title=Text(content.title, "italic"), title_justify="left")
+        for column in made.columns:
+            column.no_wrap, column.overflow = False, "fold"
+        made = framed
     made.show_header = not content.bare
     for column, width in zip(made.columns, content.least, strict=False):
         column.min_width = width

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from rich.console import Console
 
 from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError, UnsupportedOptimizer
 from canzona_compile.ir.observers import DumpSteps
@@ -114,17 +112,6 @@ def test_history_finds_steps_by_form_and_by_pass() -> None:
     assert caught.value.hint == "there are cut, own, captured, placed, owned"
     with pytest.raises(CanzonaError, match="no step 'captured' was kept"):
         PassHistory().step_at("captured")
-
-
-def test_history_prints_as_a_table() -> None:
-    _, history = run(toy_step(Form.CAPTURED), [Cut(), Own()])
-    console = Console(file=io.StringIO(), width=120)
-    console.print(history)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    cut = next(line for line in lines if "cut" in line)
-    assert "placed" in cut
-    assert "+2 mm, +1 _to_copy, +1 add.Tensor and 3 more" in cut
 
 
 # -- order -------------------------------------------------------------------------------------

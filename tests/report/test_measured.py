@@ -1,9 +1,9 @@
-"""Measured steps as figures: sums over ranks and steps, a table, a part of a page, and back from JSON."""
+"""Measured steps as figures: sums over ranks and steps, and back from JSON."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,8 @@ from canzona_compile.report.build import Facts, headline, make_report
 from canzona_compile.report.measured import read_measured
 from canzona_compile.report.schema import MeasuredReport
 from canzona_compile.session.measuring import Measurement, RankTimes
-from canzona_compile.tools.planning.page import page
-from canzona_compile.tools.planning.table import table
 from tests.harness.samples import grid_of
 from tests.report.test_report import scheduled
-from tests.tools.forecasts import forecast
 
 STEP = scheduled(grid_of(1, 2), (64, 32), (48, 64))
 # Two steps of two ranks. Rank 1 computes, rank 0 waits for it; the second step takes three times as long.
@@ -82,14 +79,3 @@ def test_what_is_no_report(text: str, said: str, tmp_path: Path) -> None:
         read_measured(file)
     with pytest.raises(CanzonaError, match="cannot be read"):
         read_measured(tmp_path / "nothing.json")
-
-
-def test_a_plan_shows_it_beside() -> None:
-    pytest.importorskip("plotly")
-    plan = forecast()
-    assert 'id="measured"' not in page(plan)
-    shown = page(replace(plan, measured=measured()))
-    assert 'id="measured"' in shown
-    assert "2 steps on 2 ranks, by the clock of each rank" in shown
-    assert "<td>3.25 s" in shown
-    assert table(replace(plan, measured=measured())) is not None

@@ -248,18 +248,8 @@ def templates(tasks: tuple[TaskForecast, ...], hardware: Hardware, ranks: int) -
                 move,
                 move,
                 False,
-                False,
-                "needs equal shapes in one stack; the runtime does not run it yet",
-            ),
-            StrategyForecast(
-                "gram",
-                math.inf,
-                math.inf,
-                math.inf,
-                math.inf,
-                False,
-                False,
-                "impossible: the graph is no polynomial in X X^T alone",
+                True,
+                "needs equal shapes in one stack",
             ),
         )
         found.append(

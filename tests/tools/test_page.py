@@ -1,15 +1,14 @@
-"""The page of a forecast: one file that loads nothing, whatever parameters are called."""
+"""The page of a plan: what it says, and one HTML file that loads nothing, whatever parameters are called."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import html
+import html as escaping
 import json
-import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,15 +16,80 @@ from typing import Any
 
 import pytest
 
-import canzona_compile.tools.planning as planning
+import canzona_compile.report as report
 from canzona_compile.__main__ import main
-from canzona_compile.errors import CanzonaError
+from canzona_compile.report.html import html
+from canzona_compile.report.page import Bars, Block, Detail, Page, Section, Table, Timeline, text_of
 from canzona_compile.tools.planning.figures import Forecast
-from canzona_compile.tools.planning.page import page
+from canzona_compile.tools.planning.plan_page import plan_page
 from tests.harness.marks import also
+from tests.report.test_measured import measured
 from tests.tools.forecasts import NASTY, forecast, nasty
 
-FOLDER = Path(planning.__file__).parent
+FOLDER = Path(report.__file__).parent
+
+
+# -- what it says ------------------------------------------------------------------------------
+
+
+def flat(body: tuple[Block, ...]) -> Iterator[Block]:
+    """All blocks, those in sections and details too."""
+    for block in body:
+        yield block
+        if isinstance(block, Section | Detail):
+            yield from flat(block.body)
+
+
+def titled(page: Page, title: str) -> Any:
+    (found,) = [block for block in flat(page.body) if getattr(block, "title", "") == title]
+    return found
+
+
+def column(table: Table, header: str) -> list[Any]:
+    place = [title for title, _ in table.columns].index(header)
+    return [row[place] for row in table.rows]
+
+
+@pytest.mark.parametrize(
+    "make", [forecast, nasty, *also([lambda: forecast(100, 2, 1)])], ids=["plain", "nasty", "many ranks"]
+)
+def test_figures_come_back_as_they_went_in(make: Callable[[], Forecast]) -> None:
+    found = make()
+    page = plan_page(found)
+    matrices = next(b for b in flat(page.body) if isinstance(b, Table) and b.search)
+    assert column(matrices, "matrix") == [t.name for t in found.tasks]
+    assert column(matrices, "owner") == [f"rank {t.owner}" for t in found.tasks]
+    assert column(matrices, "FLOPs") == [t.flops for t in found.tasks]
+    plans = titled(page, "Plans")
+    assert [text_of(name) for name in column(plans, "plan")] == [own.name for own in found.alternatives]
+    assert plans.chosen == tuple(own.chosen for own in found.alternatives)
+    work = titled(page, "Work per rank")
+    assert [(bar.name, bar.total) for bar in work.bars] == [(load.rank, load.flops) for load in found.loads]
+    time = titled(page, "Time per rank")
+    assert [bar.values for bar in time.bars] == [(r.compute, r.exposed, r.bubble) for r in found.simulation.ranks]
+    timeline = titled(page, "What each rank does when")
+    assert isinstance(timeline, Timeline)
+    drawn = {(lane.of, lane.name, e.begin, e.end, e.names): e for lane in timeline.lanes for e in lane.events}
+    for span in found.simulation.spans:
+        event = drawn[f"rank {span.rank}", span.stream, span.start, span.end, span.tasks]
+        assert event.title == f"{span.act.removeprefix('start ')}, micro-group {span.group}"
+    assert len([lane for lane in timeline.lanes if not lane.detail]) <= 3 * 4
+
+
+def test_measured_steps_stand_beside() -> None:
+    assert not [b for b in plan_page(forecast()).body if isinstance(b, Section) and b.title == "Measured" and b.body]
+    section = titled(plan_page(replace(forecast(), measured=measured())), "Measured")
+    assert section.caption == "2 steps on 2 ranks, by the clock of each rank"
+    assert column(section.body[0], "mean")[:2] == [3.25, 3.75]
+
+
+def test_every_micro_group_is_there() -> None:
+    page = plan_page(forecast(64, 60, 10))
+    tables = [b for b in flat(page.body) if isinstance(b, Table) and "icro-groups" in b.title]
+    assert [len(table.rows) for table in tables] == [40, 60]
+
+
+# -- one file ----------------------------------------------------------------------------------
 
 
 class Elements(HTMLParser):
@@ -58,14 +122,12 @@ class Elements(HTMLParser):
         return json.loads(text)
 
 
-def bars(data: Any) -> list[tuple[str, Any]]:
-    """Traces of the timeline, each with the name of its chart."""
-    charts = [(name, figure) for name, figure in data["figures"].items() if name.startswith("timeline")]
-    return [(name, trace) for name, figure in charts for trace in figure["data"]]
+def page_of(found: Forecast) -> str:
+    return html(plan_page(found))
 
 
 def test_it_is_one_file_that_loads_nothing() -> None:
-    found = Elements(page(forecast()))
+    found = Elements(page_of(forecast()))
     scripts = [attributes.get("type") for tag, attributes, _ in found.texts if tag == "script"]
     assert scripts == ["application/json", None, None]  # the figures, plotly, the page's own
     loading = {"src", "srcset", "data", "action", "background", "poster", "cite", "xlink:href"}
@@ -84,7 +146,7 @@ def test_its_template_names_no_other_place() -> None:
 
 
 def test_its_policy_allows_its_own_scripts_only() -> None:
-    found = Elements(page(nasty()))
+    found = Elements(page_of(nasty()))
     (policy,) = [a["content"] for _, a in found.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy is not None
     rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split(";")}
@@ -98,86 +160,53 @@ def test_its_policy_allows_its_own_scripts_only() -> None:
 
 
 def test_names_cannot_leave_their_place() -> None:
-    plain, found = page(forecast()), page(nasty())
+    plain, found = page_of(forecast()), page_of(nasty())
     assert [tag for tag, _ in Elements(found).tags if tag != "li"] == [
         tag for tag, _ in Elements(plain).tags if tag != "li"
     ]
     for what in ("</script", "<script", "<!--"):
         assert found.count(what) == plain.count(what), what
     found.encode()  # even half of a surrogate pair is no obstacle
-    assert Elements(found).data()["names"][: len(NASTY)] == list(NASTY)
+    (table,) = Elements(found).data()["tables"]
+    assert [table["texts"][0][row[0]] for row in table["rows"]][: len(NASTY)] == list(NASTY)
     (title,) = [text for tag, _, text in Elements(found).texts if tag == "title"]
     assert NASTY[0] in title
 
 
+def bars_of(data: Any) -> list[tuple[str, Any]]:
+    """Traces of the timeline, each with the name of its chart."""
+    charts = [(name, figure) for name, figure in data["figures"].items() if name.startswith("timeline")]
+    return [(name, trace) for name, figure in charts for trace in figure["data"]]
+
+
 def test_charts_show_names_as_they_stand() -> None:
     """Plotly reads markup in texts: tags, links, entities."""
-    texts = [str(text) for _, own in bars(Elements(page(nasty())).data()) for text in own["hovertext"]]
+    data = Elements(page_of(nasty())).data()
+    texts = [str(text) for _, own in bars_of(data) for text in own["hovertext"]]
     named = [text for text in texts if "window.broken" in text]
     assert named
     for text in named:
         assert set(re.findall(r"<[^>]*>", text)) <= {"<b>", "</b>", "<br>"}
-        assert html.unescape(text).count(NASTY[0]) + html.unescape(text).count(NASTY[2]) > 0
+        assert escaping.unescape(text).count(NASTY[0]) + escaping.unescape(text).count(NASTY[2]) > 0
+    assert sorted(name for own in data["lists"] for name in own if name in NASTY) == sorted(NASTY)
 
 
-@pytest.mark.parametrize(
-    "make", [forecast, nasty, *also([lambda: forecast(100, 2, 1)])], ids=["plain", "nasty", "many ranks"]
-)
-def test_figures_come_back_as_they_went_in(make: Callable[[], Forecast]) -> None:
-    found = make()
-    data = Elements(page(found)).data()
-    assert data["names"] == [t.name for t in found.tasks]
-    assert [(owner, group) for _, owner, group in data["matrices"]] == [(t.owner, t.group) for t in found.tasks]
-    assert [data["kinds"][kind][3] for kind, _, _ in data["matrices"]] == [t.template for t in found.tasks]
-    drawn = {}
-    for _, own in bars(data):
-        for start, length, text, place in zip(own["base"], own["x"], own["hovertext"], own["customdata"], strict=True):
-            names = tuple(data["names"][k] for k in data["lists"][place]) if place >= 0 else ()
-            drawn[text.split("<br>")[1], start, length, names] = text
-    for span in found.simulation.spans:
-        words = {"compute": "processor", "node": "links within the node", "network": "links to other nodes"}
-        text = drawn[
-            f"rank {span.rank}, {words[span.stream]}",
-            round(span.start, 12),
-            round(span.end - span.start, 12),
-            span.tasks,
-        ]
-        assert text.startswith(f"<b>{span.act.removeprefix('start ')}, micro-group {span.group}</b>")
-    work = [trace["y"] for trace in data["figures"]["load-work"]["data"] if trace.get("hoverinfo") == "skip"]
-    assert [sum(parts) for parts in zip(*work, strict=True)] == [load.flops for load in found.loads]
-    assert (len(work) == 1) == (len(found.loads) > 64)
-    waits = [trace["y"] for trace in data["figures"]["load-time"]["data"] if trace.get("hoverinfo") == "skip"]
-    assert waits == [[getattr(r, part) for r in found.simulation.ranks] for part in ("compute", "exposed", "bubble")]
-
-
-def test_what_is_impossible_takes_no_number() -> None:
-    found = forecast()
-    first = found.templates[0]
-    impossible = replace(first.strategies[-1], name="nobody", seconds=math.inf, compute=math.inf, gather=math.inf)
-    found = replace(found, templates=(replace(first, strategies=(*first.strategies[:2], impossible)),))
-    text = page(found)
-    data = Elements(text).data()  # which json reads, so that there is neither Infinity nor NaN
-    assert "Infinity" not in json.dumps(data)
-    assert "NaN" not in json.dumps(data)
-    assert [len(trace["x"]) for trace in data["figures"]["template-0"]["data"]] == [2, 2, 2]
-    assert text.count("<td>impossible") == 1
-
-
-def test_matrices_that_only_spans_know_have_names_too() -> None:
-    found = forecast()
-    first = next(i for i, span in enumerate(found.simulation.spans) if span.tasks)
-    spans = list(found.simulation.spans)
-    spans[first] = replace(spans[first], tasks=("a stranger",))
-    data = Elements(page(replace(found, simulation=replace(found.simulation, spans=tuple(spans))))).data()
-    assert data["names"][len(found.tasks) :] == ["a stranger"]
-    assert [len(found.tasks)] in data["lists"]
+@pytest.mark.parametrize("ranks", [4, 100])
+def test_a_series_of_bars(ranks: int) -> None:
+    found = forecast(ranks, 2, 1)
+    page = plan_page(found)
+    (work,) = [b for b in flat(page.body) if isinstance(b, Bars) and b.title == "Work per rank"]
+    data = Elements(html(Page((work,)))).data()["figures"]["bars-0"]["data"]
+    drawn = [trace["y"] for trace in data if trace.get("hoverinfo") == "skip"]
+    assert [sum(parts) for parts in zip(*drawn, strict=True)] == [load.flops for load in found.loads]
+    assert (len(drawn) == 1) == (ranks > 64)
 
 
 @pytest.mark.full
 def test_a_chart_has_no_more_bars_than_a_browser_draws_at_once() -> None:
     found = forecast(64, 60, 10, most_shown=16)
     drawn: dict[str, int] = {}
-    for name, own in bars(Elements(page(found)).data()):
+    for name, own in bars_of(Elements(page_of(found)).data()):
         drawn[name] = drawn.get(name, 0) + len(own["x"])
     assert len(drawn) > 1
     assert max(drawn.values()) <= 2500
@@ -188,25 +217,19 @@ def test_a_chart_has_no_more_bars_than_a_browser_draws_at_once() -> None:
 
 
 @pytest.mark.parametrize("missing", ["plotly", "jinja2"])
-def test_what_is_not_installed_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(CanzonaError, match=rf"(?s){missing}.*canzona-compile\[page\]"):
-        page(forecast())
-
-
-def test_the_command_says_so_before_it_plans(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_names_what_is_not_installed_before_it_plans(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setattr("canzona_compile.tools.planning.command.plan", lambda *_, **__: pytest.fail("it planned"))
     assert main(["plan", "--model", "qwen3-0.6b", "--mesh", "fsdp=2", "--format", "html"]) != 0
-    assert "canzona-compile[page]" in capsys.readouterr().err
+    assert re.search(rf"(?s){missing}.*canzona-compile\[page\]", capsys.readouterr().err)
 
 
 def test_nobody_else_needs_them() -> None:
-    """Only the page's modules import plotly and jinja2, and only within a function does anyone import those."""
-    for path in Path(planning.__file__).parents[2].rglob("*.py"):
+    """Only the modules of HTML import plotly and jinja2, and only within a function does anyone import those."""
+    for path in FOLDER.parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        if not path.name.startswith("page_"):
+        if not path.name.startswith("html"):
             assert not re.search(r"^\s*(from|import) (plotly|jinja2|markupsafe)", text, re.MULTILINE), path
-            assert not re.search(r"^(from|import) \S*planning\.page_", text, re.MULTILINE), path
+            assert not re.search(r"^(from|import) \S*report\.html", text, re.MULTILINE), path

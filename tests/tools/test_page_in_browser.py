@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from canzona_compile.report.html import html
 from canzona_compile.simulation.figures import Simulation, Span
 from canzona_compile.tools.planning.figures import Forecast
-from canzona_compile.tools.planning.page import page
+from canzona_compile.tools.planning.plan_page import plan_page
 from tests.harness.marks import crossed
 from tests.tools.forecasts import NASTY, forecast, nasty
 
@@ -122,7 +123,7 @@ def opened(
 ) -> Iterator[Shown]:
     """A forecast's page from disk; leaving it asserts that nothing was loaded and nothing went wrong."""
     path = folder / "forecast.html"
-    path.write_text(page(found), encoding="utf-8")
+    path.write_text(html(plan_page(found)), encoding="utf-8")
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
     context.set_default_timeout(120_000)
     try:
@@ -162,35 +163,33 @@ def nasty_page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_everything_is_drawn(nasty_page: Shown) -> None:
     found, shown = nasty(), nasty_page
     charts = shown.view.evaluate("[...document.querySelectorAll('.chart')].map((own) => own.id)")
-    assert {"timeline-0", "load-work", "load-time", "load-buffers", "load-sent", "comparison-chart"} < set(charts)
+    labels = shown.view.evaluate(
+        "[...document.querySelectorAll('.chart')].map((own) => own.getAttribute('aria-label'))"
+    )
+    assert {"What each rank does when", "Work per rank", "Time per rank", "The step of each plan"} < set(labels)
     shown.draw(*charts)
     for chart in charts:
         assert shown.view.locator(f"#{chart} .point").count() > 1, chart
     text = shown.text("body")
-    for word in (found.fingerprint, "predicted step", "exposed communication", "peak buffers"):
+    for word in (found.fingerprint, "predicted step", "exposed communication", "buffers per rank"):
         assert word in text
     assert f"matrices\n{found.matrices}\n" in text
-    assert "20 m n2 + 2 m n + 10 n3 + 1" in text.replace("\u2009", " ")
+    assert "20 m n2 + 2 m n + 10 n3 + 1" in text
     assert NASTY[0] in shown.text("h1")
     for alternative in found.alternatives:
-        assert alternative.name in shown.text("#comparison table")
-    rates = shown.text("#rates table")
-    kinds = [shown.view.locator(f"#rates .{kind}").count() for kind in ("measured", "assumed")]
-    assert kinds == [len(found.hardware.measured), len(found.hardware.assumed)]
-    assert min(kinds) >= 2
-    assert all(source in rates for _, source in found.hardware.sources)
-    shown.view.locator("#groups summary").click()
-    assert shown.view.locator("#groups tbody tr").count() == len(found.groups)
+        assert alternative.name in shown.text("#alternatives table")
+    assert all(source in shown.text("#rates") for _, source in found.hardware.sources)
+    assert shown.view.locator("#micro-groups tbody tr").count() == len(found.groups)
 
 
 def test_matrices_are_found_by_name_and_rank(nasty_page: Shown) -> None:
     found, shown = nasty(), nasty_page
-    shown.view.locator("#matrices summary").last.click()
-    rows = shown.view.locator("#matrix-rows tr")
+    shown.view.locator("#matrices summary").click()
+    rows = shown.view.locator("#matrices tbody tr")
     assert rows.count() == len(found.tasks)
-    shown.view.locator("#find").fill("<!-- <script>")
+    shown.view.locator("#matrices input").fill("<!-- <script>")
     assert rows.count() == 1
-    shown.view.locator("#find").fill("rank 1")
+    shown.view.locator("#matrices input").fill("rank 1")
     assert rows.count() == sum(t.owner == 1 for t in found.tasks)
 
 
@@ -211,7 +210,7 @@ def test_pointing_names_the_matrices_and_a_click_keeps_them(nasty_page: Shown) -
     assert shown.view.locator("#detail").is_hidden()
     said = shown.point(*shown.place(transfer))
     assert "sends" in said
-    assert "4 ranks" in said
+    assert f"collective {transfer.flow}, 4 ranks" in said
 
 
 @pytest.mark.full
@@ -262,7 +261,7 @@ def many_ranks() -> Forecast:
 def test_nothing_is_wider_than_the_screen(show: Show, width: int, make: Callable[[], Forecast]) -> None:
     with show(make(), (width, 844)) as shown:
         shown.view.evaluate("document.querySelectorAll('details').forEach((own) => { own.open = true; })")
-        shown.draw("load-work", "load-time", "comparison-chart", "memory-state", "template-0")
+        shown.draw("bars-0", "bars-1", "bars-2", "bars-4", "bars-6")
         assert shown.view.evaluate("document.documentElement.scrollWidth") <= width
         too_wide = """(width) => [...document.querySelectorAll("body *")]
             .filter((own) => !own.closest(".scroll table, svg, [hidden]"))
@@ -314,10 +313,10 @@ def test_thousands_of_ranks_and_spans(show: Show) -> None:
         begin = busy()
         shown.view.evaluate("Plotly.relayout('timeline-0', { 'xaxis.range[1]': 0.001 })")
         assert busy() - begin < 3  # seconds; some tenths on a machine that is not busy
-        shown.draw("load-work")
-        assert "4096 ranks" in shown.text("#load")
-        assert shown.view.locator("#load-work .barlayer .point").count() == 32  # ranks by how much
-        box = shown.view.locator("#load-work .nsewdrag").first.bounding_box()
+        shown.draw("bars-1")
+        assert "max/mean" in shown.text("#load")
+        assert shown.view.locator("#bars-1 .barlayer .point").count() == 32  # ranks by how much
+        box = shown.view.locator("#bars-1 .nsewdrag").first.bounding_box()
         said = shown.point(box["x"] + box["width"] * 0.7, box["y"] + box["height"] / 2)
         assert said.startswith("rank 28")
 
@@ -336,6 +335,6 @@ def test_a_plan_without_anything(show: Show) -> None:
         assumptions=(),
         simulation=Simulation(0.0, (), (), (), ()),
     )
-    with show(bare, PHONE, ("memory-buffers", "memory-state")) as shown:
+    with show(bare, PHONE, ("bars-0", "bars-1")) as shown:
         assert shown.view.locator("#timeline").count() == shown.view.locator("#load").count() == 0
         assert "matrices\n0\n" in shown.text(".tiles")

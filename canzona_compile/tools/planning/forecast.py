@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import sympy
 
 from canzona_compile.analysis.flops import dim_symbols, flops_of, symbolic_bytes
 from canzona_compile.analysis.roofline import PlacedTime, placed_time
+from canzona_compile.ir.bucket import BUCKET_BYTES, Bucket
+from canzona_compile.ir.hardware import Hardware
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
 from canzona_compile.options import Options
@@ -31,13 +33,16 @@ from canzona_compile.tools.planning.figures import (
     Forecast,
     GroupForecast,
     MemoryForecast,
+    PhaseForecast,
     TaskForecast,
     TemplateForecast,
+    Zero1Forecast,
 )
 from canzona_compile.tools.planning.lowered import LoweredPlan
-from canzona_compile.tools.planning.request import Request
+from canzona_compile.tools.planning.mesh import Mesh
+from canzona_compile.tools.planning.passes import Passes
 from canzona_compile.tools.planning.strategies import strategies
-from canzona_compile.tools.planning.zero1_figures import zero1_assumptions, zero1_forecast
+from canzona_compile.tools.planning.weights import Model
 
 ABOUT = {
     "static": "the rank in whose share of the buffer a matrix starts (Canzona's equation 1)",
@@ -48,6 +53,29 @@ ABOUT = {
     "exact": "mixed-integer programming",
     "replicated": "every rank computes everything",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked a forecast for, beside the step.
+
+    Attributes:
+        updates: who applies updates over replicas: "ddp", all of them, or "zero1", the owner's alone.
+        passes: the passes of the model; None unless updates are "zero1".
+        bucket_bytes: the size at which a bucket closes.
+        rank: a global rank whose timeline to show.
+        elementwise: how many matrices the optimizer updates elementwise; they are not in the step.
+    """
+
+    model: Model
+    mesh: Mesh
+    hardware: Hardware
+    options: Options
+    updates: str
+    rank: int | None
+    elementwise: int
+    passes: Passes | None = None
+    bucket_bytes: int = BUCKET_BYTES
 
 
 def forecast(
@@ -147,6 +175,50 @@ def loads_of(made: LoweredPlan) -> tuple[LoadReport, ...]:
     """The load of every rank, also of those that own nothing."""
     group_of = {name: group.index for group in made.scheduled.micro_groups for name in group.tasks}
     return rank_loads(made.owned, {p.name: p for p in made.owned.placed}, group_of)
+
+
+def zero1_forecast(
+    buckets: Sequence[Bucket], loads: Sequence[LoadReport], simulation: Simulation, passes: Passes, shown: bool
+) -> Zero1Forecast:
+    """Sum up the buckets of a plan, and simulate the passes around its step.
+
+    Args:
+        buckets: those of the plan; at least one.
+        loads: the FLOPs of all ranks.
+        simulation: of the step.
+        passes: the passes of the model.
+        shown: whether to keep the spans of the passes.
+    """
+    elements, padding = sum(b.elements for b in buckets), sum(b.padding for b in buckets)
+    ranks = len(buckets[0].ranks)
+    # Every rank sends all shards but its own, in every data-parallel group.
+    sent = sum(b.starts[-1] * b.dtype.itemsize for b in buckets) * (ranks - 1) * (passes.mesh.ranks // ranks)
+    backward, forward = passes.around(buckets)
+    step = PhaseForecast("step", simulation.seconds, max((r.exposed for r in simulation.ranks), default=0.0), 0, 0, ())
+    counted = sum(b.collectives for b in buckets) if ranks > 1 else 0
+    around = [
+        PhaseForecast(name, own.seconds, own.exposed, sent, counted, own.spans if shown else ())
+        for name, own in (("backward", backward), ("forward", forward))
+    ]
+    return Zero1Forecast(
+        buckets=len(buckets),
+        uniform=sum(b.uniform for b in buckets),
+        elements=elements,
+        padding=padding,
+        padding_share=padding / elements,
+        makespan=max((load.flops for load in loads), default=0),
+        phases=(around[0], step, around[1]),
+    )
+
+
+def zero1_assumptions(passes: Passes) -> tuple[str, ...]:
+    """List what the figures of ZeRO-1 assume, in words."""
+    return (
+        "only the owner's replica updates a matrix; the owners of slices update the other parameters, in no time",
+        f"{passes.tokens} tokens per data-parallel rank; passes take 6 FLOPs per weight and token, at the rate of"
+        " products; attention, activations and the traffic of tensor parallelism take no time",
+        "an uneven bucket takes a collective per shard, one after the other",
+    )
 
 
 def imbalance(loads: Sequence[LoadReport]) -> float:

@@ -22,7 +22,7 @@ from canzona_compile.machine.hardware import Hardware, Machine, named_hardware
 from canzona_compile.options import Numerics, Options, StrategyOption
 from canzona_compile.passes import planning_passes
 from canzona_compile.simulation.simulate import simulate
-from canzona_compile.tools.planning.forecast import forecast
+from canzona_compile.tools.planning.forecast import Request, forecast
 from canzona_compile.tools.planning.gc_pause import paused
 from canzona_compile.tools.planning.held import dealt, held_by, hidden_names, model_of_chain, with_held
 from canzona_compile.tools.planning.local import local_forecast
@@ -31,7 +31,6 @@ from canzona_compile.tools.planning.mesh import Mesh, parse_mesh
 from canzona_compile.tools.planning.offline import captured_step, optimizer_named, optimizer_of
 from canzona_compile.tools.planning.passes import TOKENS, Passes
 from canzona_compile.tools.planning.period import period_forecast
-from canzona_compile.tools.planning.request import Request
 from canzona_compile.tools.planning.result import OfflinePlan
 from canzona_compile.tools.planning.weights import Model, from_module, from_shapes, parse_split, preset
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from canzona_compile.choice.rows import format_count
@@ -130,12 +129,13 @@ def figures(forecast: Forecast) -> Iterator[Figure]:
         yield Figure(format_seconds(period.mean), f"mean of\n{plural(len(period.seconds), 'step')}")
         yield Figure(format_seconds(period.worst), "heaviest\nstep", "of the optimizer alone")
     yield Figure(str(forecast.matrices), "matrices", f"{forecast.elements / 1e9:.3g} billion elements")
-    yield Figure(str(len(forecast.simulation.ranks)), "ranks", detail=True)
+    mesh = ", ".join(f"{name} {size}" for name, size in forecast.mesh)
+    yield Figure(str(len(forecast.simulation.ranks)), "ranks", mesh, detail=True)
     yield Figure(f"{forecast.imbalance:.2f}", "max / mean\nload", "1.00 is even")
     yield Figure(format_seconds(exposed), "exposed\ncommunication", f"{share(exposed, seconds)} of the step")
     used = share(memory.buffers, forecast.hardware.memory)
     whole = format_bytes(forecast.hardware.memory)
-    yield Figure(format_bytes(memory.buffers), "buffers\nper rank", f"{used} of its {whole} of memory")
+    yield Figure(format_bytes(memory.buffers), "buffers\nper rank", f"{used} of its {whole}")
 
 
 def beside(zero1: Zero1Forecast) -> str:
@@ -207,14 +207,9 @@ def zero1_plans(found: Sequence[Alternative]) -> Table:
 
 def strategies(template: TemplateForecast, bare: bool) -> Section:
     """Compare the strategies that the matrices of a template can have."""
-    found = [own for own in template.strategies if math.isfinite(own.seconds)]
-    rows = tuple(
-        (
-            *(own.name, own.seconds, own.compute or None, own.gather or None, own.scatter or None),
-            own.note if own.runs else f"{own.note} (simulated only)",
-        )
-        for own in found
-    )
+    found = template.strategies
+    parts = rows_of(found, "seconds", "compute", "gather", "scatter")
+    rows = tuple((own.name, *(part or None for part in row), own.note) for own, row in zip(found, parts, strict=True))
     table = Table(
         ("strategy", "time:s", "compute:s", "gather:s", "scatter:s", "why:~"),
         rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from canzona_compile.report.page import Bar, Bars, Block, Detail, Event, Lane, Section, Table, Timeline, note
@@ -73,27 +74,32 @@ def timelines(forecast: Forecast) -> Iterator[Block]:
     ranks = sorted(simulation.shown, key=lambda rank: (-busy[rank], rank))
     asked = [int(value) for name, value in forecast.options if name == "rank"]
     telling = ranks if len(ranks) <= MOST_RANKS else list(dict.fromkeys([ranks[0], ranks[-1], *asked]))
+    members: dict[int, set[int]] = defaultdict(set)
+    for span in simulation.spans:
+        members[span.flow].add(span.rank)
     lanes = []
     for rank in dict.fromkeys([*telling, *ranks]):
         for stream in STREAMS:
             spans = [s for s in simulation.spans if (s.rank, s.stream) == (rank, stream)]
             if spans or stream == COMPUTE:
-                events = tuple(described(span) for span in spans)
+                events = tuple(described(span, len(members[span.flow])) for span in spans)
                 lanes.append(Lane(f"rank {rank}", stream, events, detail=rank not in telling))
         moments = [m for m in simulation.memory if m.rank == rank]
         if moments:
             most = max(m.bytes for m in simulation.memory)
             lanes.append(Lane(f"rank {rank}", "buffers", tuple(held(moments, simulation.seconds, most)), detail=True))
+    yield Detail((note(f"{len(ranks)} of {plural(len(simulation.ranks), 'rank')}, in one step"),))
     yield Timeline("What each rank does when", simulation.seconds, tuple(lanes), "micro-group")
 
 
-def described(span: Span) -> Event:
-    """An event with all that is known of its span."""
+def described(span: Span, members: int) -> Event:
+    """An event with all that is known of its span, and how many ranks that are shown take part in its collective."""
     drawn = event(span.act, span.stream, span.group, span.start, span.end)
     title = f"{span.act.removeprefix('start ')}, micro-group {span.group}"
     remarks = [f"rank {span.rank}, {STREAM_WORDS[span.stream]}"]
     if span.flow >= 0:
-        remarks += [f"sends {format_bytes(span.bytes)}", f"collective {span.flow}"]
+        taking = f"{plural(members, 'rank')} of those shown"
+        remarks += [f"sends {format_bytes(span.bytes)}", f"collective {span.flow}, {taking}"]
     return Event(drawn.begin, drawn.end, drawn.kind, drawn.number, title, tuple(remarks), span.tasks)
 
 

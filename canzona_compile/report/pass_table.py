@@ -1,0 +1,33 @@
+"""The passes of a step, for people to read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+
+from canzona_compile.errors import some
+from canzona_compile.ir.pipeline import PassHistory, PassRecord
+from canzona_compile.report.page import Page, Table
+from canzona_compile.report.terminal import render
+
+
+@dataclass(frozen=True, slots=True)
+class PassTable(PassHistory):
+    """What each pass did, in order. `rich.print` shows it as a table."""
+
+    def __rich__(self) -> RenderableType:
+        rows = tuple(
+            (
+                *(record.name, record.after.form.name.lower(), f"{record.seconds * 1e3:.1f}"),
+                *(f"{record.nodes:+d}" if record.nodes else "", operators(record)),
+            )
+            for record in self.records
+        )
+        return render(Page((Table(("pass", "form", "ms:>", "nodes:>", "operators"), rows, "passes", framed=True),)))
+
+
+def operators(record: PassRecord) -> str:
+    """Say which operators a pass added and removed, by short names: mm for aten.mm.default."""
+    changed = sorted(record.ops.items(), key=lambda op: (-abs(op[1]), op[0]))
+    return some(f"{count:+d} {name.removeprefix('aten.').removesuffix('.default')}" for name, count in changed)
