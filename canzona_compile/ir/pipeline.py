@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from torch import fx
 
@@ -15,9 +15,6 @@ from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError
 from canzona_compile.ir.step import Form, Step
 from canzona_compile.ir.verifier import verify
 from canzona_compile.progress.interrupts import uninterrupted
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 class Pass(Protocol):
@@ -89,34 +86,6 @@ class PassHistory:
                 yield record.before
             yield record.after
 
-<<<<<<< HEAD
-    def __rich__(self) -> Table:
-        from rich.table import Table  # only where it is shown
-
-        table = Table(title="passes")
-        table.add_column("pass")
-        table.add_column("form")
-        table.add_column("ms", justify="right")
-        table.add_column("nodes", justify="right")
-        table.add_column("operators")
-        for record in self.records:
-            changed = sorted(record.ops.items(), key=lambda op: (-abs(op[1]), op[0]))
-            table.add_row(
-                record.name,
-                record.after.form.name.lower(),
-                f"{record.seconds * 1e3:.1f}",
-                f"{record.nodes:+d}" if record.nodes else "",
-                some(f"{count:+d} {brief(name)}" for name, count in changed),
-            )
-        return table
-
-
-def brief(op: str) -> str:
-    """A short name for an ATen operator: mm for aten.mm.default."""
-    return op.removeprefix("aten.").removesuffix(".default")
-
-=======
->>>>>>> page
 
 def check_order(passes: Sequence[Pass], start: Form) -> None:
     """Check, without running any pass, that every pass would get a step of the form that it requires.

@@ -15,11 +15,7 @@ import pytest
 import canzona_compile
 from canzona_compile.__main__ import main
 from canzona_compile.ir.plan_file import read_plan
-<<<<<<< HEAD
 from canzona_compile.machine.hardware import named_hardware
-from canzona_compile.report.units import format_seconds
-=======
->>>>>>> page
 from canzona_compile.tools.planning.plan import ALTERNATIVES
 
 ROOT = Path(__file__).parents[2]
