@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
+from tests.harness.traps.aliases import WrittenInPlace
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tests.harness.toy_optimizers import cube
 from tests.harness.training import ALONE
 from tests.harness.trap_runs import DIFFERENT, verdict
-from tests.harness.traps.aliases import WrittenInPlace
 from tests.harness.traps.trap import Params, Trap
 
 BEGINNINGS = (
