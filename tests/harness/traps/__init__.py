@@ -19,27 +19,12 @@ from tests.harness.traps.surroundings import surroundings
 from tests.harness.traps.swallowed import swallowed
 from tests.harness.traps.trap import Trap
 
-TRAPS: tuple[Trap, ...] = (
-    *standing.traps,
-    *others.traps,
-    *later.traps,
-    *attributes.traps,
-    *surroundings.traps,
-    *counters.traps,
-    *late.traps,
-    *states.traps,
-    *gradients.traps,
-    *missing.traps,
-    *modules.traps,
-    *calls.traps,
-    *harmless.traps,
-    *aliases.traps,
-    *swallowed.traps,
-    *sizes.traps,
-    *habits.traps,
-    *asking.traps,
+IN_ORDER = (
+    *(standing, others, later, attributes, surroundings, counters, late, states, gradients, missing, modules, calls),
+    *(harmless, aliases, swallowed, sizes, habits, asking),
 )
+TRAPS: tuple[Trap, ...] = tuple(trap for family in IN_ORDER for trap in family.traps)
+FAMILIES = tuple(family.name for family in IN_ORDER)
 NAMED = {trap.name: trap for trap in TRAPS}
-FAMILIES = tuple(dict.fromkeys(trap.family for trap in TRAPS))
 
 assert len(NAMED) == len(TRAPS), "two traps have one name"

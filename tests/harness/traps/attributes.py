@@ -142,7 +142,6 @@ for name, direction, expected in (
             update = {direction}
             param.lerp_(state["z"], 1 / state["step"])
         """,
-        update="update",
         scale='1 - group["beta"]',
         then='state["z"].sub_(update * group["lr"])',
     )

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from tests.harness.traps.grammar import EITHER, EQUAL, Family
+from typing import Any
+
+from tests.harness.traps.grammar import EITHER, EQUAL, Family, Said, nested
 from tests.harness.traps.trap import DDP, PLAIN
 
 calls = Family("the call", EITHER)
 
+
+def called(name: str, arguments: str = "closure=None", **others: Any) -> Said:
+    """A trap of a method `step` with these arguments."""
+    said = calls(name, base="Calling", **others)
+    return lambda text: said(nested("body:", nested(f"def step(self, {arguments}):", text)))
+
+
 # -- what it returns -------------------------------------------------------------------------------
 
-CALLED = "def step(self, closure=None):\n    self.take()\n    return "
 LOSS = {
     "body": """
         def step(self, closure=None):
@@ -25,7 +33,10 @@ LOSS = {
     """
 }
 CLOSURE = {"call": "optimizer.step(feed)"}
-calls("returns-number", base="Calling", body=CALLED + 'len(self.param_groups) + self.param_groups[0]["lr"]')
+called("returns-number")("""
+    self.take()
+    return len(self.param_groups) + self.param_groups[0]["lr"]
+""")
 calls("returns-number-elementwise")("""
     whole:
         for param in self.param_groups[0]["params"]:
@@ -33,96 +44,74 @@ calls("returns-number-elementwise")("""
         return self.param_groups[0]["lr"]
 """)
 # which it does not use
-calls(
-    "returns-norm", body=CALLED + 'torch.stack([p.grad.abs().max() for p in self.param_groups[0]["params"]]).max()'
-)("""
-    base: Calling
+called("returns-norm")("""
+    self.take()
+    return torch.stack([p.grad.abs().max() for p in self.param_groups[0]["params"]]).max()
 """)
-calls("returns-dict", base="Calling", body=CALLED + '{"lr": self.param_groups[0]["lr"], "updated": True}')
+called("returns-dict")("""
+    self.take()
+    return {"lr": self.param_groups[0]["lr"], "updated": True}
+""")
 calls("returns-loss", EQUAL, **LOSS, **CLOSURE)
 calls("returns-loss-by-name", EQUAL, **LOSS, call="optimizer.step(closure=feed)")
 calls("returns-loss-as-number", EQUAL, **LOSS, call="optimizer.step(lambda: float(feed()))")
 calls("returns-nothing-for-none", EQUAL, **LOSS, call="optimizer.step(closure=None)")
-calls("returns-itself", base="Calling", body=CALLED + "self")
+called("returns-itself")("""
+    self.take()
+    return self
+""")
 
 # -- closures --------------------------------------------------------------------------------------
 
 # for the next step
-calls("closure-late", **CLOSURE)("""
-    base: Calling
-    body:
-        def step(self, closure):
-            self.take()
-            return closure()
+called("closure-late", "closure", **CLOSURE)("""
+    self.take()
+    return closure()
 """)
 # as sharpness-aware methods do
-calls("closure-twice", **CLOSURE)("""
-    base: Calling
-    body:
-        def step(self, closure):
-            closure()
-            self.take(0.1)
-            loss = closure()
-            self.take()
-            return loss
+called("closure-twice", "closure", **CLOSURE)("""
+    closure()
+    self.take(0.1)
+    loss = closure()
+    self.take()
+    return loss
 """)
 # once half of the parameters are updated
-calls("closure-between", **CLOSURE)("""
-    base: Calling
-    body:
-        def step(self, closure):
-            params = self.param_groups[0]["params"]
-            middle = len(params) // 2
-            with torch.no_grad():
-                for param in params[:middle]:
-                    param.sub_(cube(param.grad) * 0.1)
-                closure()
-                for param in params[middle:]:
-                    param.sub_(cube(param.grad) * 0.1)
+called("closure-between", "closure", **CLOSURE)("""
+    params = self.param_groups[0]["params"]
+    middle = len(params) // 2
+    with torch.no_grad():
+        for param in params[:middle]:
+            param.sub_(cube(param.grad) * 0.1)
+        closure()
+        for param in params[middle:]:
+            param.sub_(cube(param.grad) * 0.1)
 """)
 calls("closure-dropped", times="1.0", **CLOSURE)
 # as Polyak's rule has it
-calls("loss-scales", **CLOSURE)("""
-    base: Calling
-    body:
-        def step(self, closure):
-            loss = closure()
-            self.take(float(loss))
-            return loss
+called("loss-scales", "closure", **CLOSURE)("""
+    loss = closure()
+    self.take(float(loss))
+    return loss
 """)
-calls("loss-decides", **CLOSURE)("""
-    base: Calling
-    body:
-        def step(self, closure):
-            loss = closure()
-            if float(loss) > 2.4:
-                self.take()
-            return loss
+called("loss-decides", "closure", **CLOSURE)("""
+    loss = closure()
+    if float(loss) > 2.4:
+        self.take()
+    return loss
 """)
 
 # -- arguments and other methods -------------------------------------------------------------------
 
-calls("takes-rate")("""
-    base: Calling
-    body:
-        def step(self, closure=None, lr=0.1):
-            self.take(lr * 10)
-    call: optimizer.step(lr=0.1 / (1 + step))
+called("takes-rate", "closure=None, lr=0.1", call="optimizer.step(lr=0.1 / (1 + step))")("""
+    self.take(lr * 10)
 """)
-calls("takes-scale")("""
-    base: Calling
-    body:
-        def step(self, *args, **kwargs):
-            self.take(kwargs.get("scale", 1.0))
-    call: optimizer.step(scale=1.0 / (1 + step))
+called("takes-scale", "*args, **kwargs", call="optimizer.step(scale=1.0 / (1 + step))")("""
+    self.take(kwargs.get("scale", 1.0))
 """)
 # where others take a closure
-calls("takes-scale-first")("""
-    base: Calling
-    body:
-        def step(self, scale=1.0):
-            self.take(scale)
-    call: optimizer.step(1.0 / (1 + step))
+called("takes-scale-first", "scale=1.0", call="optimizer.step(1.0 / (1 + step))")("""
+    self.take(scale)
 """)
 # as apex has it
 calls("takes-gradients")("""

@@ -75,7 +75,6 @@ gradients("previous-gradient-on-parameter")("""
         previous = getattr(param, "previous", None)
         update = cube(grad) if previous is None else cube(grad - previous)
         param.previous = grad.clone()
-    update: update
 """)
 gradients("gradient-scaled-by-user", EQUAL, times="1.0", every="for param in params:\n    param.grad.mul_(0.25)")
 gradients("same-gradient-twice", EQUAL, times="1.0", call="optimizer.step()\noptimizer.step()")

@@ -50,7 +50,8 @@ class Pieces:
         always: whether parameters without a gradient count as well.
         param: what comes before the update of a parameter.
         only_if: a condition of the update.
-        update: the update, before it is multiplied; nothing if other pieces do all.
+        update: the update, before it is multiplied; nothing if other pieces do all. Without this piece it is the
+            variable `update` if `param` assigns that, and a matrix product if not.
         rate: the learning rate.
         scale: a number that the learning rate is multiplied by.
         times: the same; it may be a tensor.
@@ -70,7 +71,7 @@ class Pieces:
     always: bool = False
     param: str = ""
     only_if: str = ""
-    update: str = "cube(grad)"
+    update: str | None = None
     rate: str = 'group["lr"]'
     scale: str = ""
     times: str = ""
@@ -80,17 +81,16 @@ class Pieces:
     @property
     def text(self) -> str:
         """What is done to a parameter."""
-        update = f"({self.update})"
-        if not self.update:
-            update = ""
-        elif self.times:
-            update = f"param.sub_({update} * ({self.rate} * ({self.times})))"
+        update, scale = self.update, f" * ({self.scale})" if self.scale else ""
+        if update is None:
+            update = "update" if "update" in names(nested("def f():", self.param), ast.Store) else "cube(grad)"
+        if not update:
+            return lines(self.param, self.then)
+        if self.times:
+            text = f"param.sub_(({update}) * ({self.rate} * ({self.times})))"
         else:
-            scale = f" * ({self.scale})" if self.scale else ""
-            update = f"param.add_({update}, alpha=-{self.rate}{scale})"
-        if self.only_if:
-            update = nested(f"if {self.only_if}:", update)
-        return lines(self.param, update, self.then)
+            text = f"param.add_(({update}), alpha=-{self.rate}{scale})"
+        return lines(self.param, nested(f"if {self.only_if}:", text) if self.only_if else text, self.then)
 
 
 # How a gradient becomes an update, for traps that come in several forms.
@@ -99,10 +99,8 @@ AVERAGE = {
     "param": 'average = state.setdefault("average", torch.zeros_like(param))\naverage.lerp_(grad, 0.1)',
     "update": "average",
 }
-ON_HOST = {  # nobody can trace it
-    "param": "update = cube(grad)\nif update.norm().item() > 2:\n    update = update / update.norm()",
-    "update": "update",
-}
+# Nobody can trace it.
+ON_HOST = {"param": "update = cube(grad)\nif update.norm().item() > 2:\n    update = update / update.norm()"}
 IN_COLUMNS = "value.t().contiguous().t() if place == 1 else value"  # a start
 
 
@@ -178,7 +176,7 @@ def class_name(name: str) -> str:
 
 ARGUMENTS = {
     "edit": "optimizer, params, step",
-    "prepare": "param, place",
+    "prepare": "params",
     "grads": "grad, place, step",
     "call": "optimizer, feed, step",
     "seen": "optimizer",
@@ -194,8 +192,8 @@ class Source:
     Args:
         name: of the trap.
         pieces: of the optimizer, unless its class is written elsewhere.
-        users: by name in `ARGUMENTS`, an expression or statements. `given` is what the class is called with, and
-            `after` what is done to a new optimizer.
+        users: by name in `ARGUMENTS`, an expression or statements. `given` is what the class is called with, `after`
+            what is done to a new optimizer, and the others are attributes of `Trap`.
     """
 
     def __init__(self, name: str, pieces: Pieces | None, users: Mapping[str, str]) -> None:
@@ -230,11 +228,6 @@ class Source:
         if "after" in found:
             found["after"](optimizer, params)
         return optimizer
-
-    def prepare(self, params: Params) -> None:
-        """Do something to each parameter."""
-        for place, param in enumerate(params):
-            self.call("prepare", param, place)
 
 
 def optimizer(name: str, **pieces: Any) -> Callable[[Params], Any]:
@@ -286,11 +279,11 @@ def trap(
     users = {key: pieces.pop(key) for key in ARGUMENTS if key in pieces}
     if edit or every:
         users["edit"] = lines(*(edits if edit else ()), every)
+    if "prepare" in users:
+        users["prepare"] = nested("for place, param in enumerate(params):", users["prepare"])
     plain = {key: pieces.pop(key) for key in Trap.__dataclass_fields__ if key in pieces}
     source = Source(name, None if make else Pieces(**pieces), users)
-    made = {key: partial(source.call, key) for key in users if key not in ("given", "after", "prepare")}
-    if "prepare" in users:
-        made["prepare"] = source.prepare
+    made = {key: partial(source.call, key) for key in users.keys() & Trap.__dataclass_fields__.keys()}
     words = (says,) if isinstance(says, str) else says
     return Trap(name, family, make or source.make, expected, words, **made, **plain)
 

@@ -61,7 +61,6 @@ harmless("dict-of-hypers")("""
         update = average
         for _ in range(hypers["nested"]["power"]):
             update = cube(update)
-    update: update
 """)
 harmless("rate-by-property")("""
     body:
@@ -154,7 +153,6 @@ harmless("try-without-error")("""
             update = cube(grad)
         except RuntimeError:
             update = grad
-    update: update
 """)
 harmless("asks-for-types")("""
     param:

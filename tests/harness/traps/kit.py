@@ -245,3 +245,34 @@ class Tries(PerParameter):
 
     def factor(self, grad: Tensor, state: State) -> Tensor:
         raise NotImplementedError
+
+
+# -- for state that is made up ---------------------------------------------------------------------
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Whether two entries are tensors of one shape and dtype."""
+    tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return tensors and (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def as_gradient(entry: Any, grad: Tensor) -> Any:
+    """Bring an entry into a form that can be added to a gradient."""
+    if not isinstance(entry, Tensor):
+        return entry
+    if entry.ndim == 2 and entry.shape != grad.shape:
+        return entry.T.to(grad.dtype)
+    if entry.ndim == 1:
+        return (entry[:, None] if len(entry) == grad.shape[0] else entry[None, :]).to(grad.dtype)
+    return entry.to(grad.dtype)
+
+
+def as_entry(grad: Tensor, entry: Any) -> Any:
+    """Bring a gradient into the form of an entry."""
+    if not isinstance(entry, Tensor):
+        return float(entry) + 1.0
+    if entry.ndim == 0:
+        return grad.norm().to(entry.dtype)
+    if entry.ndim == 1:
+        return (grad.sum(1) if len(entry) == grad.shape[0] else grad.sum(0)).to(entry.dtype)
+    return (grad if entry.shape == grad.shape else grad.T).to(entry.dtype)

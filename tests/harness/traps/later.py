@@ -130,5 +130,4 @@ later("state-from-step-4", steps=6)(f"""
         if state["step"] > 3:
             average = state.setdefault("average", torch.zeros_like(param))
             update = average.lerp_(update, 0.5)
-    update: update
 """)
