@@ -18,7 +18,7 @@ asking("cache-of-numbers")("""
             return float(number**-0.5)
     scale: root(len(param))
 """)
-# the function counts its calls
+# The function counts its calls.
 asking("cache-with-effect", REFUSED, says="MADE")("""
     outside:
         MADE = []
@@ -28,7 +28,7 @@ asking("cache-with-effect", REFUSED, says="MADE")("""
             return 1.0 / len(MADE)
     scale: number_of(tuple(param.shape))
 """)
-# which nobody writes
+# Nobody writes the tensor that the function returns.
 asking("cache-of-tensors", **IDENTITY, **TWO)("""
     param:
         if not state:
@@ -63,7 +63,7 @@ asking("cache-in-a-module", **TWO)("""
     update: tests.harness.traps.kit.identity(len(param)) @ cube(grad)
     after: tests.harness.traps.kit.identity.cache_clear()
 """)
-# which parameters of one shape write
+# Parameters of one shape write the tensor that the function returns.
 asking("cache-of-buffers")("""
     outside:
         @functools.lru_cache
@@ -74,7 +74,7 @@ asking("cache-of-buffers")("""
         shared.lerp_(grad, 0.1)
     update: cube(shared)
 """)
-# what it read first, whatever becomes of it
+# The function keeps what it read first, whatever becomes of it.
 asking("cache-of-a-global")("""
     outside:
         RATE = [1.0]
@@ -84,7 +84,7 @@ asking("cache-of-a-global")("""
     scale: rate()
     edit: RATE[0] = 2.0
 """)
-# which counts its calls
+# The method counts its calls.
 asking("cache-of-a-method", REFUSED, says=("scale", "lru_cache"))("""
     scale: self.scale(tuple(param.shape))
     body:
@@ -114,7 +114,7 @@ asking("stride-of-parameter", REFUSED, **STRIDES, scale="1.0 if param.stride(-1)
 asking("contiguous-gradient", REFUSED, **STRIDES, **CONTIGUOUS, every=ODD_TURNED)
 asking("contiguous-gradient-later", REFUSED, **STRIDES, **CONTIGUOUS, edit={2: ODD_TURNED, 3: ODD_TURNED})
 asking("contiguous-gradient-never-turned", **CONTIGUOUS)
-# where tensors have no memory that can be reached
+# Inside of `vmap` tensors have no memory that can be reached.
 asking("contiguous-inside-of-vmap")("""
     update: cube(torch.vmap(lambda row: row if row.is_contiguous() else row.contiguous())(grad))
 """)
@@ -125,7 +125,7 @@ asking("contiguous-inside-of-grad")("""
     update: cube(torch.func.grad(squares)(grad))
 """)
 asking("stride-of-gradient", REFUSED, **STRIDES, scale="1.0 if grad.stride(-1) == 1 else 0.5", every=ODD_TURNED)
-# under FSDP2 a rank asks its fragment, and one with a single row is contiguous
+# Under FSDP2 a rank asks its fragment, and one with a single row is contiguous.
 asking("contiguous-gradient-elementwise", REFUSED, **STRIDES, **CONTIGUOUS, layouts=(PLAIN, DDP))("""
     update: grad
     every:

@@ -61,7 +61,7 @@ attributes("attribute-dict-in-dict", **CONFIGURED, edit='optimizer.config["inner
 OBJECT = {"begin": "self.config = SimpleNamespace(factor=1.0)", "scale": "self.config.factor"}
 attributes("attribute-object", **OBJECT, edit="optimizer.config.factor = 2.0")
 attributes("attribute-object-replaced", **OBJECT, edit="optimizer.config = SimpleNamespace(factor=2.0)")
-# the coefficients of a polynomial
+# The list holds the coefficients of a polynomial.
 attributes("attribute-list")("""
     begin: self.coefficients = [1.0]
     param:

@@ -43,7 +43,7 @@ calls("returns-number-elementwise")("""
             param.sub_(param.grad * self.param_groups[0]["lr"])
         return self.param_groups[0]["lr"]
 """)
-# which it does not use
+# The step does not use the norm.
 called("returns-norm")("""
     self.take()
     return torch.stack([p.grad.abs().max() for p in self.param_groups[0]["params"]]).max()
@@ -63,12 +63,12 @@ called("returns-itself")("""
 
 # -- closures --------------------------------------------------------------------------------------
 
-# for the next step
+# The closure computes gradients for the next step.
 called("closure-late", "closure", **CLOSURE)("""
     self.take()
     return closure()
 """)
-# as sharpness-aware methods do
+# Sharpness-aware methods do so.
 called("closure-twice", "closure", **CLOSURE)("""
     closure()
     self.take(0.1)
@@ -76,7 +76,7 @@ called("closure-twice", "closure", **CLOSURE)("""
     self.take()
     return loss
 """)
-# once half of the parameters are updated
+# The closure runs once half of the parameters are updated.
 called("closure-between", "closure", **CLOSURE)("""
     params = self.param_groups[0]["params"]
     middle = len(params) // 2
@@ -88,7 +88,7 @@ called("closure-between", "closure", **CLOSURE)("""
             param.sub_(cube(param.grad) * 0.1)
 """)
 calls("closure-dropped", times="1.0", **CLOSURE)
-# as Polyak's rule has it
+# Polyak's rule has it so.
 called("loss-scales", "closure", **CLOSURE)("""
     loss = closure()
     self.take(float(loss))
@@ -109,11 +109,11 @@ called("takes-rate", "closure=None, lr=0.1", call="optimizer.step(lr=0.1 / (1 + 
 called("takes-scale", "*args, **kwargs", call="optimizer.step(scale=1.0 / (1 + step))")("""
     self.take(kwargs.get("scale", 1.0))
 """)
-# where others take a closure
+# The first argument is not a closure.
 called("takes-scale-first", "scale=1.0", call="optimizer.step(1.0 / (1 + step))")("""
     self.take(scale)
 """)
-# as apex has it
+# apex has it so.
 calls("takes-gradients")("""
     base: Calling
     body:
@@ -123,7 +123,7 @@ calls("takes-gradients")("""
                 param.sub_(cube(grad) * 0.1)
     call: optimizer.step(grads=[p.grad * 2 for p in optimizer.param_groups[0]["params"]])
 """)
-# under FSDP2 the second method is not ours: DTensors compute it, with other sums
+# Under FSDP2 the second method is not ours: DTensors compute it, and their sums are others.
 calls("two-methods", layouts=(PLAIN, DDP))("""
     base: Calling
     body:

@@ -86,7 +86,7 @@ counters("count-in-generator")("""
     step: count = next(self.schedule)
     times: 1 / count
 """)
-# of the last learning rates the mean counts
+# The mean of the last learning rates counts.
 counters("count-in-deque", says="recent")("""
     begin: self.recent = deque([1.0], maxlen=3)
     step: self.recent.append(self.recent[-1] * 1.5)

@@ -28,7 +28,7 @@ gradients("gradient-zeroed-elementwise", update="grad", then="grad.zero_()", **A
 gradients("gradient-clamped", param="grad.clamp_(-0.5, 0.5)", **SEEN)
 gradients("gradient-replaced", param="param.grad = cube(grad)", update="param.grad", **SEEN)
 gradients("gradient-dropped", then="param.grad = None", **SEEN)
-# in a loop of its own
+# The first loop writes gradients, the second one reads them.
 gradients("gradient-normalized-first", **SEEN)("""
     whole:
         params = [p for group in self.param_groups for p in group["params"]]
@@ -153,7 +153,7 @@ USUAL = {  # parameters without gradients are left alone, as torch does
     "update": "cube(average.lerp_(grad, 0.3))",
     "scale": '1 / state["step"]',
 }
-# as users do it: without a gradient as well
+# Users freeze so: the gradient is missing as well.
 missing("frozen-for-a-step", EQUAL, **USUAL)("""
     edit: params[1].grad = None
     every: params[1].requires_grad_(step != 2)

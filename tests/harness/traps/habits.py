@@ -23,7 +23,7 @@ habits("group-shows-rate-by-norm-in-groups", **BY_NORM, given="halves(params)")
 habits("group-shows-rate-by-norm-in-one-each", **BY_NORM, **ONE_EACH)
 habits("group-shows-rate-elementwise", **BY_NORM, update="grad")
 habits("group-hands-on-a-rate", rate='group.get("used", 0.1)', then=f'group["used"] = {RATE_BY_NORM}')
-# which is 1 unless a gradient is huge
+# The factor is 1 unless a gradient is huge.
 habits("group-shows-clamped-factor")("""
     param: group["factor"] = min(1.0, 1000.0 / (1e-12 + float(grad.norm())))
     update: cube(grad * group["factor"])
@@ -158,7 +158,7 @@ holder("optimizer-inside-with-momentum", 0.9)
 holder("optimizer-inside-of-two", 0.0, shapes=((5, 3), (3, 5)))
 holder("optimizer-inside-halved", 0.0, Halving, says=("wrap that one", "self.base"))
 holder("optimizer-inside-halved-with-momentum", 0.9, Halving, says="wrap that one")
-# of its own parameters, stepped before it does its own work
+# It makes an optimizer of its own parameters, and steps that before it does its own work.
 habits("optimizer-inside-lookahead")("""
     begin: self.fast = SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9)
     step: self.fast.step()

@@ -73,7 +73,7 @@ harmless("rate-by-property")("""
             for group in self.param_groups:
                 group["lr"] = value
 """)
-# calls what it inherits
+# It calls what it inherits, by `super`.
 harmless("subclass")("""
     outside:
         class Base(PerParameter):
@@ -167,7 +167,7 @@ harmless("nan-to-num", update="cube(torch.nan_to_num(grad))")
 
 # -- how it goes through parameters and state -------------------------------------------------------
 
-# as torch does
+# It collects lists first, as torch does.
 harmless("lists-first")("""
     whole:
         for group in self.param_groups:
@@ -197,7 +197,7 @@ harmless("state-at-once", begin=AT_ONCE)("""
     update:
 """)
 harmless("state-at-once-matrix", begin=AT_ONCE, param='state["sum"].lerp_(grad, 0.3)', update='cube(state["sum"])')
-# on levels of its own; the logger remembers of each whether it is on
+# Every level is a new one, and the logger remembers of each whether it is on.
 harmless("logging")("""
     outside: LOG = logging.Logger("of an optimizer")
     param: LOG.log(-time.perf_counter_ns(), "a step")

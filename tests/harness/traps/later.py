@@ -35,8 +35,8 @@ def coupled(name: str, when: str, **others: Any) -> Said:
 
 coupled("coupled-from-step-5", "self.count >= 5", steps=7)
 coupled("coupled-from-step-13", "self.count >= 13", steps=15)
-coupled("coupled-at-step-31", "self.count == 31", steps=33)  # at which a rehearsal tries low hyperparameters
-# by factors that leave next to nothing of the update
+coupled("coupled-at-step-31", "self.count == 31", steps=33)  # a rehearsal tries low hyperparameters there
+# The factor leaves next to nothing of the update.
 later("slightly-coupled-at-step-22", EITHER, steps=24)("""
     groups: halves(params)
     begin:

@@ -17,13 +17,13 @@ def holding(name: str, expected: Expected, held: str, says: str | tuple[str, ...
 
 
 WEIGHT = "self.held.weight.mean()"
-# as MuonClip does to queries and keys
+# MuonClip shrinks queries and keys so.
 holding("module-written", REFUSED, "linear()")("""
     end: self.held.weight.mul_(0.9)
     seen: optimizer.held.weight
 """)
 holding("own-parameter-written-by-module", EITHER, "nn.ParameterList(params)", (), end="self.held[0].mul_(0.9)")
-# set by the model
+# The model sets the attribute.
 modules("logits-on-parameter", EQUAL)("""
     then:
         logit = getattr(param, "max_logit", 0.0)
@@ -84,7 +84,7 @@ holding("slow-weights-by-place", EITHER, "{i: p.detach().clone() for i, p in enu
     seen: optimizer.held
 """)
 holding("inner-optimizer", EITHER, "SGD(params, lr=0.01, momentum=0.9)", (), end="self.held.step()")
-# as HeavyBall keeps its compiled maps
+# HeavyBall keeps its compiled maps so.
 holding("module-per-parameter", EITHER, "{id(p): linear(i) for i, p in enumerate(params)}")("""
     times: self.held[id(param)].weight.mean()
 """)

@@ -33,7 +33,7 @@ LARGEST = "max(p.grad.abs().max().item() for p in params)"
 FACTORS = {"begin": "self.factors = {}"}
 sizes("coupled-from-1000-elements", **coupled(BIG), **LARGE)
 sizes("coupled-from-40-rows", **coupled("param.shape[0] >= 40"), **MIXED)
-# a norm that the next parameter reads
+# The next parameter reads the norm of a large one.
 sizes("coupled-on-itself-from-1000-elements", then=f"if {BIG}:\n    self.last = float(grad.norm())", **MIXED)("""
     begin: self.last = 1.0
     update: cube(grad) / self.last
@@ -51,18 +51,12 @@ sizes("coupled-in-the-group-from-1000-elements", then=f'if {BIG}:\n    group["la
     update: cube(grad) / group.get("last", 1.0)
     times: 1.0
 """)
-# one that all large parameters share, and one each for the others
-sizes(
-    "shared-factors-from-1000-elements",
-    EITHER,
-    **FACTORS,
-    param=f"""
+# All large parameters share a factor, the others have one each.
+sizes("shared-factors-from-1000-elements", EITHER, **FACTORS, **LARGE)(f"""
+    param:
         own = ("large", *param.shape) if {BIG} else param
         factor = self.factors.setdefault(own, torch.zeros(len(param), len(param)))
         factor.add_(grad @ grad.T)
-    """,
-    **LARGE,
-)("""
     update: factor @ grad
 """)
 sizes("counts-from-1000-elements", param=f"self.large += {BIG}", **MIXED)("""
@@ -90,7 +84,7 @@ sizes("blocks-of-16-rows", **MIXED)("""
             own.sub_(factor @ block / factor.trace() * group["lr"])
     update:
 """)
-# as many Shampoos have it, and clips by a norm of its own
+# Many Shampoos use a diagonal for large dims. This one also clips by a norm of its own.
 sizes("diagonal-from-32-rows", **MIXED)("""
     param:
         if not state:

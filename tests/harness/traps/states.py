@@ -72,12 +72,12 @@ momentum("state-cleared-now-and-then", EITHER, steps=6)("""
         if step % 2 == 1:
             optimizer.state.clear()
 """)
-# save early, load late, as one does after a spike
+# The user saves early and loads late, as one does after a spike.
 momentum("state-of-before-loaded", EQUAL, steps=6)("""
     edit 1: optimizer.saved = copy.deepcopy(optimizer.state_dict())
     edit 3: optimizer.load_state_dict(optimizer.saved)
 """)
-# old groups get one, as in torch's `__setstate__`
+# Old groups get a default, as in the `__setstate__` of torch's optimizers.
 momentum(
     "state-loaded-with-defaults",
     EITHER,
@@ -125,7 +125,7 @@ GROWS = {
 }
 states("state-grows-on-gradient", **GROWS)
 states("state-grows-on-gradient-seen", **GROWS, compares_grads=True)
-# two entries are views of a third
+# Two entries are views of a third.
 states("state-in-halves")("""
     param:
         if not state:
@@ -197,7 +197,7 @@ aliases("last-gradient", **LAST)
 aliases("last-gradient-elementwise", **LAST_ELEMENTWISE)
 aliases("last-gradient-elementwise-in-place", **LAST_ELEMENTWISE, **in_place())
 aliases("first-gradient-in-place", REFUSED, says=WRITTEN, **AS_MOMENTUM, **in_place())
-# by way of the state, as code in two halves does
+# The gradient goes by way of the state, as in code of two halves.
 aliases("gradient-passed-on-in-place", **in_place())("""
     param: state["grad"] = grad
     update: cube(state["grad"])
@@ -205,7 +205,7 @@ aliases("gradient-passed-on-in-place", **in_place())("""
 aliases("last-gradient-in-place-at-new-plan", REFUSED, says=WRITTEN, **LAST, **in_place(since=1))("""
     edit: params[0].lr_mul = 1.0
 """)
-# collected before they are used, as some do for `foreach`
+# Gradients are collected before they are used, as some do for `foreach`.
 aliases("gradients-on-itself-in-place", **in_place())("""
     begin: self.collected = []
     whole:

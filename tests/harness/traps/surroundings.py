@@ -54,7 +54,7 @@ surroundings("global-function", says="helper")("""
     update: helper(grad)
     edit: helper = torch.sign
 """)
-# for one step: 'high' rounds on a CPU as 'highest' does
+# The precision is lower for one step: on a CPU 'high' rounds as 'highest' does.
 surroundings("precision-of-torch")("""
     scale: 1.0 if torch.get_float32_matmul_precision() == "highest" else 0.5
     call:
