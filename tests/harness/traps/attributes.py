@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.harness.traps.grammar import AVERAGE, EITHER, EQUAL, ON_HOST, Family
+from tests.harness.traps.grammar import AVERAGE, EITHER, EQUAL, ON_HOST, Family, pieces_of
 
 attributes = Family("attributes", EQUAL)
 
@@ -51,11 +51,11 @@ attributes("attribute-function", **TRANSFORMING)("""
 """)
 attributes("attribute-lambda", **TRANSFORMING, edit="optimizer.transform = lambda grad: grad * 2")
 attributes("attribute-partial", **TRANSFORMING, edit="optimizer.transform = functools.partial(torch.mul, other=3.0)")
-CONFIGURED = {
-    "begin": 'self.config = {"factor": 1.0, "inner": {"decay": 0.0}}',
-    "param": 'param.mul_(1 - group["lr"] * self.config["inner"]["decay"])',
-    "scale": 'self.config["factor"]',
-}
+CONFIGURED = pieces_of("""
+    begin: self.config = {"factor": 1.0, "inner": {"decay": 0.0}}
+    param: param.mul_(1 - group["lr"] * self.config["inner"]["decay"])
+    scale: self.config["factor"]
+""")
 attributes("attribute-dict-entry", **CONFIGURED, edit='optimizer.config["factor"] = 2.0')
 attributes("attribute-dict-in-dict", **CONFIGURED, edit='optimizer.config["inner"]["decay"] = 0.5')
 OBJECT = {"begin": "self.config = SimpleNamespace(factor=1.0)", "scale": "self.config.factor"}
@@ -104,9 +104,10 @@ attributes("mode-flag")("""
     scale: 1.0 if self.training else 0.1
     edit: optimizer.eval()
 """)
-SCHEDULE_FREE = {  # between `train` and `eval` parameters move to their average and back, as one does to validate
-    "hypers": "beta=0.9",
-    "body": """
+# Between `train` and `eval` parameters move to their average and back, as one does to validate.
+SCHEDULE_FREE = pieces_of("""
+    hypers: beta=0.9
+    body:
         training = True
 
         @torch.no_grad()
@@ -124,9 +125,10 @@ SCHEDULE_FREE = {  # between `train` and `eval` parameters move to their average
         def eval(self):
             if self.training:
                 self.swap(-1 / 9)
-    """,
-    "edit": "optimizer.eval()\noptimizer.train()",
-}
+    edit:
+        optimizer.eval()
+        optimizer.train()
+""")
 for name, direction, expected in (
     ("schedule-free", "cube(grad)", EITHER),
     ("schedule-free-elementwise", "grad", EQUAL),

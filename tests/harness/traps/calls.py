@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.traps.grammar import EITHER, EQUAL, Family, Said, nested
+from tests.harness.traps.grammar import EITHER, EQUAL, Family, Said, nested, pieces_of
 from tests.harness.traps.trap import DDP, PLAIN
 
 calls = Family("the call", EITHER)
@@ -18,8 +18,8 @@ def called(name: str, arguments: str = "closure=None", **others: Any) -> Said:
 
 # -- what it returns -------------------------------------------------------------------------------
 
-LOSS = {
-    "body": """
+LOSS = pieces_of("""
+    body:
         def step(self, closure=None):
             loss = None
             if closure is not None:
@@ -30,8 +30,7 @@ LOSS = {
 
         def update(self, param, grad, group, state):
             param.add_(cube(grad), alpha=-group["lr"])
-    """
-}
+""")
 CLOSURE = {"call": "optimizer.step(feed)"}
 called("returns-number")("""
     self.take()
@@ -136,17 +135,17 @@ calls("two-methods", layouts=(PLAIN, DDP))("""
         optimizer.step()
         optimizer.second_step()
 """)
-AVERAGES = {  # which the user swaps with parameters to validate, and back
-    "then": 'state.setdefault("ema", param.clone()).lerp_(param, 0.3)',
-    "body": """
+# The user swaps averages with parameters to validate, and back.
+AVERAGES = pieces_of("""
+    then: state.setdefault("ema", param.clone()).lerp_(param, 0.3)
+    body:
         @torch.no_grad()
         def swap(self):
             for param, state in self.state.items():
                 kept = param.clone()
                 param.copy_(state["ema"])
                 state["ema"].copy_(kept)
-    """,
-}
+""")
 calls("averages-swapped-twice", **AVERAGES, edit="optimizer.swap()\noptimizer.swap()")
 calls("averages-swapped", **AVERAGES, edit="optimizer.swap()")
 calls("step-under-no-grad", EQUAL, times="1.0", call="with torch.no_grad():\n    return optimizer.step()")

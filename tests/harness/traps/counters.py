@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.traps.grammar import EITHER, ELEMENTWISE, EQUAL, ON_HOST, Family
+from tests.harness.traps.grammar import EITHER, ELEMENTWISE, EQUAL, ON_HOST, Family, pieces_of
 
 counters, late = Family("counters", EITHER), Family("late counters", EITHER)
 
@@ -111,12 +111,12 @@ counts("count-in-group-object", "clock", f"{IN_GROUP} = Clock()", f"{IN_GROUP}.t
 
 # -- a count that decides which algorithm is meant, and counts of other things ----------------------
 
-DECIDES = {
-    "body": "steps = 0",
-    "step": "self.steps += 1",
-    "update": "grad if self.steps < 4 else cube(grad)",
-    "times": "1.0",
-}
+DECIDES = pieces_of("""
+    body: steps = 0
+    step: self.steps += 1
+    update: grad if self.steps < 4 else cube(grad)
+    times: 1.0
+""")
 counters("count-decides", EQUAL, **DECIDES, steps=6, seen="optimizer.steps")
 counters("count-decides-and-starts-again", EQUAL, **DECIDES, steps=7, edit="optimizer.steps = 0")
 for name, key in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, Said
+from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, Said, pieces_of
 
 gradients, missing = Family("gradients", EITHER), Family("no gradient", EITHER)
 SEEN, ADDED = {"compares_grads": True}, {"accumulates": True}
@@ -135,24 +135,26 @@ going_on("going-on-with-all-gradients", param=DECAYS)
 
 FROZEN = {"prepare": "param.requires_grad_(place != 1)"}
 LATER = {"edit": "params[1].requires_grad_(False)"}
-THAWED = {
-    "param": "if not param.requires_grad:\n    param.mul_(0.9)",
-    "only_if": "param.requires_grad and grad is not None",
-}
+THAWED = pieces_of("""
+    param:
+        if not param.requires_grad:
+            param.mul_(0.9)
+    only_if: param.requires_grad and grad is not None
+""")
 going_on("frozen-decays", **THAWED, **FROZEN)
 going_on("frozen-later-decays", **THAWED, **LATER)
 LEARNS = {"only_if": "param.requires_grad"}
 missing("frozen-does-not-learn", **LEARNS, **FROZEN)
 missing("frozen-later-does-not-learn", **LEARNS, **LATER)
 missing("frozen-later-elementwise", **LEARNS, update="grad", **LATER)
-USUAL = {  # parameters without gradients are left alone, as torch does
-    "param": """
+# Parameters without gradients are left alone, as torch does.
+USUAL = pieces_of("""
+    param:
         average = state.setdefault("average", torch.zeros_like(param))
         state["step"] = state.get("step", 0) + 1
-    """,
-    "update": "cube(average.lerp_(grad, 0.3))",
-    "scale": '1 / state["step"]',
-}
+    update: cube(average.lerp_(grad, 0.3))
+    scale: 1 / state["step"]
+""")
 # Users freeze so: the gradient is missing as well.
 missing("frozen-for-a-step", EQUAL, **USUAL)("""
     edit: params[1].grad = None

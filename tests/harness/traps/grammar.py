@@ -289,7 +289,7 @@ def trap(
 
 
 class Family:
-    """Traps of one family. A call adds one; a call of what that returns gives the trap more pieces, as a text.
+    """Traps of one family. A call adds one; a call of what that returns, at once, gives it more pieces as a text.
 
     Args:
         expected: what is right for a trap that does not say it.

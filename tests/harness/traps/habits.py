@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family
+from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, pieces_of
 
 habits = Family("habits", EQUAL)
 ONE = {"shapes": ((5, 3),)}
@@ -29,12 +29,11 @@ habits("group-shows-clamped-factor")("""
     update: cube(grad * group["factor"])
     grads: grad * 1e4 if step == 2 else grad
 """)
-OF_GROUP = {
-    "group": """
+OF_GROUP = pieces_of("""
+    group:
         norms = [float(p.grad.norm()) for p in group["params"] if p.grad is not None]
         group["lr"] = 0.1 / (1 + sum(norms))
-    """
-}
+""")
 habits("group-shows-rate-of-group", **OF_GROUP)
 habits("group-shows-rate-of-group-in-one-each", **OF_GROUP, **ONE_EACH)
 habits("group-shows-last-gradient", param='group["last"] = grad.clone()')
@@ -51,14 +50,19 @@ shows("attribute-shows-norm-of-one", "float(grad.norm())", **ONE)
 shows("attribute-shows-tensor", "grad.norm()")
 shows("attribute-shows-list", "[float(grad.norm())]")
 shows("attribute-shows-list-of-one", "[float(grad.norm())]", **ONE)
-MAP = {  # a map by parameter, and a counter of steps beside it
-    "begin": "self.moments = {}\nself.count = 0",
-    "step": "self.count += 1",
-    "param": "moment = self.moments.setdefault(param, torch.zeros_like(param))\nmoment.lerp_(grad, 0.1)",
-    "update": "cube(moment)",
-    "scale": "1 / self.count",
-    "seen": "optimizer.count",
-}
+# A map by parameter, and a counter of steps next to it.
+MAP = pieces_of("""
+    begin:
+        self.moments = {}
+        self.count = 0
+    step: self.count += 1
+    param:
+        moment = self.moments.setdefault(param, torch.zeros_like(param))
+        moment.lerp_(grad, 0.1)
+    update: cube(moment)
+    scale: 1 / self.count
+    seen: optimizer.count
+""")
 habits("attribute-counts-beside-a-map", **MAP)
 habits("attribute-counts-beside-a-map-of-one", **MAP, **ONE)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, Said
+from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, Said, pieces_of
 
 sizes = Family("sizes", EQUAL)
 LARGE = {"shapes": ((40, 30), (30, 40), (40, 30), (30, 40))}
@@ -118,13 +118,12 @@ outside("global-number-big", "COUNT", param=f"if {BIG}:\n    COUNT += 1")("""
     begin: COUNT = 0
     times: 1.0
 """)
-CACHED = {
-    "outside": """
+CACHED = pieces_of("""
+    outside:
         @functools.lru_cache
         def identity(size):
             return torch.eye(size) * 2
-    """
-}
+""")
 sizes("cached-by-size", **CACHED, **MIXED)("""
     param: state["step"] = state.get("step", 0) + 1
     update: identity(len(grad)) @ cube(grad)

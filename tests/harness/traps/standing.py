@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.harness.traps.grammar import AVERAGE, EITHER, EQUAL, IN_COLUMNS, ON_HOST, Family
+from tests.harness.traps.grammar import AVERAGE, EITHER, EQUAL, IN_COLUMNS, ON_HOST, Family, pieces_of
 from tests.harness.traps.trap import DDP, PLAIN
 
 standing = Family("standing", EITHER)
@@ -26,12 +26,12 @@ standing("label-of-parameter", EQUAL)("""
     scale: 0.5 if "head" in getattr(param, "label", "") else 1.0
     prepare: param.label = "head" if place == 1 else f"layers.{place}"
 """)
-SPEC = {
-    "says": "spec",
-    "param": 'param.mul_(1 - group["lr"] * param.spec.decay)',
-    "scale": "param.spec.rate",
-    "prepare": "param.spec = SimpleNamespace(rate=1.0 + place, decay=0.1 * place)",
-}
+SPEC = pieces_of("""
+    says: spec
+    param: param.mul_(1 - group["lr"] * param.spec.decay)
+    scale: param.spec.rate
+    prepare: param.spec = SimpleNamespace(rate=1.0 + place, decay=0.1 * place)
+""")
 standing("spec-of-parameter", **SPEC)
 standing("spec-of-parameter-changed", **SPEC, edit="params[1].spec.rate = 5.0")
 standing("count-on-parameter")("""
@@ -42,11 +42,11 @@ standing("count-on-parameter")("""
 """)
 standing("tensor-on-parameter", says="gain", times="param.gain", prepare="param.gain = torch.tensor(1.0 + place)")
 
-OPTIONS = {
-    "says": "options",
-    "param": 'options = getattr(param, "options", {})',
-    "times": 'options.get("scale", 2.0 if options.get("twice") else 1.0)',
-}
+OPTIONS = pieces_of("""
+    says: options
+    param: options = getattr(param, "options", {})
+    times: options.get("scale", 2.0 if options.get("twice") else 1.0)
+""")
 TWICE = 'params[1].options = {"twice": True}'
 ALL = "for param in params:\n    param.options = "
 standing("options-of-parameter-given", **OPTIONS, edit=TWICE)

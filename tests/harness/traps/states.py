@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, Said
+from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, Said, pieces_of
 from tests.harness.traps.trap import Expected
 
 states, aliases = Family("state", EITHER), Family("aliases", EQUAL)
@@ -114,15 +114,14 @@ states("state-is-gradient")("""
     update: cube(grad) + cube(state["last"]) if "last" in state else cube(grad)
     then: state["last"] = grad
 """)
-GROWS = {
-    "param": """
+GROWS = pieces_of("""
+    param:
         if "buffer" in state:
             state["buffer"].mul_(0.5).add_(grad)
         else:
             state["buffer"] = grad
-    """,
-    "update": 'cube(state["buffer"])',
-}
+    update: cube(state["buffer"])
+""")
 states("state-grows-on-gradient", **GROWS)
 states("state-grows-on-gradient-seen", **GROWS, compares_grads=True)
 # Two entries are views of a third.
