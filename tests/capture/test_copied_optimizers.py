@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from tests.capture.test_copies import Handle
 from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
 from tests.harness.toy_optimizers import PerParameter, State, cube
-from tests.harness.traps import asking, habits
+from tests.harness.traps import NAMED
+from tests.harness.traps.kit import identity
 
 SHAPES = ((6, 4), (4, 6), (6, 4))
 
@@ -70,13 +72,9 @@ def test_an_optimizer_with_a_finalizer_is_refused() -> None:
         canzona_compile.wrap(Freeing(parameters(SHAPES), lr=0.1))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [habits.FunctionsWithDefaults, habits.FunctionOnParameter, habits.FunctionsInGroup],
-    ids=lambda k: k.__name__,
-)
-def test_a_rehearsal_does_not_step_what_functions_hold(kind: Any) -> None:
-    optimizer = kind(parameters(SHAPES))
+@pytest.mark.parametrize("trap", ["closure-default-argument", "closure-on-parameter", "closure-in-group"])
+def test_a_rehearsal_does_not_step_what_functions_hold(trap: str) -> None:
+    optimizer = NAMED[trap].make(parameters(SHAPES))
     feed(optimizer, 0)
     before = [p.detach().clone() for p in params_of(optimizer)]
     with contextlib.suppress(CanzonaError):
@@ -84,13 +82,15 @@ def test_a_rehearsal_does_not_step_what_functions_hold(kind: Any) -> None:
     assert all(map(same_bits, before, params_of(optimizer)))
 
 
-@pytest.mark.parametrize("kind", [asking.KeptInDict, asking.CachedOnItself, asking.CachedInModule])
-def test_a_plan_leaves_nothing_in_the_caches_of_the_process(kind: Any) -> None:
-    optimizer: Any = canzona_compile.wrap(kind(parameters(SHAPES)))
+@pytest.mark.parametrize("trap", ["cache-of-a-decorator", "cache-on-itself", "cache-in-a-module"])
+def test_a_plan_leaves_nothing_in_the_caches_of_the_process(trap: str) -> None:
+    plain = NAMED[trap].make(parameters(SHAPES))
+    module = sys.modules[type(plain).__module__]
+    optimizer: Any = canzona_compile.wrap(plain)
     feed(optimizer, 0)
     with contextlib.suppress(CanzonaError):
         optimizer.step()
-    cached = asking.doubled if kind is asking.KeptInDict else asking.identity
+    cached = getattr(module, "doubled", None) or getattr(module, "identity", identity)
     assert [type(cached(size)) for size in (4, 6)] == [Tensor, Tensor]
 
 

@@ -14,7 +14,7 @@ from canzona_compile.capture.raised import Note, NotingFakeMode, NotingFunctions
 from canzona_compile.errors import UnsupportedOptimizer
 from tests.harness.pairs import Pair
 from tests.harness.toy_optimizers import PerParameter, State, cube
-from tests.harness.traps import swallowed
+from tests.harness.traps import NAMED
 
 
 def read_number(x: Tensor) -> Any:
@@ -98,9 +98,9 @@ def test_code_that_catches_a_forbidden_collective_is_refused_where_the_mode_ends
         trial()
 
 
-@pytest.mark.parametrize("kind", [swallowed.Item, swallowed.Array])
-def test_a_step_that_catches_such_errors_is_interpreted_and_says_why(kind: Any) -> None:
-    pair = Pair(kind, captures_anew=True)
+@pytest.mark.parametrize("trap", ["item-or-one", "array-or-one"])
+def test_a_step_that_catches_such_errors_is_interpreted_and_says_why(trap: str) -> None:
+    pair = Pair(NAMED[trap].make, captures_anew=True)
     why = {row.why for row in pair.wrapped.canzona.explain().parameters}
     assert all("catches an error that only its capture has" in reason for reason in why), why
 

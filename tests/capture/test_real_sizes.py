@@ -18,7 +18,8 @@ from canzona_compile.capture.real_sizes import casts, coupled_at_real_sizes, tak
 from canzona_compile.capture.rehearsal import default_names, rehearse
 from tests.harness.pairs import Pair, feed
 from tests.harness.toy_optimizers import PerParameter, State, cube
-from tests.harness.traps import sizes
+from tests.harness.traps import NAMED, grammar, sizes
+from tests.harness.traps.kit import identity
 from tests.harness.traps.trap import Params
 
 Make = Callable[[Params], Optimizer]
@@ -35,6 +36,7 @@ def coupled(make: Make, params: Params) -> str:
     return coupled_at_real_sizes(optimizer, default_names(optimizer))
 
 
+BLOCKS = NAMED["blocks-of-16-rows"].make
 HUGE = ((50_000, 20_000), (20_000, 50_000), (50_000, 20_000), (50_000,))
 
 
@@ -45,27 +47,24 @@ HUGE = ((50_000, 20_000), (20_000, 50_000), (50_000, 20_000), (50_000,))
         AdamW,
         lambda params: AdamW(params, foreach=True, amsgrad=True),
         lambda params: AdamW(params, foreach=False, capturable=False),
-        sizes.Blocks,
-        lambda params: sizes.Diagonal(params[:3]),
+        BLOCKS,
+        lambda params: NAMED["diagonal-from-32-rows"].make(params[:3]),
         lambda params: Muon(params[:3]),
     ],
     ids=["sgd", "adamw", "adamw-foreach", "adamw-loops", "blocks", "diagonal", "muon"],
 )
 def test_sizes_that_no_memory_holds_are_stepped(make: Make) -> None:
-    shapes = HUGE if make is not sizes.Blocks else ((640, 200), (200, 640))
+    shapes = HUGE if make is not BLOCKS else ((640, 200), (200, 640))
     assert coupled(make, huge(*shapes)) == ""
 
 
-class FromMillions(sizes.Coupled):
-    """Couples matrices that are too large to be tried with values."""
-
-    def couples(self, param: Tensor, group: dict[str, Any]) -> bool:
-        return param.numel() > 500_000_000
+# Couples matrices that are too large to be tried with values.
+FROM_MILLIONS = grammar.optimizer("from-millions", **sizes.coupled("param.numel() > 500_000_000"))
 
 
 def test_coupling_from_a_size_that_no_memory_holds_is_named() -> None:
-    assert coupled(FromMillions, huge(*HUGE[:3])) == "group0.param0"
-    assert coupled(FromMillions, huge((5_000, 2_000), (2_000, 5_000))) == ""
+    assert coupled(FROM_MILLIONS, huge(*HUGE[:3])) == "group0.param0"
+    assert coupled(FROM_MILLIONS, huge((5_000, 2_000), (2_000, 5_000))) == ""
 
 
 class Stacks(PerParameter):
@@ -111,27 +110,19 @@ def test_numbers_that_are_read_count_where_they_are_used(most: float, found: str
     assert coupled(lambda params: Scales(params, most), huge((40, 30), (40, 30))) == found
 
 
-class OfMany(sizes.Coupled):
-    """Couples once a group has many elements; most of its matrices are small."""
-
-    def couples(self, param: Tensor, group: dict[str, Any]) -> bool:
-        return sum(p.numel() for p in group["params"]) > 500
+# Couples once a group has many elements; most of its matrices are small.
+OF_MANY = grammar.optimizer("of-many", **sizes.coupled('sum(p.numel() for p in group["params"]) > 500'))
 
 
 def test_parameters_beyond_those_that_step_are_there() -> None:
-    assert coupled(OfMany, huge(*[(5, 6)] * 40)) == "group0.param0"
-
-
-class ByArray(sizes.Elements):
-    """Reads gradients as arrays, which tensors without values do not give."""
-
-    def norm(self, params: Params) -> Any:
-        return math.sqrt(sum(float((p.grad.numpy() ** 2).sum()) for p in params))
+    assert coupled(OF_MANY, huge(*[(5, 6)] * 40)) == "group0.param0"
 
 
 def test_what_is_read_as_an_array_is_not_tried_at_real_sizes() -> None:
     """A limit, which the documentation names."""
-    assert coupled(ByArray, huge((40, 30), (40, 30))) == ""
+    norm = "math.sqrt(sum(float((p.grad.numpy() ** 2).sum()) for p in params))"
+    by_array = grammar.optimizer("by-array", **sizes.coupled(sizes.BIG, norm))
+    assert coupled(by_array, huge((40, 30), (40, 30))) == ""
 
 
 class Loops(PerParameter):
@@ -181,16 +172,16 @@ class ReadsACache(PerParameter):
     """Reads a tensor from a cache of a function."""
 
     def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.sub_(sizes.identity(len(grad)) @ cube(grad) * group["lr"])
+        param.sub_(identity(len(grad)) @ cube(grad) * group["lr"])
 
 
 def test_a_cache_of_a_function_holds_nothing_of_a_trial() -> None:
     """The plain optimizer finds what the wrapped one left there."""
-    sizes.identity.cache_clear()
+    identity.cache_clear()
     pair = Pair(ReadsACache, ((15, 13), (15, 13)), captures_anew=True)
     feed(pair.wrapped, 0)
     pair.wrapped.step()
-    assert type(sizes.identity(15)) is Tensor
+    assert type(identity(15)) is Tensor
 
 
 def test_a_rehearsal_leaves_the_optimizer_and_its_values_alone() -> None:

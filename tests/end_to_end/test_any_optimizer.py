@@ -15,7 +15,7 @@ from canzona_compile.errors import InvalidGradient, UnsupportedOptimizer
 from tests.harness import toy_optimizers as toys
 from tests.harness.marks import also, first, full
 from tests.harness.pairs import Pair, different, feed, muon, one_rank, parameters, params_of, same_bits, wrapped_muon
-from tests.harness.traps import aliases
+from tests.harness.traps import NAMED
 
 MIXED = ((6, 4), (4, 6), (7,), (5, 3))
 
@@ -338,7 +338,7 @@ def test_gradients_wider_than_parameters(make: type[Optimizer]) -> None:
 
 def test_a_gradient_that_plain_steps_left_in_the_state() -> None:
     """Wrapped later, the optimizer still holds it; a backward pass that writes in place would change its state."""
-    plain = aliases.LastGradient(parameters())
+    plain = NAMED["last-gradient"].make(parameters())
     feed(plain, 0)
     plain.step()
     wrapped = canzona_compile.wrap(plain)

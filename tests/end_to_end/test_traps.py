@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 import canzona_compile
 from tests.harness.layouts import Case
@@ -108,6 +111,17 @@ def test_what_a_wrapper_changes_is_found(
     monkeypatch.setattr(canzona_compile, "wrap", wrap)
     found = verdict(NAMED["nested-functions"], ALONE)
     assert (found.kind, says in found.says) == (DIFFERENT, True), found
+
+
+def test_the_source_of_a_trap_is_found() -> None:
+    """Dynamo and error messages look for it, and what lies outside is searched in the module."""
+    optimizer = NAMED["count-in-global"].make([torch.nn.Parameter(torch.ones(2, 3))])
+    kind = type(optimizer)
+    assert kind.__name__ == "CountInGlobal"
+    assert inspect.getsource(kind).startswith("class CountInGlobal(PerParameter):")
+    assert "ticks += 1" in inspect.getsource(kind.step)
+    optimizer.step()
+    assert vars(sys.modules[kind.__module__])["ticks"] == 1
 
 
 def test_cases_are_of_two_ranks() -> None:

@@ -2,386 +2,164 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from tests.harness.traps.grammar import EITHER, ELEMENTWISE, EQUAL, ON_HOST, Family, pieces_of
 
-from tests.harness.toy_optimizers import PerParameter, State, cube
-from tests.harness.traps.trap import Params, Trap
-
-FAMILY = "counters"
+counters, late = Family("counters", EITHER), Family("late counters", EITHER)
 
 
-@dataclass
-class Clock:
-    """Counts."""
+def counts(name: str, says: str, begin: str, tick: str, count: str, seen: str = "None", **others: Any) -> None:
+    """Counts one step somewhere, and divides by the count.
 
-    ticks: int = 0
-
-
-class ClockModule(nn.Module):
-    """Counts in a buffer."""
-
-    ticks: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("ticks", torch.zeros(()))
+    Args:
+        begin: how the counter begins, in the constructor.
+        tick: how a step counts.
+        count: the count.
+        seen: what the user sees of it.
+    """
+    step = f"{tick}\ncount = {count}"
+    counters(name, says=says, begin=begin, step=step, times="1 / count", seen=seen, **others)
 
 
-class Counting(Optimizer):
-    """Base of optimizers that count steps somewhere and divide by the count."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.begin()
-
-    def begin(self) -> None:
-        """Set what counts to where it begins."""
-
-    def tick(self) -> Any:
-        """Count one step, and give the count."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        count = self.tick()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.update(param, param.grad, group["lr"] / count)
-
-    def update(self, param: Tensor, grad: Tensor, rate: Any) -> None:
-        param.sub_(cube(grad) * rate)
-
-
-class InObject(Counting):
-    """An object on the optimizer."""
-
-    def begin(self) -> None:
-        self.clock = Clock()
-
-    def tick(self) -> Any:
-        self.clock.ticks += 1
-        return self.clock.ticks
-
-
-class InObjectElementwise(InObject):
-    """The same without a matrix product."""
-
-    def update(self, param: Tensor, grad: Tensor, rate: Any) -> None:
-        param.sub_(grad * rate)
-
-
-class InObjectOnHost(InObject):
-    """The same, and nobody can trace it."""
-
-    def update(self, param: Tensor, grad: Tensor, rate: Any) -> None:
-        update = cube(grad)
-        if update.norm().item() > 2:
-            update = update / update.norm()
-        param.sub_(update * rate)
-
-
-class InClass(Counting):
-    """An attribute of the class."""
-
-    ticks = 0
-
-    def begin(self) -> None:
-        InClass.ticks = 0
-
-    def tick(self) -> Any:
-        InClass.ticks += 1
-        return InClass.ticks
-
-
-ticks = 0
-TALLY: Counter[str] = Counter()
-
-
-class InGlobal(Counting):
-    """A global."""
-
-    def begin(self) -> None:
-        global ticks
-        ticks = 0
-
-    def tick(self) -> Any:
-        global ticks
-        ticks += 1
-        return ticks
-
-
-class InGlobalCounter(Counting):
-    """An entry of a global Counter."""
-
-    def begin(self) -> None:
-        TALLY.clear()
-
-    def tick(self) -> Any:
+CLOCK = ("clock", "self.clock = Clock()", "self.clock.ticks += 1", "self.clock.ticks")
+counts("count-in-object", *CLOCK, "optimizer.clock.ticks")
+counts("count-in-object-elementwise", *CLOCK, **ELEMENTWISE)
+counts("count-in-object-on-host", *CLOCK, **ON_HOST)
+counts("count-in-class", "ticks", "Made.ticks = 0", "Made.ticks += 1", "Made.ticks", "Made.ticks", body="ticks = 0")
+counts("count-in-global", "ticks", "ticks = 0", "ticks += 1", "ticks", "ticks", outside="ticks = 0")
+counters("count-in-global-counter", says="TALLY")("""
+    outside: TALLY = Counter()
+    begin: TALLY.clear()
+    step:
         TALLY["steps"] += 1
-        return TALLY["steps"]
-
-
-class InClosure(Counting):
-    """A variable of the function that made the function."""
-
-    def begin(self) -> None:
+        count = TALLY["steps"]
+    times: 1 / count
+    seen: TALLY["steps"]
+""")
+counters("count-in-closure")("""
+    begin:
         count = 0
-
-        def advance() -> int:
+        def advance():
             nonlocal count
             count += 1
             return count
-
         self.advance = advance
-
-    def tick(self) -> Any:
-        return self.advance()
-
-
-class InDefaultArgument(Counting):
-    """A list that is the default of an argument."""
-
-    def begin(self) -> None:
-        self.advance.__func__.__defaults__[0][0] = 0  # type: ignore[attr-defined]
-
-    def advance(self, memory: list[int] = [0]) -> int:  # noqa: B006 - a trap
-        memory[0] += 1
-        return memory[0]
-
-    def tick(self) -> Any:
-        return self.advance()
-
-
-class InList(Counting):
-    """A list of one number."""
-
-    def begin(self) -> None:
-        self.cell = [0]
-
-    def tick(self) -> Any:
-        self.cell[0] += 1
-        return self.cell[0]
-
-
-class InNumpy(Counting):
-    """A number of NumPy's."""
-
-    def begin(self) -> None:
-        self.count = np.int64(0)
-
-    def tick(self) -> Any:
-        self.count += 1
-        return float(self.count)
-
-
-class InNumpyArray(Counting):
-    """An array of NumPy's."""
-
-    def begin(self) -> None:
-        self.counts = np.zeros(1)
-
-    def tick(self) -> Any:
-        self.counts[0] += 1
-        return float(self.counts[0])
-
-
-class InTensor(Counting):
-    """A tensor on the optimizer."""
-
-    def begin(self) -> None:
-        self.count = torch.zeros(())
-
-    def tick(self) -> Any:
-        return self.count.add_(1)
-
-
-class InModule(Counting):
-    """A buffer of a module on the optimizer."""
-
-    def begin(self) -> None:
-        self.clock = ClockModule()
-
-    def tick(self) -> Any:
-        return self.clock.ticks.add_(1)
-
-
-class InIterator(Counting):
-    """`itertools.count`."""
-
-    def begin(self) -> None:
-        self.numbers = itertools.count(1)
-
-    def tick(self) -> Any:
-        return next(self.numbers)
-
-
-class InGenerator(Counting):
-    """A generator gives the numbers of a schedule."""
-
-    def begin(self) -> None:
-        def schedule() -> Iterator[float]:
+    step: count = self.advance()
+    times: 1 / count
+""")
+counters("count-in-default-argument")("""
+    begin: self.advance.__func__.__defaults__[0][0] = 0
+    body:
+        def advance(self, memory=[0]):
+            memory[0] += 1
+            return memory[0]
+    step: count = self.advance()
+    times: 1 / count
+""")
+counts("count-in-list", "cell", "self.cell = [0]", "self.cell[0] += 1", "self.cell[0]", "optimizer.cell")
+counters("count-in-numpy", says="count")("""
+    begin: self.count = np.int64(0)
+    step: self.count += 1
+    times: 1 / float(self.count)
+    seen: float(optimizer.count)
+""")
+counters("count-in-numpy-array", says="counts")("""
+    begin: self.counts = np.zeros(1)
+    step: self.counts[0] += 1
+    times: 1 / float(self.counts[0])
+    seen: float(optimizer.counts[0])
+""")
+counts("count-in-tensor", "count", "self.count = torch.zeros(())", "", "self.count.add_(1)", "optimizer.count")
+counts(
+    "count-in-module", "clock", "self.clock = ClockModule()", "", "self.clock.ticks.add_(1)", "optimizer.clock.ticks"
+)
+counts("count-in-iterator", "numbers", "self.numbers = itertools.count(1)", "", "next(self.numbers)")
+counters("count-in-generator")("""
+    begin:
+        def schedule():
             value = 1.0
             while True:
                 yield value
                 value *= 1.5
-
         self.schedule = schedule()
+    step: count = next(self.schedule)
+    times: 1 / count
+""")
+# The mean of the last learning rates counts.
+counters("count-in-deque", says="recent")("""
+    begin: self.recent = deque([1.0], maxlen=3)
+    step: self.recent.append(self.recent[-1] * 1.5)
+    times: 1 / (sum(self.recent) / len(self.recent))
+    seen: list(optimizer.recent)
+""")
+counts("count-in-float", "rate", "self.rate = 1.0", "self.rate *= 1.5", "self.rate", "optimizer.rate")
+counters("count-in-property", says="asked")("""
+    body:
+        asked = 0
 
-    def tick(self) -> Any:
-        return next(self.schedule)
+        @property
+        def count(self):
+            self.asked += 1
+            return self.asked
+    step: count = self.count
+    times: 1 / count
+    seen: optimizer.asked
+""")
+IN_GROUP = 'self.param_groups[0]["clock"]'
+counts("count-in-group-object", "clock", f"{IN_GROUP} = Clock()", f"{IN_GROUP}.ticks += 1", f"{IN_GROUP}.ticks")
 
+# -- a count that decides which algorithm is meant, and counts of other things ----------------------
 
-class InDeque(Counting):
-    """The last learning rates, of which the mean counts."""
-
-    def begin(self) -> None:
-        self.recent: deque[float] = deque([1.0], maxlen=3)
-
-    def tick(self) -> Any:
-        self.recent.append(self.recent[-1] * 1.5)
-        return sum(self.recent) / len(self.recent)
-
-
-class InFloat(Counting):
-    """A number on the optimizer that decays."""
-
-    def begin(self) -> None:
-        self.rate = 1.0
-
-    def tick(self) -> Any:
-        self.rate *= 1.5
-        return self.rate
-
-
-class InProperty(Counting):
-    """A property that counts how often it was asked."""
-
-    asked = 0
-
-    @property
-    def count(self) -> int:
-        self.asked += 1
-        return self.asked
-
-    def tick(self) -> Any:
-        return self.count
-
-
-class InGroup(Counting):
-    """An object in the group."""
-
-    def begin(self) -> None:
-        self.param_groups[0]["clock"] = Clock()
-
-    def tick(self) -> Any:
-        self.param_groups[0]["clock"].ticks += 1
-        return self.param_groups[0]["clock"].ticks
-
-
-class Threshold(Counting):
-    """A number on the optimizer decides which algorithm is meant."""
-
-    steps = 0
-
-    def tick(self) -> Any:
-        self.steps += 1
-        return 1.0
-
-    def update(self, param: Tensor, grad: Tensor, rate: Any) -> None:
-        param.sub_((grad if self.steps < 4 else cube(grad)) * rate)
-
-
-class PerIdentity(PerParameter):
-    """Counts for every id."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params)
-        self.counts: dict[Any, int] = {}
-
-    def key(self, param: Tensor) -> Any:
-        return id(param)
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        key = self.key(param)
-        self.counts[key] = self.counts.get(key, 0) + 1
-        param.add_(cube(grad), alpha=-group["lr"] / self.counts[key])
-
-
-class PerShape(PerIdentity):
-    """Counts for every shape, so that parameters of one shape are coupled."""
-
-    def key(self, param: Tensor) -> Any:
-        return tuple(param.shape)
-
-
-class PerKey(PerIdentity):
-    """Counts for every parameter."""
-
-    def key(self, param: Tensor) -> Any:
-        return param
-
-
-class Calls(PerParameter):
-    """Counts updates, not steps, so that parameters are coupled."""
-
-    calls = 0
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        self.calls += 1
-        param.add_(cube(grad), alpha=-group["lr"] / self.calls)
-
-
-class Hooked(Counting):
-    """A hook counts after every step."""
-
-    def begin(self) -> None:
+DECIDES = pieces_of("""
+    body: steps = 0
+    step: self.steps += 1
+    update: grad if self.steps < 4 else cube(grad)
+    times: 1.0
+""")
+counters("count-decides", EQUAL, **DECIDES, steps=6, seen="optimizer.steps")
+counters("count-decides-and-starts-again", EQUAL, **DECIDES, steps=7, edit="optimizer.steps = 0")
+for name, key in (
+    ("count-per-id", "id(param)"),
+    ("count-per-shape", "tuple(param.shape)"),  # which couples parameters of one shape
+    ("count-per-parameter", "param"),
+):
+    counters(
+        name,
+        EITHER,
+        says="counts",
+        begin="self.counts = {}",
+        param=f"key = {key}\nself.counts[key] = self.counts.get(key, 0) + 1",
+        scale="1 / self.counts[key]",
+    )
+counters("count-of-calls", says="calls", body="calls = 0", param="self.calls += 1", scale="1 / self.calls")
+counters("count-by-hook", EQUAL)("""
+    begin:
         self.steps = 1
         self.register_step_post_hook(lambda opt, args, kwargs: setattr(opt, "steps", opt.steps + 1))
+    step: count = self.steps
+    times: 1 / count
+    seen: optimizer.steps
+""")
 
-    def tick(self) -> Any:
-        return self.steps
+# -- counters that are not there, or hold nothing, before the first step ----------------------------
 
-
-def start_again(optimizer: Any, params: Params, step: int) -> None:
-    if step == 2:
-        optimizer.steps = 0
-
-
-TRAPS = (
-    Trap("count-in-object", FAMILY, InObject, "either", ("clock",), seen=lambda o: o.clock.ticks),
-    Trap("count-in-object-elementwise", FAMILY, InObjectElementwise, "either", ("clock",)),
-    Trap("count-in-object-on-host", FAMILY, InObjectOnHost, "either", ("clock",)),
-    Trap("count-in-class", FAMILY, InClass, "either", ("ticks",), seen=lambda o: InClass.ticks),
-    Trap("count-in-global", FAMILY, InGlobal, "either", ("ticks",), seen=lambda o: ticks),
-    Trap("count-in-global-counter", FAMILY, InGlobalCounter, "either", ("TALLY",), seen=lambda o: TALLY["steps"]),
-    Trap("count-in-closure", FAMILY, InClosure, "either"),
-    Trap("count-in-default-argument", FAMILY, InDefaultArgument, "either"),
-    Trap("count-in-list", FAMILY, InList, "either", ("cell",), seen=lambda o: o.cell),
-    Trap("count-in-numpy", FAMILY, InNumpy, "either", ("count",), seen=lambda o: float(o.count)),
-    Trap("count-in-numpy-array", FAMILY, InNumpyArray, "either", ("counts",), seen=lambda o: float(o.counts[0])),
-    Trap("count-in-tensor", FAMILY, InTensor, "either", ("count",), seen=lambda o: o.count),
-    Trap("count-in-module", FAMILY, InModule, "either", ("clock",), seen=lambda o: o.clock.ticks),
-    Trap("count-in-iterator", FAMILY, InIterator, "either", ("numbers",)),
-    Trap("count-in-generator", FAMILY, InGenerator, "either"),
-    Trap("count-in-deque", FAMILY, InDeque, "either", ("recent",), seen=lambda o: list(o.recent)),
-    Trap("count-in-float", FAMILY, InFloat, "either", ("rate",), seen=lambda o: o.rate),
-    Trap("count-in-property", FAMILY, InProperty, "either", ("asked",), seen=lambda o: o.asked),
-    Trap("count-in-group-object", FAMILY, InGroup, "either", ("clock",)),
-    Trap("count-decides", FAMILY, Threshold, "equal", steps=6, seen=lambda o: o.steps),
-    Trap("count-decides-and-starts-again", FAMILY, Threshold, "equal", steps=7, edit=start_again),
-    Trap("count-per-id", FAMILY, PerIdentity, "either", ("counts",)),
-    Trap("count-per-shape", FAMILY, PerShape, "either", ("counts",)),
-    Trap("count-per-parameter", FAMILY, PerKey, "either", ("counts",)),
-    Trap("count-of-calls", FAMILY, Calls, "either", ("calls",)),
-    Trap("count-by-hook", FAMILY, Hooked, "equal", seen=lambda o: o.steps),
-)
+late("count-in-counter", says="counts")("""
+    begin: self.counts = Counter()
+    step: self.counts["steps"] += 1
+    times: 1 / self.counts["steps"]
+    seen: optimizer.counts["steps"]
+""")
+late("count-in-attribute-made-late", says="late")("""
+    step: self.late = getattr(self, "late", 0) + 1
+    times: 1 / self.late
+    seen: getattr(optimizer, "late", None)
+""")
+late("count-in-dict-made-late", says="stats")("""
+    begin: self.stats = {}
+    step:
+        own = self.stats.setdefault("all", {"steps": 0})
+        own["steps"] += 1
+    times: 1 / own["steps"]
+    seen: str(optimizer.stats)
+""")

@@ -1,237 +1,182 @@
-"""Gradients that the step writes, replaces, clears or finds elsewhere."""
+"""Gradients that the step writes, replaces, clears or finds elsewhere, and those that are missing."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, Said, pieces_of
 
-from tests.harness.toy_optimizers import Cubic, PerParameter, State, cube
-from tests.harness.traps.trap import Feed, Params, Trap
+gradients, missing = Family("gradients", EITHER), Family("no gradient", EITHER)
+SEEN, ADDED = {"compares_grads": True}, {"accumulates": True}
 
-FAMILY = "gradients"
+# -- written by the step ---------------------------------------------------------------------------
 
-
-class DecayInGradient(PerParameter):
-    """Adds weight decay to the gradient, in place."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        grad.add_(param, alpha=0.1)
-        param.add_(cube(grad), alpha=-group["lr"])
-
-
-class DecayInGradientElementwise(PerParameter):
-    """The same without a matrix product."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        grad.add_(param, alpha=0.1)
-        param.add_(grad, alpha=-group["lr"])
-
-
-class DecayInGradientOnHost(PerParameter):
-    """The same, and nobody can trace it."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        if grad.norm().item() > 0:
-            grad.add_(param, alpha=0.1)
-        param.add_(cube(grad), alpha=-group["lr"])
-
-
-class DecayInData(PerParameter):
-    """Adds weight decay to `grad.data`."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+DECAY = {"param": "grad.add_(param, alpha=0.1)"}
+gradients("decay-in-gradient", **DECAY, **SEEN)
+gradients("decay-in-gradient-elementwise", **DECAY, update="grad", **SEEN)
+gradients("decay-in-gradient-on-host", param="if grad.norm().item() > 0:\n    grad.add_(param, alpha=0.1)", **SEEN)
+gradients("decay-in-gradient-data", **SEEN)("""
+    param:
         grad.data.add_(param.data, alpha=0.1)
         param.data.add_(cube(grad), alpha=-group["lr"])
-
-
-class Halving(PerParameter):
-    """Halves the gradient in place, so that the rest stays for the next step."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-group["lr"])
-        grad.mul_(0.5)
-
-
-class Zeroing(PerParameter):
-    """Clears the gradient once it is used."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-group["lr"])
-        grad.zero_()
-
-
-class ZeroingElementwise(PerParameter):
-    """The same without a matrix product."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(grad, alpha=-group["lr"])
-        grad.zero_()
-
-
-class Clamping(PerParameter):
-    """Clamps the gradient in place."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        grad.clamp_(-0.5, 0.5)
-        param.add_(cube(grad), alpha=-group["lr"])
-
-
-class ReplacingGradient(PerParameter):
-    """Puts another tensor into `param.grad`."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.grad = cube(grad)
-        param.add_(param.grad, alpha=-group["lr"])
-
-
-class DroppingGradient(PerParameter):
-    """Sets `param.grad` to None."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-group["lr"])
-        param.grad = None
-
-
-class TwoLoops(Optimizer):
-    """The first loop writes gradients, the second one reads them."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    update:
+""")
+gradients("decay-in-gradient-accumulated", **DECAY, **ADDED)
+gradients("gradient-halved", then="grad.mul_(0.5)", **ADDED)  # the rest stays for the next step
+gradients("gradient-zeroed", then="grad.zero_()", **ADDED)
+gradients("gradient-zeroed-elementwise", update="grad", then="grad.zero_()", **ADDED)
+gradients("gradient-clamped", param="grad.clamp_(-0.5, 0.5)", **SEEN)
+gradients("gradient-replaced", param="param.grad = cube(grad)", update="param.grad", **SEEN)
+gradients("gradient-dropped", then="param.grad = None", **SEEN)
+# The first loop writes gradients, the second one reads them.
+gradients("gradient-normalized-first", **SEEN)("""
+    whole:
         params = [p for group in self.param_groups for p in group["params"]]
         for param in params:
             param.grad.div_(param.grad.norm() + 1e-3)
         for param in params:
             param.add_(cube(param.grad), alpha=-self.param_groups[0]["lr"])
-
-
-class Foreach(Optimizer):
-    """Writes all gradients with one `foreach` operator."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+""")
+gradients("gradient-by-foreach", **SEEN)("""
+    whole:
         for group in self.param_groups:
             grads = [p.grad for p in group["params"]]
             torch._foreach_mul_(grads, 0.5)
             torch._foreach_add_(group["params"], grads, alpha=-group["lr"])
-
-
-class Swapped(Optimizer):
-    """Every parameter takes the gradient of another one of its shape."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+""")
+gradients("gradients-swapped", REFUSED)("""
+    whole:
         for group in self.param_groups:
             first, other = group["params"][0], group["params"][2]
             first.grad, other.grad = other.grad, first.grad
             for param in group["params"]:
                 param.add_(cube(param.grad), alpha=-group["lr"])
+""")
+gradients("gradients-cleared-by-step", end="self.zero_grad()", **SEEN)
+gradients("gradients-cleared-by-step-accumulated", end="self.zero_grad()", **ADDED)
+gradients("gradient-read-again", param="grad.sign_()", update="cube(param.grad)", **SEEN)
 
+# -- found elsewhere, or handed over by the user ----------------------------------------------------
 
-class ClearingAll(PerParameter):
-    """Calls `zero_grad` at the end of its step."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        self.zero_grad()
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-group["lr"])
-
-
-class MainGradient(PerParameter):
-    """Takes `main_grad` if there is one, as Megatron has it."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(getattr(param, "main_grad", grad)), alpha=-group["lr"])
-
-
-class WeighedGradient(PerParameter):
-    """The gradient has an attribute."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-group["lr"] * getattr(grad, "weight", 1.0))
-
-
-class PreviousOnParameter(PerParameter):
-    """Keeps the last gradient as an attribute of the parameter."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        holder: Any = param
+MAIN = {"says": "main_grad", "update": 'cube(getattr(param, "main_grad", grad))'}  # as Megatron has it
+GIVEN = "for param in params:\n    param.main_grad = param.grad * 2"
+gradients("main-gradient", **MAIN, every=GIVEN)
+gradients("main-gradient-later", **MAIN, edit={2: GIVEN, 3: GIVEN})
+gradients("gradient-with-attribute")("""
+    says: weight
+    scale: getattr(grad, "weight", 1.0)
+    every:
+        for i, param in enumerate(params):
+            param.grad.weight = 1.0 + i + step
+""")
+gradients("previous-gradient-on-parameter")("""
+    says: previous
+    param:
         previous = getattr(param, "previous", None)
         update = cube(grad) if previous is None else cube(grad - previous)
-        holder.previous = grad.clone()
-        param.add_(update, alpha=-group["lr"])
+        param.previous = grad.clone()
+""")
+gradients("gradient-scaled-by-user", EQUAL, times="1.0", every="for param in params:\n    param.grad.mul_(0.25)")
+gradients("same-gradient-twice", EQUAL, times="1.0", call="optimizer.step()\noptimizer.step()")
+
+# -- missing: something is done to every parameter, with a gradient or without ----------------------
+
+ODD = {"grads": "None if place == 1 and step % 2 == 1 else grad"}
+NEVER = {"grads": "None if place == 0 else grad"}
+LATE = {"grads": "None if place == 3 and step < 2 else grad"}
+NONE = {"grads": "None if step == 1 else grad"}
 
 
-class TwoInOne(PerParameter):
-    """Reads `param.grad` again after it has written what it was given."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        grad.sign_()
-        assert param.grad is not None
-        param.add_(cube(param.grad), alpha=-group["lr"])
+def going_on(name: str, **pieces: Any) -> Said:
+    """Something goes on without a gradient."""
+    pieces = {"only_if": "grad is not None", **pieces}
+    return missing(name, EITHER, always=True, hypers="decay=0.5", **pieces)
 
 
-def give_main_gradients(optimizer: Any, params: Params, step: int) -> None:
-    for param in params:
-        param.main_grad = param.grad * 2
+DECAYS = 'param.mul_(1 - group["lr"] * group["decay"])'
+going_on("decay-without-gradient", param=DECAYS, **ODD)
+going_on("decay-without-gradient-ever", param=DECAYS, **NEVER)
+going_on("decay-without-gradient-elementwise", param=DECAYS, update="grad", **ODD)
+going_on("decay-without-gradient-on-host", param=f"if param.norm().item() > 0:\n    {DECAYS}", **ODD)
+going_on("decay-without-any-gradient", param=DECAYS, **NONE)
+going_on("momentum-without-gradient", **ODD)("""
+    param:
+        average = state.setdefault("average", torch.zeros_like(param))
+        average.mul_(0.7)
+        if grad is not None:
+            average.add_(grad)
+    only_if:
+    update: cube(average)
+    scale: 0.1
+""")
+TICKS = {"param": 'state["step"] = state.get("step", 0) + 1', "scale": '1 / state["step"]'}
+going_on("count-without-gradient", **TICKS, **ODD)
+going_on("count-until-first-gradient", **TICKS, **LATE)
+going_on("average-without-gradient", then='state.setdefault("ema", param.clone()).lerp_(param, 0.3)', **ODD)
+going_on("forgets-without-gradient", **ODD)("""
+    param:
+        if grad is None:
+            state.clear()
+            continue
+        average = state.setdefault("average", torch.zeros_like(param))
+    only_if:
+    update: cube(average.lerp_(grad, 0.3))
+""")
+going_on("repeats-without-gradient", **ODD)("""
+    param:
+        if grad is not None:
+            state["last"] = grad.clone()
+    only_if: "last" in state
+    update: cube(state["last"])
+""")
+going_on("going-on-with-all-gradients", param=DECAYS)
 
+# -- frozen parameters: who asks for `requires_grad` ------------------------------------------------
 
-def give_main_gradients_later(optimizer: Any, params: Params, step: int) -> None:
-    if step >= 2:
-        give_main_gradients(optimizer, params, step)
+FROZEN = {"prepare": "param.requires_grad_(place != 1)"}
+LATER = {"edit": "params[1].requires_grad_(False)"}
+THAWED = pieces_of("""
+    param:
+        if not param.requires_grad:
+            param.mul_(0.9)
+    only_if: param.requires_grad and grad is not None
+""")
+going_on("frozen-decays", **THAWED, **FROZEN)
+going_on("frozen-later-decays", **THAWED, **LATER)
+LEARNS = {"only_if": "param.requires_grad"}
+missing("frozen-does-not-learn", **LEARNS, **FROZEN)
+missing("frozen-later-does-not-learn", **LEARNS, **LATER)
+missing("frozen-later-elementwise", **LEARNS, update="grad", **LATER)
+# Parameters without gradients are left alone, as torch does.
+USUAL = pieces_of("""
+    param:
+        average = state.setdefault("average", torch.zeros_like(param))
+        state["step"] = state.get("step", 0) + 1
+    update: cube(average.lerp_(grad, 0.3))
+    scale: 1 / state["step"]
+""")
+# Users freeze so: the gradient is missing as well.
+missing("frozen-for-a-step", EQUAL, **USUAL)("""
+    edit: params[1].grad = None
+    every: params[1].requires_grad_(step != 2)
+""")
 
+# -- missing gradients of others matter ------------------------------------------------------------
 
-def weigh_gradients(optimizer: Any, params: Params, step: int) -> None:
-    for i, param in enumerate(params):
-        param.grad.weight = 1.0 + i + step
-
-
-def scale_gradients(optimizer: Any, params: Params, step: int) -> None:
-    for param in params:
-        param.grad.mul_(0.25)
-
-
-def step_twice(optimizer: Any, feed: Feed, step: int) -> None:
-    """The second step finds what the first one left."""
-    optimizer.step()
-    optimizer.step()
-
-
-TRAPS = (
-    Trap("decay-in-gradient", FAMILY, DecayInGradient, "either", compares_grads=True),
-    Trap("decay-in-gradient-elementwise", FAMILY, DecayInGradientElementwise, "either", compares_grads=True),
-    Trap("decay-in-gradient-on-host", FAMILY, DecayInGradientOnHost, "either", compares_grads=True),
-    Trap("decay-in-gradient-data", FAMILY, DecayInData, "either", compares_grads=True),
-    Trap("decay-in-gradient-accumulated", FAMILY, DecayInGradient, "either", accumulates=True),
-    Trap("gradient-halved", FAMILY, Halving, "either", accumulates=True),
-    Trap("gradient-zeroed", FAMILY, Zeroing, "either", accumulates=True),
-    Trap("gradient-zeroed-elementwise", FAMILY, ZeroingElementwise, "either", accumulates=True),
-    Trap("gradient-clamped", FAMILY, Clamping, "either", compares_grads=True),
-    Trap("gradient-replaced", FAMILY, ReplacingGradient, "either", compares_grads=True),
-    Trap("gradient-dropped", FAMILY, DroppingGradient, "either", compares_grads=True),
-    Trap("gradient-normalized-first", FAMILY, TwoLoops, "either", compares_grads=True),
-    Trap("gradient-by-foreach", FAMILY, Foreach, "either", compares_grads=True),
-    Trap("gradients-swapped", FAMILY, Swapped, "refused"),
-    Trap("gradients-cleared-by-step", FAMILY, ClearingAll, "either", compares_grads=True),
-    Trap("gradients-cleared-by-step-accumulated", FAMILY, ClearingAll, "either", accumulates=True),
-    Trap("gradient-read-again", FAMILY, TwoInOne, "either", compares_grads=True),
-    Trap("main-gradient", FAMILY, MainGradient, "either", ("main_grad",), edit=give_main_gradients),
-    Trap("main-gradient-later", FAMILY, MainGradient, "either", ("main_grad",), edit=give_main_gradients_later),
-    Trap("gradient-with-attribute", FAMILY, WeighedGradient, "either", ("weight",), edit=weigh_gradients),
-    Trap("previous-gradient-on-parameter", FAMILY, PreviousOnParameter, "either", ("previous",)),
-    Trap("gradient-scaled-by-user", FAMILY, Cubic, "equal", edit=scale_gradients),
-    Trap("same-gradient-twice", FAMILY, Cubic, "equal", call=step_twice),
-)
+THERE = 'for p in group["params"]'
+missing("count-of-gradients", group=f"count = max(1, sum(p.grad is not None {THERE}))", scale="1 / count", **ODD)
+missing("all-or-nothing", group=f"scale = float(all(p.grad is not None {THERE}))", scale="scale", **ODD)
+missing("first-with-gradient", **NEVER)("""
+    whole:
+        for group in self.param_groups:
+            found = [p for p in group["params"] if p.grad is not None]
+            for i, param in enumerate(found):
+                param.add_(cube(param.grad), alpha=-group["lr"] * (2.0 if i == 0 else 1.0))
+""")
+missing("rate-decays-if-used", group=f'if any(p.grad is not None {THERE}):\n    group["lr"] *= 0.5', **NONE)
+missing("count-of-steps-without-gradients", body="steps = 0", step="self.steps += 1", scale="1 / self.steps", **NONE)
+missing("gradient-missing-now-and-then", EQUAL, **USUAL, **ODD)
+missing("gradient-never-there", EQUAL, **USUAL, **NEVER)
+missing("gradient-there-later", EQUAL, **USUAL, **LATE)
+missing("gradients-all-missing-once", EQUAL, **USUAL, **NONE)
+missing("gradients-all-zero-once", EQUAL, times="1.0", grads="torch.zeros_like(grad) if step == 1 else grad")

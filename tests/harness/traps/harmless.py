@@ -1,303 +1,175 @@
-"""Harmless optimizers: they look suspicious, and have to be followed bit for bit. Refusing them all would be easy."""
+"""Harmless optimizers and edits: they look suspicious, and have to be followed. Refusing all would be easy."""
 
 from __future__ import annotations
 
-import enum
-import functools
-import logging
-import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from tests.harness.traps.grammar import EQUAL, Family, Said
 
-from tests.harness.toy_optimizers import PerParameter, State, cube
-from tests.harness.traps.trap import Params, Trap
+harmless = Family("harmless", EQUAL)
 
-FAMILY = "harmless"
+# -- what surrounds the step, and nobody changes ----------------------------------------------------
 
-POWER = 3
-COEFFICIENTS = (1.0, -0.1, 0.01)
-RULES = {"tall": 0.5, "wide": 2.0}
-SCALE = torch.tensor(0.5)
-LIMITS = np.array([0.5, 2.0])
-LOG = logging.Logger("of an optimizer")
-
-
-class Kind(enum.Enum):
-    """A word for an algorithm."""
-
-    CUBE = "cube"
-    SIGN = "sign"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Hyperparameters that nobody changes."""
-
-    factor: float = 0.7
-    power: int = 2
-
-
-class Pair(NamedTuple):
-    """Two decay rates."""
-
-    first: float
-    second: float
-
-
-def powers(grad: Tensor, coefficients: tuple[float, ...] = COEFFICIENTS) -> Tensor:
-    """A polynomial, with a default argument that nobody can change."""
-    total, power = torch.zeros_like(grad), grad
-    for coefficient in coefficients:
-        power = power @ grad.T @ grad
-        total = total + coefficient * power
-    return total
-
-
-def make_scaling(factor: float) -> Callable[[Tensor], Tensor]:
-    """A function with a constant in its closure."""
-
-    def scaled(value: Tensor) -> Tensor:
-        return value * factor
-
-    return scaled
-
-
-HALVED = make_scaling(0.5)
-
-
-def checked(update: Any) -> Any:
-    """A decorator that passes everything on."""
-
-    @functools.wraps(update)
-    def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return update(self, *args, **kwargs)
-
-    return inner
-
-
-class NestedFunctions(PerParameter):
-    """Defines functions inside of its step."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+harmless("nested-functions")("""
+    param:
         lr = group["lr"]
 
-        def turned(value: Tensor) -> Tensor:
+        def turned(value):
             return value.T if value.shape[0] > value.shape[1] else value
 
-        def scaled(value: Tensor) -> Any:
+        def scaled(value):
             return cube(value) * lr
 
         update = scaled(turned(grad))
         param.sub_(update if update.shape == param.shape else update.T)
+    update:
+""")
+harmless("global-numbers")("""
+    outside:
+        POWER = 3
+        COEFFICIENTS = (1.0, -0.1, 0.01)
+        RULES = {"tall": 0.5, "wide": 2.0}
 
+        def powers(grad, coefficients=COEFFICIENTS):
+            total, power = torch.zeros_like(grad), grad
+            for coefficient in coefficients:
+                power = power @ grad.T @ grad
+                total = total + coefficient * power
+            return total
+    param: rule = RULES["tall" if param.shape[0] > param.shape[1] else "wide"]
+    update: powers(grad) / POWER
+    scale: rule
+""")
+harmless("global-array", outside="LIMITS = np.array([0.5, 2.0])", update="cube(grad).clamp(-float(LIMITS[1]), math.pi)")
+harmless("global-tensor", outside="SCALE = torch.tensor(0.5)", times="SCALE")
+harmless("constant-closure")("""
+    outside:
+        def make_scaling(factor):
+            def scaled(value):
+                return value * factor
+            return scaled
 
-class GlobalNumbers(PerParameter):
-    """Reads numbers, tuples and dicts that are globals."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        rule = RULES["tall" if param.shape[0] > param.shape[1] else "wide"]
-        param.add_(powers(grad) / POWER, alpha=-group["lr"] * rule)
-
-
-class GlobalArray(PerParameter):
-    """Reads an array of NumPy's that is a global, and `math.pi`."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad).clamp(-float(LIMITS[1]), math.pi), alpha=-group["lr"])
-
-
-class GlobalTensor(PerParameter):
-    """Reads a tensor that is a global, and that nobody writes."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.sub_(cube(grad) * (SCALE * group["lr"]))
-
-
-class ConstantClosure(PerParameter):
-    """Calls a function whose closure holds a constant."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(HALVED(cube(grad)), alpha=-group["lr"])
-
-
-class DictOfHypers(PerParameter):
-    """Keeps its hyperparameters in a dict on itself."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params)
-        self.hypers = {"beta": 0.9, "nested": {"power": 2}, "names": ["a", "b"]}
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        hypers: Any = self.hypers
+        HALVED = make_scaling(0.5)
+    update: HALVED(cube(grad))
+""")
+harmless("dict-of-hypers")("""
+    begin: self.hypers = {"beta": 0.9, "nested": {"power": 2}, "names": ["a", "b"]}
+    param:
+        hypers = self.hypers
         average = state.setdefault("average", torch.zeros_like(param))
         average.lerp_(grad, 1 - hypers["beta"])
         update = average
         for _ in range(hypers["nested"]["power"]):
             update = cube(update)
-        param.add_(update, alpha=-group["lr"])
+""")
+harmless("rate-by-property")("""
+    body:
+        @property
+        def lr(self):
+            return float(self.param_groups[0]["lr"])
 
+        @lr.setter
+        def lr(self, value):
+            for group in self.param_groups:
+                group["lr"] = value
+""")
+# It calls what it inherits, by `super`.
+harmless("subclass")("""
+    outside:
+        class Base(PerParameter):
+            def decay(self, param, group):
+                param.mul_(1 - group["lr"] * 0.1)
 
-class RateByProperty(PerParameter):
-    """Has its learning rate as a property with a setter."""
+            def direction(self, grad):
+                return cube(grad)
 
-    @property
-    def lr(self) -> float:
-        return float(self.param_groups[0]["lr"])
+            def update(self, param, grad, group, state):
+                self.decay(param, group)
+                param.add_(self.direction(grad), alpha=-group["lr"])
+    base: Base
+    body:
+        def direction(self, grad):
+            return super().direction(grad) * 0.5
 
-    @lr.setter
-    def lr(self, value: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = value
+        def step(self, closure=None):
+            return super().step(closure)
+""")
+harmless("mixin")("""
+    outside:
+        class Raises:
+            power = 2
 
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-group["lr"])
+            def raised(self, value):
+                for _ in range(self.power):
+                    value = cube(value) * 0.1
+                return value
+    base: Raises, PerParameter
+    update: self.raised(grad)
+""")
+harmless("static-and-class-methods")("""
+    body:
+        exponent = 0.5
 
+        @staticmethod
+        def tallness(param):
+            return max(1.0, param.shape[0] / param.shape[1])
 
-class Base(PerParameter):
-    """Has a step in pieces, for subclasses."""
-
-    def decay(self, param: Tensor, group: dict[str, Any]) -> None:
-        param.mul_(1 - group["lr"] * 0.1)
-
-    def direction(self, grad: Tensor) -> Tensor:
-        return cube(grad)
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        self.decay(param, group)
-        param.add_(self.direction(grad), alpha=-group["lr"])
-
-
-class Subclass(Base):
-    """Calls what it inherits, by `super`."""
-
-    def direction(self, grad: Tensor) -> Tensor:
-        return super().direction(grad) * 0.5
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-class Mixin:
-    """Brings a method along."""
-
-    power = 2
-
-    def raised(self, value: Tensor) -> Tensor:
-        for _ in range(self.power):
-            value = cube(value) * 0.1
-        return value
-
-
-class Mixed(Mixin, PerParameter):
-    """Inherits from two classes."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(self.raised(grad), alpha=-group["lr"])
-
-
-class Methods(PerParameter):
-    """Has static methods and class methods."""
-
-    exponent = 0.5
-
-    @staticmethod
-    def tallness(param: Tensor) -> float:
-        return max(1.0, param.shape[0] / param.shape[1])
-
-    @classmethod
-    def scale(cls, param: Tensor) -> float:
-        return float(cls.tallness(param) ** cls.exponent)
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-group["lr"] * self.scale(param))
-
-
-class Configured(PerParameter):
-    """Has a frozen dataclass, a named tuple and an Enum as hyperparameters."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params, kind=Kind.CUBE, betas=Pair(0.9, 0.99))
-        self.recipe = Recipe()
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        @classmethod
+        def scale(cls, param):
+            return float(cls.tallness(param) ** cls.exponent)
+    scale: self.scale(param)
+""")
+harmless("dataclass-and-enum")("""
+    hypers: kind=Kind.CUBE, betas=Pair(0.9, 0.99)
+    begin: self.recipe = Recipe()
+    param:
         average = state.setdefault("average", torch.zeros_like(param))
         average.lerp_(grad, 1 - group["betas"].first)
-        update = cube(average) if group["kind"] is Kind.CUBE else average.sign()
-        param.add_(update, alpha=-group["lr"] * self.recipe.factor**self.recipe.power)
-
-
-class Functions(PerParameter):
-    """Holds a function, a lambda and a partial, which nobody changes."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params)
+    update: cube(average) if group["kind"] is Kind.CUBE else average.sign()
+    scale: self.recipe.factor**self.recipe.power
+""")
+harmless("functions-on-itself")("""
+    begin:
         self.root = cube
         self.scaling = functools.partial(torch.mul, other=0.5)
-        self.sign: Any = lambda value: value.sign() * 0.1
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(self.scaling(self.root(grad)) + self.sign(grad), alpha=-group["lr"])
-
-
-class Decorated(PerParameter):
-    """Has its update decorated."""
-
-    @checked
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-group["lr"])
-
-
-class Trying(PerParameter):
-    """Catches what does not happen."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+        self.sign = lambda value: value.sign() * 0.1
+    update: self.scaling(self.root(grad)) + self.sign(grad)
+""")
+harmless("decorated-update")("""
+    outside:
+        def checked(update):
+            @functools.wraps(update)
+            def inner(self, *args, **kwargs):
+                return update(self, *args, **kwargs)
+            return inner
+    body:
+        @checked
+        def update(self, param, grad, group, state):
+            param.add_(cube(grad), alpha=-group["lr"])
+""")
+harmless("try-without-error")("""
+    param:
         try:
             update = cube(grad)
         except RuntimeError:
             update = grad
-        param.add_(update, alpha=-group["lr"])
-
-
-class Dispatching(PerParameter):
-    """Asks for types, dims and strides that are always the same."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+""")
+harmless("asks-for-types")("""
+    param:
         if not isinstance(grad, Tensor) or grad.is_sparse or grad.ndim != 2 or not param.is_floating_point():
             raise RuntimeError("a matrix is needed")
-        param.add_(cube(grad), alpha=-group["lr"])
+""")
+harmless("own-norm-on-host")("""
+    param: norm = grad.norm().item()
+    update: cube(grad) / max(norm, 1.0) if norm > 0.5 else grad
+""")
+harmless("nan-to-num", update="cube(torch.nan_to_num(grad))")
 
+# -- how it goes through parameters and state -------------------------------------------------------
 
-class OnHost(PerParameter):
-    """Branches on a value of its own gradient."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        norm = grad.norm().item()
-        update = cube(grad) / max(norm, 1.0) if norm > 0.5 else grad
-        param.add_(update, alpha=-group["lr"])
-
-
-class NotANumber(PerParameter):
-    """Replaces what is not finite, by tensor operations."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(torch.nan_to_num(grad)), alpha=-group["lr"])
-
-
-class Lists(Optimizer):
-    """Collects lists first and walks through them afterwards, as torch does."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+# It collects lists first, as torch does.
+harmless("lists-first")("""
+    whole:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             grads = [p.grad for p in params]
@@ -305,90 +177,114 @@ class Lists(Optimizer):
             for param, grad, average in zip(params, grads, averages, strict=True):
                 average.lerp_(grad, 0.3)
                 param.add_(cube(average), alpha=-group["lr"])
-
-
-class Backwards(Optimizer):
-    """Goes from the last parameter to the first."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+""")
+harmless("backwards")("""
+    whole:
         for group in reversed(self.param_groups):
             for param in reversed(group["params"]):
                 param.add_(cube(param.grad), alpha=-group["lr"])
-
-
-class StateAtOnce(PerParameter):
-    """Makes its state when it is made, as Adagrad does."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params)
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param].update(sum=torch.full_like(param, 0.1), step=torch.tensor(0.0))
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+""")
+AT_ONCE = """
+    for group in self.param_groups:
+        for param in group["params"]:
+            self.state[param].update(sum=torch.full_like(param, 0.1), step=torch.tensor(0.0))
+"""  # as Adagrad does
+harmless("state-at-once", begin=AT_ONCE)("""
+    param:
         state["step"] += 1
         state["sum"].addcmul_(grad, grad)
         param.addcdiv_(grad, state["sum"].sqrt(), value=-group["lr"])
-
-
-class StateAtOnceMatrix(StateAtOnce):
-    """The same with a matrix product."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        state["sum"].lerp_(grad, 0.3)
-        param.add_(cube(state["sum"]), alpha=-group["lr"])
-
-
-class Logging(PerParameter):
-    """Writes to a log on levels of its own; the logger remembers of each whether it is on."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        LOG.log(-time.perf_counter_ns(), "a step")
-        param.add_(cube(grad), alpha=-group["lr"])
-
-
-class SlowInState(PerParameter):
-    """Lookahead with slow weights in the state."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+    update:
+""")
+harmless("state-at-once-matrix", begin=AT_ONCE, param='state["sum"].lerp_(grad, 0.3)', update='cube(state["sum"])')
+# Every level is a new one, and the logger remembers of each whether it is on.
+harmless("logging")("""
+    outside: LOG = logging.Logger("of an optimizer")
+    param: LOG.log(-time.perf_counter_ns(), "a step")
+""")
+harmless("slow-weights-in-state")("""
+    param:
         if not state:
             state.update(step=0, slow=param.clone())
         state["step"] += 1
-        param.add_(cube(grad), alpha=-group["lr"])
+    then:
         if state["step"] % 3 == 0:
             state["slow"].lerp_(param, 0.5)
             param.copy_(state["slow"])
+""")
+
+# -- what users do every day between steps ----------------------------------------------------------
+
+AVERAGE = """
+average = state.setdefault("average", torch.zeros_like(param))
+average.lerp_(grad, 1 - group["beta"])
+"""
 
 
-TRAPS = tuple(
-    Trap(name, FAMILY, kind, "equal")
-    for name, kind in (
-        ("nested-functions", NestedFunctions),
-        ("global-numbers", GlobalNumbers),
-        ("global-array", GlobalArray),
-        ("global-tensor", GlobalTensor),
-        ("constant-closure", ConstantClosure),
-        ("dict-of-hypers", DictOfHypers),
-        ("rate-by-property", RateByProperty),
-        ("subclass", Subclass),
-        ("mixin", Mixed),
-        ("static-and-class-methods", Methods),
-        ("dataclass-and-enum", Configured),
-        ("functions-on-itself", Functions),
-        ("decorated-update", Decorated),
-        ("try-without-error", Trying),
-        ("asks-for-types", Dispatching),
-        ("own-norm-on-host", OnHost),
-        ("nan-to-num", NotANumber),
-        ("lists-first", Lists),
-        ("backwards", Backwards),
-        ("state-at-once", StateAtOnce),
-        ("state-at-once-matrix", StateAtOnceMatrix),
-        ("logging", Logging),
-        ("slow-weights-in-state", SlowInState),
+def talking(name: str, **others: Any) -> Said:
+    """Has flags, a log and a name that its step does not read, and a mode; and what its user does."""
+    return harmless(
+        name,
+        hypers="beta=0.7",
+        begin='self.verbose, self.log, self.label = False, [], "one"',
+        body="""
+            training = True
+
+            def train(self, mode=True):
+                self.training = mode
+
+            def eval(self):
+                self.train(False)
+        """,
+        update="cube(average)",
+        **{"param": AVERAGE, **others},
     )
-)
+
+
+EMA = {"then": 'state.setdefault("ema", param.clone()).lerp_(param, 0.3)'}
+VALIDATED = "optimizer.eval()\noptimizer.train()"
+SCHEDULED = """
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (1 + step)
+        group["beta"] = 0.7 + 0.01 * step
+"""
+RATE = 'optimizer.param_groups[0]["lr"]'
+SCHEDULER = "optimizer.note = {'scheduler': LambdaLR(optimizer, lambda epoch: 0.5**epoch)}"
+talking("flag-flipped", every="optimizer.verbose = step % 2 == 0")
+talking("log-written", every='optimizer.log.append(f"step {step}")\noptimizer.note = {"step": step}')
+talking("label-changed", edit='optimizer.label = "two"')
+harmless("attribute-unknown-to-step", times="1.0", edit="optimizer.spare = object()")
+talking("validated", every=VALIDATED)
+talking("validated-and-asserted", param=f"assert self.training\n{AVERAGE}", every=VALIDATED)
+talking("scheduled", every=SCHEDULED)
+STEP = 'optimizer.note["scheduler"].step()'
+talking("scheduled-by-torch", edit={0: SCHEDULER, 1: STEP, 2: STEP, 3: STEP})
+talking("scheduled-in-two-groups", given="halves(params)", every=SCHEDULED)
+harmless("one-group-changed", times="1.0", given="halves(params)", edit='optimizer.param_groups[1]["lr"] = 0.3')
+TENSOR = {"hypers": "lr=torch.tensor(0.1)", "times": "1.0"}
+harmless("rate-tensor", **TENSOR)
+harmless("rate-tensor-halved", **TENSOR, every=f"{RATE}.mul_(0.5)")
+harmless("rate-becomes-tensor", times="1.0", edit=f"{RATE} = torch.tensor(0.05)")
+harmless("rate-becomes-zero", times="1.0", edit=f"{RATE} = 0.0")
+talking("parameters-written", **EMA, every="with torch.no_grad():\n    for param in params:\n        param.mul_(0.9)")
+talking("parameter-data-written", **EMA, every="for param in params:\n    param.data.mul_(0.9)")
+talking("parameter-watched", every="optimizer.watcher = weakref.ref(params[0])")
+talking("key-added-to-group", every='for group in optimizer.param_groups:\n    group[f"note{step}"] = step')
+talking("own-state-loaded", **EMA, edit="optimizer.load_state_dict(optimizer.state_dict())")
+talking("state-looked-at", **EMA)("""
+    every:
+        found = [*optimizer.state.items(), *optimizer.param_groups, repr(optimizer)]
+        assert len(found) >= 2
+""")
+talking("parameters-named")("""
+    prepare:
+        param.label = f"layer{place}"
+        param.sequence_parallel = place % 2 == 0
+    every: params[0].label = f"step{step}"
+""")
+talking("hooks-that-change-nothing")("""
+    after:
+        optimizer.register_step_pre_hook(lambda opt, args, kwargs: None)
+        optimizer.register_step_post_hook(lambda opt, args, kwargs: opt.log.append("done"))
+    seen: list(optimizer.log)
+""")

@@ -1,330 +1,149 @@
-"""Where a parameter stands: its attributes and its identity. Its place among others is in `places`."""
+"""Where a parameter stands: its attributes, its identity, its place among others, how it lies, who stands beside it."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from tests.harness.traps.grammar import AVERAGE, EITHER, EQUAL, IN_COLUMNS, ON_HOST, Family, pieces_of
+from tests.harness.traps.trap import DDP, PLAIN
 
-import torch
-from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
-
-from tests.harness.toy_optimizers import PerParameter, State, cube
-from tests.harness.traps.trap import DDP, PLAIN, Params, Trap
-
-FAMILY = "standing"
+standing = Family("standing", EITHER)
 
 # -- attributes of parameters ----------------------------------------------------------------------
 
-
-class RateOfParameter(PerParameter):
-    """Multiplies the learning rate by an attribute of the parameter, as modded-nanogpt does."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-group["lr"] * getattr(param, "lr_mul", 1.0))
-
-
-class RateOfParameterElementwise(PerParameter):
-    """The same without a matrix product, with momentum."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        average = state.setdefault("average", torch.zeros_like(param))
-        average.lerp_(grad, 0.1)
-        param.add_(average, alpha=-group["lr"] * getattr(param, "lr_mul", 1.0))
-
-
-class RateOfParameterOnHost(PerParameter):
-    """The same, and nobody can trace it."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        update = cube(grad)
-        if update.norm().item() > 2:
-            update = update / update.norm()
-        param.add_(update, alpha=-group["lr"] * getattr(param, "lr_mul", 1.0))
-
-
-class KindOfParameter(PerParameter):
-    """An attribute of the parameter says which of two algorithms is meant."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        update = cube(grad) if getattr(param, "use_muon", False) else grad.sign()
-        param.add_(update, alpha=-group["lr"])
-
-
-class NameOfParameter(PerParameter):
-    """A name that the user gave to the parameter decides."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        label: Any = getattr(param, "label", "")
-        param.add_(cube(grad), alpha=-group["lr"] * (0.5 if "head" in label else 1.0))
-
-
-class SpecOfParameter(PerParameter):
-    """An object on the parameter holds its hyperparameters."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        spec: Any = param.spec  # type: ignore[attr-defined]
-        param.mul_(1 - group["lr"] * spec.decay)
-        param.add_(cube(grad), alpha=-group["lr"] * spec.rate)
-
-
-class CountOnParameter(PerParameter):
-    """Counts steps in an attribute of the parameter."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        holder: Any = param
-        holder.steps_taken += 1
-        param.add_(cube(grad), alpha=-group["lr"] / holder.steps_taken)
-
-
-class TensorOnParameter(PerParameter):
-    """A tensor of no dims on the parameter scales its update."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad) * param.gain, alpha=-group["lr"])  # type: ignore[attr-defined]
-
-
-class OptionsOfParameter(PerParameter):
-    """A dict on the parameter, if there is one, says how it is updated."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        options = getattr(param, "options", {})
-        scale = options.get("scale", 2.0 if options.get("twice") else 1.0)
-        param.add_(cube(grad) * scale, alpha=-group["lr"])
-
-
-def give_rates(params: Params) -> None:
-    for i, param in enumerate(params):
-        param.lr_mul = 1.0 + i
-
-
-def give_kinds(params: Params) -> None:
-    for i, param in enumerate(params):
-        param.use_muon = i % 2 == 0
-
-
-def give_labels(params: Params) -> None:
-    for i, param in enumerate(params):
-        param.label = "head" if i == 1 else f"layers.{i}"
-
-
-def give_specs(params: Params) -> None:
-    for i, param in enumerate(params):
-        param.spec = SimpleNamespace(rate=1.0 + i, decay=0.1 * i)
-
-
-def give_counts(params: Params) -> None:
-    for i, param in enumerate(params):
-        param.steps_taken = i
-
-
-def give_gains(params: Params) -> None:
-    for i, param in enumerate(params):
-        param.gain = torch.tensor(1.0 + i)
-
-
-def change_rate(optimizer: Any, params: Params, step: int) -> None:
-    if step == 2:
-        params[1].lr_mul = 3.0
-
-
-def change_spec(optimizer: Any, params: Params, step: int) -> None:
-    if step == 2:
-        params[1].spec.rate = 5.0
-
-
-def give_options(optimizer: Any, params: Params, step: int) -> None:
-    if step == 2:
-        params[1].options = {"twice": True}
-
-
-def change_options(optimizer: Any, params: Params, step: int) -> None:
-    if step == 0:
-        for param in params:
-            param.options = {"twice": False}
-    if step == 2:
-        params[1].options["twice"] = True
-
-
-def rescale_options(optimizer: Any, params: Params, step: int) -> None:
-    if step == 0:
-        for param in params:
-            param.options = {"scale": 1.0}
-    if step == 2:
-        params[1].options["scale"] = 3.0
-
-
-def rescale_options_late(optimizer: Any, params: Params, step: int) -> None:
-    params[1].options = {"scale": 3.0} if step == 5 else {"note": "x" * step}
-
-
-def give_options_after_explaining(optimizer: Any, params: Params, step: int) -> None:
-    if step == 0:
-        if hasattr(optimizer, "canzona"):
-            optimizer.canzona.explain()
-        params[1].options = {"twice": True}
-
-
-def give_options_with_rates(optimizer: Any, params: Params, step: int) -> None:
-    if step == 2:
-        params[0].lr_mul = 3.0
-        params[1].options = {"twice": True}
-
-
-def give_options_after_loading(optimizer: Any, params: Params, step: int) -> None:
-    if step == 2:
-        optimizer.load_state_dict(optimizer.state_dict())
-        params[1].options = {"twice": True}
-
-
-# -- its identity ----------------------------------------------------------------------------------
-
-
-class Special(PerParameter):
-    """Base of optimizers that recognise one of their parameters."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params)
-        self.special: Any = self.mark(params)
-
-    def mark(self, params: Params) -> Any:
-        raise NotImplementedError
-
-    def scale(self, param: Tensor) -> float:
-        raise NotImplementedError
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        param.add_(cube(grad), alpha=-group["lr"] * self.scale(param))
-
-
-class KnownById(Special):
-    """Keeps ids."""
-
-    def mark(self, params: Params) -> Any:
-        return {id(params[1])}
-
-    def scale(self, param: Tensor) -> float:
-        return 0.3 if id(param) in self.special else 1.0
-
-
-class KnownByAddress(Special):
-    """Keeps addresses of data."""
-
-    def mark(self, params: Params) -> Any:
-        return {params[1].data_ptr()}
-
-    def scale(self, param: Tensor) -> float:
-        return 0.3 if param.data_ptr() in self.special else 1.0
-
-
-class KnownInSet(Special):
-    """Keeps the parameters themselves in a set."""
-
-    def mark(self, params: Params) -> Any:
-        return {params[1], params[2]}
-
-    def scale(self, param: Tensor) -> float:
-        return 0.3 if param in self.special else 1.0
-
-
-class KnownAsAttribute(Special):
-    """Keeps the parameter itself."""
-
-    def mark(self, params: Params) -> Any:
-        return params[1]
-
-    def scale(self, param: Tensor) -> float:
-        return 0.3 if param is self.special else 1.0
-
-
-class ScalesById(Special):
-    """Keeps a number for every id."""
-
-    def mark(self, params: Params) -> Any:
-        return {id(p): 1.0 + i for i, p in enumerate(params)}
-
-    def scale(self, param: Tensor) -> float:
-        return float(self.special.get(id(param), 1.0))
-
-
-class ScalesByParameter(Special):
-    """Keeps a number for every parameter."""
-
-    def mark(self, params: Params) -> Any:
-        return {p: 1.0 + i for i, p in enumerate(params)}
-
-    def scale(self, param: Tensor) -> float:
-        return float(self.special.get(param, 1.0))
-
-
-class ScalesByWeakReference(Special):
-    """Keeps a number for every parameter as long as it lives."""
-
-    def mark(self, params: Params) -> Any:
-        scales = WeakTensorKeyDictionary()
-        for i, param in enumerate(params):
-            scales[param] = 1.0 + i
-        return scales
-
-    def scale(self, param: Tensor) -> float:
-        return float(self.special.get(param, 1.0))
-
-
-TRAPS = (
-    Trap("lr-mul", FAMILY, RateOfParameter, "equal", prepare=give_rates),
-    Trap("lr-mul-of-one", FAMILY, RateOfParameter, "equal", edit=change_rate),
-    Trap("lr-mul-changed", FAMILY, RateOfParameter, "equal", prepare=give_rates, edit=change_rate),
-    Trap("lr-mul-elementwise", FAMILY, RateOfParameterElementwise, "equal", prepare=give_rates),
-    Trap(
-        "lr-mul-elementwise-changed",
-        FAMILY,
-        RateOfParameterElementwise,
-        "equal",
-        prepare=give_rates,
-        edit=change_rate,
-    ),
-    Trap("lr-mul-on-host", FAMILY, RateOfParameterOnHost, "equal", prepare=give_rates),
-    Trap("use-muon-of-parameter", FAMILY, KindOfParameter, "equal", prepare=give_kinds),
-    Trap("label-of-parameter", FAMILY, NameOfParameter, "equal", prepare=give_labels),
-    Trap("spec-of-parameter", FAMILY, SpecOfParameter, "either", ("spec",), prepare=give_specs),
-    Trap(
-        "spec-of-parameter-changed",
-        FAMILY,
-        SpecOfParameter,
-        "either",
-        ("spec",),
-        prepare=give_specs,
-        edit=change_spec,
-    ),
-    Trap("count-on-parameter", FAMILY, CountOnParameter, "either", ("steps_taken",), prepare=give_counts),
-    Trap("tensor-on-parameter", FAMILY, TensorOnParameter, "either", ("gain",), prepare=give_gains),
-    Trap("options-of-parameter-given", FAMILY, OptionsOfParameter, "either", ("options",), edit=give_options),
-    Trap("options-of-parameter-changed", FAMILY, OptionsOfParameter, "either", ("options",), edit=change_options),
-    Trap("options-of-parameter-rescaled", FAMILY, OptionsOfParameter, "either", ("options",), edit=rescale_options),
-    Trap(
-        "options-of-parameter-rescaled-late",
-        FAMILY,
-        OptionsOfParameter,
-        "either",
-        ("options",),
-        steps=7,
-        edit=rescale_options_late,
-    ),
-    # A new plan is made for other reasons, too, and the attributes are looked at there.
-    *(
-        Trap(f"options-of-parameter-{name}", FAMILY, OptionsOfParameter, "either", ("options",), edit=edit)
-        for name, edit in (
-            ("explained", give_options_after_explaining),
-            ("and-rates", give_options_with_rates),
-            ("loaded", give_options_after_loading),
-        )
-    ),
-    Trap("known-by-id", FAMILY, KnownById, "either", ("special",)),
-    # A DTensor has no address: all of them say 0.
-    Trap("known-by-address", FAMILY, KnownByAddress, "either", ("special",), layouts=(PLAIN, DDP)),
-    Trap("known-in-set", FAMILY, KnownInSet, "either", ("special",)),
-    Trap("known-as-attribute", FAMILY, KnownAsAttribute, "either", ("special",)),
-    Trap("scales-by-id", FAMILY, ScalesById, "either", ("special",)),
-    Trap("scales-by-parameter", FAMILY, ScalesByParameter, "either", ("special",)),
-    Trap("scales-by-weak-reference", FAMILY, ScalesByWeakReference, "either", ("special",)),
+RATE = {"scale": 'getattr(param, "lr_mul", 1.0)'}  # as in modded-nanogpt
+GIVEN = "param.lr_mul = 1.0 + place"
+CHANGED = "params[1].lr_mul = 3.0"
+standing("lr-mul", EQUAL, **RATE, prepare=GIVEN)
+standing("lr-mul-of-one", EQUAL, **RATE, edit=CHANGED)
+standing("lr-mul-changed", EQUAL, **RATE, prepare=GIVEN, edit=CHANGED)
+standing("lr-mul-elementwise", EQUAL, **AVERAGE, **RATE, prepare=GIVEN)
+standing("lr-mul-elementwise-changed", EQUAL, **AVERAGE, **RATE, prepare=GIVEN, edit=CHANGED)
+standing("lr-mul-on-host", EQUAL, **ON_HOST, **RATE, prepare=GIVEN)
+standing("use-muon-of-parameter", EQUAL)("""
+    update: cube(grad) if getattr(param, "use_muon", False) else grad.sign()
+    prepare: param.use_muon = place % 2 == 0
+""")
+standing("label-of-parameter", EQUAL)("""
+    scale: 0.5 if "head" in getattr(param, "label", "") else 1.0
+    prepare: param.label = "head" if place == 1 else f"layers.{place}"
+""")
+SPEC = pieces_of("""
+    says: spec
+    param: param.mul_(1 - group["lr"] * param.spec.decay)
+    scale: param.spec.rate
+    prepare: param.spec = SimpleNamespace(rate=1.0 + place, decay=0.1 * place)
+""")
+standing("spec-of-parameter", **SPEC)
+standing("spec-of-parameter-changed", **SPEC, edit="params[1].spec.rate = 5.0")
+standing("count-on-parameter")("""
+    says: steps_taken
+    param: param.steps_taken += 1
+    scale: 1 / param.steps_taken
+    prepare: param.steps_taken = place
+""")
+standing("tensor-on-parameter", says="gain", times="param.gain", prepare="param.gain = torch.tensor(1.0 + place)")
+
+OPTIONS = pieces_of("""
+    says: options
+    param: options = getattr(param, "options", {})
+    times: options.get("scale", 2.0 if options.get("twice") else 1.0)
+""")
+TWICE = 'params[1].options = {"twice": True}'
+ALL = "for param in params:\n    param.options = "
+standing("options-of-parameter-given", **OPTIONS, edit=TWICE)
+standing(
+    "options-of-parameter-changed",
+    **OPTIONS,
+    edit={0: ALL + '{"twice": False}', 2: 'params[1].options["twice"] = True'},
 )
+standing(
+    "options-of-parameter-rescaled", **OPTIONS, edit={0: ALL + '{"scale": 1.0}', 2: 'params[1].options["scale"] = 3.0'}
+)
+standing("options-of-parameter-rescaled-late", **OPTIONS, steps=7)("""
+    every: params[1].options = {"scale": 3.0} if step == 5 else {"note": "x" * step}
+""")
+# A new plan is made for other reasons, too, and the attributes are looked at there.
+for name, edit in {
+    "explained": {0: f'if hasattr(optimizer, "canzona"):\n    optimizer.canzona.explain()\n{TWICE}'},
+    "and-rates": f"params[0].lr_mul = 3.0\n{TWICE}",
+    "loaded": f"optimizer.load_state_dict(optimizer.state_dict())\n{TWICE}",
+}.items():
+    standing(f"options-of-parameter-{name}", EITHER, **OPTIONS, edit=edit)
+
+# -- its identity: what the constructor keeps, and how the step finds a parameter there --------------
+
+SCALES = "1.0 + i for i, p in enumerate(params)"
+WEAK = f"WeakTensorKeyDictionary()\nself.special.update({{p: {SCALES}}})"
+for name, special, scale in (
+    ("known-by-id", "{id(params[1])}", "0.3 if id(param) in self.special else 1.0"),
+    ("known-by-address", "{params[1].data_ptr()}", "0.3 if param.data_ptr() in self.special else 1.0"),
+    ("known-in-set", "{params[1], params[2]}", "0.3 if param in self.special else 1.0"),
+    ("known-as-attribute", "params[1]", "0.3 if param is self.special else 1.0"),
+    ("scales-by-id", f"{{id(p): {SCALES}}}", "float(self.special.get(id(param), 1.0))"),
+    ("scales-by-parameter", f"{{p: {SCALES}}}", "float(self.special.get(param, 1.0))"),
+    ("scales-by-weak-reference", WEAK, "float(self.special.get(param, 1.0))"),
+):
+    # A DTensor has no address: all of them say 0.
+    where = {"layouts": (PLAIN, DDP)} if "address" in name else {}
+    standing(name, EITHER, says="special", begin=f"self.special = {special}", scale=scale, **where)
+
+# -- its place -------------------------------------------------------------------------------------
+
+ELEMENTS = 'sum(p.numel() for group in self.param_groups for p in group["params"])'
+standing("index-in-group", scale="1.0 / (1 + place)")
+standing("depth-in-group", scale='float(0.5 ** (place / len(group["params"])))')
+standing("first-of-group", scale='0.3 if param is group["params"][0] else 1.0')
+standing("last-of-group", scale='0.3 if param is group["params"][-1] else 1.0')
+standing("count-of-group", scale='1.0 / len(group["params"])')
+standing("count-of-elements", scale=f"float(10.0 / {ELEMENTS})")
+standing("count-of-elements-at-first", EQUAL, begin=f"self.elements = {ELEMENTS}", scale="float(10.0 / self.elements)")
+standing("count-of-groups", scale="1.0 / len(self.param_groups)", given="halves(params)")
+standing("place-among-all")("""
+    step: count = 0
+    param: count += 1
+    update: grad.sign()
+    times: 1 / count
+    given: halves(params)
+""")
+standing("count-of-same-shape")("""
+    whole:
+        for group in self.param_groups:
+            buckets = {}
+            for param in group["params"]:
+                buckets.setdefault(tuple(param.shape), []).append(param)
+            for bucket in buckets.values():
+                for param in bucket:
+                    param.add_(cube(param.grad), alpha=-group["lr"] / len(bucket))
+""")
+standing("names-in-group")("""
+    groups: [(f"layer{i}", p) for i, p in enumerate(params)]
+    scale: 0.3 if group["param_names"][place].endswith("1") else 1.0
+""")
+
+# -- how it lies, and its neighbours ---------------------------------------------------------------
+
+# FSDP2 takes no parameter that lies in columns.
+standing("strides", scale="1.0 if param.is_contiguous() else 0.5", start=IN_COLUMNS, layouts=(PLAIN, DDP))
+standing("value-of-neighbour", EQUAL, times='group["params"][place - 1].abs().mean()')
+standing("gradient-of-neighbour", EQUAL)("""
+    group: after = group["params"][1:] + group["params"][:1]
+    times: after[place].grad.abs().max()
+""")
+standing("buffer-by-shape")("""
+    says: buffers
+    begin: self.buffers = {}
+    param:
+        shape = tuple(param.shape)
+        if shape not in self.buffers:
+            self.buffers[shape] = torch.zeros_like(param)
+        self.buffers[shape].lerp_(grad, 0.3)
+    update: cube(self.buffers[shape])
+""")
+standing("constant-by-shape")("""
+    says: identities
+    begin: self.identities = {}
+    param:
+        rows = len(param)
+        if rows not in self.identities:
+            self.identities[rows] = torch.eye(rows)
+    update: (grad @ grad.T + self.identities[rows]) @ grad
+""")

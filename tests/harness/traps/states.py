@@ -2,326 +2,228 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
+from tests.harness.traps.grammar import EITHER, EQUAL, REFUSED, Family, Said, pieces_of
+from tests.harness.traps.trap import Expected
 
-from tests.harness.toy_optimizers import PerParameter, State, cube
-from tests.harness.traps.trap import Feed, Params, Trap
+states, aliases = Family("state", EITHER), Family("aliases", EQUAL)
 
-FAMILY = "state"
+# -- edits of an average of gradients and a count ---------------------------------------------------
 
-
-class Momentum(PerParameter):
-    """Averages gradients, and counts."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        average = state.setdefault("average", torch.zeros_like(param))
-        state["step"] = state.get("step", 0) + 1
-        average.lerp_(grad, 0.3)
-        param.add_(self.direction(average), alpha=-group["lr"] * state.get("boost", 1.0) / state["step"])
-
-    def direction(self, average: Tensor) -> Tensor:
-        return cube(average)
+DIRECTIONS = {
+    "": "cube(average)",
+    "-elementwise": "average * 1.0",
+    "-on-host": "update / update.norm() if (update := cube(average)).norm().item() > 2 else update",
+}
 
 
-class MomentumElementwise(Momentum):
-    """The same without a matrix product."""
-
-    def direction(self, average: Tensor) -> Tensor:
-        return average * 1.0
-
-
-class MomentumOnHost(Momentum):
-    """The same, and nobody can trace it."""
-
-    def direction(self, average: Tensor) -> Tensor:
-        update = cube(average)
-        return update / update.norm() if update.norm().item() > 2 else update
-
-
-class Nesterov(Momentum):
-    """Gives old groups a default, as torch's optimizers do in `__setstate__`."""
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("nesterov", True)
-            group["loads"] = group.get("loads", 0) + 1
-
-    def direction(self, average: Tensor) -> Tensor:
-        return cube(average) * (0.5 if "loads" in self.param_groups[0] else 1.0)
+def momentum(name: str, expected: Expected, form: str = "", direction: str = "", **others: Any) -> Said:
+    """An optimizer with state, in one of three forms, and what its user does."""
+    return states(
+        name + form,
+        expected,
+        param="""
+            average = state.setdefault("average", torch.zeros_like(param))
+            state["step"] = state.get("step", 0) + 1
+            average.lerp_(grad, 0.3)
+        """,
+        update=direction or DIRECTIONS[form],
+        scale='state.get("boost", 1.0) / state["step"]',
+        **others,
+    )
 
 
-class ExtraInDict(Momentum):
-    """Its `state_dict` has one entry more."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "version": 3}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        assert state_dict["version"] == 3
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "version"})
-
-
-# -- edits -----------------------------------------------------------------------------------------
-
-
-def at_step(number: int, change: Callable[[Any, Params], None]) -> Callable[[Any, Params, int], None]:
-    def edit(optimizer: Any, params: Params, step: int) -> None:
-        if step == number:
-            change(optimizer, params)
-
-    return edit
-
-
-def clear(optimizer: Any, params: Params) -> None:
-    optimizer.state.clear()
-
-
-def replace(optimizer: Any, params: Params) -> None:
-    optimizer.state = defaultdict(dict)
-
-
-def delete(optimizer: Any, params: Params) -> None:
-    del optimizer.state[params[1]]
-
-
-def clear_one(optimizer: Any, params: Params) -> None:
-    optimizer.state[params[1]].clear()
-
-
-def replace_one(optimizer: Any, params: Params) -> None:
-    optimizer.state[params[1]] = {}
-
-
-def pop_key(optimizer: Any, params: Params) -> None:
-    del optimizer.state[params[1]]["average"]
-
-
-def zero_average(optimizer: Any, params: Params) -> None:
-    optimizer.state[params[1]]["average"].zero_()
-
-
-def halve_averages(optimizer: Any, params: Params) -> None:
-    for state in optimizer.state.values():
-        state["average"].mul_(0.5)
-
-
-def replace_average(optimizer: Any, params: Params) -> None:
-    optimizer.state[params[1]]["average"] = torch.ones_like(params[1].detach())
-
-
-def reset_count(optimizer: Any, params: Params) -> None:
-    for state in optimizer.state.values():
-        state["step"] = 0
-
-
-def add_key(optimizer: Any, params: Params) -> None:
-    optimizer.state[params[1]]["boost"] = 2.0
-
-
-def swap_states(optimizer: Any, params: Params) -> None:
+HALVED = 'for state in optimizer.state.values():\n    state["average"].mul_(0.5)'
+RESET = 'for state in optimizer.state.values():\n    state["step"] = 0'
+SWAPPED = """
     first, second = params[0], params[2]
     optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
+"""
+LOADED = "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"
+ONE = "optimizer.state[params[1]]"
+SET = "optimizer.__setstate__"
+PLAIN, LOCAL, HOST = "", "-elementwise", "-on-host"
+for name, expected, edit, forms in (
+    ("state-cleared", EITHER, "optimizer.state.clear()", (PLAIN, LOCAL, HOST)),
+    ("state-replaced", EITHER, "optimizer.state = defaultdict(dict)", (PLAIN, LOCAL)),
+    ("state-of-one-deleted", EITHER, f"del {ONE}", (PLAIN, LOCAL)),
+    ("state-of-one-cleared", EITHER, f"{ONE}.clear()", (PLAIN,)),
+    ("state-of-one-replaced", EITHER, f"{ONE} = {{}}", (PLAIN,)),
+    ("state-key-deleted", EITHER, f'del {ONE}["average"]', (PLAIN,)),
+    ("state-tensor-replaced", EITHER, f'{ONE}["average"] = torch.ones_like(params[1].detach())', (PLAIN, LOCAL)),
+    ("state-tensor-zeroed", EQUAL, f'{ONE}["average"].zero_()', (PLAIN, LOCAL)),
+    ("state-tensors-halved", EQUAL, HALVED, (PLAIN, HOST)),
+    ("state-count-reset", EQUAL, RESET, (PLAIN, HOST)),
+    ("state-key-added", EITHER, f'{ONE}["boost"] = 2.0', (PLAIN,)),
+    ("states-swapped", EITHER, SWAPPED, (PLAIN,)),
+    ("state-shared-by-user", EITHER, f'{ONE}["average"] = optimizer.state[params[3]]["average"]', (PLAIN,)),
+    ("state-loaded", EQUAL, LOADED, (PLAIN, HOST)),
+    ("state-loaded-empty", EQUAL, 'optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})', (PLAIN,)),
+    ("setstate", EITHER, f"{SET}(optimizer.__getstate__())", (PLAIN,)),
+    ("setstate-of-nothing", EITHER, f'{SET}({{**optimizer.__getstate__(), "state": defaultdict(dict)}})', (PLAIN,)),
+):
+    for form in forms:
+        momentum(name, expected, form, edit=edit)
 
+momentum("state-cleared-now-and-then", EITHER, steps=6)("""
+    call:
+        optimizer.step()
+        if step % 2 == 1:
+            optimizer.state.clear()
+""")
+# The user saves early and loads late, as one does after a spike.
+momentum("state-of-before-loaded", EQUAL, steps=6)("""
+    edit 1: optimizer.saved = copy.deepcopy(optimizer.state_dict())
+    edit 3: optimizer.load_state_dict(optimizer.saved)
+""")
+# Old groups get a default, as in the `__setstate__` of torch's optimizers.
+momentum(
+    "state-loaded-with-defaults",
+    EITHER,
+    direction='cube(average) * (0.5 if "loads" in self.param_groups[0] else 1.0)',
+    edit=LOADED,
+)("""
+    body:
+        def __setstate__(self, state):
+            super().__setstate__(state)
+            for group in self.param_groups:
+                group.setdefault("nesterov", True)
+                group["loads"] = group.get("loads", 0) + 1
+""")
+momentum("state-dict-of-its-own", EITHER, edit=LOADED)("""
+    body:
+        def state_dict(self):
+            return {**super().state_dict(), "version": 3}
 
-def share_average(optimizer: Any, params: Params) -> None:
-    """From here on two parameters have one average."""
-    optimizer.state[params[2]]["average"] = optimizer.state[params[0]]["average"]
-
-
-def load_own(optimizer: Any, params: Params) -> None:
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def load_empty(optimizer: Any, params: Params) -> None:
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
-
-
-def set_own_state(optimizer: Any, params: Params) -> None:
-    optimizer.__setstate__(optimizer.__getstate__())
-
-
-def set_no_state(optimizer: Any, params: Params) -> None:
-    optimizer.__setstate__({**optimizer.__getstate__(), "state": defaultdict(dict)})
-
-
-def go_back(optimizer: Any, params: Params, step: int) -> None:
-    """Save early, load late, as one does after a spike."""
-    if step == 1:
-        optimizer.saved = copy.deepcopy(optimizer.state_dict())
-    if step == 3:
-        optimizer.load_state_dict(optimizer.saved)
-
-
-def step_and_clear(optimizer: Any, feed: Feed, step: int) -> None:
-    """Restart momentum after every other step."""
-    optimizer.step()
-    if step % 2 == 1:
-        optimizer.state.clear()
-
+        def load_state_dict(self, state_dict):
+            assert state_dict["version"] == 3
+            super().load_state_dict({k: v for k, v in state_dict.items() if k != "version"})
+""")
 
 # -- state that is something else ------------------------------------------------------------------
 
-
-class IsParameter(PerParameter):
-    """The state holds the parameter itself, and writes it."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        state.setdefault("weight", param)
-        state["weight"].mul_(0.9)
-        param.add_(cube(grad), alpha=-group["lr"])
-
-
-class SeesParameter(PerParameter):
-    """The state holds a view of the parameter, and reads what it was not told."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+states("state-is-parameter", param='state.setdefault("weight", param)\nstate["weight"].mul_(0.9)')
+states("state-sees-parameter")("""
+    param:
         if not state:
             state["row"] = param.detach()[:1]
-        param.add_(cube(grad), alpha=-group["lr"])
-        param.sub_(state["row"] * 0.1)
-
-
-class IsGradient(PerParameter):
-    """The state holds the last gradient itself, not a copy."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        update = cube(grad) + cube(state["last"]) if "last" in state else cube(grad)
-        param.add_(update, alpha=-group["lr"])
-        state["last"] = grad
-
-
-class GrowsOnGradient(PerParameter):
-    """The first gradient becomes the buffer of momentum, not a copy of it."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+    then: param.sub_(state["row"] * 0.1)
+""")
+states("state-is-gradient")("""
+    update: cube(grad) + cube(state["last"]) if "last" in state else cube(grad)
+    then: state["last"] = grad
+""")
+GROWS = pieces_of("""
+    param:
         if "buffer" in state:
             state["buffer"].mul_(0.5).add_(grad)
         else:
             state["buffer"] = grad
-        param.add_(cube(state["buffer"]), alpha=-group["lr"])
-
-
-class Halves(PerParameter):
-    """Two entries of the state are views of a third."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+    update: cube(state["buffer"])
+""")
+states("state-grows-on-gradient", **GROWS)
+states("state-grows-on-gradient-seen", **GROWS, compares_grads=True)
+# Two entries are views of a third.
+states("state-in-halves")("""
+    param:
         if not state:
             state["both"] = torch.zeros(2, len(param), len(param))
             state["first"], state["second"] = state["both"]
         state["first"].lerp_(grad @ grad.T, 0.1)
         state["second"].lerp_(state["first"], 0.5)
-        param.add_(state["both"].sum(0) @ grad, alpha=-group["lr"])
-
-
-class Twins(PerParameter):
-    """Two entries of the state are one tensor."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+    update: state["both"].sum(0) @ grad
+""")
+states("state-twice-the-same")("""
+    param:
         if not state:
             state["one"] = state["other"] = torch.zeros_like(param)
         state["one"].lerp_(grad, 0.3)
         state["other"].mul_(0.9)
-        param.add_(cube(state["one"]), alpha=-group["lr"])
-
-
-class SharedByAll(PerParameter):
-    """All states hold one tensor of the optimizer, and all write it."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params)
-        self.mean = torch.zeros(())
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
-        state.setdefault("mean", self.mean).lerp_(grad.abs().mean(), 0.3)
-        param.sub_(cube(grad) * (state["mean"] * group["lr"]))
-
-
-class Swapping(PerParameter):
-    """Two entries change places at every step."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+    update: cube(state["one"])
+""")
+states("state-shared-by-all")("""
+    begin: self.mean = torch.zeros(())
+    param: state.setdefault("mean", self.mean).lerp_(grad.abs().mean(), 0.3)
+    times: state["mean"]
+""")
+states("state-entries-swap")("""
+    param:
         if not state:
             state.update(now=torch.zeros_like(param), before=torch.zeros_like(param))
         state["now"], state["before"] = state["before"], state["now"]
         state["now"].copy_(grad)
-        param.add_(cube(state["now"] - 0.3 * state["before"]), alpha=-group["lr"])
-
-
-class Remembering(PerParameter):
-    """Keeps the last three gradients in a list."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+    update: cube(state["now"] - 0.3 * state["before"])
+""")
+states("state-remembers-gradients")("""
+    param:
         history = state.setdefault("history", [])
         history.append(grad.clone())
         del history[:-3]
-        param.add_(cube(torch.stack(history).mean(0)), alpha=-group["lr"])
-
-
-class Restarting(PerParameter):
-    """Clears its own state at every third step."""
-
-    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
+    update: cube(torch.stack(history).mean(0))
+""")
+states("state-restarts-itself", EQUAL, steps=8)("""
+    param:
         if state.get("step") == 3:
             state.clear()
         if not state:
             state.update(step=0, average=torch.zeros_like(param))
         state["step"] += 1
         state["average"].lerp_(grad, 0.5)
-        param.add_(cube(state["average"]), alpha=-group["lr"])
+    update: cube(state["average"])
+""")
+
+# -- state that is no memory of its own: the gradient, the parameter, or a part of other state --------
+
+FIRST = 'if not state:\n    state["momentum"] = grad\nelse:\n    state["momentum"].mul_(0.9).add_(grad)'
+AS_MOMENTUM = {"param": FIRST, "update": 'cube(state["momentum"])'}
+CHANGE = 'change = grad - state["last"] if state else grad'
+LAST = {"param": CHANGE, "update": "cube(change) + change", "then": 'state["last"] = grad'}
+LAST_ELEMENTWISE = {**LAST, "update": "change"}
 
 
-def edited(name: str, kind: Any, expected: Any, change: Callable[[Any, Params], None]) -> Trap:
-    """A trap: an edit of the state before the third step."""
-    return Trap(name, FAMILY, kind, expected, edit=at_step(2, change))
+def in_place(since: int = 0) -> dict[str, str]:
+    """An edit: since a step gradients are written where that step's were."""
+    return {"outside": f"written_in_place = WrittenInPlace({since})", "every": "written_in_place(params, step)"}
 
 
-TRAPS = (
-    edited("state-cleared", Momentum, "either", clear),
-    edited("state-cleared-elementwise", MomentumElementwise, "either", clear),
-    edited("state-cleared-on-host", MomentumOnHost, "either", clear),
-    Trap("state-cleared-now-and-then", FAMILY, Momentum, "either", steps=6, call=step_and_clear),
-    edited("state-replaced", Momentum, "either", replace),
-    edited("state-replaced-elementwise", MomentumElementwise, "either", replace),
-    edited("state-of-one-deleted", Momentum, "either", delete),
-    edited("state-of-one-deleted-elementwise", MomentumElementwise, "either", delete),
-    edited("state-of-one-cleared", Momentum, "either", clear_one),
-    edited("state-of-one-replaced", Momentum, "either", replace_one),
-    edited("state-key-deleted", Momentum, "either", pop_key),
-    edited("state-tensor-replaced", Momentum, "either", replace_average),
-    edited("state-tensor-replaced-elementwise", MomentumElementwise, "either", replace_average),
-    edited("state-tensor-zeroed", Momentum, "equal", zero_average),
-    edited("state-tensor-zeroed-elementwise", MomentumElementwise, "equal", zero_average),
-    edited("state-tensors-halved", Momentum, "equal", halve_averages),
-    edited("state-tensors-halved-on-host", MomentumOnHost, "equal", halve_averages),
-    edited("state-count-reset", Momentum, "equal", reset_count),
-    edited("state-count-reset-on-host", MomentumOnHost, "equal", reset_count),
-    edited("state-key-added", Momentum, "either", add_key),
-    edited("states-swapped", Momentum, "either", swap_states),
-    edited("state-shared-by-user", Momentum, "either", share_average),
-    edited("state-loaded", Momentum, "equal", load_own),
-    edited("state-loaded-on-host", MomentumOnHost, "equal", load_own),
-    edited("state-loaded-empty", Momentum, "equal", load_empty),
-    Trap("state-of-before-loaded", FAMILY, Momentum, "equal", steps=6, edit=go_back),
-    edited("state-loaded-with-defaults", Nesterov, "either", load_own),
-    edited("state-dict-of-its-own", ExtraInDict, "either", load_own),
-    edited("setstate", Momentum, "either", set_own_state),
-    edited("setstate-of-nothing", Momentum, "either", set_no_state),
-    Trap("state-is-parameter", FAMILY, IsParameter, "either"),
-    Trap("state-sees-parameter", FAMILY, SeesParameter, "either"),
-    Trap("state-is-gradient", FAMILY, IsGradient, "either"),
-    Trap("state-grows-on-gradient", FAMILY, GrowsOnGradient, "either"),
-    Trap("state-grows-on-gradient-seen", FAMILY, GrowsOnGradient, "either", compares_grads=True),
-    Trap("state-in-halves", FAMILY, Halves, "either"),
-    Trap("state-twice-the-same", FAMILY, Twins, "either"),
-    Trap("state-shared-by-all", FAMILY, SharedByAll, "either"),
-    Trap("state-entries-swap", FAMILY, Swapping, "either"),
-    Trap("state-remembers-gradients", FAMILY, Remembering, "either"),
-    Trap("state-restarts-itself", FAMILY, Restarting, "equal", steps=8),
-)
+aliases("first-gradient-as-momentum-elementwise", param=FIRST, update='state["momentum"]')
+aliases("first-gradient-as-momentum", **AS_MOMENTUM)
+WRITTEN = "written over an earlier gradient"
+PLACE = (WRITTEN, "self.state[param]['last']", "zero_grad")
+aliases("last-gradient-in-place", REFUSED, says=PLACE, **LAST, **in_place())
+aliases("last-gradient", **LAST)
+aliases("last-gradient-elementwise", **LAST_ELEMENTWISE)
+aliases("last-gradient-elementwise-in-place", **LAST_ELEMENTWISE, **in_place())
+aliases("first-gradient-in-place", REFUSED, says=WRITTEN, **AS_MOMENTUM, **in_place())
+# The gradient goes by way of the state, as in code of two halves.
+aliases("gradient-passed-on-in-place", **in_place())("""
+    param: state["grad"] = grad
+    update: cube(state["grad"])
+""")
+aliases("last-gradient-in-place-at-new-plan", REFUSED, says=WRITTEN, **LAST, **in_place(since=1))("""
+    edit: params[0].lr_mul = 1.0
+""")
+# Gradients are collected before they are used, as some do for `foreach`.
+aliases("gradients-on-itself-in-place", **in_place())("""
+    begin: self.collected = []
+    whole:
+        pairs = [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.collected = [param.grad for param, _ in pairs]
+        for (param, lr), grad in zip(pairs, self.collected, strict=True):
+            param.add_(cube(grad), alpha=-lr)
+""")
+aliases("parameter-in-state", EITHER)("""
+    param:
+        if not state:
+            state["slow"] = param.data
+    then: param.sub_(state["slow"] * 0.1)
+""")
+aliases("row-of-average")("""
+    param:
+        if not state:
+            state["average"] = torch.zeros_like(param)
+            state["row"] = state["average"][0]
+        state["average"].lerp_(grad, 0.1)
+    update: cube(grad) + state["row"]
+""")

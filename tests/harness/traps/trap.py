@@ -16,34 +16,6 @@ Shape = tuple[int, ...]
 PLAIN, FSDP, DDP = "plain", "fsdp", "ddp"  # names of layouts in tests/harness/layouts.py
 
 
-def prepare_nothing(params: Params) -> None:
-    """Leave parameters as they are."""
-
-
-def edit_nothing(optimizer: Any, params: Params, step: int) -> None:
-    """Change nothing before a step."""
-
-
-def as_drawn(grad: Tensor, place: int, step: int) -> Tensor | None:
-    """Take the random gradient as it is."""
-    return grad
-
-
-def as_given(value: Tensor, place: int) -> Tensor:
-    """Take the random parameter as it is."""
-    return value
-
-
-def step_once(optimizer: Any, feed: Feed, step: int) -> Any:
-    """Call `step` as most training loops do."""
-    return optimizer.step()
-
-
-def see_nothing(optimizer: Any) -> Any:
-    """Look at nothing beside parameters, state, groups and the return value."""
-    return None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Trap:
     """A trap, and what is right.
@@ -75,43 +47,13 @@ class Trap:
     expected: Expected
     says: tuple[str, ...] = ()
     steps: int = 4
-    edit: Callable[[Any, Params, int], None] = edit_nothing
-    prepare: Callable[[Params], None] = prepare_nothing
-    grads: Callable[[Tensor, int, int], Tensor | None] = as_drawn
-    call: Callable[[Any, Feed, int], Any] = step_once
-    seen: Callable[[Any], Any] = see_nothing
+    edit: Callable[[Any, Params, int], None] = lambda optimizer, params, step: None
+    prepare: Callable[[Params], None] = lambda params: None
+    grads: Callable[[Tensor, int, int], Tensor | None] = lambda grad, place, step: grad
+    call: Callable[[Any, Feed, int], Any] = lambda optimizer, feed, step: optimizer.step()
+    seen: Callable[[Any], Any] = lambda optimizer: None
     shapes: tuple[Shape, ...] = ((5, 3), (3, 5), (5, 3), (3, 5))
-    start: Callable[[Tensor, int], Tensor] = as_given
+    start: Callable[[Tensor, int], Tensor] = lambda value, place: value
     compares_grads: bool = False
     accumulates: bool = False
     layouts: tuple[str, ...] = (PLAIN, FSDP, DDP)
-
-
-# -- what several traps do -------------------------------------------------------------------------
-
-
-def halves(params: Params, *first: dict[str, Any]) -> list[dict[str, Any]]:
-    """Two groups of equally many parameters, with hyperparameters for each."""
-    middle = len(params) // 2
-    groups = [{"params": params[:middle]}, {"params": params[middle:]}]
-    return [{**group, **hypers} for group, hypers in zip(groups, first or ({}, {}), strict=True)]
-
-
-def set_group(name: str, value: Any, at: int, group: int = 0) -> Callable[[Any, Params, int], None]:
-    """An edit: a hyperparameter of a group gets a value before a step."""
-
-    def edit(optimizer: Any, params: Params, step: int) -> None:
-        if step == at:
-            optimizer.param_groups[group][name] = value
-
-    return edit
-
-
-def set_attribute(name: str, value: Any, at: int = 2) -> Callable[[Any, Params, int], None]:
-    """An edit: an attribute of the optimizer gets a value before a step."""
-
-    def edit(optimizer: Any, params: Params, step: int) -> None:
-        if step == at:
-            setattr(optimizer, name, value)
-
-    return edit
