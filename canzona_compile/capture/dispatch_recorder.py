@@ -53,8 +53,8 @@ class TracedPath:
         calls: its calls.
         inputs: the numbers that are inputs of its graphs, by place.
         names: their names.
-        tensors: the twin's tensors that its calls read.
         returned: the tensors that the step puts in the place of others.
+        tensors: the twin's tensors that its calls read.
         variants: its graphs, which differ in constants.
         own: the indices of the calls that the step itself makes, see `own_calls`.
     """
@@ -62,13 +62,18 @@ class TracedPath:
     calls: list[RecordedCall]
     inputs: list[NumberPlace]
     names: list[str]
-    tensors: list[Tensor]
     returned: tuple[Tensor, ...]
+    tensors: list[Tensor] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
     own: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.own = list(own_calls(self.calls))
+
+    def find_inputs(self, known: Iterable[Tensor]) -> None:
+        """Set `tensors`, given all of the twin's."""
+        read = {id(leaf) for i in self.own for leaf in self.calls[i].leaves}
+        self.tensors = list({id(tensor): tensor for tensor in known if id(tensor) in read}.values())
 
     @property
     def stale(self) -> bool:
@@ -100,21 +105,25 @@ class DispatchRecorder(StepRecorder):
             if not self.calls_compiled and self._begins_to_compile(before):
                 return self.ask()
             self._vary(before)
-        now = self.moment()
         if path is None or path.stale:
             old = () if path is None else path.variants
             self.variants = [variant for variant in self.variants if variant not in old]
-            self.restore(before)  # so that inputs can be found by identity
             path = self._paths[key] = self._path(walk, tuple(new for *_, new in replaced))
+            now = self.moment()
+            self.restore(before)  # so that inputs can be found by identity
+            path.find_inputs(tensor for tensor, _ in self.tensors())
+            self.restore(now)
         numbers = [walk.numbers[i][place] for i, place in path.inputs]
         values = {len(path.tensors) + i: value for i, value in enumerate(numbers)}
 
         def make() -> Variant:
+            now = self.moment()
             self.restore(before)
-            return self._trace(path, values)
+            variant = self._trace(path, values)
+            self.restore(now)
+            return variant
 
         variant = self.variant_for(path.variants, values, make)
-        self.restore(now)
         return Answer(variant, dict(zip(path.names, numbers, strict=True)), path.returned)
 
     # -- walks -------------------------------------------------------------------------------
@@ -158,11 +167,8 @@ class DispatchRecorder(StepRecorder):
     # -- graphs ------------------------------------------------------------------------------
 
     def _path(self, walk: CallPath, returned: tuple[Tensor, ...]) -> TracedPath:
-        own = [(i, walk.calls[i]) for i in own_calls(walk.calls)]
-        inputs = [(i, place) for i, call in own for place in sorted(call.varying)]
-        read = {id(leaf) for _, call in own for leaf in call.leaves}
-        tensors = list({id(tensor): tensor for tensor, _ in self.tensors() if id(tensor) in read}.values())
-        return TracedPath(walk.calls, inputs, list(self._names(walk, inputs)), tensors, returned)
+        inputs = [(i, place) for i in own_calls(walk.calls) for place in sorted(walk.calls[i].varying)]
+        return TracedPath(walk.calls, inputs, list(self._names(walk, inputs)), returned)
 
     def _names(self, walk: CallPath, inputs: list[NumberPlace]) -> Iterator[str]:
         """Name the numbers by the line that reads them, and by the hyperparameter of equal value if there is one."""

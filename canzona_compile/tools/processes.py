@@ -349,8 +349,8 @@ def as_rank(place: RankPlace, function: Callable[..., Any], args: tuple[Any, ...
     return function(place.rank, *args)
 
 
-def join_ranks(place: RankPlace) -> torch.device:
-    """Make this process a rank; its device."""
+def join_ranks(place: RankPlace) -> None:
+    """Make this process a rank, with a device of its own."""
     device = torch.device("cpu")
     if place.device == "cuda":
         device = torch.device("cuda", place.local % torch.cuda.device_count())
@@ -367,4 +367,3 @@ def join_ranks(place: RankPlace) -> torch.device:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    return device

@@ -105,7 +105,7 @@ def verify(
         outcomes = run_ranks(ranks, run_wrapped, (order, folder), limit, beside=[plain])
     first: RankOutcome = outcomes[0]
     roles = {name: role for own in reversed(outcomes) for name, role in own.roles.items()}  # each knows what it owns
-    why: dict[str, Any] = {how: {name: why for name, (own, why) in roles.items() if own == how} for how in HOW}
+    reasons: dict[str, Any] = {how: {name: why for name, (own, why) in roles.items() if own == how} for how in HOW}
     found = Verification(
         build=name_of(build),
         optimizer=first.optimizer,
@@ -117,7 +117,7 @@ def verify(
         torch=torch.__version__,
         seconds=round(time.monotonic() - begin, 2),
         compiled=tuple(dict.fromkeys(n for own in outcomes for n, (how, _) in own.roles.items() if how == "compiled")),
-        **why,
+        **reasons,
         idle=first.idle,
         leaves=of_both_plans(*(merged([getattr(o, plan) for o in outcomes]) for plan in ("leaves", "owned"))),
         everywhere=first.everywhere,
