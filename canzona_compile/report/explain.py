@@ -19,11 +19,11 @@ from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.report.units import format_shape
-from canzona_compile.session.given_layout import check_marked
 from canzona_compile.session.joint_step import check_whole
-from canzona_compile.session.param_checks import check_params
+from canzona_compile.session.params import check_params
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
+from canzona_compile.views.given_layout import check_marked
 
 STYLES = {
     "compiled": "green",

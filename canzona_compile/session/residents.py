@@ -19,7 +19,7 @@ from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Task
-from canzona_compile.session.bind import BoundParam
+from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.state import StateStore
 

@@ -25,13 +25,14 @@ from torch.optim import Optimizer
 from canzona_compile.capture.leaves import empty_containers, paths_of, read, structure_of, write
 from canzona_compile.capture.resident import portable_of
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.layout import Shape, laid_out_like
 from canzona_compile.ir.step import Leaf, Role, Task
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.session.bind import BoundParam
-from canzona_compile.session.division import Piece
+from canzona_compile.session.bound import BoundParam
+from canzona_compile.session.gradients import StepGradients
 from canzona_compile.session.plan import Plan
-from canzona_compile.session.whole_leaf import whole_leaf
+from canzona_compile.views.view import held_part
+from canzona_compile.views.whole_leaf import whole_leaf
 
 
 class StateStore:
@@ -40,6 +41,7 @@ class StateStore:
     Args:
         optimizer: the wrapped optimizer.
         plan: the plan.
+        gradients: those of the step that is taken.
         groups: finds process groups by their ranks.
         rank: this rank, global.
 
@@ -50,8 +52,8 @@ class StateStore:
         initialised: the tasks that have state.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, groups: Groups, rank: int) -> None:
-        self.optimizer, self.plan, self.groups, self.rank = optimizer, plan, groups, rank
+    def __init__(self, optimizer: Optimizer, plan: Plan, gradients: StepGradients, groups: Groups, rank: int) -> None:
+        self.optimizer, self.plan, self.gradients, self.groups, self.rank = optimizer, plan, gradients, groups, rank
         self.params: dict[str, Tensor] = {t.name: plan.bound[t.name].param for t in plan.owned.tasks}
         self.fragments: dict[tuple[str, str], Tensor] = {}
         self.residents: dict[tuple[str, str], Tensor] = {}
@@ -64,9 +66,7 @@ class StateStore:
         """Return this rank's fragment of a task's parameter, gradient or state leaf."""
         if role is Role.STATE:
             return self.fragments[task, leaf]
-        param = self.params[task]
-        tensor = param if role is Role.PARAM else param.grad
-        assert tensor is not None
+        tensor = self.params[task] if role is Role.PARAM else self.gradients.found[task]
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
     def resident(self, leaf: str, task: str) -> Tensor:
@@ -242,14 +242,10 @@ class StateStore:
 
     def _own_fragment(self, task: Task, leaf: Leaf, value: Tensor, param: Tensor) -> Tensor:
         expected = self._fragment_shape(task, leaf)
-        if isinstance(value, DTensor) and isinstance(param, DTensor):
-            if value.placements != param.placements:
-                value = value.redistribute(param.device_mesh, param.placements)
-            value = value._local_tensor
-        elif isinstance(param, DTensor) and value.shape == param.shape and leaf.shape:
+        whole = bool(leaf.shape) and value.shape == param.shape == task.shape
+        if isinstance(param, DTensor) and (whole or isinstance(value, DTensor)):
             _, shard = task.layout.grid.find(self.rank)
-            if value.shape == task.shape:
-                value = value[task.layout.boxes[shard].slices()].clone(memory_format=torch.contiguous_format)
+            value = held_part(value, param, task.layout.boxes[shard])
         if tuple(value.shape) != expected:
             raise CanzonaError(
                 f"state {leaf.name!r} is {list(value.shape)}, this rank's fragment {list(expected)}",
@@ -325,30 +321,26 @@ class StateStore:
                 self.optimizer.state[self.params[task.name]] = state
         self._put_together()
 
-    # -- pieces of fused parameters, and stand-ins of fragments ------------------------------------------
+    # -- through views -------------------------------------------------------------------------------
 
     def _take_apart(self) -> None:
-        for stand_in in self.plan.stand_ins:
-            if state := self.optimizer.state.pop(stand_in.fragment, None):
-                self.optimizer.state[stand_in.param] = stand_in.taken(state)
-        for fused in self.plan.fused:
-            division = fused.division
-            if state := self.optimizer.state.pop(division.whole, None):
-                for piece, param in zip(division.pieces, fused.params, strict=True):
-                    self.optimizer.state[param] = division.taken(state, piece)
+        """Put the state of sources under what views show of them."""
+        states = self.optimizer.state
+        for view in self.plan.views:
+            if state := states.pop(view.source, None):
+                states.update(zip(view.params, view.state_in(state), strict=True))
 
     def _put_together(self) -> None:
-        def whole_of(piece: Piece, leaf: str, value: DTensor) -> Tensor:
-            own = Leaf(Role.STATE, leaf, tuple(value.shape), value.dtype)
-            return self.whole(self.plan.owned.task(piece.task), own, value)
+        """Put the state of what views show under their sources. This is a collective if leaves are gathered."""
 
-        for fused in self.plan.fused:
-            states = [self.optimizer.state.pop(param, {}) for param in fused.params]
+        def whole_of(task: str, leaf: str, value: DTensor) -> Tensor:
+            own = Leaf(Role.STATE, leaf, tuple(value.shape), value.dtype)
+            return self.whole(self.plan.owned.task(task), own, value)
+
+        for view in reversed(self.plan.views):
+            states = [self.optimizer.state.pop(param, {}) for param in view.params]
             if any(states):
-                self.optimizer.state[fused.division.whole] = fused.division.merged(states, whole_of)
-        for stand_in in self.plan.stand_ins:
-            if state := self.optimizer.state.pop(stand_in.param, None):
-                self.optimizer.state[stand_in.fragment] = stand_in.given_back(state)
+                self.optimizer.state[view.source] = view.state_out(states, whole_of)
 
 
 @contextlib.contextmanager
@@ -370,13 +362,4 @@ def strided_like(leaf: Leaf, whole: Tensor) -> Tensor:
 
 def like_param(local: Tensor, param: Tensor, leaf: Leaf) -> Tensor:
     """Return a fragment of state, as a DTensor if the parameter is one and the leaf is not a 0-d tensor."""
-    if not isinstance(param, DTensor) or not leaf.shape:
-        return local
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=leaf.stride or param.stride(),
-    )
+    return laid_out_like(local, param, stride=leaf.stride) if leaf.shape else local

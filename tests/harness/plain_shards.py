@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from examples.optimizers.soap import SOAP
 from tests.harness.pairs import params_of, same_bits
 from tests.harness.toy_optimizers import PerParameter
+from tests.harness.traps.aliases import LastGradientElementwise
 
 WIDTH, HIDDEN = 16, 32  # a fragment of half the hidden dim has the shape of a preconditioner
 EVEN, UNEVEN = (16, 16), (13, 19)
@@ -160,6 +161,7 @@ MAKERS: dict[str, Callable[[Named], list[Optimizer]]] = {
     "soap": lambda m: [SOAP(matrices(m), lr=1e-2, every=3), AdamW(vectors(m), lr=1e-2)],
     "interpreted": lambda m: [Weighing(matrices(m), lr=1e-2), AdamW(vectors(m), lr=1e-2)],
     "adamw": lambda m: [AdamW(m, lr=1e-2)],
+    "holds gradients": lambda m: [LastGradientElementwise(m, lr=1e-2)],
 }
 
 
