@@ -342,7 +342,7 @@ class Zero1:
         for part in fragment.slices:
             elements = own[part].clone() if part in own else whole.new_empty(part.length)
             send(self.group, elements, part.owner, self.reduction.waiter)
-            fragment.put(whole, part, elements)
+            fragment.parts[part].put(whole, elements)
         found = laid_out_like(whole, fragment.param)
         full: Tensor = found.full_tensor() if isinstance(found, DTensor) else found
         return full

@@ -21,7 +21,7 @@ from canzona_compile.ir.sharding import Sharding
 from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.pieces import PiecesView
 from canzona_compile.views.slices import SlicesView
-from canzona_compile.views.view import ParamView, ViewPart
+from canzona_compile.views.view import ParamView
 
 
 class Fragment:
@@ -38,6 +38,7 @@ class Fragment:
             copy. If the parameter is one matrix that is not cut, its double has its shape.
         owned: the slices of which this rank is the owner, in the order of the doubles.
         slices: all of its slices, those of other owners included.
+        parts: by slice, what it is to the view. It takes elements out of a contiguous tensor shaped like the fragment.
     """
 
     def __init__(
@@ -66,13 +67,12 @@ class Fragment:
             self.sharding = Sharding(param.device_mesh, tuple(param.placements))
         self._address = self._local().data_ptr()
         self.view: ParamView = SlicesView(name, param, slices) if division is None else division
-        self._parts = dict(zip(slices, self._in_order(slices), strict=True))
+        by_name = {part.name: part for part in self.view.parts}
+        self.parts = (
+            {s: by_name[s.name] for s in slices} if division else dict(zip(slices, self.view.parts, strict=True))
+        )
         self.owned = tuple(part for part in slices if part.owner == rank)
-        self.view.show([self._parts[part] for part in self.owned])
-
-    def _in_order(self, slices: Sequence[BucketSlice]) -> Sequence[ViewPart]:
-        pieces = {} if self.division is None else {part.name: part for part in self.division.parts}
-        return [pieces[own.name] for own in slices] if pieces else self.view.parts
+        self.view.show([self.parts[part] for part in self.owned])
 
     @property
     def doubles(self) -> tuple[nn.Parameter, ...]:
@@ -116,22 +116,6 @@ class Fragment:
             )
         return values
 
-    def take(self, values: Tensor, part: BucketSlice) -> Tensor:
-        """Take the elements of a slice out of a contiguous tensor shaped like the fragment.
-
-        Returns:
-            The elements in one dim: a view, or a copy if the rows of a piece are no neighbours.
-        """
-        return self._parts[part].elements.of(values).view(-1)
-
-    def put(self, values: Tensor, part: BucketSlice, elements: Tensor) -> None:
-        """Write the elements of a slice into a contiguous tensor shaped like the fragment."""
-        self._parts[part].elements.put(values, elements)
-
-    def labelled(self, local: Tensor, part: BucketSlice) -> Tensor:
-        """This rank's elements of a tensor like a slice as a DTensor, if the double of the slice is one."""
-        return self.view.labelled(local, self._parts[part])
-
     def gradient(self) -> Tensor | None:
         """The gradient that backward left on this rank, contiguous; None if there is none.
 
@@ -174,7 +158,7 @@ class Fragment:
             self.view.lend(grad.parts)
         elif grad is not None:  # the zeros of a dummy step
             whole = local_part(grad).contiguous()
-            self.view.lend([self.take(whole, part) for part in self.owned])
+            self.view.lend([part.of(whole) for part in self.view.shown])
 
     def take_back(self) -> None:
         """Write doubles that are copies back to the parameter, and take the gradients of all doubles away."""

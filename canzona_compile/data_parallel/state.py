@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,15 +12,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.leaves import empty_containers, paths_of, read, structure_of, write
+from canzona_compile.capture.leaves import LeafPath
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.ir.bucket import BucketSlice
 from canzona_compile.ir.layout import local_part
-from canzona_compile.views.view import State, WholeOf
+from canzona_compile.views.view import State, WholeOf, rewritten
+
+SliceForm = tuple[BucketSlice, State]  # the state of a slice, with `TensorLeaf`s for tensors
 
 
-class TensorLeaf(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
     """The form of a tensor in the state, without its values.
 
     Attributes:
@@ -33,20 +38,6 @@ class TensorLeaf(NamedTuple):
     dtype: torch.dtype
     sharded: bool
     on_host: bool
-
-
-class SliceState(NamedTuple):
-    """The state of one slice on its owner.
-
-    Attributes:
-        part: the slice.
-        structure: the containers of the state.
-        leaves: the leaves by path: a `TensorLeaf`, or the value of any other leaf.
-    """
-
-    part: BucketSlice
-    structure: Mapping[str, Any]
-    leaves: tuple[tuple[tuple[Any, ...], Any], ...]
 
 
 def take_apart(optimizer: Optimizer, fragments: Sequence[Fragment]) -> None:
@@ -82,22 +73,22 @@ def put_together(
         whole_of: gathers a leaf of a piece from the ranks that hold its fragments, see `ParamView.state_out`.
     """
     values: list[Tensor] = []
-    own: list[SliceState] = []
+    own: list[SliceForm] = []
     for fragment in fragments:
         if fragment.param in optimizer.state and not optimizer.state[fragment.param]:
             del optimizer.state[fragment.param]
         for part, double in zip(fragment.owned, fragment.doubles, strict=True):
             if state := optimizer.state.pop(double, None):
-                own.append(described(state, part, values))
+                own.append((part, described(state, values)))
     everybody: list[Any] = [own]
     if group.shard is not None:
         everybody = [None] * group.size
         dist.all_gather_object(everybody, own, group=group.shard)
     holders = {part.name: fragment for fragment in fragments for part in fragment.slices}
     found: dict[BucketSlice, State] = {}
-    for owner, states in enumerate(everybody):
-        sent = sent_by(owner, states, values, holders, group)
-        found |= {state.part: received(state, sent, holders[state.part.name]) for state in states}
+    for owner, forms in enumerate(everybody):
+        sent = sent_by(owner, forms, values, holders, group)
+        found |= {part: received(form, sent, holders[part.name], part) for part, form in forms}
     for fragment in fragments:
         parts = [found.get(part, {}) for part in fragment.slices]
         if not any(parts):
@@ -108,25 +99,22 @@ def put_together(
         optimizer.state[fragment.param] = state
 
 
-def described(state: Mapping[str, Any], part: BucketSlice, values: list[Tensor]) -> SliceState:
-    """Describe the state of a slice, and append its tensors to `values`."""
-    leaves: list[tuple[tuple[Any, ...], Any]] = []
-    for path in paths_of(state).values():
-        value = read(state, path)
-        if isinstance(value, Tensor):
-            local = local_part(value)
-            on_host = local.device.type == "cpu"
-            form = TensorLeaf(tuple(local.shape), local.dtype, isinstance(value, DTensor), on_host)
-            leaves.append((tuple(path), form))
-            values.append(local)
-        else:
-            leaves.append((tuple(path), value))
-    return SliceState(part, structure_of(state), tuple(leaves))
+def described(state: State, values: list[Tensor]) -> State:
+    """Describe the state of a slice: a `TensorLeaf` for each of its tensors, which are appended to `values`."""
+
+    def form(_: LeafPath, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        local = local_part(value)
+        values.append(local)
+        return TensorLeaf(tuple(local.shape), local.dtype, isinstance(value, DTensor), local.device.type == "cpu")
+
+    return rewritten(state, form)
 
 
 def sent_by(
     owner: int,
-    states: Sequence[SliceState],
+    forms: Sequence[SliceForm],
     values: Sequence[Tensor],
     fragments: Mapping[str, Fragment],
     group: DataParallelGroup,
@@ -136,12 +124,12 @@ def sent_by(
     Returns:
         Its tensors in the order of its leaves.
     """
-    forms = [leaf for state in states for _, leaf in state.leaves if isinstance(leaf, TensorLeaf)]
+    leaves = [leaf for leaf in pytree.tree_leaves([form for _, form in forms]) if isinstance(leaf, TensorLeaf)]
     device = next(iter(fragments.values())).param.device
-    found: list[Tensor | None] = [None] * len(forms)
-    for dtype in dict.fromkeys(form.dtype for form in forms):
-        places = [i for i, form in enumerate(forms) if form.dtype == dtype]
-        sizes = [torch.Size(forms[i].shape).numel() for i in places]
+    found: list[Tensor | None] = [None] * len(leaves)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        sizes = [torch.Size(leaves[i].shape).numel() for i in places]
         if owner == group.rank:
             flat = torch.cat([values[i].reshape(-1).to(device) for i in places])
         else:
@@ -149,24 +137,25 @@ def sent_by(
         if group.shard is not None:
             dist.broadcast(flat, dist.get_process_group_ranks(group.shard)[owner], group=group.shard)
         for i, part in zip(places, flat.split(sizes), strict=True):
-            own = part.view(forms[i].shape).clone()
-            found[i] = own.cpu() if forms[i].on_host else own
+            own = part.view(leaves[i].shape).clone()
+            found[i] = own.cpu() if leaves[i].on_host else own
     return [value for value in found if value is not None]
 
 
-def received(own: SliceState, sent: list[Tensor], fragment: Fragment) -> State:
+def received(form: State, sent: list[Tensor], fragment: Fragment, part: BucketSlice) -> State:
     """The state of a slice as its owner has it.
 
     Args:
-        own: its form.
+        form: what `described` returned there.
         sent: the tensors of its owner that are not used yet; those of this slice are taken from the front.
         fragment: the parameter.
+        part: the slice.
     """
-    made = empty_containers(own.structure)
-    for path, leaf in own.leaves:
-        value = leaf
-        if isinstance(leaf, TensorLeaf):
-            value = sent.pop(0)
-            value = fragment.labelled(value, own.part) if leaf.sharded else value
-        write(made, path, value, own.structure)
-    return made
+
+    def value(_: LeafPath, leaf: Any) -> Any:
+        if not isinstance(leaf, TensorLeaf):
+            return leaf
+        own = sent.pop(0)
+        return fragment.view.labelled(own, fragment.parts[part]) if leaf.sharded else own
+
+    return rewritten(form, value)

@@ -288,12 +288,12 @@ def laid_out_like(
         model: the other tensor.
         shape: of the whole tensor; None for that of `model`. With another shape, where the fragment lies is not what
             the placements say, so no DTensor operation may run on the result but elementwise ones.
-        stride: of the whole tensor; None for that of `model`, or contiguous if `shape` is given.
+        stride: of the whole tensor; None for that of `model`, or contiguous if it has another shape.
     """
     if not isinstance(model, DTensor):
         return local
-    if stride is None:
-        stride = model.stride() if shape is None else torch.empty(tuple(shape), device="meta").stride()
     whole = model.shape if shape is None else torch.Size(shape)
+    if stride is None:
+        stride = model.stride() if whole == model.shape else torch.empty(whole, device="meta").stride()
     mesh, placements = model.device_mesh, model.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole, stride=tuple(stride))

@@ -27,7 +27,9 @@ from canzona_compile.capture.twin import marks_of
 from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import Grid, Layout, Shape, dtensor_layout, local_layout, replicated_layout
+from canzona_compile.ir.step import Task
 from canzona_compile.options import Options
+from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.bound import BoundParam, Described
 from canzona_compile.session.params import check_disjoint, named_params
 from canzona_compile.split import check_patterns, chosen
@@ -35,7 +37,6 @@ from canzona_compile.views.entries import (
     cut_along_experts,
     elementwise,
     independent,
-    numbers_of_entries,
     same_but_sizes,
     state_of_entries,
 )
@@ -56,19 +57,17 @@ class Binder:
         capture: the captured code of the optimizer.
 
     Attributes:
-        distributed: whether there is a default process group.
         rank: this rank, global; 0 without a process group.
         replicas: the global ranks of `replicate=`, ascending; empty without it.
     """
 
     def __init__(self, optimizer: Optimizer, options: Options, capture: Capture) -> None:
         self.optimizer, self.options, self.capture = optimizer, options, capture
-        self.distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self.distributed else 0
+        self.rank = dist.get_rank() if distributed() else 0
         self.replicas = replica_ranks(options.replicate)
         self._rules: dict[Any, str] = {}  # by kind of parameter, the reason that `missing_rule` gives
         self._named = named_params(optimizer, options.names, options.prefix)
-        self._known = KnownFragments()
+        self._known = KnownFragments({}, {}, {})
         self._exchanged = False
 
     def exchange(self) -> None:
@@ -106,7 +105,8 @@ class Binder:
                 return []
             raise
         check_disjoint(self._named)
-        self._known.check_others(names)
+        if elsewhere := [error for name, error in self._known.refused.items() if name not in names]:
+            raise elsewhere[0]  # of a parameter that other ranks have
         check_patterns(self.options.split, names)
         check_layout_patterns(self.options.layout, names)
         found: list[BoundParam] = []
@@ -136,7 +136,9 @@ class Binder:
             raise UnsupportedOptimizer(
                 "complex parameters are not supported", hint="hold real and imaginary part apart"
             )
-        view = view or self._known.of(name)
+        if name in self._known.refused:
+            raise self._known.refused[name]
+        view = view or self._known.views.get(name)
         shown = param if view is None else view.param
         laid = partial(self._layout, shown, view)
         layout = laid()
@@ -150,7 +152,7 @@ class Binder:
     def _layout(self, shown: Tensor, view: FragmentView | None, batch_dims: int = 0) -> Layout:
         """How a parameter is laid out over ranks; `batch_dims` is that of `dtensor_layout`."""
         if view is not None:
-            return self._spread(view.layout(self.rank, batch_dims))
+            return self._spread(view.tiling.layout(self.rank, batch_dims=batch_dims))
         if isinstance(shown, DTensor):
             return self._spread(dtensor_layout(shown, self.rank, batch_dims=batch_dims))
         if self.replicas:
@@ -205,6 +207,16 @@ class Binder:
             bound = [self.bind_piece(index + i, own, pieces, i, state) for i, state in enumerate(states)]
             if any(b.kind.template.interpreted or holistic(b.kind.template) for b in bound):
                 return bound  # elementwise work gives the same result on the pieces as on the whole
+        return [self.bind_whole(index, own, strided)]
+
+    def bind_whole(self, index: int, own: Described, strided: CanzonaError | None = None) -> BoundParam:
+        """Bind a parameter, or a slice of one, that is no fused parameter to its optimizer.
+
+        Args:
+            index: the index of its task.
+            own: what is known of it, with its state.
+            strided: raised if ranks would have to put its fragments together; None if they can.
+        """
         layout, kind = self._kind(own)
         local = elementwise(kind)
         if local and isinstance(own.param, DTensor) and (reason := self._missing_rule(own.group, own.param)):
@@ -216,7 +228,7 @@ class Binder:
             raise strided
         if not local:
             check_gathers(layout, own.state or {})
-        return [own.bound(index, layout, kind)]
+        return bound_to(index, own, layout, kind)
 
     def bind_piece(self, index: int, fused: Described, pieces: PiecesView, at: int, state: State | None) -> BoundParam:
         """Bind one logical matrix of a fused parameter.
@@ -240,7 +252,7 @@ class Binder:
             state=state,
             layout_of_entries=None if entries is None else pieces.layout_of_entries(part, entries),
         )
-        return piece.bound(index, *self._kind(piece))
+        return bound_to(index, piece, *self._kind(piece))
 
     def _state(self, own: Described, pieces: PiecesView | None) -> State | None:
         """The portable state of a parameter; of a plain fragment with DTensors as leaves."""
@@ -284,7 +296,8 @@ class Binder:
         if own.layout_of_entries is None:
             return None
         whole = own.layout.shape
-        if (numbers := numbers_of_entries(own.layout)) == [whole[0]] or not independent(kind):
+        numbers = sorted({box.size[0] for box in own.layout.boxes})  # of entries, on all ranks
+        if numbers == [whole[0]] or not independent(kind):
             return None
         layout = own.layout_of_entries()
         if not layout.shape[0] and layout.grid.shards == 1:  # what is empty needs no owner, and no replica of it sends
@@ -305,6 +318,12 @@ class Binder:
         if key not in self._rules:
             self._rules[key] = missing_rule(self.optimizer, self.optimizer.param_groups[group], param)
         return self._rules[key]
+
+
+def bound_to(index: int, own: Described, layout: Layout, kind: ParamKind) -> BoundParam:
+    """Bind a matrix to a task of its own, whose layout may be that of this rank's entries."""
+    task = Task(own.name, index, own.group, kind.template.name, layout)
+    return BoundParam(own.param, own.group, task, kind, own.stand_in, own.division)
 
 
 @contextlib.contextmanager

@@ -77,14 +77,3 @@ class Described:
     state: State | None = None
     division: PiecesView | None = None
     layout_of_entries: Callable[[], Layout] | None = None
-
-    def bound(self, index: int, layout: Layout, kind: ParamKind) -> BoundParam:
-        """Bind it, once its kind is known.
-
-        Args:
-            index: the index of its task.
-            layout: of the task: that of the matrix, or of this rank's entries.
-            kind: its captured code.
-        """
-        task = Task(self.name, index, self.group, kind.template.name, layout)
-        return BoundParam(self.param, self.group, task, kind, self.stand_in, self.division)

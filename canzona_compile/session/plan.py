@@ -53,20 +53,15 @@ class Plan:
         """Return the placed template of a task."""
         return self.owned.placed_of(self.owned.task(task))
 
-    def taking(self, lineup: Iterable[tuple[str, int, Sequence[str]]]) -> Step:
-        """Return the owned step with the variants that the tasks take on one step.
-
-        Args:
-            lineup: the name of a template, the label of its numbers, and the names of the tasks that take it.
-
-        Returns:
-            A copy of the owned step. Tasks that the lineup does not name keep their template.
-        """
-        return taking(self.owned, lineup)
-
 
 def taking(owned: Step, lineup: Iterable[tuple[str, int, Sequence[str]]]) -> Step:
-    """Return an owned step with the variants that its tasks take on one step, see `Plan.taking`."""
+    """Return a copy of an owned step with the variants that its tasks take on one step.
+
+    Args:
+        owned: the owned step.
+        lineup: the name of a template, the label of its numbers, and the names of the tasks that take it. Tasks that
+            the lineup does not name keep their template.
+    """
     cuts = {(p.template.name, p.kind): p.name for p in owned.placed}
     taken = {name: (template, label) for template, label, names in lineup for name in names}
     tasks = []

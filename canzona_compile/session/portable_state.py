@@ -93,20 +93,6 @@ def unlike_pieces(store: StateStore) -> set[str]:
 
 
 @contextlib.contextmanager
-def shown(optimizer: Optimizer, state: dict[Any, Any]) -> Iterator[None]:
-    """Let `optimizer.state` hold other state inside this context.
-
-    Args:
-        optimizer: the optimizer.
-        state: what it holds meanwhile.
-    """
-    with restoring(optimizer):
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        yield
-
-
-@contextlib.contextmanager
 def given_back_on_error(optimizer: Optimizer, end: Callable[[BaseException], None]) -> Iterator[None]:
     """If anything ends this context early, give the optimizer the state that it has now, and put back what was lent.
 
@@ -117,7 +103,7 @@ def given_back_on_error(optimizer: Optimizer, end: Callable[[BaseException], Non
         optimizer: the optimizer, whose state is portable.
         end: is given what ended it; it puts back the gradients that were lent.
     """
-    kept = [(param, own, containers_of(own)) for param, own in optimizer.state.items()]
+    kept = [(param, own, pytree.tree_map(lambda leaf: leaf, own)) for param, own in optimizer.state.items()]
     try:
         yield
     except BaseException as error:
@@ -129,11 +115,6 @@ def given_back_on_error(optimizer: Optimizer, end: Callable[[BaseException], Non
             optimizer.state[param] = own
         end(error)
         raise
-
-
-def containers_of(state: Any) -> Any:
-    """Copy the dicts, lists and tuples of a state. What lies in them stays the same."""
-    return pytree.tree_map(lambda leaf: leaf, state)
 
 
 class PortableState:
@@ -222,7 +203,9 @@ class PortableState:
             with self.gathered_state():
                 yield
         elif kept.state is not None:
-            with shown(self.optimizer, kept.state):
+            with restoring(self.optimizer):
+                self.optimizer.state.clear()
+                self.optimizer.state.update(kept.state)
                 yield
         else:
             raise CanzonaError(

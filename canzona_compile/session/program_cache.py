@@ -16,7 +16,7 @@ from canzona_compile.options import Options
 from canzona_compile.progress.telling import tell
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor, Sources
-from canzona_compile.session.plan import Plan, emit, lower
+from canzona_compile.session.plan import Plan, emit, lower, taking
 from canzona_compile.session.state import StateStore
 from canzona_compile.session.variant_selection import Lineup, Names
 
@@ -132,7 +132,7 @@ class ProgramMaker:
         Returns:
             The program. Its history begins with the passes that made the plan.
         """
-        made = self._make(self.plan.taking(key.lineup), key.tasks, memory)
+        made = self._make(taking(self.plan.owned, key.lineup), key.tasks, memory)
         return BoundProgram(made.executor, made.step, PassHistory((*self.plan.history.records, *made.history.records)))
 
     def of_first_steps(self, tasks: Names) -> BoundProgram:

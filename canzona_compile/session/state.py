@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from canzona_compile.capture.leaves import empty_containers, paths_of, read, structure_of, write
 from canzona_compile.capture.resident import portable_of
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.layout import Shape, laid_out_like
+from canzona_compile.ir.layout import Box, Shape, laid_out_like
 from canzona_compile.ir.step import Leaf, Role, Task
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.session.bound import BoundParam
@@ -125,9 +125,12 @@ class StateStore:
             elif self.owns(task):
                 self.residents[name, leaf.name] = leaf.blank(param.device)
 
+    def _box(self, task: Task) -> Box:
+        """The region of a task's matrix that this rank holds."""
+        return task.layout.boxes[task.layout.grid.find(self.rank)[1]]
+
     def _fragment_shape(self, task: Task, leaf: Leaf) -> Shape:
-        _, shard = task.layout.grid.find(self.rank)
-        return task.layout.boxes[shard].size if leaf.shape == task.shape else leaf.shape
+        return self._box(task).size if leaf.shape == task.shape else leaf.shape
 
     def install(self, name: str) -> None:
         """Put a task's state into `optimizer.state`, in the containers that the plain optimizer uses."""
@@ -198,14 +201,13 @@ class StateStore:
 
     def _adopt_elementwise(self, bound: BoundParam) -> None:
         """Turn whole tensors in the state of a DTensor into DTensors, as the optimizer's own step needs them."""
-        state = self.optimizer.state.get(bound.param) or {}
+        param, state = bound.param, self.optimizer.state.get(bound.param) or {}
         structure = structure_of(state)
-        for name, path in paths_of(state).items():
+        for path in paths_of(state).values():
             value = read(state, path)
-            if isinstance(value, Tensor) and value.shape == bound.param.shape and not isinstance(value, DTensor):
-                leaf = Leaf(Role.STATE, name, tuple(value.shape), value.dtype)
-                own = self._own_fragment(bound.task, leaf, value, bound.param)
-                write(state, path, like_param(own, bound.param, leaf), structure)
+            if isinstance(value, Tensor) and value.shape == param.shape != () and not isinstance(value, DTensor):
+                own = held_part(value, param, self._box(bound.task))
+                write(state, path, laid_out_like(own, param), structure)
 
     def _adopt_objects(self, task: Task, state: dict[str, Any]) -> None:
         """Gather the leaves that are DTensors, because the owner's eager step takes whole tensors."""
@@ -214,7 +216,7 @@ class StateStore:
             value = read(state, path)
             if not isinstance(value, DTensor):
                 continue
-            whole = self.whole(task, Leaf(Role.STATE, name, tuple(value.shape), value.dtype), value)
+            whole = self.whole(task, name, value)
             if self.owns(task):
                 write(state, path, whole, structure)
         if not self.owns(task):
@@ -233,7 +235,7 @@ class StateStore:
             self.fragments[key] = local
             write(state, path, like_param(local, param, leaf), structure)
             return
-        whole = strided_like(leaf, self.whole(task, leaf, value))
+        whole = strided_like(leaf, self.whole(task, leaf.name, value, leaf.shape))
         if self.owns(task):
             self.residents[key] = whole
             write(state, path, whole, structure)
@@ -244,8 +246,7 @@ class StateStore:
         expected = self._fragment_shape(task, leaf)
         whole = bool(leaf.shape) and value.shape == param.shape == task.shape
         if isinstance(param, DTensor) and (whole or isinstance(value, DTensor)):
-            _, shard = task.layout.grid.find(self.rank)
-            value = held_part(value, param, task.layout.boxes[shard])
+            value = held_part(value, param, self._box(task))
         if tuple(value.shape) != expected:
             raise CanzonaError(
                 f"state {leaf.name!r} is {list(value.shape)}, this rank's fragment {list(expected)}",
@@ -254,9 +255,9 @@ class StateStore:
             )
         return value.to(leaf.dtype)
 
-    def whole(self, task: Task, leaf: Leaf, value: Tensor) -> Tensor:
+    def whole(self, task: Task, leaf: str, value: Tensor, shape: Shape | None = None) -> Tensor:
         """Gather the whole tensor of a leaf from portable state, on every rank of this rank's replica."""
-        return whole_leaf(task, leaf, value, self.groups, self.rank)
+        return whole_leaf(task, leaf, value, self.groups, self.rank, shape)
 
     def portable(self, task: Task) -> dict[str, Any]:
         """Return a task's state as the unwrapped optimizer would hold it. A collective if leaves are resident."""
@@ -285,8 +286,7 @@ class StateStore:
         assert whole is not None
         if not isinstance(bound.param, DTensor) or leaf.shape != task.shape:
             return whole.clone()
-        _, shard = grid.find(self.rank)
-        part = whole[task.layout.boxes[shard].slices()]  # cloned below: a view would keep the whole tensor alive
+        part = whole[self._box(task).slices()]  # cloned below: a view would keep the whole tensor alive
         return like_param(part.clone(memory_format=torch.contiguous_format), bound.param, leaf)
 
     def _from_owner(self, task: Task, state: dict[str, Any]) -> dict[str, Any]:
@@ -334,8 +334,7 @@ class StateStore:
         """Put the state of what views show under their sources. This is a collective if leaves are gathered."""
 
         def whole_of(task: str, leaf: str, value: DTensor) -> Tensor:
-            own = Leaf(Role.STATE, leaf, tuple(value.shape), value.dtype)
-            return self.whole(self.plan.owned.task(task), own, value)
+            return self.whole(self.plan.owned.task(task), leaf, value)
 
         for view in reversed(self.plan.views):
             states = [self.optimizer.state.pop(param, {}) for param in view.params]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.optim import Optimizer
 
 from canzona_compile.capture.external_counters import CounterShadow
 from canzona_compile.capture.templates import Capture
@@ -21,7 +19,6 @@ from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.session.audit import Audit
-from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.compared import ChangeKind, Ranks, SharedNumbers, StepChange
 from canzona_compile.session.eager_context import PlanContext
 from canzona_compile.session.gradients import StepGradients
@@ -97,7 +94,6 @@ class StepDriver:
         self.first_buffers = 0
         self.last: BoundProgram | None = None
         self.clock: StepClock | None = None
-        self._elementwise = LocalStep(optimizer, plan.elementwise)
         self._shadow = CounterShadow(optimizer)
         self._numbers = SharedNumbers(optimizer, plan)
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
@@ -274,7 +270,7 @@ class StepDriver:
         if fresh:
             self._first_steps(fresh)
         with during(self.clock, "local"):
-            self._elementwise.step(self.gradients.found)
+            self._step_locally()
         if self.capture.counts:
             self._shadow.count()
         self._residents.count()
@@ -315,6 +311,25 @@ class StepDriver:
             self.first_buffers = max(self.first_buffers, sum(program.executor.program.slots))
             self._run(program)
 
+    def _step_locally(self) -> None:
+        """Run the optimizer's own step for the parameters whose update is elementwise, each rank on its own fragments.
+
+        The optimizer sees DTensors as DTensors and not as plain fragments, because its code may read the parameter's
+        shape.
+        """
+        present = [b for b in self.plan.elementwise if b.task.name in self.gradients.found]
+        if not present:
+            return
+        state = self.optimizer.state
+        twin = make_twin(self.optimizer, {}, [], {b.param: state[b.param] for b in present if b.param in state})
+        groups = sorted({b.param_group for b in present})
+        twin.param_groups = [
+            {**self.optimizer.param_groups[g], "params": [b.param for b in present if b.param_group == g]}
+            for g in groups
+        ]
+        step_plainly(twin)
+        state.update({b.param: twin.state[b.param] for b in present if b.param in twin.state})
+
     def _run(self, program: BoundProgram) -> None:
         if self.clock is None:
             program.executor.run()
@@ -340,36 +355,3 @@ class StepDriver:
         """Put the state into portable form, see `StateStore.release`. The memory of programs may serve that."""
         self.forget_programs()
         self.store.release()
-
-
-class LocalStep:
-    """Steps the elementwise parameters of a plan.
-
-    The optimizer sees DTensors as DTensors and not as plain fragments, because its code may read the parameter's
-    shape.
-
-    Args:
-        optimizer: the wrapped optimizer.
-        bounds: the elementwise parameters.
-    """
-
-    def __init__(self, optimizer: Optimizer, bounds: Sequence[BoundParam]) -> None:
-        self.optimizer, self.bounds = optimizer, bounds
-
-    def step(self, present: Container[str]) -> None:
-        """Update parameters, and keep their state in `optimizer.state`.
-
-        Args:
-            present: the names of those that have gradients.
-        """
-        own = [b for b in self.bounds if b.task.name in present]
-        if not own:
-            return
-        state = self.optimizer.state
-        twin = make_twin(self.optimizer, {}, [], {b.param: state[b.param] for b in own if b.param in state})
-        groups = sorted({b.param_group for b in own})
-        twin.param_groups = [
-            {**self.optimizer.param_groups[g], "params": [b.param for b in own if b.param_group == g]} for g in groups
-        ]
-        step_plainly(twin)
-        state.update({b.param: twin.state[b.param] for b in own if b.param in twin.state})

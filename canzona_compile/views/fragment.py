@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.leaves import LeafPath, leaf_name, paths_of, read
 from canzona_compile.errors import UnsupportedLayout
-from canzona_compile.ir.layout import Box, Layout
+from canzona_compile.ir.layout import Box
 from canzona_compile.ir.sharding import Tiling
 from canzona_compile.split import Split
-from canzona_compile.views.elements import AllElements
 from canzona_compile.views.view import ParamView, State, ViewPart, WholeOf, rewritten
 
 
@@ -40,8 +39,8 @@ class FragmentView(ParamView):
 
     def __init__(self, name: str, source: Tensor, tiling: Tiling, box: Box) -> None:
         """Show the parameter, with the gradient that it has now."""
-        super().__init__(name, source, [ViewPart(name, tiling.shape, AllElements())], box)
-        self.tiling = tiling
+        super().__init__(name, source, [ViewPart(name, tiling.shape)], box)
+        self.tiling, self.sharded = tiling, True
         self.whole_leaves: frozenset[str] = frozenset()
         self.show()
         self.take()
@@ -54,10 +53,6 @@ class FragmentView(ParamView):
     def of(self, source: Tensor) -> FragmentView:
         """The same view of another parameter, which holds the same region of the same tensor."""
         return FragmentView(self.name, source, self.tiling, self.box)
-
-    def layout(self, rank: int, batch_dims: int = 0) -> Layout:
-        """How the whole tensor is laid out over ranks; `batch_dims` is that of `dtensor_layout`."""
-        return self.tiling.layout(rank, batch_dims=batch_dims)
 
     def labelled(self, local: Tensor, part: ViewPart) -> Tensor:
         return self.tiling.like(local.detach())

@@ -9,17 +9,15 @@ placements, so no DTensor operation may run on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.leaves import LeafPath, paths_of, read, structure_of, write
-from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Box, Layout
 from canzona_compile.split import Split, entries_in, part_of_layout, rows_of
-from canzona_compile.views.elements import SomeRows
+from canzona_compile.views.elements import Elements
 from canzona_compile.views.view import ParamView, State, ViewPart
 
 
@@ -38,7 +36,7 @@ class PiecesView(ParamView):
         parts = []
         for key, rows in rows_of(split).items():
             shape = [*source.shape[: split.dim], len(rows), *source.shape[split.dim + 1 :]]
-            elements = SomeRows.at(split.dim, entries_in(box, rows, split.dim), source.device)
+            elements = Elements.at(split.dim, entries_in(box, rows, split.dim), source.device)
             parts.append(ViewPart(f"{name}[{key}]", tuple(shape), elements, key))
         super().__init__(name, source, parts, box)
 
@@ -79,18 +77,3 @@ class PiecesView(ParamView):
                 if (leaf := read(own, path)) is not None or path[0] not in made:
                     write(made, path, leaf, structure_of(own))
         return made
-
-    def _indivisible(self, path: LeafPath, value: Tensor) -> CanzonaError:
-        return CanzonaError(
-            f"state {'.'.join(map(str, path))!r} of shape {list(value.shape)} belongs to the fused matrix, "
-            "not to its pieces",
-            at=self.name,
-            hint="load a checkpoint that was made with the same split=",
-        )
-
-    def _joins(self, leaves: Sequence[tuple[ViewPart, Any]]) -> bool:
-        sharded = isinstance(self.source, DTensor)
-        return len(leaves) == len(self.parts) and all(
-            isinstance(v, Tensor) and tuple(v.shape) == part.shape and isinstance(v, DTensor) == sharded
-            for part, v in leaves
-        )

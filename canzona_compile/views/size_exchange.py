@@ -5,8 +5,7 @@ A rank that refuses a parameter says so in the same exchange, so that no rank wa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -40,8 +39,7 @@ class FragmentEntry(NamedTuple):
     refusal: str
 
 
-@dataclass(eq=False, slots=True)
-class KnownFragments:
+class KnownFragments(NamedTuple):
     """What all ranks together know of the plain parameters that are fragments.
 
     Attributes:
@@ -50,25 +48,9 @@ class KnownFragments:
         rows: by the rows of a grid of one replica, those of all replicas.
     """
 
-    views: dict[str, FragmentView] = field(default_factory=dict)
-    refused: dict[str, CanzonaError] = field(default_factory=dict)
-    rows: dict[GridRows, GridRows] = field(default_factory=dict)
-
-    def of(self, name: str) -> FragmentView | None:
-        """The view of a parameter; None if the parameter is no plain fragment.
-
-        Raises:
-            CanzonaError: the parameter is refused.
-        """
-        if name in self.refused:
-            raise self.refused[name]
-        return self.views.get(name)
-
-    def check_others(self, names: Collection[str]) -> None:
-        """Raise the error of a parameter that other ranks have and this one has not."""
-        for name, error in self.refused.items():
-            if name not in names:
-                raise error
+    views: dict[str, FragmentView]
+    refused: dict[str, CanzonaError]
+    rows: dict[GridRows, GridRows]
 
 
 def exchange_fragments(
@@ -91,9 +73,9 @@ def exchange_fragments(
         if error := refused_together(sharding, replicas, rank):
             known.refused[name] = type(error)(error.problem, at=name, hint=error.hint)
     tilings = exchange_sizes(known, params)
-    found = KnownFragments(refused=known.refused)
+    found = KnownFragments({}, known.refused, {})
     if replicate is not None and given is not None:
-        found.rows = exchange_rows(tilings, found.refused, replicate, rank)
+        found.rows.update(exchange_rows(tilings, found.refused, replicate, rank))
     for name, tiling in tilings.items():
         if name in found.refused:
             continue

@@ -36,14 +36,25 @@ class ViewPart:
     Attributes:
         name: such as "layers.0.qkv.weight[q]".
         shape: of the whole tensor that the parameter stands for.
-        elements: those of the source's fragment that this rank holds.
+        elements: those of the source's fragment that this rank holds; None if that is all of them.
         key: begins the keys of the state that this part alone has; empty if there is no such state.
     """
 
     name: str
     shape: Shape
-    elements: Elements
+    elements: Elements | None = None
     key: str = ""
+
+    def of(self, values: Tensor) -> Tensor:
+        """Its elements of a fragment: as a view if that view is contiguous, else as a copy."""
+        return values if self.elements is None else self.elements.of(values)
+
+    def put(self, values: Tensor, own: Tensor) -> None:
+        """Write its elements, in any shape, into a fragment, unless they are a view of that fragment."""
+        if self.elements is not None:
+            self.elements.put(values, own)
+        elif not shares_memory(own, values):
+            values.copy_(own.view(values.shape))
 
 
 class ParamView:
@@ -56,6 +67,7 @@ class ParamView:
         box: the region of the source that this rank holds.
 
     Attributes:
+        sharded: whether parts are DTensors.
         shown: the parts that have a parameter on this rank.
         params: these parameters. Each shares the memory of the source, unless its elements are no contiguous view of
             that: then it is a copy.
@@ -65,6 +77,7 @@ class ParamView:
 
     def __init__(self, name: str, source: Tensor, parts: Sequence[ViewPart], box: Box) -> None:
         self.name, self.source, self.parts, self.box = name, source, tuple(parts), box
+        self.sharded = isinstance(source, DTensor)
         self.shown: tuple[ViewPart, ...] = ()
         self.params: tuple[torch.nn.Parameter, ...] = ()
         self._copies: list[tuple[ViewPart, Tensor]] = []
@@ -80,7 +93,7 @@ class ParamView:
         """
         self.shown = self.parts if parts is None else tuple(parts)
         values, needs_grad = local_part(self.source), self.source.requires_grad
-        locals_ = [part.elements.of(values) for part in self.shown]
+        locals_ = [part.of(values) for part in self.shown]
         labelled = [self.labelled(own, part) for own, part in zip(locals_, self.shown, strict=True)]
         pairs = zip(self.shown, locals_, strict=True)
         self._copies = [(part, own) for part, own in pairs if own.numel() and not shares_memory(own, values)]
@@ -88,8 +101,8 @@ class ParamView:
         self._grads = [None] * len(self.params)
 
     def labelled(self, local: Tensor, part: ViewPart) -> Tensor:
-        """This rank's elements of a tensor like a part, as the tensor that the part is: a DTensor if the source is."""
-        return laid_out_like(local, self.source, part.shape)
+        """This rank's elements of a tensor like a part, as the tensor that the part is."""
+        return laid_out_like(local, self.source, part.shape) if self.sharded else local
 
     # -- around a step -----------------------------------------------------------------------------
 
@@ -100,7 +113,7 @@ class ParamView:
         grad = self.source.grad
         if grad is not None:
             own = local_part(grad)
-            self.lend([part.elements.of(own) for part in self.shown])
+            self.lend([part.of(own) for part in self.shown])
         else:
             self.lend(None)
 
@@ -108,7 +121,7 @@ class ParamView:
         """Give parts that are copies the current values of the source."""
         self._taken = True
         for part, own in self._copies:
-            own.copy_(part.elements.of(local_part(self.source)))
+            own.copy_(part.of(local_part(self.source)))
 
     def lend(self, grads: Sequence[Tensor] | None) -> None:
         """Give the parts gradients.
@@ -139,7 +152,7 @@ class ParamView:
         for param in self.params:
             param.grad = None
         for part, own in self._copies if self._taken else ():
-            part.elements.put(local_part(self.source), own)
+            part.put(local_part(self.source), own)
         self._taken = False
         for grad in self._grads:
             if grad is not None:  # it would keep the memory of the gradient
@@ -165,13 +178,14 @@ class ParamView:
         if not value.ndim:
             return value.clone()
         if value.shape != self.source.shape:
-            raise self._indivisible(path, value)
+            raise CanzonaError(
+                f"state {'.'.join(map(str, path))!r} of shape {list(value.shape)} does not divide like its parameter",
+                at=self.name,
+                hint="load a checkpoint of this optimizer that was made with the same split=",
+            )
         local = held_part(value, self.source, self.box).contiguous()
-        own = part.elements.of(local)
+        own = part.of(local)
         return self.labelled(own.clone() if shares_memory(own, local) else own, part)
-
-    def _indivisible(self, path: LeafPath, value: Tensor) -> CanzonaError:
-        raise NotImplementedError
 
     def state_out(self, states: Sequence[State], whole_of: WholeOf) -> State:
         """Turn the portable states of all parts into that of the source, the inverse of `state_in`.
@@ -186,7 +200,7 @@ class ParamView:
             if self._joins([(part, value) for part, _, value in held]):
                 local = torch.zeros_like(local_part(self.source), dtype=held[0][2].dtype)
                 for part, _, value in held:
-                    part.elements.put(local, local_part(value))
+                    part.put(local, local_part(value))
                 write(made, path, laid_out_like(local, self.source), structure_of(held[0][1]))
                 continue
             for part, state, value in held:
@@ -198,8 +212,12 @@ class ParamView:
         return made
 
     def _joins(self, leaves: Sequence[tuple[ViewPart, Any]]) -> bool:
-        """Tell whether leaves of parts make up one leaf of the source."""
-        raise NotImplementedError
+        """Tell whether leaves of parts, with their parts, make up one leaf of the source."""
+        complete = len(leaves) == len(self.parts) or not self.parts[0].key
+        return complete and all(
+            isinstance(v, Tensor) and tuple(v.shape) == part.shape and isinstance(v, DTensor) == self.sharded
+            for part, v in leaves
+        )
 
 
 def rewritten(state: Mapping[str, Any], rule: Callable[[LeafPath, Any], Any]) -> State:

@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import canzona_compile
 from canzona_compile import Split
 from canzona_compile.ir.bucket import BucketSlice
 from canzona_compile.ir.layout import Box
 from canzona_compile.views.pieces import PiecesView
 from canzona_compile.views.slices import SlicesView
 from canzona_compile.views.view import ParamView
+from tests.harness.layouts import Case
+from tests.harness.ranks import run
+from tests.session.test_split import BLOCK, Both, alone
 
 SHAPE = (8, 4)
 CUTS = [BucketSlice("w", 0, 20, 0, 0), BucketSlice("w", 20, 12, 1, 0)]
@@ -90,3 +94,27 @@ def test_entries_with_leaves_of_both_sorts_come_back(name: str) -> None:
         assert torch.equal(before["own"]["like"], after["own"]["like"])
         assert torch.equal(before["own"]["side"], after["own"]["side"])
         assert before["count"] == after["count"]
+
+
+def plain_state() -> dict[str, Any]:
+    """The state of an unwrapped optimizer after the steps of `load_on_ranks`."""
+    both = Both("muon", BLOCK, None)
+    for _ in range(4):
+        both.step()
+    saved: dict[str, Any] = canzona_compile.unwrap(both.wrapped).state_dict()
+    return saved
+
+
+def load_on_ranks(saved: dict[str, Any]) -> list[str]:
+    both = Both("muon", BLOCK, Case("fsdp", (2,)))
+    for _ in range(4):
+        both.step()
+    both.wrapped.load_state_dict(saved)
+    both.step()
+    return both.different()
+
+
+@pytest.mark.ranks
+def test_whole_state_of_one_process_is_loaded_on_ranks() -> None:
+    (saved,) = run(1, plain_state, group=False, after=alone("muon", BLOCK))
+    assert run(2, load_on_ranks, saved, after=alone("muon", BLOCK)) == [[], []]
