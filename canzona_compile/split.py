@@ -201,12 +201,12 @@ def fitting(splits: Sequence[tuple[str, Split]], names: Sequence[str]) -> tuple[
     return tuple((pattern, split) for pattern, split in splits if any(fnmatchcase(name, pattern) for name in names))
 
 
-def check_patterns(splits: Sequence[tuple[str, Split]], names: Sequence[str]) -> None:
-    """Raise CanzonaError if a pattern of `split=` matches no parameter name."""
-    for pattern, _ in splits:
+def check_patterns(given: Sequence[tuple[str, object]], names: Sequence[str], where: str = WHERE) -> None:
+    """Raise CanzonaError if a pattern, of `split=` or of another option, matches no parameter name."""
+    for pattern, _ in given:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise CanzonaError(
                 f"{pattern!r} fits no parameter; there are {some(names)}",
-                at=WHERE,
+                at=where,
                 hint="names are those of `param_names` in the groups, or of wrap(..., model=)",
             )

@@ -33,11 +33,11 @@ from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options, StrategyOption
 from canzona_compile.report.explain import Explanation, explain_all
-from canzona_compile.session.given_layout import check_layout_patterns
-from canzona_compile.session.param_names import named_params
+from canzona_compile.session.params import named_params
 from canzona_compile.session.session import Session
 from canzona_compile.session.siblings import Siblings
 from canzona_compile.split import Split, check_patterns, fitting, splits_of
+from canzona_compile.views.given_layout import check_layout_patterns
 
 Opt = TypeVar("Opt", bound=Optimizer)
 

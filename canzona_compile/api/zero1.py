@@ -33,8 +33,8 @@ from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options
 from canzona_compile.progress.telling import SOON, shown
 from canzona_compile.runtime.store_agreement import StoreAgreement, timeout_of
-from canzona_compile.session.given_layout import check_layout_patterns, check_marked, shardings_of
 from canzona_compile.split import Split, check_patterns, fitting, splits_of
+from canzona_compile.views.given_layout import check_layout_patterns, check_marked, shardings_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 

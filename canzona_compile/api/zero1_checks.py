@@ -17,7 +17,7 @@ from canzona_compile.data_parallel.hooks import MARK
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.layout import local_part
-from canzona_compile.session.param_checks import check_usable
+from canzona_compile.session.params import check_usable
 
 
 def check(

@@ -15,7 +15,7 @@ from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
 from canzona_compile.runtime.channel import Announcement, Channel, channel_of
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.store_agreement import first_difference
-from canzona_compile.session.shared_numbers import described
+from canzona_compile.session.compared import described
 
 Details = Mapping[str, str]  # by topic
 BROKEN = "see what the other ranks wrote; shards of gradients and parameters are lost, so load a checkpoint to go on"

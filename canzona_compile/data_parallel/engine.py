@@ -20,7 +20,7 @@ from canzona_compile.compat.torch_private import in_backward
 from canzona_compile.data_parallel.announcing import Announcer, Details, bare_of, numbers_of
 from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, send
 from canzona_compile.data_parallel.filling import Filling
-from canzona_compile.data_parallel.fragment import Fragment, laid_out_like
+from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.gathering import ForwardHooks, Gathering
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.data_parallel.hooks import MARK, Hook
@@ -29,6 +29,7 @@ from canzona_compile.data_parallel.reduction import Reduction
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError, problem_of, some
 from canzona_compile.ir.canonical_names import canonical_params
+from canzona_compile.ir.layout import laid_out_like
 from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import StepClock
 
@@ -341,7 +342,7 @@ class Zero1:
         for part in fragment.slices:
             elements = own[part].clone() if part in own else whole.new_empty(part.length)
             send(self.group, elements, part.owner, self.reduction.waiter)
-            fragment.put(whole, part, elements)
+            fragment.parts[part].put(whole, elements)
         found = laid_out_like(whole, fragment.param)
         full: Tensor = found.full_tensor() if isinstance(found, DTensor) else found
         return full

@@ -6,7 +6,7 @@ rows of one piece, whose rows need not be neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.bucket import BucketSlice
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.sharding import Sharding
-from canzona_compile.session.division import Division, Piece, shares_memory
-from canzona_compile.session.stand_in import StandIn
+from canzona_compile.views.fragment import FragmentView
+from canzona_compile.views.pieces import PiecesView
+from canzona_compile.views.slices import SlicesView
+from canzona_compile.views.view import ParamView
 
 
 class Fragment:
@@ -29,14 +31,14 @@ class Fragment:
         name: the name of the parameter.
         param: the parameter.
         sharding: how it is divided beside the data-parallel ranks; None if this rank holds it whole.
-        stand_in: what stands for it in plans, if it is a plain tensor that is a fragment; None otherwise.
-        division: how it divides into logical matrices; None if it is one.
-        pieces: these matrices, by the name of their slice.
-        owned: the slices of which this rank is the owner.
+        stand_in: shows it in plans, if it is a plain tensor that is a fragment; None otherwise.
+        division: shows its logical matrices; None if it is one.
+        view: shows the slices that this rank owns, as *doubles*, which the optimizer steps in place of `param`. A
+            double shares the memory of its slice, unless that is a piece whose rows are no neighbours: then it is a
+            copy. If the parameter is one matrix that is not cut, its double has its shape.
+        owned: the slices of which this rank is the owner, in the order of the doubles.
         slices: all of its slices, those of other owners included.
-        doubles: for each owned slice, the parameter that the optimizer steps in place of `param`. It shares the memory
-            of the slice, unless that is a piece whose rows are no neighbours: then it is a copy. If the parameter is
-            one matrix that is not cut, its double has its shape.
+        parts: by slice, what it is to the view. It takes elements out of a contiguous tensor shaped like the fragment.
     """
 
     def __init__(
@@ -45,8 +47,8 @@ class Fragment:
         param: nn.Parameter,
         slices: Sequence[BucketSlice],
         rank: int,
-        stand_in: StandIn | None = None,
-        division: Division | None = None,
+        stand_in: FragmentView | None = None,
+        division: PiecesView | None = None,
     ) -> None:
         """Find what this rank owns.
 
@@ -55,18 +57,27 @@ class Fragment:
             param: the parameter.
             slices: all of its slices.
             rank: the position of this rank among the data-parallel ranks.
-            stand_in: what stands for it, if it is a plain tensor that is a fragment.
-            division: how it divides into logical matrices, if it is fused.
+            stand_in: shows it, if it is a plain tensor that is a fragment.
+            division: shows its logical matrices, if it is fused.
         """
         self.name, self.param, self.slices = name, param, tuple(slices)
         self.stand_in, self.division = stand_in, division
         self.sharding = None if stand_in is None else stand_in.tiling.sharding
         if isinstance(param, DTensor):
             self.sharding = Sharding(param.device_mesh, tuple(param.placements))
-        self.pieces: Mapping[str, Piece] = {} if division is None else {p.task: p for p in division.pieces}
-        self.owned = tuple(part for part in slices if part.owner == rank)
         self._address = self._local().data_ptr()
-        self.doubles = tuple(self._double(part) for part in self.owned)
+        self.view: ParamView = SlicesView(name, param, slices) if division is None else division
+        by_name = {part.name: part for part in self.view.parts}
+        self.parts = (
+            {s: by_name[s.name] for s in slices} if division else dict(zip(slices, self.view.parts, strict=True))
+        )
+        self.owned = tuple(part for part in slices if part.owner == rank)
+        self.view.show([self.parts[part] for part in self.owned])
+
+    @property
+    def doubles(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that the optimizer steps."""
+        return self.view.params
 
     @property
     def cut(self) -> bool:
@@ -105,23 +116,6 @@ class Fragment:
             )
         return values
 
-    def take(self, values: Tensor, part: BucketSlice) -> Tensor:
-        """Take the elements of a slice out of a contiguous tensor shaped like the fragment.
-
-        Returns:
-            The elements in one dim: a view, or a copy if the rows of a piece are no neighbours.
-        """
-        if part.name in self.pieces:
-            return self.pieces[part.name].of(values).view(-1)
-        return values.view(-1)[part.start : part.stop]
-
-    def put(self, values: Tensor, part: BucketSlice, elements: Tensor) -> None:
-        """Write the elements of a slice into a contiguous tensor shaped like the fragment."""
-        if part.name in self.pieces:
-            self.pieces[part.name].put(values, elements)
-        else:
-            values.view(-1)[part.start : part.stop] = elements
-
     def gradient(self) -> Tensor | None:
         """The gradient that backward left on this rank, contiguous; None if there is none.
 
@@ -148,12 +142,6 @@ class Fragment:
 
     # -- doubles -----------------------------------------------------------------------------------
 
-    def _double(self, part: BucketSlice) -> nn.Parameter:
-        if self.division is not None:
-            return self.division.param_of(self.pieces[part.name])
-        values = self._local()
-        return nn.Parameter(self.take(values, part) if self.cut else laid_out_like(values, self.param))
-
     def lend_marks(self) -> None:
         """Give each double the attributes that users gave to the parameter."""
         if marks := marks_of(self.param):
@@ -162,32 +150,16 @@ class Fragment:
 
     def lend(self) -> None:
         """Give doubles that are copies the values of their slices, and all of them gradients, if there is one."""
-        for part, double in zip(self.owned, self.doubles, strict=True) if self.pieces else ():
-            local, values = local_part(double), self.values()
-            if not shares_memory(local, values):
-                local.copy_(self.take(values, part).view(local.shape))
+        if self.division is not None:
+            self.values()  # raises if they are those of other memory
+        self.view.take_values()
         grad = self.param.grad
-        if grad is None:
-            return
         if isinstance(grad, ReducedGradient):
-            parts: Sequence[Tensor] = grad.parts
-        else:  # the zeros of a dummy step
+            self.view.lend(grad.parts)
+        elif grad is not None:  # the zeros of a dummy step
             whole = local_part(grad).contiguous()
-            parts = [self.take(whole, part) for part in self.owned]
-        for double, elements in zip(self.doubles, parts, strict=True):
-            double.grad = laid_out_like(elements.view(local_part(double).shape), double)
+            self.view.lend([part.of(whole) for part in self.view.shown])
 
     def take_back(self) -> None:
         """Write doubles that are copies back to the parameter, and take the gradients of all doubles away."""
-        for part, double in zip(self.owned, self.doubles, strict=True):
-            double.grad = None
-            if part.name in self.pieces:
-                self.pieces[part.name].put(self.values(), local_part(double))
-
-
-def laid_out_like(local: Tensor, model: Tensor) -> Tensor:
-    """A fragment as a DTensor that is laid out like another tensor, if that is one."""
-    if not isinstance(model, DTensor):
-        return local
-    mesh, placements, stride = model.device_mesh, model.placements, model.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=model.shape, stride=stride)
+        self.view.give_back()

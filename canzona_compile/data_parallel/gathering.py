@@ -68,7 +68,7 @@ class Gathering:
             shard = empty_shard(bucket, self.group.rank, self.filling.holder(bucket.slices[0]).param)
             for part in bucket.by_owner[self.group.rank]:
                 fragment = self.filling.holder(part)
-                shard[part.offset : part.offset + part.length] = fragment.take(fragment.values(), part)
+                shard[part.offset : part.offset + part.length] = fragment.parts[part].of(fragment.values()).view(-1)
             self._pending.append(gather(self.group, bucket, shard))
 
     def _take(self) -> None:
@@ -87,7 +87,7 @@ class Gathering:
             if part.owner != self.group.rank:
                 start = bucket.starts[part.owner] + part.offset
                 fragment = self.filling.holder(part)
-                fragment.put(fragment.values(), part, pending.result[start : start + part.length])
+                fragment.parts[part].put(fragment.values(), pending.result[start : start + part.length])
         self.start()
 
     def wait(self) -> None:

@@ -19,9 +19,10 @@ from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes, zero1_passes
-from canzona_compile.session.bind import Binder, BoundParam
-from canzona_compile.session.entries import same_but_sizes
+from canzona_compile.session.bind import Binder
+from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
+from canzona_compile.views.entries import same_but_sizes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -76,7 +77,9 @@ def plan_jointly(
     for optimizer, capture, own in zip(optimizers, captures, options, strict=True):
         bare = Binder(optimizer, replace(own, replicate=group), capture).bind()
         # What stands for a piece may be a copy of its rows, which nobody needs here.
-        light = [b if b.division is None else replace(b, param=b.division.whole) for b in bare]
+        light = [
+            b if b.division is None else replace(b, param=b.division.source, division=b.division.bare()) for b in bare
+        ]
         found = [b for b in light if b.origin.requires_grad]
         check_independent(found)
         if unknown := [b.name for b in found if b.name not in order]:

@@ -264,10 +264,12 @@ class Reduction:
             target, grad = filled[start : start + part.length], grads[fragment.name]
             if grad is None:
                 target.zero_()
-            elif target.dtype == grad.dtype:
-                torch.mul(fragment.take(grad, part), share, out=target)
+                continue
+            own = fragment.parts[part].of(grad).view(-1)
+            if target.dtype == grad.dtype:
+                torch.mul(own, share, out=target)
             else:
-                target.copy_(fragment.take(grad, part)).mul_(share)
+                target.copy_(own).mul_(share)
         return filled
 
     def _take(self, pending: Pending) -> None:

@@ -12,26 +12,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.twin import marks_of, plain_class
-from canzona_compile.capture.variant import ParameterSpec
+from canzona_compile.capture.twin import plain_class
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.joint_plan import JointPlan
 from canzona_compile.data_parallel.state import put_together, take_apart
-from canzona_compile.ir.layout import local_layout
-from canzona_compile.ir.step import Leaf, Role, Step, Task
+from canzona_compile.ir.step import Step
 from canzona_compile.options import Options
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.store_agreement import StoreAgreement
-from canzona_compile.session.bind import Binder, BoundParam
+from canzona_compile.session.bind import Binder, at_parameter
+from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.checkpoint_probe import is_dummy_step
-from canzona_compile.session.division import Piece
-from canzona_compile.session.gathered import Ranks
 from canzona_compile.session.plan import Plan, make_plan
+from canzona_compile.session.portable_state import Ranks
 from canzona_compile.session.session import Session
 from canzona_compile.session.state import restoring
 from canzona_compile.session.step_driver import StepDriver
-from canzona_compile.session.whole_leaf import whole_leaf
+from canzona_compile.views.whole_leaf import whole_leaf
 
 
 class OwnerSession(Session):
@@ -151,27 +149,26 @@ class OwnerSession(Session):
 
     def _bind(self, fragment: Fragment) -> Iterator[BoundParam]:
         binder = Binder(self.optimizer, self.options, self.capture)
-        for part, double in zip(fragment.owned, fragment.doubles, strict=True):
+        for at, (part, double) in enumerate(zip(fragment.owned, fragment.doubles, strict=True)):
             known = self._bound[part.name]
-            group = self.optimizer.param_groups[known.param_group]
             state = self.optimizer.state.get(double) or None
             if fragment.division is not None:
-                piece, own = fragment.pieces[part.name], (known.task.index, known.param_group, fragment.division)
-                bound = binder.bind_piece(*own, piece, double, state, fragment.stand_in)
-                yield replace(bound, division=None)  # to the plan the double is a parameter like any other
+                source = fragment.division.source if known.stand_in is None else known.stand_in.source
+                fused = binder.describe(fragment.name, known.param_group, source, known.stand_in)
+                bound = binder.bind_piece(known.task.index, fused, fragment.division, at, state)
+                # To the plan the double is a parameter like any other.
+                yield replace(bound, division=None, stand_in=None)
                 continue
             if not fragment.cut:
                 stand_in = None if known.stand_in is None else known.stand_in.of(double)
-                found = binder.bind_one(known.task.index, fragment.name, known.param_group, double, stand_in)
+                with at_parameter(fragment.name):
+                    described = binder.describe(fragment.name, known.param_group, double, stand_in)
+                    found = binder.bind_one(known.task.index, described)
                 yield from (replace(b, rehearsed=None if stand_in else fragment.param) for b in found)
                 continue
-            marks = tuple(sorted(marks_of(double).items()))
-            spec = ParameterSpec(tuple(double.shape), double.dtype, double.dtype, double.device, marks)
             name = f"{fragment.name}[{part.start}:{part.stop}]"
-            kind = self.capture.kind_of(group, spec, name, state)
-            layout = local_layout(double.shape, self.rank)
-            task = Task(name, known.task.index, known.param_group, kind.template.name, layout)
-            yield BoundParam(double, known.param_group, task, kind, rehearsed=fragment.param)
+            described = replace(binder.describe(name, known.param_group, double), state=state)
+            yield replace(binder.bind_whole(known.task.index, described), rehearsed=fragment.param)
 
     def reported(self) -> Step:
         """Return the scheduled step of all optimizers on all ranks, with the buckets."""
@@ -217,10 +214,9 @@ class OwnerSession(Session):
             self._loaded += not self._noticed
             self._noticed = True
 
-    def _whole_leaf(self, piece: Piece, name: str, value: DTensor) -> Tensor:
+    def _whole_leaf(self, piece: str, name: str, value: DTensor) -> Tensor:
         """Gather a leaf of a piece from the ranks beside this one that hold its fragments. This is a collective."""
-        leaf = Leaf(Role.STATE, name, tuple(value.shape), value.dtype)
-        return whole_leaf(self._bound[piece.task].task, leaf, value, self.groups, self.rank)
+        return whole_leaf(self._bound[piece].task, name, value, self.groups, self.rank)
 
     @contextlib.contextmanager
     def gathered_state(self) -> Iterator[None]:

@@ -276,3 +276,24 @@ def short(placement: Placement) -> str:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The fragment that this rank holds, without a copy and without autograd."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def laid_out_like(
+    local: torch.Tensor, model: torch.Tensor, shape: Sequence[int] | None = None, stride: Sequence[int] | None = None
+) -> torch.Tensor:
+    """A fragment as a DTensor that is laid out like another tensor, if that is one. It shares the fragment's memory.
+
+    Args:
+        local: the fragment.
+        model: the other tensor.
+        shape: of the whole tensor; None for that of `model`. With another shape, where the fragment lies is not what
+            the placements say, so no DTensor operation may run on the result but elementwise ones.
+        stride: of the whole tensor; None for that of `model`, or contiguous if it has another shape.
+    """
+    if not isinstance(model, DTensor):
+        return local
+    whole = model.shape if shape is None else torch.Size(shape)
+    if stride is None:
+        stride = model.stride() if whole == model.shape else torch.empty(whole, device="meta").stride()
+    mesh, placements = model.device_mesh, model.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole, stride=tuple(stride))

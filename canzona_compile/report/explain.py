@@ -19,10 +19,10 @@ from canzona_compile.report.page import Page, Table, Words
 from canzona_compile.report.terminal import printed, render
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.cells import check_whole
-from canzona_compile.session.given_layout import check_marked
-from canzona_compile.session.param_checks import check_params
+from canzona_compile.session.params import check_params
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
+from canzona_compile.views.given_layout import check_marked
 
 STYLES = {
     "compiled": "green",

@@ -21,7 +21,7 @@ from canzona_compile.capture.twin import make_twin, marks_of, step_plainly
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import local_part
-from canzona_compile.ir.step import Leaf, Role, Task
+from canzona_compile.ir.step import Task
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.state import StateStore
 
@@ -105,11 +105,11 @@ class Audit:
         return Expected(task, param.detach())
 
     def _whole(self, task: Task, leaf: str, value: Tensor) -> Tensor:
-        return self.store.whole(task, Leaf(Role.PARAM, leaf, task.shape, value.dtype), value).view(task.shape)
+        return self.store.whole(task, leaf, value, task.shape).view(task.shape)
 
     def _whole_leaf(self, task: Task, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
-            return self.store.whole(task, Leaf(Role.STATE, "leaf", tuple(leaf.shape), leaf.dtype), leaf).clone()
+            return self.store.whole(task, "leaf", leaf).clone()
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
     def after(self, expected: Iterable[Expected]) -> None:

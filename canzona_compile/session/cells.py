@@ -34,7 +34,7 @@ from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Task
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.send_values import send_values
-from canzona_compile.session.bind import BoundParam
+from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import ProgramKey
 from canzona_compile.session.state import StateStore

@@ -17,11 +17,9 @@ from canzona_compile.machine.hardware import Hardware, Machine
 from canzona_compile.options import Options
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
 from canzona_compile.progress.telling import tell
-from canzona_compile.session.bind import BoundParam
-from canzona_compile.session.division import Division
-from canzona_compile.session.fused_params import Fused
+from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.stagger import Stagger, stagger
-from canzona_compile.session.stand_in import StandIn
+from canzona_compile.views.view import ParamView
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -35,8 +33,8 @@ class Plan:
         elementwise: the parameters that the optimizer's own step updates, each rank on its own fragments.
         known: the names of all templates, those of further variants included.
         stagger: which tasks do their periodic work earlier, and the predicted effect.
-        fused: the parameters that hold several logical matrices. Their pieces are in `bound`.
-        stand_ins: what stands for plain parameters that are fragments.
+        views: what shows parameters of the optimizer as those that are in `bound`, each after the view that shows its
+            source.
         history: the record of the passes from CAPTURED to OWNED.
         params: the parameters of the optimizer for which the plan was made, in order.
     """
@@ -47,8 +45,7 @@ class Plan:
     elementwise: tuple[BoundParam, ...]
     known: frozenset[str]
     stagger: Stagger
-    fused: tuple[Fused, ...]
-    stand_ins: tuple[StandIn, ...]
+    views: tuple[ParamView, ...]
     history: PassHistory
     params: tuple[torch.Tensor, ...]
 
@@ -56,20 +53,15 @@ class Plan:
         """Return the placed template of a task."""
         return self.owned.placed_of(self.owned.task(task))
 
-    def taking(self, lineup: Iterable[tuple[str, int, Sequence[str]]]) -> Step:
-        """Return the owned step with the variants that the tasks take on one step.
-
-        Args:
-            lineup: the name of a template, the label of its numbers, and the names of the tasks that take it.
-
-        Returns:
-            A copy of the owned step. Tasks that the lineup does not name keep their template.
-        """
-        return taking(self.owned, lineup)
-
 
 def taking(owned: Step, lineup: Iterable[tuple[str, int, Sequence[str]]]) -> Step:
-    """Return an owned step with the variants that its tasks take on one step, see `Plan.taking`."""
+    """Return a copy of an owned step with the variants that its tasks take on one step.
+
+    Args:
+        owned: the owned step.
+        lineup: the name of a template, the label of its numbers, and the names of the tasks that take it. Tasks that
+            the lineup does not name keep their template.
+    """
     cuts = {(p.template.name, p.kind): p.name for p in owned.placed}
     taken = {name: (template, label) for template, label, names in lineup for name in names}
     tasks = []
@@ -160,8 +152,7 @@ def make_plan(
         tuple(b for b in bound if owned.find(b.task.name) is None),
         frozenset(t.name for t in captured.templates),
         stagger(owned, variant_periods),
-        fused_params(bound),
-        tuple(dict.fromkeys(b.stand_in for b in bound if b.stand_in is not None)),
+        views_of(bound),
         history,
         tuple(dict.fromkeys(b.origin for b in bound)),
     )
@@ -186,13 +177,9 @@ def check_pieces(bound: Iterable[BoundParam], owned: Step) -> None:
             )
 
 
-def fused_params(bound: Iterable[BoundParam]) -> tuple[Fused, ...]:
-    """The fused parameters among those that are bound."""
-    found: dict[Division, list[torch.Tensor]] = {}
-    for b in bound:
-        if b.division is not None:
-            found.setdefault(b.division, []).append(b.param)
-    return tuple(Fused(division, params) for division, params in found.items())
+def views_of(bound: Iterable[BoundParam]) -> tuple[ParamView, ...]:
+    """The views of parameters that are bound, each once, after the view that shows its source."""
+    return tuple(dict.fromkeys(view for b in bound for view in b.views))
 
 
 def first_steps(owned: Step, bound: dict[str, BoundParam]) -> Step:

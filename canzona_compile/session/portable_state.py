@@ -1,21 +1,120 @@
-"""Portable state between the steps of a session: what the unwrapped optimizer would hold."""
+"""Portable state: what the unwrapped optimizer would hold. Which ranks it is gathered from, and what shows it.
+
+Checkpoints read it between the steps of a session. A plan takes it over before its first step, and gives it back if
+there is no such step.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
-from canzona_compile.runtime.meeting import Meeting, meet_all
+from canzona_compile.ir.step import Task
+from canzona_compile.runtime.meeting import Meeting, Purpose, meet_all
 from canzona_compile.runtime.process_groups import current_device
 from canzona_compile.runtime.rank_agreement import RankAgreement
-from canzona_compile.session.gathered import Consolidated, Ranks, gathering, partners, shown
 from canzona_compile.session.siblings import Siblings
+from canzona_compile.session.state import StateStore, restoring
 from canzona_compile.session.step_driver import StepDriver
+from canzona_compile.views.pieces import PiecesView
+
+Ranks = tuple[int, ...]
+
+
+class Consolidated(NamedTuple):
+    """Portable state that one rank keeps until the next step.
+
+    Attributes:
+        to: the global rank that keeps it.
+        state: what `optimizer.state` holds in portable form; None on all other ranks.
+    """
+
+    to: int
+    state: dict[Any, Any] | None
+
+
+def gathering(call: str) -> Purpose:
+    """Say for what ranks meet that gather portable state.
+
+    Args:
+        call: the call that needs it.
+    """
+    return Purpose(
+        call,
+        "because some of the state lies on owner ranks",
+        "call it on all ranks; to save on rank 0 alone, call optimizer.canzona.consolidate(to=0) on all ranks before",
+    )
+
+
+def partners(store: StateStore) -> dict[Ranks, str]:
+    """Find the ranks with which `store.release()` communicates.
+
+    Args:
+        store: the state of a plan.
+
+    Returns:
+        By set of ranks, the names of the tasks whose state travels between them, one per line. All of these ranks find
+        the same.
+    """
+    found: dict[Ranks, list[str]] = {}
+    fused = unlike_pieces(store)
+    for task in store.plan.owned.tasks:
+        if task.layout.grid.size > 1 and (travels(store, task) or task.name in fused):
+            found.setdefault(task.layout.grid.members(), []).append(task.name)
+    return {ranks: "\n".join(names) for ranks, names in found.items()}
+
+
+def travels(store: StateStore, task: Task) -> bool:
+    """Tell whether the owner of a task sends state to the other ranks when the state becomes portable."""
+    if task.owner is None or task.name not in store.initialised or store.cleared(task):
+        return False
+    interpreted = store.plan.bound[task.name].kind.recorder is None
+    return interpreted or any(store.is_resident(leaf, task.name) for leaf in store.leaves(task.name))
+
+
+def unlike_pieces(store: StateStore) -> set[str]:
+    """Find the pieces of fused parameters with leaves that cannot be joined as fragments, so that they are gathered."""
+    found: set[str] = set()
+    tasks = {id(store.params[task.name]): task for task in store.plan.owned.tasks}
+    for view in store.plan.views:
+        own = [tasks[id(param)] for param in view.params if id(param) in tasks] if isinstance(view, PiecesView) else []
+        alike = [{leaf.name for leaf in store.leaves(t.name) if leaf.shape == t.shape} for t in own]
+        named = {leaf.name for t in own for leaf in store.leaves(t.name) if leaf.shape}
+        if any(named - names for names in alike):
+            found |= {t.name for t in own if t.layout.grid.shards > 1}
+    return found
+
+
+@contextlib.contextmanager
+def given_back_on_error(optimizer: Optimizer, end: Callable[[BaseException], None]) -> Iterator[None]:
+    """If anything ends this context early, give the optimizer the state that it has now, and put back what was lent.
+
+    This needs no other rank, so it works whichever ranks fail. The tensors of the state must not be written inside.
+    They stay alive until the end, beside those that owners gather from them.
+
+    Args:
+        optimizer: the optimizer, whose state is portable.
+        end: is given what ended it; it puts back the gradients that were lent.
+    """
+    kept = [(param, own, pytree.tree_map(lambda leaf: leaf, own)) for param, own in optimizer.state.items()]
+    try:
+        yield
+    except BaseException as error:
+        optimizer.state.clear()
+        for param, own, content in kept:
+            if isinstance(own, dict):
+                own.clear()
+                own.update(content)
+            optimizer.state[param] = own
+        end(error)
+        raise
 
 
 class PortableState:
@@ -104,7 +203,9 @@ class PortableState:
             with self.gathered_state():
                 yield
         elif kept.state is not None:
-            with shown(self.optimizer, kept.state):
+            with restoring(self.optimizer):
+                self.optimizer.state.clear()
+                self.optimizer.state.update(kept.state)
                 yield
         else:
             raise CanzonaError(

@@ -26,19 +26,17 @@ from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement
 from canzona_compile.runtime.step_clock import during
-from canzona_compile.session.bind import Binder, BoundParam, meshes_of, replica_ranks
-from canzona_compile.session.change import ChangeKind, StepChange
+from canzona_compile.session.bind import Binder, meshes_of, replica_ranks
+from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.checkpoint_probe import is_dummy_step, undone
-from canzona_compile.session.gathered import Consolidated
-from canzona_compile.session.given_back import given_back_on_error
-from canzona_compile.session.given_layout import check_marked, shardings_of
+from canzona_compile.session.compared import ChangeKind, StepChange
 from canzona_compile.session.measuring import Measuring
-from canzona_compile.session.param_checks import check_params, notice_data_parallel
-from canzona_compile.session.param_names import named_params
+from canzona_compile.session.params import check_params, named_params, notice_data_parallel
 from canzona_compile.session.plan import Plan, make_plan, whole
-from canzona_compile.session.portable_state import PortableState
+from canzona_compile.session.portable_state import Consolidated, PortableState, given_back_on_error
 from canzona_compile.session.siblings import Siblings
 from canzona_compile.session.step_driver import StepDriver
+from canzona_compile.views.given_layout import check_marked, shardings_of
 
 
 class Session(PortableState):

@@ -25,13 +25,14 @@ from torch.optim import Optimizer
 from canzona_compile.capture.leaves import empty_containers, paths_of, read, structure_of, write
 from canzona_compile.capture.resident import portable_of
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.layout import Box, Shape, laid_out_like
 from canzona_compile.ir.step import Leaf, Role, Task
 from canzona_compile.runtime.process_groups import Groups
-from canzona_compile.session.bind import BoundParam
-from canzona_compile.session.division import Piece
+from canzona_compile.session.bound import BoundParam
+from canzona_compile.session.gradients import StepGradients
 from canzona_compile.session.plan import Plan
-from canzona_compile.session.whole_leaf import whole_leaf
+from canzona_compile.views.view import held_part
+from canzona_compile.views.whole_leaf import whole_leaf
 
 
 class StateStore:
@@ -40,6 +41,7 @@ class StateStore:
     Args:
         optimizer: the wrapped optimizer.
         plan: the plan.
+        gradients: those of the step that is taken.
         groups: finds process groups by their ranks.
         rank: this rank, global.
 
@@ -50,8 +52,8 @@ class StateStore:
         initialised: the tasks that have state.
     """
 
-    def __init__(self, optimizer: Optimizer, plan: Plan, groups: Groups, rank: int) -> None:
-        self.optimizer, self.plan, self.groups, self.rank = optimizer, plan, groups, rank
+    def __init__(self, optimizer: Optimizer, plan: Plan, gradients: StepGradients, groups: Groups, rank: int) -> None:
+        self.optimizer, self.plan, self.gradients, self.groups, self.rank = optimizer, plan, gradients, groups, rank
         self.params: dict[str, Tensor] = {t.name: plan.bound[t.name].param for t in plan.owned.tasks}
         self.fragments: dict[tuple[str, str], Tensor] = {}
         self.residents: dict[tuple[str, str], Tensor] = {}
@@ -64,9 +66,7 @@ class StateStore:
         """Return this rank's fragment of a task's parameter, gradient or state leaf."""
         if role is Role.STATE:
             return self.fragments[task, leaf]
-        param = self.params[task]
-        tensor = param if role is Role.PARAM else param.grad
-        assert tensor is not None
+        tensor = self.params[task] if role is Role.PARAM else self.gradients.found[task]
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
     def resident(self, leaf: str, task: str) -> Tensor:
@@ -125,9 +125,12 @@ class StateStore:
             elif self.owns(task):
                 self.residents[name, leaf.name] = leaf.blank(param.device)
 
+    def _box(self, task: Task) -> Box:
+        """The region of a task's matrix that this rank holds."""
+        return task.layout.boxes[task.layout.grid.find(self.rank)[1]]
+
     def _fragment_shape(self, task: Task, leaf: Leaf) -> Shape:
-        _, shard = task.layout.grid.find(self.rank)
-        return task.layout.boxes[shard].size if leaf.shape == task.shape else leaf.shape
+        return self._box(task).size if leaf.shape == task.shape else leaf.shape
 
     def install(self, name: str) -> None:
         """Put a task's state into `optimizer.state`, in the containers that the plain optimizer uses."""
@@ -198,14 +201,13 @@ class StateStore:
 
     def _adopt_elementwise(self, bound: BoundParam) -> None:
         """Turn whole tensors in the state of a DTensor into DTensors, as the optimizer's own step needs them."""
-        state = self.optimizer.state.get(bound.param) or {}
+        param, state = bound.param, self.optimizer.state.get(bound.param) or {}
         structure = structure_of(state)
-        for name, path in paths_of(state).items():
+        for path in paths_of(state).values():
             value = read(state, path)
-            if isinstance(value, Tensor) and value.shape == bound.param.shape and not isinstance(value, DTensor):
-                leaf = Leaf(Role.STATE, name, tuple(value.shape), value.dtype)
-                own = self._own_fragment(bound.task, leaf, value, bound.param)
-                write(state, path, like_param(own, bound.param, leaf), structure)
+            if isinstance(value, Tensor) and value.shape == param.shape != () and not isinstance(value, DTensor):
+                own = held_part(value, param, self._box(bound.task))
+                write(state, path, laid_out_like(own, param), structure)
 
     def _adopt_objects(self, task: Task, state: dict[str, Any]) -> None:
         """Gather the leaves that are DTensors, because the owner's eager step takes whole tensors."""
@@ -214,7 +216,7 @@ class StateStore:
             value = read(state, path)
             if not isinstance(value, DTensor):
                 continue
-            whole = self.whole(task, Leaf(Role.STATE, name, tuple(value.shape), value.dtype), value)
+            whole = self.whole(task, name, value)
             if self.owns(task):
                 write(state, path, whole, structure)
         if not self.owns(task):
@@ -233,7 +235,7 @@ class StateStore:
             self.fragments[key] = local
             write(state, path, like_param(local, param, leaf), structure)
             return
-        whole = strided_like(leaf, self.whole(task, leaf, value))
+        whole = strided_like(leaf, self.whole(task, leaf.name, value, leaf.shape))
         if self.owns(task):
             self.residents[key] = whole
             write(state, path, whole, structure)
@@ -242,14 +244,9 @@ class StateStore:
 
     def _own_fragment(self, task: Task, leaf: Leaf, value: Tensor, param: Tensor) -> Tensor:
         expected = self._fragment_shape(task, leaf)
-        if isinstance(value, DTensor) and isinstance(param, DTensor):
-            if value.placements != param.placements:
-                value = value.redistribute(param.device_mesh, param.placements)
-            value = value._local_tensor
-        elif isinstance(param, DTensor) and value.shape == param.shape and leaf.shape:
-            _, shard = task.layout.grid.find(self.rank)
-            if value.shape == task.shape:
-                value = value[task.layout.boxes[shard].slices()].clone(memory_format=torch.contiguous_format)
+        whole = bool(leaf.shape) and value.shape == param.shape == task.shape
+        if isinstance(param, DTensor) and (whole or isinstance(value, DTensor)):
+            value = held_part(value, param, self._box(task))
         if tuple(value.shape) != expected:
             raise CanzonaError(
                 f"state {leaf.name!r} is {list(value.shape)}, this rank's fragment {list(expected)}",
@@ -258,9 +255,9 @@ class StateStore:
             )
         return value.to(leaf.dtype)
 
-    def whole(self, task: Task, leaf: Leaf, value: Tensor) -> Tensor:
+    def whole(self, task: Task, leaf: str, value: Tensor, shape: Shape | None = None) -> Tensor:
         """Gather the whole tensor of a leaf from portable state, on every rank of this rank's replica."""
-        return whole_leaf(task, leaf, value, self.groups, self.rank)
+        return whole_leaf(task, leaf, value, self.groups, self.rank, shape)
 
     def portable(self, task: Task) -> dict[str, Any]:
         """Return a task's state as the unwrapped optimizer would hold it. A collective if leaves are resident."""
@@ -289,8 +286,7 @@ class StateStore:
         assert whole is not None
         if not isinstance(bound.param, DTensor) or leaf.shape != task.shape:
             return whole.clone()
-        _, shard = grid.find(self.rank)
-        part = whole[task.layout.boxes[shard].slices()]  # cloned below: a view would keep the whole tensor alive
+        part = whole[self._box(task).slices()]  # cloned below: a view would keep the whole tensor alive
         return like_param(part.clone(memory_format=torch.contiguous_format), bound.param, leaf)
 
     def _from_owner(self, task: Task, state: dict[str, Any]) -> dict[str, Any]:
@@ -325,30 +321,25 @@ class StateStore:
                 self.optimizer.state[self.params[task.name]] = state
         self._put_together()
 
-    # -- pieces of fused parameters, and stand-ins of fragments ------------------------------------------
+    # -- through views -------------------------------------------------------------------------------
 
     def _take_apart(self) -> None:
-        for stand_in in self.plan.stand_ins:
-            if state := self.optimizer.state.pop(stand_in.fragment, None):
-                self.optimizer.state[stand_in.param] = stand_in.taken(state)
-        for fused in self.plan.fused:
-            division = fused.division
-            if state := self.optimizer.state.pop(division.whole, None):
-                for piece, param in zip(division.pieces, fused.params, strict=True):
-                    self.optimizer.state[param] = division.taken(state, piece)
+        """Put the state of sources under what views show of them."""
+        states = self.optimizer.state
+        for view in self.plan.views:
+            if state := states.pop(view.source, None):
+                states.update(zip(view.params, view.state_in(state), strict=True))
 
     def _put_together(self) -> None:
-        def whole_of(piece: Piece, leaf: str, value: DTensor) -> Tensor:
-            own = Leaf(Role.STATE, leaf, tuple(value.shape), value.dtype)
-            return self.whole(self.plan.owned.task(piece.task), own, value)
+        """Put the state of what views show under their sources. This is a collective if leaves are gathered."""
 
-        for fused in self.plan.fused:
-            states = [self.optimizer.state.pop(param, {}) for param in fused.params]
+        def whole_of(task: str, leaf: str, value: DTensor) -> Tensor:
+            return self.whole(self.plan.owned.task(task), leaf, value)
+
+        for view in reversed(self.plan.views):
+            states = [self.optimizer.state.pop(param, {}) for param in view.params]
             if any(states):
-                self.optimizer.state[fused.division.whole] = fused.division.merged(states, whole_of)
-        for stand_in in self.plan.stand_ins:
-            if state := self.optimizer.state.pop(stand_in.param, None):
-                self.optimizer.state[stand_in.fragment] = stand_in.given_back(state)
+                self.optimizer.state[view.source] = view.state_out(states, whole_of)
 
 
 @contextlib.contextmanager
@@ -370,13 +361,4 @@ def strided_like(leaf: Leaf, whole: Tensor) -> Tensor:
 
 def like_param(local: Tensor, param: Tensor, leaf: Leaf) -> Tensor:
     """Return a fragment of state, as a DTensor if the parameter is one and the leaf is not a 0-d tensor."""
-    if not isinstance(param, DTensor) or not leaf.shape:
-        return local
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=leaf.stride or param.stride(),
-    )
+    return laid_out_like(local, param, stride=leaf.stride) if leaf.shape else local

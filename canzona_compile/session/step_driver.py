@@ -6,13 +6,12 @@ import contextlib
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.shadow import Shadow
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.twin import plain_class
+from canzona_compile.capture.twin import make_twin, step_plainly
 from canzona_compile.capture.variant import Untraceable
-from canzona_compile.errors import CanzonaError, InvalidGradient, some
+from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.pipeline import Observer
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.options import Options
@@ -21,14 +20,11 @@ from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.session.audit import Audit
 from canzona_compile.session.cells import Cells, WholeModelStep
-from canzona_compile.session.change import ChangeKind, StepChange
-from canzona_compile.session.gradient_checks import check_attributes, check_gradient, check_main_gradients
+from canzona_compile.session.compared import ChangeKind, Ranks, SharedNumbers, StepChange
+from canzona_compile.session.gradients import StepGradients
 from canzona_compile.session.held import HeldParameters, HeldState
-from canzona_compile.session.local_step import LocalStep
-from canzona_compile.session.make_program import ProgramMaker
 from canzona_compile.session.plan import Plan
-from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey
-from canzona_compile.session.shared_numbers import Ranks, SharedNumbers
+from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey, ProgramMaker
 from canzona_compile.session.state import StateStore
 from canzona_compile.session.variant_selection import Lineup, Names, VariantSelection
 
@@ -62,6 +58,7 @@ class StepDriver:
 
     Attributes:
         plan: the plan.
+        gradients: those of the step that comes or is taken.
         store: the tensors of its tasks.
         programs: the cache of programs.
         first_buffers: the most bytes of buffers that a program of first steps had. It gave them back.
@@ -81,7 +78,8 @@ class StepDriver:
     ) -> None:
         self.capture, self.plan = capture, plan
         self.optimizer = optimizer = capture.optimizer
-        self.store = StateStore(optimizer, plan, groups, rank)
+        self.gradients = StepGradients(capture, plan)
+        self.store = StateStore(optimizer, plan, self.gradients, groups, rank)
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
         self._cells = Cells(capture, plan, self.store)
@@ -93,13 +91,9 @@ class StepDriver:
         self.first_buffers = 0
         self.last: BoundProgram | None = None
         self.clock: StepClock | None = None
-        self._elementwise = LocalStep(optimizer, plan.elementwise)
         self._shadow = Shadow(optimizer)
         self._numbers = SharedNumbers(optimizer, plan)
         self._shared = {t.name for t in plan.owned.tasks if t.layout.grid.size > 1}
-        self._fused = {f: plan.bound[f.division.pieces[0].task].kind.grad_dtype for f in plan.fused}
-        self._stand_ins = {b.stand_in: b.kind.grad_dtype for b in plan.bound.values() if b.stand_in is not None}
-        self._habits = capture.rehearse()
         self._audit = None if options.audit is None else Audit(options.audit, optimizer, plan, self.store)
         self._held_state = HeldState(optimizer)
         self._held_params = HeldParameters({b.task.name: b.origin for b in plan.bound.values()})
@@ -107,7 +101,7 @@ class StepDriver:
         self._lineup: Lineup = ()  # the variants of the next step
         self._shared_lineup: Lineup = ()  # the part of it whose tasks are shared with other ranks
         self._stepped: set[str] = set()  # tasks that have taken a step
-        self._transitional = {name for name, bound in plan.bound.items() if bound.kind.transitional}
+        self._passing = {name for name, bound in plan.bound.items() if bound.kind.transitional}
         self._met: set[Lineup] = set()  # shared lineups that all ranks have agreed on
 
     @property
@@ -127,10 +121,9 @@ class StepDriver:
         Raises:
             CanzonaError: the state or a gradient does not fit its parameter.
         """
-        for param in (b.origin for b in self.plan.bound.values()) if self._habits.aliases else ():
-            self.capture.given.note(param, self.optimizer.state.get(param))  # which a plain step may have left
+        self.gradients.note_held()
         self.store.adopt()
-        self._take_params()
+        self.gradients.read()
         self._next = self._agreed = self._participants()
         has = dict.fromkeys(self._next.ready, "a gradient") | dict.fromkeys(self._next.fresh, "a first gradient")
         return {
@@ -149,9 +142,9 @@ class StepDriver:
         Raises:
             CanzonaError: a gradient has attributes or is missing where it is needed, or state fits no resident task.
         """
-        self._check_gradients()
-        self._check_presence()
-        self._cells.begin(self._habits.needs_gradients)
+        self.gradients.check()
+        self.gradients.check_presence(self._next.ready)
+        self._cells.begin(self.gradients.habits.needs_gradients)
 
     def choose_variants(self) -> None:
         """Ask which variants the tasks take on the first step of the plan.
@@ -177,7 +170,7 @@ class StepDriver:
             return StepChange.replan("the parameters changed")
         if self._held_params.replaced():
             return StepChange.replan("the memory or the attributes of parameters were replaced")
-        if self._transitional & self._stepped:
+        if self._passing & self._stepped:
             return StepChange.replan("the state of parameters has another form now")
         if self.capture.notice():
             return StepChange.replan("with its attributes of now the optimizer runs in another way")
@@ -187,10 +180,10 @@ class StepDriver:
             self.forget_programs()
         elif self._held_state.grown():
             return StepChange.replan("the state of parameters has new entries")
-        self._take_params()
-        self._check_gradients()
+        self.gradients.read()
+        self.gradients.check()
         self._next = self._participants()
-        self._check_presence()
+        self.gradients.check_presence(self._next.ready)
         try:
             self._consult(self._next.ready)
         except Untraceable as reason:
@@ -202,58 +195,9 @@ class StepDriver:
         params = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         return params == list(map(id, self.plan.params))
 
-    def _take_params(self) -> None:
-        """Give what stands for parameters their current values and gradients; may raise InvalidGradient."""
-        for stand_in, expected in self._stand_ins.items():
-            if stand_in.fragment.grad is not None:
-                check_gradient(stand_in.fragment, stand_in.name, expected)
-            stand_in.take()
-        for fused, expected in self._fused.items():
-            whole = fused.division.whole
-            if whole.grad is not None:
-                check_gradient(whole, fused.division.name, expected)
-            fused.take()
-
-    def _check_gradients(self) -> None:
-        """Raise InvalidGradient if the plan was not made for one of the gradients."""
-        for name, bound in self.plan.bound.items():
-            param, grad = bound.param, bound.param.grad
-            if grad is None:
-                continue
-            check_attributes(grad, name, self._habits.asks_layout)
-            own = grad._local_tensor if isinstance(grad, DTensor) else grad
-            part = param._local_tensor if isinstance(param, DTensor) else param
-            expected = bound.kind.grad_dtype
-            if own.shape != part.shape or own.dtype != expected or own.layout is not torch.strided:
-                check_gradient(param, name, expected)
-                raise InvalidGradient("the gradient does not fit its parameter", at=name)
-
-    def _check_presence(self) -> None:
-        """Raise InvalidGradient if a gradient is missing, or a parameter frozen, and the optimizer would notice."""
-        habits, bound = self._habits, self.plan.bound
-        if habits.aliases:
-            self.capture.given.check({n: bound[n].origin for n in self._next.ready}, habits.aliases)
-        if all(b.param.grad is None for b in bound.values()):
-            check_main_gradients({name: b.origin for name, b in bound.items()})
-        if habits.needs_gradients and (bare := [n for n, b in bound.items() if b.param.grad is None]):
-            raise InvalidGradient(
-                f"{plain_class(self.optimizer).__name__}.step changes, or fails at, parameters that have no gradient",
-                at=some(bare),
-                hint='give every parameter a gradient, or wrap with missing_grads="zero" if zeros are meant',
-            )
-        if habits.asks_frozen and (
-            frozen := [n for n, b in bound.items() if b.param.grad is not None and not b.origin.requires_grad]
-        ):
-            raise InvalidGradient(
-                f"{plain_class(self.optimizer).__name__}.step asks whether a parameter requires a gradient; this one "
-                "does not, and has one",
-                at=some(frozen),
-                hint="set its gradient to None",
-            )
-
     def _participants(self) -> Participants:
         """Find the tasks that have gradients now."""
-        present = [name for name, param in self.store.params.items() if param.grad is not None]
+        present = [name for name in self.store.params if name in self.gradients.found]
         fresh = tuple(n for n in present if n not in self.store.initialised and self._has_first_step(n))
         waiting = set(fresh)
         return Participants(tuple(n for n in present if n not in waiting), fresh)
@@ -268,7 +212,7 @@ class StepDriver:
 
     def _consult(self, ready: Names) -> None:
         """Ask which variants these tasks take on this step; may raise Untraceable."""
-        self.cohorts.consult(ready)
+        self.cohorts.consult(ready, self.gradients.found)
         lineup = self._lineup = self.cohorts.lineup
         common = ((name, label, tuple(n for n in names if n in self._shared)) for name, label, names in lineup)
         self._shared_lineup = tuple(part for part in common if part[2])
@@ -323,20 +267,17 @@ class StepDriver:
         if fresh:
             self._first_steps(fresh)
         with during(self.clock, "local"):
-            self._elementwise.step()
+            self._step_locally()
         if self.capture.counts:
             self._shadow.count()
         self._cells.count()
         if fresh or not self._stepped:
             self._held_state.hold({n: self.store.params[n] for n in self.store.initialised if self._compiled(n)})
         self._stepped = set(self.store.initialised)
-        if self._habits.drops_gradients:
-            for bound in self.plan.bound.values():  # as the optimizer's step does after its updates
-                bound.param.grad = bound.origin.grad = None
-        elif self._habits.writes_gradients:
+        habits = self.gradients.habits
+        if habits.writes_gradients and not habits.drops_gradients:
             self._held_params.use_gradients((*ready, *fresh))
-        for param in (self.plan.bound[n].origin for n in (*ready, *fresh)) if self._habits.aliases else ():
-            self.capture.given.note(param, param.grad)
+        self.gradients.drop((*ready, *fresh))
         if not fresh and self.last is not None:
             return False
         with contextlib.suppress(Untraceable):  # the next step will make a new plan then
@@ -352,11 +293,8 @@ class StepDriver:
         self.store.interpreted(stateful)
 
     def end_step(self) -> None:
-        """Write pieces that are copies back to their fused parameters, and drop all gradients that were lent."""
-        for fused in self._fused:
-            fused.give_back()
-        for stand_in in self._stand_ins:
-            stand_in.give_back()
+        """Let go of the gradients of this step, and of what views hold as copies."""
+        self.gradients.forget()
 
     def _program(self, names: Names) -> BoundProgram:
         """Return the program in which these tasks take the chosen variants; make it if it is new."""
@@ -369,6 +307,25 @@ class StepDriver:
             program = self._maker.of_first_steps(fresh)
             self.first_buffers = max(self.first_buffers, sum(program.executor.program.slots))
             self._run(program)
+
+    def _step_locally(self) -> None:
+        """Run the optimizer's own step for the parameters whose update is elementwise, each rank on its own fragments.
+
+        The optimizer sees DTensors as DTensors and not as plain fragments, because its code may read the parameter's
+        shape.
+        """
+        present = [b for b in self.plan.elementwise if b.task.name in self.gradients.found]
+        if not present:
+            return
+        state = self.optimizer.state
+        twin = make_twin(self.optimizer, {}, [], {b.param: state[b.param] for b in present if b.param in state})
+        groups = sorted({b.param_group for b in present})
+        twin.param_groups = [
+            {**self.optimizer.param_groups[g], "params": [b.param for b in present if b.param_group == g]}
+            for g in groups
+        ]
+        step_plainly(twin)
+        state.update({b.param: twin.state[b.param] for b in present if b.param in twin.state})
 
     def _run(self, program: BoundProgram) -> None:
         if self.clock is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.variant import Scalars, Untraceable
 from canzona_compile.progress.interrupts import uninterrupted
-from canzona_compile.session.bind import BoundParam
+from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import Plan
 
 Names = tuple[str, ...]
@@ -77,11 +77,12 @@ class VariantSelection:
         self._scalars: dict[tuple[str, int], Scalars] = {}
 
     @uninterrupted
-    def consult(self, tasks: Sequence[str]) -> None:
+    def consult(self, tasks: Sequence[str], present: Container[str]) -> None:
         """Find the cohorts of this step.
 
         Args:
             tasks: the names of the tasks that take part.
+            present: the names of all parameters that have gradients.
 
         Raises:
             Untraceable: some code takes a path that this plan does not know.
@@ -99,7 +100,7 @@ class VariantSelection:
                 self._scalars[path.template, label] = path.scalars
                 names = tuple(b.task.name for b in own)
                 self.current.append(Cohort(kind, names, path.template, label, path.scalars, path.counters))
-        for (_, group, counters), members in self._alike(self._elementwise()).items():
+        for (_, group, counters), members in self._alike(self._elementwise(present)).items():
             self._ask(members[0].kind, group, counters)
 
     @property
@@ -133,10 +134,10 @@ class VariantSelection:
         state = self.optimizer.state[bound.param]
         return tuple(read(state, kind.paths[name]) for name in kind.python_state)
 
-    def _elementwise(self) -> list[BoundParam]:
+    def _elementwise(self, present: Container[str]) -> list[BoundParam]:
         """The parameters that the optimizer's own step updates. Their code may later do more than elementwise work."""
-        present = [b for b in self.plan.elementwise if b.param.grad is not None]
-        return [b for b in present if self.optimizer.state.get(b.param) or not b.kind.state]
+        own = [b for b in self.plan.elementwise if b.task.name in present]
+        return [b for b in own if self.optimizer.state.get(b.param) or not b.kind.state]
 
     def _paths(
         self, kind: ParamKind, group: int, counters: tuple[Any, ...], members: Sequence[BoundParam]

@@ -239,7 +239,7 @@ def has_a_step_that_fails(own: Trainee) -> None:
     own.backward(1)
     if own.rank == 1:
         driver = own.optimizers[0].canzona.session.driver
-        driver._elementwise.step = fail
+        driver._step_locally = fail
     own.step()
 
 

@@ -26,8 +26,7 @@ from canzona_compile.runtime.executor import Executor, Sources
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.waiter import Waiter
 from canzona_compile.session import make_program, plan, state, step_driver
-from canzona_compile.session.make_program import ProgramMaker
-from canzona_compile.session.program_cache import BoundProgram
+from canzona_compile.session.program_cache import BoundProgram, ProgramMaker
 from canzona_compile.session.session import Session
 from canzona_compile.session.variant_selection import Names
 from tests.fake_cuda.cuda_names import cuda_replaced

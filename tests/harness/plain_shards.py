@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.harness.traps.aliases import LastGradientElementwise
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -160,6 +161,7 @@ MAKERS: dict[str, Callable[[Named], list[Optimizer]]] = {
     "soap": lambda m: [SOAP(matrices(m), lr=1e-2, every=3), AdamW(vectors(m), lr=1e-2)],
     "interpreted": lambda m: [Weighing(matrices(m), lr=1e-2), AdamW(vectors(m), lr=1e-2)],
     "adamw": lambda m: [AdamW(m, lr=1e-2)],
+    "holds gradients": lambda m: [LastGradientElementwise(m, lr=1e-2)],
 }
 
 

@@ -106,6 +106,12 @@ def test_two_tensor_parallel_ranks(make: str, how: str, cuts: tuple[int, int]) -
     on_ranks(make, how, (2,), cuts, restored=True, strategy="owner")
 
 
+@pytest.mark.ranks
+def test_an_optimizer_that_holds_on_to_gradients() -> None:
+    """It has the DTensor that was its gradient on one step, which must not be that of the next."""
+    on_ranks("holds gradients", "patterns", (2,), EVEN)
+
+
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(("make", "cuts"), [("muon", UNEVEN), full("soap", EVEN)])

@@ -57,6 +57,23 @@ def test_a_model_without_the_parameter() -> None:
         canzona_compile.wrap(Muon([nn.Parameter(torch.ones(4, 4))]), model=nn.Linear(2, 2))
 
 
+def test_a_step_that_is_refused_leaves_what_users_wrote_meanwhile() -> None:
+    """Pieces that are copies are written back after a step has read the parameter, and not before."""
+    fused, other = (nn.Parameter(torch.randn(8, 4)) for _ in range(2))
+    split = {"fused": Split({"q": 4, "k": 4}, interleaved=2)}
+    optimizer = canzona_compile.wrap(Muon([("fused", fused), ("other", other)]), split=split)
+    for _ in range(2):
+        fused.grad, other.grad = torch.ones(8, 4), torch.ones(8, 4)
+        optimizer.step()
+    with torch.no_grad():
+        fused.mul_(2)
+    before = fused.detach().clone()
+    optimizer.state[other]["momentum_buffer"] = torch.zeros(8, 4)
+    with pytest.raises(CanzonaError, match="tensors of its state were replaced"):
+        optimizer.step()
+    assert torch.equal(fused, before)
+
+
 def scattered() -> str:
     both = Both("muon", SPLITS["any order"], Case("fsdp", (2,)))
     with pytest.raises(CanzonaError) as error:

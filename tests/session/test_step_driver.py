@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from canzona_compile.errors import InvalidGradient
-from canzona_compile.session.change import ChangeKind, StepChange
+from canzona_compile.session.compared import ChangeKind, StepChange
 from canzona_compile.session.step_driver import StepDriver
 from tests.harness import toy_optimizers as toys
 from tests.harness.pairs import Pair, feed, params_of

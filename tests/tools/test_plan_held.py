@@ -16,7 +16,7 @@ from canzona_compile import optimizers
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_name, canonical_names
 from canzona_compile.machine.hardware import Machine, named_hardware
-from canzona_compile.session.param_names import named_params
+from canzona_compile.session.params import named_params
 from canzona_compile.tools.planning.held import held_by
 from canzona_compile.tools.planning.offline import optimizer_named
 from canzona_compile.tools.planning.plan import model_of

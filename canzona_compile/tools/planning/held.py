@@ -12,7 +12,7 @@ from canzona_compile.chains.chain import Chain
 from canzona_compile.choice.choose import hidden_matrices
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.session.param_names import named_params
+from canzona_compile.session.params import named_params
 from canzona_compile.tools.planning.weights import Model, from_module
 
 

@@ -20,7 +20,7 @@ from canzona_compile.api.wrapped_class import is_wrapped
 from canzona_compile.capture.twin import check_step_signature
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.canonical_names import canonical_params
-from canzona_compile.session.param_names import named_params
+from canzona_compile.session.params import named_params
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
 
 Loss = Callable[[nn.Module, int], Tensor]

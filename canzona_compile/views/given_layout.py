@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
+from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.layout import cutting_order
 from canzona_compile.ir.sharding import Sharding, shard_dim
 from canzona_compile.options import GivenLayout
+from canzona_compile.split import check_patterns
 
 WHERE = "wrap(..., layout=)"
 Named = Sequence[tuple[str, int, Tensor]]  # name, index of the parameter group, parameter
@@ -194,13 +195,7 @@ def nonsense(name: str, told: object) -> CanzonaError:
 
 def check_layout_patterns(given: GivenLayout | None, names: Sequence[str]) -> None:
     """Raise CanzonaError if a pattern of `layout=` matches no parameter name."""
-    for pattern, _ in () if given is None else given.patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise CanzonaError(
-                f"{pattern!r} fits no parameter; there are {some(names)}",
-                at=WHERE,
-                hint="names are those of `param_names` in the groups, or of wrap(..., model=)",
-            )
+    check_patterns(() if given is None else given.patterns, names, WHERE)
 
 
 def check_marked(given: GivenLayout | None, params: Iterable[Tensor]) -> None:

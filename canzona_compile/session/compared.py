@@ -1,9 +1,12 @@
-"""The numbers that a step reads beside tensors, as text: what ranks that share tasks must agree on."""
+"""What ranks that share tasks compare before a step: what changed, and the numbers that it reads beside tensors."""
 
 from __future__ import annotations
 
+import enum
+import logging
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +18,34 @@ from canzona_compile.session.variant_selection import Cohort
 
 Ranks = tuple[int, ...]
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+log = logging.getLogger(__name__)
+
+
+class ChangeKind(enum.Enum):
+    """What a change requires before the step can run."""
+
+    REPLAN = enum.auto()  # it requires a new plan
+    PRESENCE = enum.auto()  # it requires a program for other tasks
+    VARIANTS = enum.auto()  # it requires a program for other variants
+
+
+@dataclass(frozen=True, slots=True)
+class StepChange:
+    """A change that ranks compare before they go on.
+
+    Attributes:
+        kind: what the change requires.
+        text: what changed. Ranks compare it, and errors show it. Ranks that saw the same change have the same text.
+    """
+
+    kind: ChangeKind
+    text: str
+
+    @classmethod
+    def replan(cls, reason: str) -> StepChange:
+        """Make the change that requires a new plan, for this reason."""
+        log.info("a new plan: %s", reason)
+        return cls(ChangeKind.REPLAN, f"re-plan: {reason}")
 
 
 class SharedNumbers:

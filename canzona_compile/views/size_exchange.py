@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from canzona_compile.capture.error_origin import first_line
 from canzona_compile.errors import CanzonaError, RankMismatch, UnsupportedLayout
 from canzona_compile.ir.layout import MeshCoordinate, Shape
 from canzona_compile.ir.sharding import Sharding, Tiling
-from canzona_compile.session.given_layout import Shardings, mesh_key
+from canzona_compile.options import GivenLayout
+from canzona_compile.views.fragment import FragmentView
+from canzona_compile.views.given_layout import Named, Shardings, mesh_key, shardings_of
 
 ALIKE = "give every rank the same layout= for the same parameters, under the same names"
 GridRows = tuple[tuple[int, ...], ...]
@@ -34,6 +37,53 @@ class FragmentEntry(NamedTuple):
     size: Shape
     how: str
     refusal: str
+
+
+class KnownFragments(NamedTuple):
+    """What all ranks together know of the plain parameters that are fragments.
+
+    Attributes:
+        views: the views that show them, by name.
+        refused: the parameters that this rank or another one refuses, by name.
+        rows: by the rows of a grid of one replica, those of all replicas.
+    """
+
+    views: dict[str, FragmentView]
+    refused: dict[str, CanzonaError]
+    rows: dict[GridRows, GridRows]
+
+
+def exchange_fragments(
+    named: Named, given: GivenLayout | None, replicate: dist.ProcessGroup | None, rank: int
+) -> KnownFragments:
+    """Make the views of all plain parameters that are fragments. This is a collective if there are any.
+
+    What is wrong with a parameter is not raised here, because other ranks wait for this rank's part of the exchange.
+
+    Args:
+        named: the parameters with their names.
+        given: what `layout=` says.
+        replicate: the process group of `replicate=`; None without it.
+        rank: this rank, global.
+    """
+    known = shardings_of(named, given)
+    params = {name: param for name, _, param in named}
+    replicas = () if replicate is None else tuple(dist.get_process_group_ranks(replicate))
+    for name, sharding in known.by_name.items():
+        if error := refused_together(sharding, replicas, rank):
+            known.refused[name] = type(error)(error.problem, at=name, hint=error.hint)
+    tilings = exchange_sizes(known, params)
+    found = KnownFragments({}, known.refused, {})
+    if replicate is not None and given is not None:
+        found.rows.update(exchange_rows(tilings, found.refused, replicate, rank))
+    for name, tiling in tilings.items():
+        if name in found.refused:
+            continue
+        try:
+            found.views[name] = FragmentView(name, params[name], tiling, tiling.box(rank))
+        except Exception as error:  # others may wait for a further exchange
+            found.refused[name] = CanzonaError(f"its fragments cannot be put together: {first_line(error)}", at=name)
+    return found
 
 
 def exchange_sizes(own: Shardings, params: Mapping[str, Tensor]) -> dict[str, Tiling]:

@@ -17,17 +17,7 @@ from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.eager_parity import needs_whole_matrix
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.compat.torch_private import pytree
-from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.step import Template
-
-
-def numbers_of_entries(layout: Layout) -> list[int]:
-    """Return how many entries of a stack ranks hold, each number once, ascending.
-
-    Args:
-        layout: the layout of the whole stack.
-    """
-    return sorted({box.size[0] for box in layout.boxes})
 
 
 def cut_along_experts(param: Tensor) -> bool:

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from canzona_compile.capture.contents import inner_tensors
 from canzona_compile.capture.error_origin import first_line
 from canzona_compile.errors import CanzonaError, some
-from canzona_compile.ir.layout import Layout
-from canzona_compile.ir.step import Leaf, Task
+from canzona_compile.ir.layout import Layout, Shape
+from canzona_compile.ir.step import Task
 from canzona_compile.runtime.process_groups import Groups
 
 
-def whole_leaf(task: Task, leaf: Leaf, value: Tensor, groups: Groups, rank: int) -> Tensor:
+def whole_leaf(task: Task, leaf: str, value: Tensor, groups: Groups, rank: int, shape: Shape | None = None) -> Tensor:
     """Gather the whole tensor of a leaf from portable state, on every rank of this rank's replica.
 
     This is a collective if the leaf is a DTensor and the replica has several ranks. A class that is made of several
@@ -27,25 +27,27 @@ def whole_leaf(task: Task, leaf: Leaf, value: Tensor, groups: Groups, rank: int)
 
     Args:
         task: the task whose state it belongs to; its layout says where the fragments lie.
-        leaf: its name and whole shape.
+        leaf: its name.
         value: the leaf, whole or as this rank's fragment.
         groups: finds process groups by their ranks.
         rank: this rank, global.
+        shape: of the whole tensor; None for that of `value`.
 
     Raises:
-        CanzonaError: a whole leaf has another shape than `leaf` says, or its class cannot put its fragments together.
+        CanzonaError: a whole leaf has another shape, or its class cannot put its fragments together.
     """
+    shape = tuple(value.shape) if shape is None else shape
     if not isinstance(value, DTensor):
-        if tuple(value.shape) != leaf.shape:
-            raise CanzonaError(f"state {leaf.name!r} is {list(value.shape)}, expected {list(leaf.shape)}", at=task.name)
+        if tuple(value.shape) != shape:
+            raise CanzonaError(f"state {leaf!r} is {list(value.shape)}, expected {list(shape)}", at=task.name)
         return value
     grid, layout = task.layout.grid, task.layout
     r, _ = grid.find(rank)
     peers = grid.shard_peers(r)
     local = value._local_tensor.contiguous()
     if len(peers) == 1:
-        return local.reshape(leaf.shape)
-    boxes = [layout.boxes[s].of(leaf.shape) for s in peers]
+        return local.reshape(shape)
+    boxes = [layout.boxes[s].of(shape) for s in peers]
     if inner_tensors(local):
         return put_together(value, leaf, task)
     group = groups.of(tuple(grid.ranks[r][s] for s in peers))
@@ -53,20 +55,20 @@ def whole_leaf(task: Task, leaf: Leaf, value: Tensor, groups: Groups, rank: int)
     sent = local.flatten().repeat(len(peers))
     sizes = [b.numel for b in boxes]
     dist.all_to_all_single(received, sent, sizes, [local.numel()] * len(peers), group=group)
-    whole = torch.empty(leaf.shape, dtype=local.dtype, device=local.device)
+    whole = torch.empty(shape, dtype=local.dtype, device=local.device)
     for box, part in zip(boxes, received.split(sizes), strict=True):
         whole[box.slices()] = part.view(box.size)
     return whole
 
 
-def put_together(value: DTensor, leaf: Leaf, task: Task) -> Tensor:
+def put_together(value: DTensor, leaf: str, task: Task) -> Tensor:
     """Gather a leaf whose fragments are made of several tensors."""
     try:
         whole = value.full_tensor()
         for name in inner_tensors(whole):
             setattr(whole, name, getattr(whole, name).clone())  # what it holds waits for its collective, then is plain
     except Exception as error:  # whatever the class raises, on all ranks alike, as they hold equal shapes
-        raise apart(leaf.name, value, first_line(error), task.name) from error
+        raise apart(leaf, value, first_line(error), task.name) from error
     return whole
 
 

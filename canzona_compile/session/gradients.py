@@ -1,0 +1,117 @@
+"""The gradients of one step: read once from their parameters, checked, and handed on to all that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from canzona_compile.capture.rehearsal import Rehearsal
+from canzona_compile.capture.templates import Capture
+from canzona_compile.capture.twin import plain_class
+from canzona_compile.errors import InvalidGradient, some
+from canzona_compile.session.params import check_attributes, check_gradient, check_main_gradients
+from canzona_compile.session.plan import Plan
+
+
+class StepGradients:
+    """The gradients that the next step of a plan takes.
+
+    Args:
+        capture: the captured code of the optimizer.
+        plan: the plan.
+
+    Attributes:
+        found: by task, the gradient of its parameter; tasks without one are left out.
+        habits: what the optimizer does to gradients besides reading them.
+    """
+
+    def __init__(self, capture: Capture, plan: Plan) -> None:
+        self.capture, self.plan = capture, plan
+        self.habits: Rehearsal = capture.rehearse()
+        self.found: dict[str, Tensor] = {}
+        self._views = {view: b.kind.grad_dtype for b in plan.bound.values() for view in b.views}
+        for view in self._views:
+            view.reuses = not self.habits.aliases
+        self._params = {name: b.param for name, b in plan.bound.items()}
+
+    # -- before a step -------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Read the gradients that parameters have now, and give views theirs, with the values of now.
+
+        Raises:
+            InvalidGradient: a gradient does not fit the parameter that a view shows.
+        """
+        for view, expected in self._views.items():
+            if view.source.grad is not None:
+                check_gradient(view.source, view.name, expected)
+            view.take()
+        self.found = {name: grad for name, param in self._params.items() if (grad := param.grad) is not None}
+
+    def check(self) -> None:
+        """Raise InvalidGradient if the plan was not made for one of the gradients."""
+        asked, bound = self.habits.asks_layout, self.plan.bound
+        for name, grad in self.found.items():
+            param, expected = self._params[name], bound[name].kind.grad_dtype
+            if asked or vars(grad):
+                check_attributes(grad, name, asked)
+            own = grad._local_tensor if isinstance(grad, DTensor) else grad
+            part = param._local_tensor if isinstance(param, DTensor) else param
+            if own.shape != part.shape or own.dtype != expected or own.layout is not torch.strided:
+                check_gradient(param, name, expected)
+                raise InvalidGradient("the gradient does not fit its parameter", at=name)
+
+    def check_presence(self, ready: Iterable[str]) -> None:
+        """Raise InvalidGradient if the optimizer would notice that a gradient is missing, or a parameter frozen.
+
+        Args:
+            ready: the tasks with gradients that have taken their first step.
+        """
+        habits, bound = self.habits, self.plan.bound
+        if habits.aliases:
+            self.capture.given.check({n: bound[n].origin for n in ready}, habits.aliases)
+        if not self.found:
+            check_main_gradients({name: b.origin for name, b in bound.items()})
+        if habits.needs_gradients and (bare := [name for name in bound if name not in self.found]):
+            raise InvalidGradient(
+                f"{plain_class(self.capture.optimizer).__name__}.step changes, or fails at, parameters that have no "
+                "gradient",
+                at=some(bare),
+                hint='give every parameter a gradient, or wrap with missing_grads="zero" if zeros are meant',
+            )
+        if habits.asks_frozen and (frozen := [n for n in self.found if not bound[n].origin.requires_grad]):
+            raise InvalidGradient(
+                f"{plain_class(self.capture.optimizer).__name__}.step asks whether a parameter requires a gradient; "
+                "this one does not, and has one",
+                at=some(frozen),
+                hint="set its gradient to None",
+            )
+
+    def note_held(self) -> None:
+        """Note the tensors of the state that a plain step may have left: the optimizer may hold gradients there."""
+        for bound in self.plan.bound.values() if self.habits.aliases else ():
+            self.capture.given.note(bound.origin, self.capture.optimizer.state.get(bound.origin))
+
+    # -- after a step --------------------------------------------------------------------------------
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Do to the gradients of all parameters what the optimizer's step does after its updates.
+
+        Args:
+            names: the tasks that stepped.
+        """
+        if self.habits.drops_gradients:
+            self.found = {}
+            for bound in self.plan.bound.values():
+                bound.param.grad = bound.origin.grad = None
+        for bound in (self.plan.bound[n] for n in names) if self.habits.aliases else ():
+            self.capture.given.note(bound.origin, bound.origin.grad)
+
+    def forget(self) -> None:
+        """Let go of all gradients, and write what views hold as copies back to their parameters."""
+        self.found = {}
+        for view in reversed(self._views):
+            view.give_back()

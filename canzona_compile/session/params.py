@@ -1,0 +1,279 @@
+"""The parameters of an optimizer: their names, and what is wrong with them or with their gradients."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from canzona_compile.capture.asked import lies_otherwise
+from canzona_compile.compat.torch_private import is_flattened, is_non_overlapping_and_dense_or_false
+from canzona_compile.errors import (
+    CanzonaError,
+    EveryRankComputes,
+    InvalidGradient,
+    UnsupportedLayout,
+    UnsupportedOptimizer,
+    some,
+)
+from canzona_compile.ir.canonical_names import DDP, canonical_name, canonical_names
+from canzona_compile.ir.layout import local_part
+from canzona_compile.ir.step import Step
+
+Module = TypeVar("Module", bound=nn.Module)
+Named = Sequence[tuple[str, int, Tensor]]  # name, index of the parameter group, parameter
+
+
+def named_params(
+    optimizer: Optimizer, names: Sequence[Sequence[str]] = (), prefix: str = ""
+) -> list[tuple[str, int, Tensor]]:
+    """Name every parameter of an optimizer, with unique names that are the same whatever wraps the model's modules.
+
+    Args:
+        optimizer: the optimizer.
+        names: the canonical names that the model gives to the parameters of each group, for groups without
+            `param_names`; empty if the model is not known.
+        prefix: begins the names of parameters that nobody named. It tells the optimizers of a chain apart.
+
+    Returns:
+        For each parameter its name, the index of its parameter group, and the parameter.
+    """
+    own = [list(map(str, group.get("param_names") or ())) for group in optimizer.param_groups]
+    if not names:  # else the model tells whether DDP gave them a prefix
+        plain = iter(canonical_names(name for group_names in own for name in group_names))
+        own = [[next(plain) for _ in group_names] for group_names in own]
+    found = []
+    for g, group in enumerate(optimizer.param_groups):
+        given = names[g] if g < len(names) else ()
+        for i, param in enumerate(group["params"]):
+            name = given[i] if i < len(given) else ""
+            if i < len(own[g]) and (said := canonical_name(own[g][i])) != DDP + name:
+                name = said
+            found.append((printable(name) if name else f"{prefix}group{g}.param{i}", g, param))
+    counts: dict[str, int] = {}
+    unique = []
+    for name, g, p in found:
+        counts[name] = counts.get(name, 0) + 1
+        unique.append((name if counts[name] == 1 else f"{name}#{counts[name]}", g, p))
+    return unique
+
+
+def printable(name: str) -> str:
+    """Escape what a terminal would obey."""
+    return name if name.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+
+
+# -- before a plan ---------------------------------------------------------------------------------
+
+
+def check_params(named: Named, refused: dict[str, CanzonaError] | None = None) -> None:
+    """Refuse parameters whose steps would train nothing, that are no matrices any more, or whose gradients do not fit.
+
+    Args:
+        named: the parameters of the optimizer.
+        refused: gets the errors of single parameters, by name, and nothing is raised for them.
+
+    Raises:
+        CanzonaError: parameters have no values, are flattened, or were replaced in the model.
+        InvalidGradient: a gradient is none that a step can take.
+    """
+    for name, _, param in named:
+        try:
+            check_usable(name, param)
+            if param.grad is not None:
+                check_gradient(param, name, param.grad.dtype)
+        except CanzonaError as error:
+            if refused is None:
+                raise
+            refused[name] = error
+    check_in_use(named)
+
+
+def check_usable(name: str, param: Tensor) -> None:
+    """Raise CanzonaError for a parameter that has no values, or that FSDP1 has flattened."""
+    if param.is_meta:
+        raise CanzonaError(
+            "the parameter is on the meta device, which holds no values",
+            at=name,
+            hint="call model.to_empty(device=...), initialize the weights, and make the optimizer from the parameters "
+            "that the model has then",
+        )
+    if is_flattened(param):
+        raise UnsupportedLayout(
+            "FSDP1 has flattened the parameter, so a rank no longer knows which matrix its elements are of",
+            at=name,
+            hint="shard the model by torch.distributed.fsdp.fully_shard (FSDP2), and make the optimizer after it",
+        )
+
+
+def check_in_use(named: Named) -> None:
+    """Raise if a model has replaced the parameters by DTensors.
+
+    That is so if none of them has a gradient, no module has one of them, and modules have DTensors of all their shapes.
+    Looking for modules takes a moment, and happens only where no parameter has a gradient at the first step.
+
+    Args:
+        named: the parameters of the optimizer.
+
+    Raises:
+        CanzonaError: the parameters were replaced by DTensors.
+    """
+    if not named or any(param.grad is not None or isinstance(param, DTensor) for _, _, param in named):
+        return
+    modules = (vars(module).get("_parameters") or {} for module in live(nn.Module))
+    held = {id(param): param for own in modules for param in own.values()}
+    sharded = {param.shape for param in held.values() if isinstance(param, DTensor)}
+    if any(id(param) in held or param.shape not in sharded for _, _, param in named):
+        return
+    raise CanzonaError(
+        "no parameter has a gradient, and no module has any of them, while modules have DTensors of their shapes: the "
+        "model was sharded after its optimizer was made, so steps would train nothing",
+        at=some(name for name, _, _ in named),
+        hint="call fully_shard(model) or parallelize_module(model) first, then make the optimizer from "
+        "model.parameters(), and wrap it",
+    )
+
+
+def notice_data_parallel(owned: Step, params: Sequence[Tensor]) -> None:
+    """Warn, on rank 0, of parameters under DDP that each rank would update by itself for want of `replicate=`.
+
+    Args:
+        owned: the step with owner ranks.
+        params: the parameters of the optimizer.
+    """
+    if dist.get_rank() or not any(t.layout.grid.size == 1 and t.layout.placements == "local" for t in owned.tasks):
+        return
+    own = {id(param) for param in params}
+    if any(id(param) in own for model in live(DistributedDataParallel) for param in model.parameters()):
+        warnings.warn(
+            EveryRankComputes(
+                "The parameters are those of a model under DistributedDataParallel, and every rank computes all of "
+                "their updates. To share the work: canzona_compile.wrap(optimizer, "
+                "replicate=torch.distributed.group.WORLD), or the mesh or process group that DDP was given."
+            ),
+            stacklevel=2,
+        )
+
+
+def live(kind: type[Module]) -> Iterator[Module]:
+    """The modules of a kind that are in memory."""
+    return (module for module in gc.get_objects() if issubclass(type(module), kind))
+
+
+def check_disjoint(named: Named) -> None:
+    """Raise if parameters overlap in memory.
+
+    Args:
+        named: the name, the parameter group and the tensor of each parameter.
+
+    Raises:
+        UnsupportedOptimizer: two parameters overlap. The plain optimizer updates one after the other, a plan both at
+            once.
+    """
+    found: list[tuple[int, int, str]] = []
+    for name, _, param in named:
+        own = local_part(param)
+        size = own.numel() * own.itemsize
+        held = size and own.device.type != "meta" and own.untyped_storage().size()
+        if held and is_non_overlapping_and_dense_or_false(own):
+            found.append((own.data_ptr(), own.data_ptr() + size, name))
+    found.sort()
+    for (_, end, first), (start, _, second) in itertools.pairwise(found):
+        if start < end:
+            raise UnsupportedOptimizer(
+                f"it shares memory with {first}",
+                at=second,
+                hint="pass one of the two, or one parameter that holds both",
+            )
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
+    """Refuse a gradient that cannot take part in this step.
+
+    Args:
+        param: a parameter with a gradient.
+        name: the name of the parameter, for the error.
+        expected: the dtype of the gradient that the plan was made for.
+
+    Raises:
+        InvalidGradient: the gradient is sparse or complex, has other placements than its parameter, or has another
+            shape or dtype than planned.
+    """
+    grad = param.grad
+    assert grad is not None
+    if grad.layout is not torch.strided:
+        raise InvalidGradient(
+            f"the gradient is {grad.layout}, not dense",
+            at=name,
+            hint="use sparse=False in the embedding, or keep this parameter in another optimizer",
+        )
+    if grad.is_complex():
+        raise InvalidGradient("the gradient is complex", at=name)
+    if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
+        raise InvalidGradient(
+            f"the gradient is laid out as {getattr(grad, 'placements', 'a plain tensor')}, "
+            f"the parameter as {param.placements}",
+            at=name,
+            hint="redistribute the gradient to the parameter's placements before step()",
+        )
+    if local_part(grad).shape != local_part(param).shape:
+        raise InvalidGradient(
+            f"the gradient's fragment is {list(local_part(grad).shape)}, the parameter's "
+            f"{list(local_part(param).shape)}",
+            at=name,
+        )
+    if grad.dtype != expected:
+        raise InvalidGradient(f"the gradient is {grad.dtype}; the plan was made for {expected}", at=name)
+
+
+def check_attributes(grad: Tensor, name: str, asked: Collection[str] = ()) -> None:
+    """Refuse a gradient of which its owner gets a copy that is unlike it: contiguous, without users' attributes.
+
+    Args:
+        grad: the gradient.
+        name: the name of its parameter.
+        asked: what the optimizer asks about the layout of gradients in memory, see `LayoutQuestions`.
+
+    Raises:
+        InvalidGradient: it has attributes, or it is not contiguous and the optimizer asks that.
+    """
+    if asked and lies_otherwise(local_part(grad), asked):
+        raise InvalidGradient(
+            "the optimizer's step asks for the strides of gradients, or whether they are contiguous; this one is not, "
+            "and its owner gets a contiguous copy",
+            at=name,
+            hint="make gradients contiguous before step()",
+        )
+    own = [attribute for attribute in vars(grad) if not attribute.startswith("_")]
+    if own:
+        raise InvalidGradient(
+            f"the gradient has attributes that a step may read: {some(own)}",
+            at=name,
+            hint="keep what belongs to a parameter in attributes of the parameter",
+        )
+
+
+def check_main_gradients(params: Mapping[str, Tensor]) -> None:
+    """Raise if gradients are where no optimizer looks for them. Call this if no parameter has one.
+
+    Raises:
+        InvalidGradient: a framework keeps gradients in `main_grad`.
+    """
+    if found := [name for name, param in params.items() if isinstance(getattr(param, "main_grad", None), Tensor)]:
+        raise InvalidGradient(
+            "no parameter has a gradient; main_grad, which has one, is not read",
+            at=some(found),
+            hint="set param.grad = param.main_grad (in the dtype of the parameter) before step()",
+        )

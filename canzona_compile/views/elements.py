@@ -1,0 +1,60 @@
+"""Which elements of a fragment something consists of, and how to take them out and put them back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Elements:
+    """Some elements of a fragment, which is a tensor that one rank holds.
+
+    Attributes:
+        dim: the dimension that is cut; None if that is the flattened fragment, which must be contiguous then.
+        first: the first entry along it.
+        length: the number of entries along it.
+        entries: the entries as indices (int64); None if they are consecutive.
+    """
+
+    dim: int | None
+    first: int
+    length: int
+    entries: Tensor | None = None
+
+    @classmethod
+    def at(cls, dim: int, entries: Tensor, device: torch.device) -> Elements:
+        """The entries at these indices along a dim, of fragments on a device."""
+        first = int(entries[0]) if len(entries) else 0
+        consecutive = torch.equal(entries, torch.arange(first, first + len(entries), device="cpu"))
+        return cls(dim, first, len(entries), None if consecutive else entries.to(device))
+
+    def of(self, values: Tensor) -> Tensor:
+        """These elements of a fragment: as a view if that view is contiguous, else as a copy."""
+        line, dim = (values.view(-1), 0) if self.dim is None else (values, self.dim)
+        if self.entries is not None:
+            return line.index_select(dim, self.entries)
+        return line.narrow(dim, self.first, self.length).contiguous()
+
+    def put(self, values: Tensor, own: Tensor) -> None:
+        """Write these elements into a fragment, unless `own` is a view of that fragment.
+
+        Args:
+            values: the fragment.
+            own: the elements, in any shape.
+        """
+        if not own.numel() or shares_memory(own, values):
+            return
+        line, dim = (values.view(-1), 0) if self.dim is None else (values, self.dim)
+        own = own.reshape(*line.shape[:dim], self.length, *line.shape[dim + 1 :])
+        if self.entries is not None:
+            line.index_copy_(dim, self.entries, own)
+        else:
+            line.narrow(dim, self.first, self.length).copy_(own)
+
+
+def shares_memory(part: Tensor, whole: Tensor) -> bool:
+    """Tell whether two tensors have the same storage."""
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -1,0 +1,79 @@
+"""The logical matrices of a fused parameter, such as q, k and v of qkv; each is shown as a parameter of its own.
+
+In portable state, leaves that have the shape of their pieces are joined into one leaf with the shape of the fused
+parameter. All other leaves are kept once per piece, with keys such as "q.left" and "k.left".
+
+A piece of a DTensor is a DTensor of the piece's shape. Its fragments follow the layout of the piece, not its
+placements, so no DTensor operation may run on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from canzona_compile.capture.leaves import LeafPath, paths_of, read, structure_of, write
+from canzona_compile.ir.layout import Box, Layout
+from canzona_compile.split import Split, entries_in, part_of_layout, rows_of
+from canzona_compile.views.elements import Elements
+from canzona_compile.views.view import ParamView, State, ViewPart
+
+
+class PiecesView(ParamView):
+    """Shows a fused parameter as its pieces.
+
+    Args:
+        name: the name of the fused parameter.
+        source: the fused parameter.
+        split: how its rows divide into logical matrices.
+        box: the region of it that this rank holds.
+    """
+
+    def __init__(self, name: str, source: Tensor, split: Split, box: Box) -> None:
+        self.split = split
+        parts = []
+        for key, rows in rows_of(split).items():
+            shape = [*source.shape[: split.dim], len(rows), *source.shape[split.dim + 1 :]]
+            elements = Elements.at(split.dim, entries_in(box, rows, split.dim), source.device)
+            parts.append(ViewPart(f"{name}[{key}]", tuple(shape), elements, key))
+        super().__init__(name, source, parts, box)
+
+    def bare(self) -> PiecesView:
+        """The same view, which shows nothing and so holds no copies."""
+        return PiecesView(self.name, self.source, self.split, self.box)
+
+    def layout_of(self, part: ViewPart, layout: Layout) -> Layout:
+        """Derive the layout of a piece from that of the fused parameter."""
+        return part_of_layout(layout, rows_of(self.split)[part.key], self.split.dim)
+
+    def layout_of_entries(self, part: ViewPart, whole: Callable[[], Layout]) -> Callable[[], Layout] | None:
+        """Find the layout of a piece of some entries of a stack, from what finds that of the entries.
+
+        There is none if the entries are what is split: they belong to pieces by their place in the whole stack.
+        """
+        return (lambda: self.layout_of(part, whole())) if self.split.dim else None
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def key_in(self, path: LeafPath) -> str:
+        """The key of the piece that alone has a leaf of portable state; empty for a leaf of the fused parameter."""
+        key = str(path[0]).rpartition(".")[0]
+        return key if any(part.key == key for part in self.parts) else ""
+
+    def own_leaves(self, leaves: Mapping[str, LeafPath]) -> frozenset[str]:
+        """The leaves of portable state that some piece alone has."""
+        return frozenset(leaf for leaf, path in leaves.items() if self.key_in(path))
+
+    def _state_of(self, state: Mapping[str, Any], part: ViewPart) -> State:
+        common = {key: value for key, value in state.items() if not self.key_in((key,))}
+        made = super()._state_of(common, part)
+        for key, value in state.items():
+            if self.key_in((key,)) != part.key:
+                continue
+            own = {str(key)[len(part.key) + 1 :]: value}
+            for path in paths_of(own).values():  # an entry may have leaves of both sorts, with None for the others
+                if (leaf := read(own, path)) is not None or path[0] not in made:
+                    write(made, path, leaf, structure_of(own))
+        return made
