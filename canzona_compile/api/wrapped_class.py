@@ -18,9 +18,9 @@ from canzona_compile.api.handle import Canzona
 from canzona_compile.capture.attributes import TORCH_S_OWN
 from canzona_compile.capture.construction import atoms_of
 from canzona_compile.capture.leaves import keys_of, leaf_name, read
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.sharding_rules import state_after_a_step
 from canzona_compile.capture.twin import NOT_COPIED, check_step_signature, marks_of
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.compat.torch_private import outside_dynamo, pytree
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.options import Options

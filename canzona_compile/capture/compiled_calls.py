@@ -25,9 +25,8 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from canzona_compile.capture.graphs import RecordedGraph
-from canzona_compile.capture.raised import Note, Refused
+from canzona_compile.capture.raised import Note, Refused, Untraceable
 from canzona_compile.capture.recording import CallRecorder, RecordedCall, line_of, settings, storage_of, surroundings
-from canzona_compile.capture.variant import Untraceable
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall

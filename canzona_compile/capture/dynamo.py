@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from canzona_compile.capture.twin import as_written
 from canzona_compile.compat.matmul_precision import Kept, put_back, switches
 from canzona_compile.compat.torch_private import (
     LOGGER,
@@ -94,18 +95,6 @@ def outside_modes() -> Iterator[None]:
     finally:
         for mode in modes:
             TorchDispatchMode.__enter__(mode)
-
-
-@contextlib.contextmanager
-def as_written() -> Iterator[None]:
-    """Inside this context, for trials of an optimizer's code, what users compiled in it runs as they wrote it.
-
-    Compiled code remembers its calls: once a number differed from call to call, it is no constant of that code any
-    more, and the next compile of it rounds otherwise. A rehearsal, which changes all numbers, must not do that to the
-    real step.
-    """
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @contextlib.contextmanager

@@ -16,10 +16,10 @@ from torch import Tensor, fx
 
 from canzona_compile.capture.dynamo import as_recorder, compiled
 from canzona_compile.capture.no_collectives import NoCollectives
-from canzona_compile.capture.raised import Swallowed
+from canzona_compile.capture.raised import Swallowed, Untraceable
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.twin import plain_step
-from canzona_compile.capture.variant import Answer, Scalars, Untraceable, Variant
+from canzona_compile.capture.variant import Answer, Scalars, Variant
 from canzona_compile.compat.torch_private import FakeTensor, mark_static
 
 

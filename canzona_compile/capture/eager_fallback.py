@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.capture.leaves import state_leaves
-from canzona_compile.capture.variant import ParameterSpec
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.ir.program_ops import EagerTask
 from canzona_compile.ir.step import Leaf, Role, Template
 

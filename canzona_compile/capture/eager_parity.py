@@ -20,12 +20,11 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.compiled_calls import compiled_calls
 from canzona_compile.capture.copies import deep_copy
-from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.external_counters import give_counts
 from canzona_compile.capture.leaves import read, state_leaves, write
 from canzona_compile.capture.randomness import undisturbed
 from canzona_compile.capture.recorder import StepRecorder
-from canzona_compile.capture.twin import make_twin, plain_class, step_plainly
+from canzona_compile.capture.twin import as_written, make_twin, plain_class, step_plainly
 from canzona_compile.capture.variant import StepInputs
 from canzona_compile.compat.matmul_precision import matmul_precision
 from canzona_compile.ir.compiled_call import num_compiled_calls

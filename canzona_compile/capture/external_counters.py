@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.copies import with_own_containers
-from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.leaves import state_leaves
-from canzona_compile.capture.twin import hypers, odd_state, plain_class, step_plainly
+from canzona_compile.capture.twin import as_written, hypers, odd_state, plain_class, step_plainly
 from canzona_compile.errors import UnsupportedOptimizer
 
 Home = Literal["group", "self", "state"]

@@ -17,7 +17,6 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from canzona_compile.capture.error_origin import blamed, first_line
-from canzona_compile.capture.variant import Untraceable
 from canzona_compile.compat.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode
 from canzona_compile.errors import CanzonaError
 
@@ -31,6 +30,10 @@ FALLIBLE = {
     "linalg_lstsq",
     "cholesky",
 }
+
+
+class Untraceable(Exception):
+    """The step cannot be captured, and the message says why."""
 
 
 class Swallowed(Untraceable):

@@ -23,7 +23,6 @@ from canzona_compile.capture.cell import whole_copy
 from canzona_compile.capture.construction import Construction
 from canzona_compile.capture.contents import Contents, Walk
 from canzona_compile.capture.coupling import NamesByGroup, difference, where
-from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.external_counters import counts_of
 from canzona_compile.capture.fingerprints import Fingerprints
 from canzona_compile.capture.miniature import Chosen, Miniature
@@ -33,7 +32,7 @@ from canzona_compile.capture.randomness import devices_among, seed_generators
 from canzona_compile.capture.scenario import Scenario
 from canzona_compile.capture.stepping import OneByOne, Plainly
 from canzona_compile.capture.trial import Trial
-from canzona_compile.capture.twin import hypers, marks_of, plain_class, step_plainly
+from canzona_compile.capture.twin import as_written, hypers, marks_of, plain_class, step_plainly
 from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
 from canzona_compile.ir.layout import Shape

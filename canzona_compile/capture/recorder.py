@@ -19,17 +19,10 @@ from canzona_compile.capture.external_counters import Counts, counts_of
 from canzona_compile.capture.fake_twin import FakeTwin, Replaced, TwinMoment
 from canzona_compile.capture.graphs import functional
 from canzona_compile.capture.leaves import leaf_problem
-from canzona_compile.capture.raised import Provoked, Provoker, fallible
+from canzona_compile.capture.parameter_spec import ParameterSpec
+from canzona_compile.capture.raised import Provoked, Provoker, Untraceable, fallible
 from canzona_compile.capture.twin import hypers
-from canzona_compile.capture.variant import (
-    Answer,
-    ParameterSpec,
-    Scalars,
-    Source,
-    StepInputs,
-    Untraceable,
-    Variant,
-)
+from canzona_compile.capture.variant import Answer, Scalars, Source, StepInputs, Variant
 from canzona_compile.compat.torch_private import FakeTensor
 from canzona_compile.ir.compiled_call import opened
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from canzona_compile.capture.error_origin import is_optimizer
 from canzona_compile.capture.no_collectives import NoCollectives
-from canzona_compile.capture.raised import Note, name_of
-from canzona_compile.capture.variant import Untraceable
+from canzona_compile.capture.raised import Note, Untraceable, name_of
 from canzona_compile.compat.matmul_precision import precision_now
 from canzona_compile.compat.torch_private import OpOverload, count_function_modes, no_dispatch, pytree
 

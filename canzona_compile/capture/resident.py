@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from canzona_compile.capture.attributes import TORCH_S_OWN
 from canzona_compile.capture.construction import Construction, NotConstructible
 from canzona_compile.capture.contents import Contents, Walk, changed
-from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.kept import (
     NOTES,
@@ -33,9 +32,9 @@ from canzona_compile.capture.kept import (
     saved,
     texts_of,
 )
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.randomness import MatrixGenerators
-from canzona_compile.capture.twin import NOT_COPIED, hypers, step_plainly
-from canzona_compile.capture.variant import ParameterSpec
+from canzona_compile.capture.twin import NOT_COPIED, as_written, hypers, step_plainly
 from canzona_compile.errors import CanzonaError, some
 
 RESIDENT = "resident"  # the key of the object in `optimizer.state[param]` on its owner

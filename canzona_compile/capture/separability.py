@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from canzona_compile.capture.fake_twin import FakeTwin
 from canzona_compile.capture.leaves import state_leaves
 from canzona_compile.capture.no_collectives import NoCollectives
+from canzona_compile.capture.parameter_spec import ParameterSpec
+from canzona_compile.capture.raised import Untraceable
 from canzona_compile.capture.recording import storage_of
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.capture.variant import ParameterSpec, Untraceable
 from canzona_compile.errors import UnsupportedOptimizer
 
 

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.construction import atoms_of
-from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.external_counters import around
 from canzona_compile.capture.kept import Finder
 from canzona_compile.capture.randomness import MatrixGenerators, devices_among
 from canzona_compile.capture.resident import Recipe
-from canzona_compile.capture.twin import hypers, make_twin, step_plainly
+from canzona_compile.capture.twin import as_written, hypers, make_twin, step_plainly
 
 NAME = "the shadow of all matrices"  # seeds the generators of a constructed one, whose numbers reach no matrix
 

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.error_origin import blamed, first_line
 from canzona_compile.capture.leaves import state_leaves
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.randomness import undisturbed
-from canzona_compile.capture.twin import make_twin, marks_of, step_plainly
-from canzona_compile.capture.variant import ParameterSpec
+from canzona_compile.capture.twin import as_written, make_twin, marks_of, step_plainly
 from canzona_compile.progress.interrupts import uninterrupted
 
 

@@ -15,13 +15,13 @@ from canzona_compile.capture.cell import carried, step_all, step_alone, whole_co
 from canzona_compile.capture.construction import Construction, NotConstructible, reads_values
 from canzona_compile.capture.contents import Contents
 from canzona_compile.capture.miniature import Miniature
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.publish import show
 from canzona_compile.capture.randomness import MutedDraws, seeded
 from canzona_compile.capture.resident import Recipe, Resident
 from canzona_compile.capture.shadow import ObjectShadow, Shadow
 from canzona_compile.capture.trial import contents_of
 from canzona_compile.capture.twin import hypers, marks_of, plain_step
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import some
 
 

@@ -20,22 +20,16 @@ from canzona_compile.capture.external_counters import Counter, Counts, counts_el
 from canzona_compile.capture.given_gradients import GivenGradients
 from canzona_compile.capture.leaves import python_leaves
 from canzona_compile.capture.param_kind import ParamKind, held
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.publish import JointUpdate
+from canzona_compile.capture.raised import Untraceable
 from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.rehearsal import Rehearsal, closure_problem
 from canzona_compile.capture.residency import Residency
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.twin import plain_class, signature
-from canzona_compile.capture.variant import (
-    FormChange,
-    ParameterSpec,
-    StepInputs,
-    Untraceable,
-    state_leaf,
-    template_of,
-    variant_period_of,
-)
+from canzona_compile.capture.variant import FormChange, StepInputs, state_leaf, template_of, variant_period_of
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Role, Template

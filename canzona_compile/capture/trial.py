@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from canzona_compile.capture.asked import LayoutQuestions
 from canzona_compile.capture.cached_calls import CachedCalls
 from canzona_compile.capture.contents import Contents, Walk, bits_of, changed
-from canzona_compile.capture.dynamo import as_written
 from canzona_compile.capture.endless import Endless, Lines, NoCrash, unfinished
 from canzona_compile.capture.external_counters import Counter, counts_of
 from canzona_compile.capture.memory import memory_of
@@ -23,7 +22,7 @@ from canzona_compile.capture.miniature import Miniature
 from canzona_compile.capture.no_collectives import NoCollectives
 from canzona_compile.capture.outside import Outside
 from canzona_compile.capture.scenario import Scenario
-from canzona_compile.capture.twin import NOT_COPIED, hypers, plain_class
+from canzona_compile.capture.twin import NOT_COPIED, as_written, hypers, plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.progress.interrupts import interrupted_here
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,3 +152,15 @@ def step_plainly(twin: Optimizer) -> None:
     """Run the twin's own eager step."""
     with torch.no_grad():
         plain_step(type(twin))(twin)
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Inside this context, for trials of an optimizer's code, what users compiled in it runs as they wrote it.
+
+    Compiled code remembers its calls: once a number differed from call to call, it is no constant of that code any
+    more, and the next compile of it rounds otherwise. A rehearsal, which changes all numbers, must not do that to the
+    real step.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -5,7 +5,7 @@ Recorders are asked with the inputs of a step, and answer with its variant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,44 +13,14 @@ import torch
 from torch import Tensor, fx
 
 from canzona_compile.capture.external_counters import Counts
+from canzona_compile.capture.parameter_spec import ParameterSpec
+from canzona_compile.capture.raised import Untraceable
 from canzona_compile.ir.fx_utils import insert_call, outputs, placeholders, tensor_value
-from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Role, Template
 
 Scalars = dict[str, Any]
 Source = tuple[str, ...]  # ("param",), ("grad",), ("state", leaf) or ("scalar", name)
 Counters = Mapping[Any, Any]  # leaves of the state by name, others by `external_counters.Counter`
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterSpec:
-    """What the step can see of a parameter besides its values.
-
-    Attributes:
-        marks: the attributes that users gave to it, see `twin.marks_of`.
-        part: whether it stands for some entries of a stack. Their number differs between ranks, so their kinds are
-            apart from those that all ranks have: one could not tell from a name otherwise that it is the same code.
-    """
-
-    shape: Shape
-    dtype: torch.dtype
-    grad_dtype: torch.dtype
-    device: torch.device
-    marks: tuple[tuple[str, Any], ...] = ()
-    part: bool = False
-
-    def parameter(self, values: Callable[[torch.dtype], Tensor]) -> Tensor:
-        """Make such a parameter.
-
-        Args:
-            values: makes a tensor of `shape` and of a dtype; it is called for the parameter and then for its gradient.
-        """
-        param = torch.nn.Parameter(values(self.dtype))
-        if self.grad_dtype != self.dtype:
-            param.grad_dtype = self.grad_dtype
-        param.grad = values(self.grad_dtype)
-        vars(param).update(self.marks)
-        return param
 
 
 class StepInputs(NamedTuple):
@@ -119,10 +89,6 @@ class Answer(NamedTuple):
     variant: Variant
     scalars: Scalars
     returned: tuple[Any, ...]
-
-
-class Untraceable(Exception):
-    """The step cannot be captured, and the message says why."""
 
 
 class FormChange(Untraceable):

@@ -9,9 +9,9 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.bucket import ALIGNMENT
 from canzona_compile.ir.pipeline import run

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from canzona_compile.capture.eager_parity import needs_whole_matrix
 from canzona_compile.capture.kept import saved_shapes
 from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.sharding_rules import missing_rule, state_after_a_step
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import marks_of
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import Grid, Layout, Shape, dtensor_layout, local_layout, replicated_layout
 from canzona_compile.ir.step import Task

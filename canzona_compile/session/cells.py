@@ -21,13 +21,13 @@ from canzona_compile.capture.cell import carried, check_no_fragments, step_all, 
 from canzona_compile.capture.construction import NotConstructible, atoms_of
 from canzona_compile.capture.contents import ATOMS, Contents, Walk
 from canzona_compile.capture.eager_fallback import Part
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.publish import show
 from canzona_compile.capture.randomness import watched
 from canzona_compile.capture.resident import RESIDENT, Recipe, Resident, is_portable
 from canzona_compile.capture.shadow import ObjectShadow
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import marks_of, plain_class
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError, DrawsRandomNumbers, OneRankSteps, UnsupportedOptimizer
 from canzona_compile.ir.program_ops import Watch

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from canzona_compile.capture.eager_fallback import interpreted_template
-from canzona_compile.capture.variant import ParameterSpec
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.pipeline import Observer, PassHistory, run
 from canzona_compile.ir.step import Form, Placed, Step, Task, Template

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from canzona_compile.capture.raised import Untraceable
 from canzona_compile.capture.shadow import Shadow
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import make_twin, step_plainly
-from canzona_compile.capture.variant import Untraceable
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.pipeline import Observer
 from canzona_compile.ir.program_ops import Watch

@@ -10,8 +10,9 @@ from typing import Any
 from canzona_compile.capture.external_counters import Counter
 from canzona_compile.capture.leaves import read, write
 from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.capture.raised import Untraceable
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.variant import Scalars, Untraceable
+from canzona_compile.capture.variant import Scalars
 from canzona_compile.progress.interrupts import uninterrupted
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import Plan

@@ -17,10 +17,10 @@ from torch.optim import AdamW, Optimizer
 import canzona_compile
 from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.rehearsal import rehearse
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.fx_utils import placeholders
 from canzona_compile.ir.layout import Shape

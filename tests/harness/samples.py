@@ -13,8 +13,8 @@ import sympy
 import torch
 from torch import fx
 
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.ir.layout import Box, Grid, Layout, LayoutKind, Shape, local_layout
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import (

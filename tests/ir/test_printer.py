@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from canzona_compile.capture.eager_fallback import interpreted_template
-from canzona_compile.capture.variant import ParameterSpec
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.ir import plan_file
 from canzona_compile.ir.layout import Grid, Layout
 from canzona_compile.ir.pipeline import Pass, PassHistory, run

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.pipeline import run

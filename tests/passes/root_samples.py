@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.ir.step import Form, Role, Step, Task, Template
 from canzona_compile.ir.verifier import verify
 from canzona_compile.machine.hardware import Curve, Hardware, Machine, named_hardware

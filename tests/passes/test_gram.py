@@ -18,8 +18,8 @@ from canzona_compile.analysis.gram_restarts import plan_restarts
 from canzona_compile.analysis.newton_schulz import Polynomial, chains
 from canzona_compile.analysis.norm_bounds import norm_bound
 from canzona_compile.analysis.roofline import product_flops
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.kernels.ops import SYM_GEMM
 from canzona_compile.machine.hardware import Machine, named_hardware

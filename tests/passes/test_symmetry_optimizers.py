@@ -15,8 +15,8 @@ import canzona_compile
 from canzona_compile.analysis.flops import symbolic_flops
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.analysis.symmetry_proof import symmetric_leaves
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.variant import ParameterSpec
 from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.ir.printer import differences, show
 from canzona_compile.ir.step import Form, Leaf, Placed, Role, Step, Task, Template

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from canzona_compile.api.muon_adamw import plain_muon_adamw
 from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.twin import plain_class
-from canzona_compile.capture.variant import ParameterSpec, VariantPeriod
+from canzona_compile.capture.variant import VariantPeriod
 from canzona_compile.chains.chain import Chain
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout, Shape
