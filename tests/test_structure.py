@@ -292,7 +292,7 @@ RULES: dict[Callable[[Sources], list[str]], tuple[str, str]] = {  # with a viola
     private_names_of_torch: ("tools.planted", "import torch\n\nprint(torch._C._cuda_getDevice)\n"),
     tensors_on_the_default_device: ("tools.planted", "import torch\n\nx = torch.zeros(3)\n"),
     long_functions: ("tools.planted", "def long():\n" + "    x = 1\n" * (MOST_STATEMENT_LINES + 1)),
-    knowing_too_many: ("tools.planted", "from canzona_compile.passes import place, batch, emit, schedule\n" * 1),
+    knowing_too_many: ("tools.planted", "".join(f"import canzona_compile.a{i}\n" for i in range(MOST_IMPORTS + 1))),
     passes_that_import_passes: ("passes.planted", "from canzona_compile.passes.place import Place\n"),
     passes_at_work: ("passes.planted", "import torch.distributed as dist\n"),
     tools_in_the_core: ("session.planted", "def f():\n    from canzona_compile.tools.processes import run\n"),

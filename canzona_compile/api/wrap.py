@@ -23,15 +23,15 @@ from canzona_compile.api.chained import CanzonaChain, MemberCanzona, attach_chai
 from canzona_compile.api.handle import Canzona
 from canzona_compile.api.holders import chain_of, inside, members_of
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
-from canzona_compile.capture.held_optimizers import advice
-from canzona_compile.capture.resident import is_portable
-from canzona_compile.capture.twin import plain_class
 from canzona_compile.chains.chain import Chain, is_chain
+from canzona_compile.eager.own_object import is_portable
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.plan_file import PlanFile, read_plan
 from canzona_compile.machine.hardware import Hardware, named_hardware
 from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options, StrategyOption
+from canzona_compile.replica.held_optimizers import advice
+from canzona_compile.replica.twin import plain_class
 from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.session.params import named_params
 from canzona_compile.session.session import Session

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 from canzona_compile.api.wrap import wrap
-from canzona_compile.capture.twin import check_step_signature
 from canzona_compile.errors import CanzonaError
 from canzona_compile.options import NOT_YET_OPTIONS, Options
+from canzona_compile.replica.twin import check_step_signature
 
 Opt = TypeVar("Opt", bound=Optimizer)
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.api.handle import Canzona
-from canzona_compile.capture.attributes import TORCH_S_OWN
-from canzona_compile.capture.construction import atoms_of
-from canzona_compile.capture.leaves import keys_of, leaf_name, read
-from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.sharding_rules import state_after_a_step
-from canzona_compile.capture.twin import NOT_COPIED, check_step_signature, marks_of
 from canzona_compile.compat.torch_private import outside_dynamo, pytree
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.options import Options
+from canzona_compile.replica.attribute_watch import TORCH_S_OWN
+from canzona_compile.replica.construction import atoms_of
+from canzona_compile.replica.leaves import keys_of, leaf_name, read
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.twin import NOT_COPIED, check_step_signature, plain_attributes
 from canzona_compile.session.session import Session
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -110,7 +110,7 @@ def dtypes_of_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) 
     if own - atoms_of(optimizer).keys():
         return {}
     shape = tuple(min(size, 4) for size in param.shape)
-    marks = tuple(sorted(marks_of(param).items()))
+    marks = tuple(sorted(plain_attributes(param).items()))
     spec = ParameterSpec(shape, param.dtype, param.dtype, torch.device("cpu"), marks)
     return {name: value.dtype for name, value in state_after_a_step(optimizer, group, spec).items()}
 
@@ -160,17 +160,7 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
 
     def step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         loss = None
-        if args or kwargs:
-            raise UnsupportedOptimizer(
-                f"{plain.__name__}.step is called with {', '.join(['a further argument', *kwargs][not args :])}, which "
-                "the steps of single parameters do not get",
-                hint="put the value into a hyperparameter of the group, or an attribute of the optimizer",
-            )
-        if closure is not None and not callable(closure):
-            raise UnsupportedOptimizer(
-                f"{plain.__name__}.step is called with {closure!r}, which is no closure",
-                hint="put the value into a hyperparameter of the group, or an attribute of the optimizer",
-            )
+        check_call(plain, closure, args, kwargs)
         if closure is not None:
             self.canzona.session.capture.check_closure()
             with torch.enable_grad():
@@ -227,6 +217,25 @@ def wrapped_class(plain: type[Optimizer]) -> type[Any]:
     made.step = hooked
     wrapped: type[Any] = made
     return wrapped
+
+
+def check_call(plain: type[Optimizer], closure: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise unless a step is called with a closure at most.
+
+    Raises:
+        UnsupportedOptimizer: it is called with something else, which the steps of single parameters do not get.
+    """
+    problem = ""
+    if args or kwargs:
+        given = ", ".join(["a further argument", *kwargs][not args :])
+        problem = f"{given}, which the steps of single parameters do not get"
+    elif closure is not None and not callable(closure):
+        problem = f"{closure!r}, which is no closure"
+    if problem:
+        raise UnsupportedOptimizer(
+            f"{plain.__name__}.step is called with {problem}",
+            hint="put the value into a hyperparameter of the group, or an attribute of the optimizer",
+        )
 
 
 def lost_in_pickle(options: Options) -> str:

@@ -23,7 +23,7 @@ from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.filling import Filling
-from canzona_compile.data_parallel.joint_plan import plan_jointly
+from canzona_compile.data_parallel.model_plan import ModelPlan, plan_model
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
@@ -141,17 +141,10 @@ def zero1(
         )
         for names in names_of
     ]
-    trained = {id(p) for own in optimizers for g in own.param_groups for p in g["params"] if p.requires_grad}
-    params = {name: p for name, p in canonical_params(model).items() if id(p) in trained}
-    check_params(model, params)
+    params, meshes = trained_params(model, optimizers, given, ranks)
     device = next(iter(params.values())).device
-    check_marked(given, params.values())
-    told = shardings_of([(name, 0, param) for name, param in params.items()], given).by_name
-    check_meshes({name: param.device_mesh for name, param in params.items() if isinstance(param, DTensor)}, ranks)
-    check_meshes({name: sharding.mesh for name, sharding in told.items()}, ranks)
     agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, "zero1()")
     either = group.shard or group.replicate
-    meshes = [p.device_mesh for p in params.values() if isinstance(p, DTensor)] + [own.mesh for own in told.values()]
     announcer = Announcer(
         [] if either is None else every_rank(mesh, meshes, group), 0.0 if either is None else timeout_of(either, device)
     )
@@ -160,19 +153,7 @@ def zero1(
         agreement.agree("\n".join([said, *(own.text for own in options), *described(model, params)]), None)
     send_from_first(model, group)
     sessions = [OwnerSession(own, each) for own, each in zip(optimizers, options, strict=True)]
-    order = {name: i for i, name in enumerate(params)}
-    error: CanzonaError | None = None
-    try:
-        with shown("canzona, zero1", patience=SOON, quiet=own_rank() != 0):
-            joint = plan_jointly(
-                optimizers, [s.capture for s in sessions], options, order, group.shard, ranks, own_rank(), bucket_bytes
-            )
-    except CanzonaError as found:
-        error = found
-    if agreement is not None:
-        agreement.agree("" if error is not None else joint.text, error)
-    elif error is not None:
-        raise error
+    joint = agreed_plan(sessions, params, group.shard, ranks, bucket_bytes, agreement)
     filling = Filling.of(joint, params, group.rank)
     names = {
         s: tuple(dict.fromkeys(b.name for b in own.values())) for s, own in zip(sessions, joint.bound, strict=True)
@@ -184,6 +165,55 @@ def zero1(
     if not listed:
         show(optimizer, optimizers, chain_of(held))
     return optimizer
+
+
+def agreed_plan(
+    sessions: Sequence[OwnerSession],
+    params: Iterable[str],
+    shard: ProcessGroup | None,
+    ranks: Sequence[int],
+    bucket_bytes: int,
+    agreement: StoreAgreement | None,
+) -> ModelPlan:
+    """Plan for all optimizers of a model, and see that all ranks made the same plan.
+
+    Raises:
+        CanzonaError: this rank cannot plan, or another one.
+    """
+    error: CanzonaError | None = None
+    optimizers, options = [s.optimizer for s in sessions], [s.options for s in sessions]
+    order = {name: i for i, name in enumerate(params)}
+    try:
+        with shown("canzona, zero1", patience=SOON, quiet=own_rank() != 0):
+            found = plan_model(
+                optimizers, [s.capture for s in sessions], options, order, shard, ranks, own_rank(), bucket_bytes
+            )
+    except CanzonaError as problem:
+        error = problem
+    if agreement is not None:
+        agreement.agree("" if error is not None else found.text, error)
+    elif error is not None:
+        raise error
+    return found
+
+
+def trained_params(
+    model: nn.Module, optimizers: Sequence[Optimizer], given: GivenLayout | None, ranks: Sequence[int]
+) -> tuple[dict[str, nn.Parameter], list[DeviceMesh]]:
+    """Find the parameters that the optimizers train, by canonical name, and the meshes over which they are sharded.
+
+    Raises:
+        CanzonaError: there are none, or one of them cannot be trained so.
+    """
+    trained = {id(p) for own in optimizers for g in own.param_groups for p in g["params"] if p.requires_grad}
+    params = {name: p for name, p in canonical_params(model).items() if id(p) in trained}
+    check_params(model, params)
+    check_marked(given, params.values())
+    sharded = {name: param.device_mesh for name, param in params.items() if isinstance(param, DTensor)}
+    told = shardings_of([(name, 0, param) for name, param in params.items()], given).by_name
+    check_meshes(sharded, ranks)
+    check_meshes({name: sharding.mesh for name, sharding in told.items()}, ranks)
+    return params, [*sharded.values(), *(sharding.mesh for sharding in told.values())]
 
 
 def own_rank() -> int:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from canzona_compile.api.handle import Canzona
 from canzona_compile.compat.torch_private import calls_outside_dynamo
 from canzona_compile.data_parallel.engine import Zero1
-from canzona_compile.data_parallel.joint_plan import JointPlan
+from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.ir.plan_file import PlanFile
 
@@ -28,7 +28,7 @@ class Zero1Canzona(Canzona):
         joint: the plan of the model, which they share too.
     """
 
-    def __init__(self, session: OwnerSession, zero1: Zero1, joint: JointPlan) -> None:
+    def __init__(self, session: OwnerSession, zero1: Zero1, joint: ModelPlan) -> None:
         super().__init__(session)
         self.owner, self.zero1, self.joint = session, zero1, joint
 

@@ -25,12 +25,12 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from canzona_compile.capture.graphs import RecordedGraph
-from canzona_compile.capture.raised import Note, Refused, Untraceable
 from canzona_compile.capture.recording import CallRecorder, RecordedCall, line_of, settings, storage_of, surroundings
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall
 from canzona_compile.ir.fx_utils import outputs, placeholders
+from canzona_compile.replica.raised import Note, Refused, Untraceable
 
 MADE_BY_TORCH = "_TorchDynamoContext.__call__."  # how the qualified name of such a function begins
 USERS, SETTINGS = "fn", "self"  # what holds the user's function and the settings in it

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from canzona_compile.capture.twin import as_written
 from canzona_compile.compat.matmul_precision import Kept, put_back, switches
 from canzona_compile.compat.torch_private import (
     LOGGER,
@@ -27,6 +26,7 @@ from canzona_compile.compat.torch_private import (
     without_view_records,
 )
 from canzona_compile.progress.interrupts import interrupts_later
+from canzona_compile.replica.twin import as_written
 
 StepFunction = Callable[[Any], Any]
 

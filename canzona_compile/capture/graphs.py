@@ -16,10 +16,10 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from canzona_compile.capture.raised import Untraceable
 from canzona_compile.capture.recording import RecordedCall, is_constant, number_in
 from canzona_compile.compat.torch_private import FakeTensorMode
 from canzona_compile.ir.fx_utils import ancestors
+from canzona_compile.replica.raised import Untraceable
 
 
 class RecordedGraph:

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from canzona_compile.capture.eager_fallback import Part
-from canzona_compile.capture.leaves import LeafPaths, state_leaves
-from canzona_compile.capture.publish import JointUpdate
 from canzona_compile.capture.recorder import StepRecorder
-from canzona_compile.capture.resident import Recipe
 from canzona_compile.capture.variant import Variant, VariantPeriod, state_leaf
+from canzona_compile.eager.nodes import Part
+from canzona_compile.eager.own_object import Recipe
+from canzona_compile.eager.publish import WholeModelUpdate
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Template
+from canzona_compile.replica.leaves import LeafPaths, state_leaves
 
-Held = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
+HeldLeaf = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class ParamKind:
     variant_period: VariantPeriod | None = None
     transitional: bool = False  # whether the next step is interpreted because it changes the form of the state
     recipe: Recipe | None = None  # how to make its optimizer objects, if it is resident
-    joint: JointUpdate | None = None  # what the step of all parameters at once does, if that is how it steps
+    joint: WholeModelUpdate | None = None  # what the step of all parameters at once does, if that is how it steps
 
     @property
     def by_dispatch(self) -> bool:
@@ -47,7 +47,7 @@ class ParamKind:
         return next(iter(self.templates.values()))
 
     @property
-    def held(self) -> frozenset[Held]:
+    def held(self) -> frozenset[HeldLeaf]:
         """What its state holds, as the function `held` tells of a real one."""
         tensors = {(leaf.name, leaf.shape, leaf.dtype, leaf.stride) for leaf in self.state}
         return frozenset(tensors | {(name, None, None, None) for name in self.python_state})
@@ -69,7 +69,7 @@ class ParamKind:
         return dtype
 
 
-def held(state: Mapping[str, Any]) -> frozenset[Held]:
+def held(state: Mapping[str, Any]) -> frozenset[HeldLeaf]:
     """Return the names, shapes, dtypes and strides of the leaves of a state, as far as they are not contiguous."""
     return frozenset(
         (name, tuple(v.shape), v.dtype, state_leaf(name, v).stride)

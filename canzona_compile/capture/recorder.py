@@ -14,17 +14,17 @@ from typing import Any, ClassVar
 from torch import Tensor, fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.error_origin import first_line
-from canzona_compile.capture.external_counters import Counts, counts_of
 from canzona_compile.capture.fake_twin import FakeTwin, Replaced, TwinMoment
 from canzona_compile.capture.graphs import functional
-from canzona_compile.capture.leaves import leaf_problem
-from canzona_compile.capture.parameter_spec import ParameterSpec
-from canzona_compile.capture.raised import Provoked, Provoker, Untraceable, fallible
-from canzona_compile.capture.twin import hypers
 from canzona_compile.capture.variant import Answer, Scalars, Source, StepInputs, Variant
 from canzona_compile.compat.torch_private import FakeTensor
 from canzona_compile.ir.compiled_call import opened
+from canzona_compile.replica.error_origin import first_line
+from canzona_compile.replica.external_counters import Counts, counts_of
+from canzona_compile.replica.leaves import leaf_problem
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.raised import Provoked, Provoker, Untraceable, fallible
+from canzona_compile.replica.twin import hypers
 
 MOST_CONSTANTS = 16  # the most graphs of one path that differ only in constants
 

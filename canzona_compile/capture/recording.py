@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canzona_compile.capture.error_origin import is_optimizer
-from canzona_compile.capture.no_collectives import NoCollectives
-from canzona_compile.capture.raised import Note, Untraceable, name_of
 from canzona_compile.compat.matmul_precision import precision_now
 from canzona_compile.compat.torch_private import OpOverload, count_function_modes, no_dispatch, pytree
+from canzona_compile.replica.error_origin import is_optimizer
+from canzona_compile.replica.no_collectives import NoCollectives
+from canzona_compile.replica.raised import Note, Untraceable, name_of
 
 NumberList = list[Any]
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.fake_twin import FakeTwin
-from canzona_compile.capture.leaves import state_leaves
-from canzona_compile.capture.no_collectives import NoCollectives
-from canzona_compile.capture.parameter_spec import ParameterSpec
-from canzona_compile.capture.raised import Untraceable
 from canzona_compile.capture.recording import storage_of
-from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.replica.leaves import state_leaves
+from canzona_compile.replica.no_collectives import NoCollectives
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.raised import Untraceable
+from canzona_compile.replica.twin import plain_class
 
 
 def check_separable(

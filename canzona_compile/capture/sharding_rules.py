@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.error_origin import blamed, first_line
-from canzona_compile.capture.leaves import state_leaves
-from canzona_compile.capture.parameter_spec import ParameterSpec
-from canzona_compile.capture.randomness import undisturbed
-from canzona_compile.capture.twin import as_written, make_twin, marks_of, step_plainly
 from canzona_compile.progress.interrupts import uninterrupted
+from canzona_compile.replica.error_origin import blamed, first_line
+from canzona_compile.replica.leaves import state_leaves
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.randomness import undisturbed
+from canzona_compile.replica.twin import as_written, make_twin, plain_attributes, step_plainly
 
 
 @uninterrupted
@@ -51,7 +51,7 @@ def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor)
     if dtype != param.dtype:
         like.grad_dtype = dtype
     like.grad = torch.ones_like(param, dtype=dtype)
-    vars(like).update(marks_of(param))
+    vars(like).update(plain_attributes(param))
     twin = make_twin(optimizer, group, [like])
     try:
         with undisturbed(param.device):

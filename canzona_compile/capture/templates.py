@@ -10,31 +10,31 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from canzona_compile.capture.attributes import AttributeWatch
-from canzona_compile.capture.coupling import NamesByGroup
 from canzona_compile.capture.dispatch_recorder import DispatchRecorder
 from canzona_compile.capture.dynamo_recorder import DynamoRecorder
-from canzona_compile.capture.eager_fallback import EagerStep, interpreted_template, joint_templates
 from canzona_compile.capture.eager_parity import EagerParity
-from canzona_compile.capture.external_counters import Counter, Counts, counts_elsewhere
-from canzona_compile.capture.given_gradients import GivenGradients
-from canzona_compile.capture.leaves import python_leaves
 from canzona_compile.capture.param_kind import ParamKind, held
-from canzona_compile.capture.parameter_spec import ParameterSpec
-from canzona_compile.capture.publish import JointUpdate
-from canzona_compile.capture.raised import Untraceable
-from canzona_compile.capture.randomness import draws
 from canzona_compile.capture.recorder import StepRecorder
-from canzona_compile.capture.rehearsal import Rehearsal, closure_problem
-from canzona_compile.capture.residency import Residency
 from canzona_compile.capture.separability import check_separable
-from canzona_compile.capture.twin import plain_class, signature
 from canzona_compile.capture.variant import FormChange, StepInputs, state_leaf, template_of, variant_period_of
+from canzona_compile.eager.nodes import EagerStep, interpreted_template, whole_model_templates
+from canzona_compile.eager.publish import WholeModelUpdate
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Role, Template
 from canzona_compile.progress.interrupts import interrupted_here, uninterrupted
 from canzona_compile.progress.telling import tell
+from canzona_compile.rehearsal.diagnosis import NamesByGroup
+from canzona_compile.rehearsal.rehearsal import Rehearsal, closure_problem
+from canzona_compile.rehearsal.ways import Ways
+from canzona_compile.replica.attribute_watch import AttributeWatch
+from canzona_compile.replica.external_counters import Counter, Counts, counts_elsewhere
+from canzona_compile.replica.gradient_aliases import GradientAliases
+from canzona_compile.replica.leaves import python_leaves
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.raised import Untraceable
+from canzona_compile.replica.randomness import draws
+from canzona_compile.replica.twin import plain_class, signature
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class Capture:
     counts: set[Counter] = field(default_factory=set)  # what the step counts outside of states
     _closure: str | None = None  # why its step cannot take one; None before anybody asked
     _watch: AttributeWatch = field(init=False)
-    residency: Residency = field(init=False)
-    given: GivenGradients = field(init=False)
+    ways: Ways = field(init=False)
+    given: GradientAliases = field(init=False)
     _rehearsals: dict[Any, Rehearsal] = field(default_factory=dict)
     _separable: set[KindKey] = field(default_factory=set)
     _parity: EagerParity = field(init=False)
@@ -65,10 +65,10 @@ class Capture:
     _bake: set[str] = field(default_factory=set)  # scalars that graphs of this optimizer hold as constants
 
     def __post_init__(self) -> None:
-        self.given = GivenGradients()
+        self.given = GradientAliases()
         self._parity = EagerParity(self.optimizer)
         self._watch = AttributeWatch(self.optimizer)
-        self.residency = Residency(self.optimizer)
+        self.ways = Ways(self.optimizer)
 
     @property
     def captures(self) -> int:
@@ -123,14 +123,14 @@ class Capture:
             return self.kinds[key]
         tell(f"capturing the update of {'x'.join(map(str, spec.shape)) or 'a scalar'} {dtype_name(spec.dtype)}, {name}")
         manner = (key[1], len(spec.shape))
-        shown = self.residency.of(manner, self._rehearsals.values())
+        shown = self.ways.of(manner, self._rehearsals.values())
         if shown is None and manner not in self._separable:
             if not check_separable(self.optimizer, group, spec, name, state):
-                shown = self.residency.check_rehearsed(manner, name, self.rehearse())
+                shown = self.ways.check_rehearsed(manner, name, self.rehearse())
             self._separable.add(manner)
         interrupted_here()
         if shown is None and self._capture_ahead(key, group, spec, state).recorder is None:
-            shown = self.residency.check_rehearsed(manner, name, self.rehearse())  # it may draw random numbers
+            shown = self.ways.check_rehearsed(manner, name, self.rehearse())  # it may draw random numbers
         if shown is not None:
             self.kinds[key] = self._resident(spec, shown) if shown.joint is None else self._joint(spec, shown.joint)
         return self.kinds[key]
@@ -148,10 +148,10 @@ class Capture:
         self._watch.begin(self._counting())
         if (cast := self._cast()) not in self._rehearsals:
             tell(f"rehearsing {plain_class(self.optimizer).__name__} in miniature")
-            self._rehearsals[cast] = rehearsal = self.residency.rehearse(names)
+            self._rehearsals[cast] = rehearsal = self.ways.rehearse(names)
             self.counts.update(rehearsal.counters)
             self._rehearsals[self._cast()] = rehearsal  # without the counters that it found
-        return self.residency.with_habits(self._rehearsals[cast])
+        return self.ways.with_habits(self._rehearsals[cast])
 
     def _cast(self) -> Any:
         counters = self.group_counters()
@@ -178,7 +178,7 @@ class Capture:
         self._rehearsals.clear()
         now = self.rehearse()
         if before is not None:
-            before = self.residency.with_habits(before)
+            before = self.ways.with_habits(before)
             if before.joint is not None and before.joint.shows(now.joint):
                 now = replace(now, joint=before.joint)  # what only the first steps changed has changed by now
             if replace(before, recipe=None) == replace(now, recipe=None):
@@ -193,7 +193,7 @@ class Capture:
         shown |= {name for joint in self._joints() for name in joint.attributes}
         return shown | {counter.key for counter in self.counts if counter.home == "self"}
 
-    def _joints(self) -> list[JointUpdate]:
+    def _joints(self) -> list[WholeModelUpdate]:
         return [rehearsal.joint for rehearsal in self._rehearsals.values() if rehearsal.joint is not None]
 
     @uninterrupted
@@ -353,10 +353,10 @@ class Capture:
         log.info("%s is resident: %s", template.name, why)
         return ParamKind(None, {None: template}, (), {}, recipe=rehearsal.recipe)
 
-    def _joint(self, spec: ParameterSpec, joint: JointUpdate) -> ParamKind:
+    def _joint(self, spec: ParameterSpec, joint: WholeModelUpdate) -> ParamKind:
         """Make a kind whose owner rank steps all parameters at once."""
         why = f"one rank steps all parameters at once, because {joint.reason}"
-        return ParamKind(None, {**joint_templates(self._label(spec), spec, why)}, (), {}, joint=joint)
+        return ParamKind(None, {**whole_model_templates(self._label(spec), spec, why)}, (), {}, joint=joint)
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"

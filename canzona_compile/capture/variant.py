@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from canzona_compile.capture.external_counters import Counts
-from canzona_compile.capture.parameter_spec import ParameterSpec
-from canzona_compile.capture.raised import Untraceable
 from canzona_compile.ir.fx_utils import insert_call, outputs, placeholders, tensor_value
 from canzona_compile.ir.step import Leaf, Role, Template
+from canzona_compile.replica.external_counters import Counts
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.raised import Untraceable
 
 Scalars = dict[str, Any]
 Source = tuple[str, ...]  # ("param",), ("grad",), ("state", leaf) or ("scalar", name)

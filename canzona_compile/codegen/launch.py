@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.codegen.source import FLAT, HEADER, PointwiseProgram, source
-from canzona_compile.codegen.tables import Table, TableSegment, fits, roomy, segment_of
+from canzona_compile.codegen.tables import SegmentTable, TableSegment, fits, roomy, segment_of
 from canzona_compile.codegen.values import Spread
 from canzona_compile.errors import CanzonaError
 from canzona_compile.kernels.tensor_args import processors
@@ -34,7 +34,7 @@ Addresses = list[np.ndarray[Any, Any]]  # for each part, int64 [operands, entrie
 class Laid:
     """A table, and the addresses that it holds for one recorded CUDA graph."""
 
-    table: Table
+    table: SegmentTable
     addresses: Addresses
 
 
@@ -85,7 +85,7 @@ class GroupedKernel(torch.nn.Module):
         self.title, self.programs, self.parts = title, tuple(programs), tuple(parts)
         self.launches = self.uploads = 0
         self._kernel: Any = None
-        self.table: Table | None = None
+        self.table: SegmentTable | None = None
         self._geometry: list[Any] = []
         self._addresses: Addresses = []
         self._unsent = False
@@ -236,7 +236,7 @@ class GroupedKernel(torch.nn.Module):
                 if segment is not None:
                     segments.append(segment)
         count = processors(self._device, interpreted=0)  # none, so that the interpreter's blocks have several tiles
-        self.table = Table(self.programs, self.parts, segments, BLOCK, count)
+        self.table = SegmentTable(self.programs, self.parts, segments, BLOCK, count)
         self._kernel = self._on_device = None
         if self._device.type == "cpu" and segments:
             interpreted(self.title)

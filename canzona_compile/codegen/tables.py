@@ -150,7 +150,7 @@ def tiles_per_block(tiles: int, processors: int) -> int:
     return found
 
 
-class Table:
+class SegmentTable:
     """The segments of one grouped kernel: a row of words per segment, and the segment of every block.
 
     Args:

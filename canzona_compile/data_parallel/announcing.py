@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from canzona_compile.capture.twin import plain_class
 from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
+from canzona_compile.replica.twin import plain_class
 from canzona_compile.runtime.channel import Announcement, Channel, channel_of
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.store_agreement import first_difference

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from canzona_compile.data_parallel.fragment import Fragment
-from canzona_compile.data_parallel.joint_plan import JointPlan
+from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.ir.bucket import Bucket, BucketSlice
 from canzona_compile.session.bound import BoundParam
 
@@ -34,7 +34,7 @@ class Filling:
         }
 
     @classmethod
-    def of(cls, joint: JointPlan, params: Mapping[str, nn.Parameter], rank: int) -> Filling:
+    def of(cls, joint: ModelPlan, params: Mapping[str, nn.Parameter], rank: int) -> Filling:
         """Find the filling of a plan.
 
         Args:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from canzona_compile.capture.twin import marks_of
 from canzona_compile.data_parallel.gradient import ReducedGradient
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
 from canzona_compile.ir.bucket import BucketSlice
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.sharding import Sharding
+from canzona_compile.replica.twin import plain_attributes
 from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.pieces import PiecesView
 from canzona_compile.views.slices import SlicesView
@@ -144,7 +144,7 @@ class Fragment:
 
     def lend_marks(self) -> None:
         """Give each double the attributes that users gave to the parameter."""
-        if marks := marks_of(self.param):
+        if marks := plain_attributes(self.param):
             for double in self.doubles:
                 vars(double).update(marks)
 

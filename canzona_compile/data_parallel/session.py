@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.twin import plain_class
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
-from canzona_compile.data_parallel.joint_plan import JointPlan
+from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.data_parallel.state import put_together, take_apart
 from canzona_compile.ir.step import Step
 from canzona_compile.options import Options
+from canzona_compile.replica.twin import plain_class
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.session.bind import Binder, at_parameter
@@ -58,7 +58,7 @@ class OwnerSession(Session):
         self._stepped = False  # whether the optimizer has state since
         self._fragments: tuple[Fragment, ...] = ()
         self._group = DataParallelGroup(None, None, 0, 1, 1)
-        self._joint: JointPlan | None = None
+        self._joint: ModelPlan | None = None
         self._bound: Mapping[str, BoundParam] = {}
         self._whole: StoreAgreement | None = None
         self._apart = False  # whether `optimizer.state` holds the state of the doubles
@@ -67,7 +67,7 @@ class OwnerSession(Session):
         self,
         fragments: Sequence[Fragment],
         group: DataParallelGroup,
-        joint: JointPlan,
+        joint: ModelPlan,
         bound: Mapping[str, BoundParam],
         whole: StoreAgreement | None,
     ) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.leaves import LeafPath
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.ir.bucket import BucketSlice
 from canzona_compile.ir.layout import local_part
+from canzona_compile.replica.leaves import LeafPath
 from canzona_compile.views.view import State, WholeOf, rewritten
 
 SliceForm = tuple[BucketSlice, State]  # the state of a slice, with `TensorLeaf`s for tensors

@@ -11,10 +11,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 
 from canzona_compile.capture.param_kind import ParamKind
-from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
+from canzona_compile.replica.twin import plain_class
 from canzona_compile.report.page import Page, Table, Words
 from canzona_compile.report.terminal import printed, render
 from canzona_compile.report.units import format_shape

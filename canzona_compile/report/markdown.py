@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from canzona_compile.report.page import Block, Fill, Listing, Note, Page, Said, Section, Table, text_of
+from canzona_compile.report.page import Block, Fill, Listing, Page, PageNote, Said, Section, Table, text_of
 
 MARKS = {"bold": "**", "code": "`"}
 
@@ -26,7 +26,7 @@ def blocks(body: Iterable[Block]) -> Iterator[str]:
     """Write blocks that have a blank line between them."""
     for block in body:
         match block:
-            case Note():
+            case PageNote():
                 yield "".join(map(marked, block.pieces))
             case Listing():
                 yield "\n".join(f"- {text_of(name)} {marked(text)}".replace("-  ", "- ") for name, text in block.rows)

@@ -42,7 +42,7 @@ Cell = Said | Fill | float | None  # a number in the unit of its column; None wh
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class PageNote:
     """A sentence, in pieces of one look each."""
 
     pieces: tuple[Said, ...]
@@ -126,7 +126,7 @@ class Bars:
     Attributes:
         title: what is drawn.
         unit: of all values: "FLOP", "s" or "B".
-        parts: the name of each part, and its kind (see `Event`) or the number of what it stands for.
+        parts: the name of each part, and its kind (see `PageEvent`) or the number of what it stands for.
         bars: at least one.
         of: what each bar of a series is of, such as "rank"; empty if the bars are alternatives.
     """
@@ -146,15 +146,15 @@ class Bars:
         return max(bar.total for bar in self.bars)
 
     @property
-    def summary(self) -> Note:
+    def summary(self) -> PageNote:
         """Say what a series amounts to."""
         mean, most = (format_quantity(value, self.unit) for value in (self.mean, self.most))
         ratio = f"max/mean {self.most / self.mean if self.mean else 1:.2f}"
-        return Note((f"mean {mean}, max {most}, ", Words(ratio, "bold")))
+        return PageNote((f"mean {mean}, max {most}, ", Words(ratio, "bold")))
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class PageEvent:
     """Something that takes a stretch of time.
 
     Attributes:
@@ -182,7 +182,7 @@ class Lane:
 
     of: str
     name: str
-    events: tuple[Event, ...]
+    events: tuple[PageEvent, ...]
     detail: bool = False
 
 
@@ -213,7 +213,7 @@ class Section:
     folded: bool = False
 
 
-Block = Note | Listing | Table | Bars | Timeline | Detail | Section
+Block = PageNote | Listing | Table | Bars | Timeline | Detail | Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +249,9 @@ class Page:
     facts: tuple[tuple[str, str], ...] = ()
 
 
-def note(text: str, style: str = "", indent: int = 0) -> Note:
+def note(text: str, style: str = "", indent: int = 0) -> PageNote:
     """A sentence of one look."""
-    return Note((Words(text, style),), indent)
+    return PageNote((Words(text, style),), indent)
 
 
 def text_of(said: Said) -> str:

@@ -10,9 +10,9 @@ from canzona_compile.report.page import (
     Bars,
     Block,
     Detail,
-    Event,
     Fill,
     Listing,
+    PageEvent,
     Section,
     Table,
     Words,
@@ -76,7 +76,7 @@ def group_section(groups: Sequence[object], where: Sequence[tuple[str, int]]) ->
     return Section("Micro-groups", tuple(parts), "bytes that leave a rank, summed over all ranks")
 
 
-def event(act: str, stream: str, number: int, begin: float, end: float) -> Event:
+def event(act: str, stream: str, number: int, begin: float, end: float) -> PageEvent:
     """Show an act of a rank or a link.
 
     Args:
@@ -86,7 +86,7 @@ def event(act: str, stream: str, number: int, begin: float, end: float) -> Event
         begin, end: seconds from the begin of the step.
     """
     word = act.split()[-1]
-    return Event(begin, end, "elementwise" if stream == "compute" != word else word, number)
+    return PageEvent(begin, end, "elementwise" if stream == "compute" != word else word, number)
 
 
 # -- measured steps ----------------------------------------------------------------------------

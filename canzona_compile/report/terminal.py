@@ -24,8 +24,8 @@ from canzona_compile.report.page import (
     Detail,
     Fill,
     Listing,
-    Note,
     Page,
+    PageNote,
     Said,
     Section,
     Table,
@@ -95,7 +95,7 @@ def rendered(body: Iterable[Block], nested: bool = False) -> Iterator[Renderable
     """Render blocks; those in a section are nested."""
     for block in body:
         match block:
-            case Note():
+            case PageNote():
                 yield indented(Text.assemble(*map(text, block.pieces)), block.indent)
             case Listing():
                 yield indented(listing(block), block.indent)

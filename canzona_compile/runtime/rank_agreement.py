@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from canzona_compile.capture.twin import plain_class
 from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.progress.telling import tell
+from canzona_compile.replica.twin import plain_class
 from canzona_compile.runtime.channel import hash_of
 from canzona_compile.runtime.equal_copies import Copy, Digest, difference, digests
 from canzona_compile.runtime.meeting import Meeting

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.leaves import write
-from canzona_compile.capture.randomness import draws
-from canzona_compile.capture.rehearsal import rehearse_as_now
-from canzona_compile.capture.twin import make_twin, marks_of, step_plainly
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Task
+from canzona_compile.rehearsal.rehearsal import rehearse_as_now
+from canzona_compile.replica.leaves import write
+from canzona_compile.replica.randomness import draws
+from canzona_compile.replica.twin import make_twin, plain_attributes, step_plainly
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.state import StateStore
 
@@ -97,7 +97,7 @@ class Audit:
         if bound.param.grad.dtype != param.dtype:
             param.grad_dtype = bound.param.grad.dtype
         param.grad = self._whole(task, "grad", bound.param.grad).clone()
-        vars(param).update(marks_of(bound.origin))
+        vars(param).update(plain_attributes(bound.origin))
         state = self.store.portable(task)
         whole = {key: pytree.tree_map(lambda leaf: self._whole_leaf(task, leaf), value) for key, value in state.items()}
         twin = make_twin(self.optimizer, self.optimizer.param_groups[bound.param_group], [param], {param: whole})

@@ -18,17 +18,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.eager_parity import needs_whole_matrix
-from canzona_compile.capture.kept import saved_shapes
 from canzona_compile.capture.param_kind import ParamKind
-from canzona_compile.capture.parameter_spec import ParameterSpec
-from canzona_compile.capture.resident import is_portable
 from canzona_compile.capture.sharding_rules import missing_rule, state_after_a_step
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.twin import marks_of
+from canzona_compile.eager.own_object import is_portable
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import Grid, Layout, Shape, dtensor_layout, local_layout, replicated_layout
 from canzona_compile.ir.step import Task
 from canzona_compile.options import Options
+from canzona_compile.replica.object_state import saved_shapes
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.twin import plain_attributes
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.bound import BoundParam, Described
 from canzona_compile.session.params import check_disjoint, named_params
@@ -144,7 +144,7 @@ class Binder:
         layout = laid()
         grad_dtype = param.dtype if param.grad is None else param.grad.dtype
         spec = ParameterSpec(
-            layout.shape, param.dtype, grad_dtype, param.device, tuple(sorted(marks_of(param).items()))
+            layout.shape, param.dtype, grad_dtype, param.device, tuple(sorted(plain_attributes(param).items()))
         )
         entries = partial(laid, 1) if cut_along_experts(shown) else None
         return Described(name, group, shown, view, layout, spec, layout_of_entries=entries)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from canzona_compile.capture.param_kind import ParamKind
-from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.ir.layout import Layout
 from canzona_compile.ir.step import Task
+from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.views.fragment import FragmentView
 from canzona_compile.views.pieces import PiecesView
 from canzona_compile.views.view import ParamView, State

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canzona_compile.capture.cell import carried, check_no_fragments, step_all, step_alone, whole_copy
-from canzona_compile.capture.construction import NotConstructible, atoms_of
-from canzona_compile.capture.contents import ATOMS, Contents, Walk
-from canzona_compile.capture.eager_fallback import Part
-from canzona_compile.capture.parameter_spec import ParameterSpec
-from canzona_compile.capture.publish import show
-from canzona_compile.capture.randomness import watched
-from canzona_compile.capture.resident import RESIDENT, Recipe, Resident, is_portable
-from canzona_compile.capture.shadow import ObjectShadow
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.twin import marks_of, plain_class
 from canzona_compile.compat.torch_private import pytree
+from canzona_compile.eager.cell import carried, check_no_fragments, step_all, step_alone, whole_copy
+from canzona_compile.eager.nodes import Part
+from canzona_compile.eager.own_object import OWN_OBJECT, OwnObject, Recipe, is_portable
+from canzona_compile.eager.publish import show
+from canzona_compile.eager.shadow import ObjectShadow
 from canzona_compile.errors import CanzonaError, DrawsRandomNumbers, OneRankSteps, UnsupportedOptimizer
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.ir.step import Task
+from canzona_compile.replica.construction import NotConstructible, atoms_of
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.randomness import watched
+from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot
+from canzona_compile.replica.twin import plain_attributes, plain_class
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.send_values import send_values
 from canzona_compile.session.bound import BoundParam
@@ -51,9 +51,9 @@ class Cells:
     """
 
     def __init__(self, capture: Capture, plan: Plan, store: StateStore) -> None:
-        self.optimizer, self.began, self.plan, self.store = capture.optimizer, capture.residency.began, plan, store
+        self.optimizer, self.began, self.plan, self.store = capture.optimizer, capture.ways.began, plan, store
         self._kind = plain_class(self.optimizer).__name__
-        self._objects: dict[str, Resident] = {}
+        self._objects: dict[str, OwnObject] = {}
         self._shadow: ObjectShadow | None = None
         self._brought: dict[str, Tensor] = {}
         self._warned = False
@@ -63,11 +63,11 @@ class Cells:
         bound = self.plan.bound[task]
         if bound.kind.recipe is not None:
             return self._step_object(task, param, grad), {}
-        own = whole_copy(param, grad, marks_of(bound.origin), memory=torch.preserve_format)
+        own = whole_copy(param, grad, plain_attributes(bound.origin), memory=torch.preserve_format)
         state = self.store.eager_state(task)
         with watched(param.device) as dice:
             new = step_alone(self.optimizer, self.optimizer.param_groups[bound.param_group], own, state)
-        if dice.rolled:
+        if dice.drew_random:
             self._check_draws(task)
         return new, state
 
@@ -143,12 +143,12 @@ class Cells:
             if bound.kind.recipe is not None:
                 yield task, bound
 
-    def _begun(self, task: Task, bound: BoundParam) -> Resident:
+    def _begun(self, task: Task, bound: BoundParam) -> OwnObject:
         made = self._made(task, bound)
         state: dict[str, Any] = self.optimizer.state.get(bound.param) or {}
         if is_portable(state):
             made.load(state)
-            self.optimizer.state[bound.param] = {RESIDENT: made}
+            self.optimizer.state[bound.param] = {OWN_OBJECT: made}
         elif state and not same_state(state, made.optimizer.state.get(made.param) or {}):
             raise CanzonaError(
                 "its state is that of a plain optimizer which has stepped; an optimizer object of its own cannot "
@@ -158,15 +158,15 @@ class Cells:
             )
         return made
 
-    def _made(self, task: Task, bound: BoundParam) -> Resident:
+    def _made(self, task: Task, bound: BoundParam) -> OwnObject:
         assert bound.kind.recipe is not None
         param, g = bound.param, bound.param_group
         recipe = self._renewed(bound.kind.recipe)
         began = self.began[g] if g < len(self.began) else None
-        marks = tuple(sorted(marks_of(bound.origin).items()))
+        marks = tuple(sorted(plain_attributes(bound.origin).items()))
         spec = ParameterSpec(task.shape, param.dtype, bound.kind.grad_dtype, param.device, marks)
         try:
-            return Resident(recipe, task.name, spec, self.optimizer.param_groups[g], began)
+            return OwnObject(recipe, task.name, spec, self.optimizer.param_groups[g], began)
         except NotConstructible as error:
             raise CanzonaError(f"its optimizer object cannot be made: {error}", at=task.name) from error
 
@@ -174,10 +174,10 @@ class Cells:
         bound = self.plan.bound[task]
         state = self.optimizer.state[bound.param]
         own = self._objects[task]
-        if state.get(RESIDENT) is not own:
+        if state.get(OWN_OBJECT) is not own:
             if own.stepped:  # the user cleared the state
                 own = self._objects[task] = self._made(self.plan.owned.task(task), bound)
-            self.optimizer.state[bound.param] = {RESIDENT: own}
+            self.optimizer.state[bound.param] = {OWN_OBJECT: own}
         own.follow(self.optimizer.param_groups[bound.param_group], atoms_of(self.optimizer))
         return own.step(param, grad)
 
@@ -205,7 +205,7 @@ class Cells:
         state = {brought[n]: states[b.param] for n, b in self.plan.bound.items() if b.param in states}
         with watched(next(iter(brought.values())).device) as dice:
             left = step_all(self.optimizer, by_group, state)
-        if dice.rolled:
+        if dice.drew_random:
             raise UnsupportedOptimizer(f"{self._kind} draws random numbers by now")
         for name, bound in self.plan.bound.items():
             states.pop(bound.param, None)
@@ -282,8 +282,8 @@ class WholeModelStep:
     def _program(self, names: Names, parts: Sequence[Part]) -> ProgramKey:
         """The program in which tasks take these parts of the step."""
         bound = [(self.plan.bound[name], part) for name, part in zip(names, parts, strict=True)]
-        lineup = tuple((b.kind.templates[part].name, b.param_group, (b.task.name,)) for b, part in bound)
-        return ProgramKey(names, lineup)
+        assignment = tuple((b.kind.templates[part].name, b.param_group, (b.task.name,)) for b, part in bound)
+        return ProgramKey(names, assignment)
 
 
 def check_whole(bound: Mapping[str, BoundParam]) -> None:
@@ -335,6 +335,6 @@ def inside(value: Any) -> Contents:
             return f"{list(held.shape)} of {held.dtype}"
         return type(held).__name__ if isinstance(held, ATOMS) else None
 
-    walk = Walk(label)
+    walk = Snapshot(label)
     walk.add("value", value)
     return walk.found

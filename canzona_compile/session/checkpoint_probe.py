@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.randomness import devices_among
 from canzona_compile.ir.layout import local_part
+from canzona_compile.replica.randomness import devices_among
 
 
 def is_dummy_step(optimizer: Optimizer) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.twin import hypers
+from canzona_compile.replica.twin import hypers
 from canzona_compile.session.plan import Plan
-from canzona_compile.session.variant_selection import Cohort
+from canzona_compile.session.variant_selection import SameCounters
 
 Ranks = tuple[int, ...]
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -65,7 +65,7 @@ class SharedNumbers:
             ranks = self._ranks_of[task.name] = tuple(sorted(task.layout.grid.members()))
             self._first.setdefault(ranks, {}).setdefault(task.param_group, task.name)
 
-    def text(self, cohorts: Sequence[Cohort]) -> dict[Ranks, str]:
+    def text(self, cohorts: Sequence[SameCounters]) -> dict[Ranks, str]:
         """Describe the numbers of a step by set of ranks, one line for each parameter group and cohort."""
         groups = self.optimizer.param_groups
         found = {

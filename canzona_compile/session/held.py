@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.leaves import CONTAINERS
-from canzona_compile.capture.twin import marks_of
 from canzona_compile.errors import CanzonaError, InvalidGradient
 from canzona_compile.ir.layout import local_part
+from canzona_compile.replica.leaves import CONTAINERS
+from canzona_compile.replica.twin import plain_attributes
 
 Entry = tuple[Any, Any, Any]  # a container, a key, and what lies there
 REMOVED = object()
@@ -107,7 +107,7 @@ class HeldParameters:
         return [(part.data_ptr(), part.dtype) for part in parts]
 
     def _all_marks(self) -> list[dict[str, Any]]:
-        return [marks_of(param) for param in self.params.values()]
+        return [plain_attributes(param) for param in self.params.values()]
 
     def use_gradients(self, names: Iterable[str]) -> None:
         """Make NaN of the gradients of a step that writes them, as the plain optimizer leaves other values in them."""

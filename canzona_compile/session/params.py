@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from canzona_compile.capture.asked import lies_otherwise
 from canzona_compile.compat.torch_private import is_flattened, is_non_overlapping_and_dense_or_false
 from canzona_compile.errors import (
     CanzonaError,
@@ -28,6 +27,7 @@ from canzona_compile.errors import (
 from canzona_compile.ir.canonical_names import DDP, canonical_name, canonical_names
 from canzona_compile.ir.layout import local_part
 from canzona_compile.ir.step import Step
+from canzona_compile.rehearsal.asked import lies_otherwise
 
 Module = TypeVar("Module", bound=nn.Module)
 Named = Sequence[tuple[str, int, Tensor]]  # name, index of the parameter group, parameter

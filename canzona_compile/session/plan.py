@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from canzona_compile.capture.eager_fallback import interpreted_template
-from canzona_compile.capture.parameter_spec import ParameterSpec
+from canzona_compile.eager.nodes import interpreted_template
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.pipeline import Observer, PassHistory, run
 from canzona_compile.ir.step import Form, Placed, Step, Task, Template
@@ -17,6 +16,7 @@ from canzona_compile.machine.hardware import Hardware, Machine
 from canzona_compile.options import Options
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
 from canzona_compile.progress.telling import tell
+from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.stagger import Stagger, stagger
 from canzona_compile.views.view import ParamView
@@ -54,16 +54,16 @@ class Plan:
         return self.owned.placed_of(self.owned.task(task))
 
 
-def taking(owned: Step, lineup: Iterable[tuple[str, int, Sequence[str]]]) -> Step:
+def taking(owned: Step, assignment: Iterable[tuple[str, int, Sequence[str]]]) -> Step:
     """Return a copy of an owned step with the variants that its tasks take on one step.
 
     Args:
         owned: the owned step.
-        lineup: the name of a template, the label of its numbers, and the names of the tasks that take it. Tasks that
-            the lineup does not name keep their template.
+        assignment: the name of a template, the label of its numbers, and the names of the tasks that take it. Tasks
+            that the assignment does not name keep their template.
     """
     cuts = {(p.template.name, p.kind): p.name for p in owned.placed}
-    taken = {name: (template, label) for template, label, names in lineup for name in names}
+    taken = {name: (template, label) for template, label, names in assignment for name in names}
     tasks = []
     for task in owned.tasks:
         template, label = taken.get(task.name, (task.template, task.param_group))

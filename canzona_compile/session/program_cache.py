@@ -18,7 +18,7 @@ from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor, Sources
 from canzona_compile.session.plan import Plan, emit, lower, taking
 from canzona_compile.session.state import StateStore
-from canzona_compile.session.variant_selection import Lineup, Names
+from canzona_compile.session.variant_selection import Names, VariantAssignment
 
 MOST_PROGRAMS = 32  # beyond this the least recently used one is dropped, and made anew when needed
 
@@ -28,11 +28,11 @@ class ProgramKey(NamedTuple):
 
     Attributes:
         tasks: names of the tasks that take part, in the plan's order.
-        lineup: the variants that their code takes.
+        assignment: the variants that their code takes.
     """
 
     tasks: Names
-    lineup: Lineup
+    assignment: VariantAssignment
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -132,7 +132,7 @@ class ProgramMaker:
         Returns:
             The program. Its history begins with the passes that made the plan.
         """
-        made = self._make(taking(self.plan.owned, key.lineup), key.tasks, memory)
+        made = self._make(taking(self.plan.owned, key.assignment), key.tasks, memory)
         return BoundProgram(made.executor, made.step, PassHistory((*self.plan.history.records, *made.history.records)))
 
     def of_first_steps(self, tasks: Names) -> BoundProgram:

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from canzona_compile.capture.error_origin import failed_on, first_line, note_rank
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.twin import plain_class
 from canzona_compile.compat.torch_private import HOOKS_OF_ALL
 from canzona_compile.errors import CanzonaError, problem_of
 from canzona_compile.ir.pipeline import Observer, PassHistory
@@ -22,6 +20,8 @@ from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.options import Options
+from canzona_compile.replica.error_origin import failed_on, first_line, note_rank
+from canzona_compile.replica.twin import plain_class
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.capture.leaves import empty_containers, paths_of, read, structure_of, write
-from canzona_compile.capture.resident import portable_of
+from canzona_compile.eager.own_object import portable_of
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Box, Shape, laid_out_like
 from canzona_compile.ir.step import Leaf, Role, Task
+from canzona_compile.replica.leaves import empty_containers, paths_of, read, structure_of, write
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.gradients import StepGradients

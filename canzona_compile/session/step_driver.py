@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from canzona_compile.capture.raised import Untraceable
-from canzona_compile.capture.shadow import Shadow
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.twin import make_twin, step_plainly
+from canzona_compile.eager.shadow import Shadow
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.pipeline import Observer
 from canzona_compile.ir.program_ops import Watch
 from canzona_compile.options import Options
+from canzona_compile.replica.raised import Untraceable
+from canzona_compile.replica.twin import make_twin, step_plainly
 from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.step_clock import StepClock, during
@@ -26,7 +26,7 @@ from canzona_compile.session.held import HeldParameters, HeldState
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.program_cache import BoundProgram, ProgramCache, ProgramKey, ProgramMaker
 from canzona_compile.session.state import StateStore
-from canzona_compile.session.variant_selection import Lineup, Names, VariantSelection
+from canzona_compile.session.variant_selection import Names, VariantAssignment, VariantSelection
 
 
 class Participants(NamedTuple):
@@ -98,11 +98,11 @@ class StepDriver:
         self._held_state = HeldState(optimizer)
         self._held_params = HeldParameters({b.task.name: b.origin for b in plan.bound.values()})
         self._agreed = self._next = Participants()  # those of the last step, and of the next one
-        self._lineup: Lineup = ()  # the variants of the next step
-        self._shared_lineup: Lineup = ()  # the part of it whose tasks are shared with other ranks
+        self._assignment: VariantAssignment = ()  # the variants of the next step
+        self._shared_assignment: VariantAssignment = ()  # the part of it whose tasks are shared with other ranks
         self._stepped: set[str] = set()  # tasks that have taken a step
         self._passing = {name for name, bound in plan.bound.items() if bound.kind.transitional}
-        self._met: set[Lineup] = set()  # shared lineups that all ranks have agreed on
+        self._met: set[VariantAssignment] = set()  # shared lineups that all ranks have agreed on
 
     @property
     def shares(self) -> bool:
@@ -213,9 +213,9 @@ class StepDriver:
     def _consult(self, ready: Names) -> None:
         """Ask which variants these tasks take on this step; may raise Untraceable."""
         self.cohorts.consult(ready, self.gradients.found)
-        lineup = self._lineup = self.cohorts.lineup
-        common = ((name, label, tuple(n for n in names if n in self._shared)) for name, label, names in lineup)
-        self._shared_lineup = tuple(part for part in common if part[2])
+        assignment = self._assignment = self.cohorts.assignment
+        common = ((name, label, tuple(n for n in names if n in self._shared)) for name, label, names in assignment)
+        self._shared_assignment = tuple(part for part in common if part[2])
 
     def numbers(self) -> dict[Ranks, str]:
         """Describe the numbers that the next step reads, for each set of ranks that shares tasks."""
@@ -223,7 +223,7 @@ class StepDriver:
 
     def facing(self) -> tuple[object, ...]:
         """What the next step is, as `look` found it: two that are equal are the same step."""
-        return self._next, self._lineup, self.numbers()
+        return self._next, self._assignment, self.numbers()
 
     def _change(self) -> StepChange | None:
         """Describe how the next step differs from earlier ones in what other ranks share with this one."""
@@ -233,9 +233,9 @@ class StepDriver:
         if (here ^ before) & self._shared:
             missing = [t.name for t in self.plan.owned.tasks if t.name in self._shared and t.name not in here]
             return StepChange(ChangeKind.PRESENCE, f"no gradient for {', '.join(missing) or 'none'}")
-        if self._shared_lineup in self._met:
+        if self._shared_assignment in self._met:
             return None
-        told = (f"{names[0]} and {len(names) - 1} more" for _, _, names in self._shared_lineup)
+        told = (f"{names[0]} and {len(names) - 1} more" for _, _, names in self._shared_assignment)
         return StepChange(ChangeKind.VARIANTS, f"new code for {', '.join(told)}")
 
     # -- the step ------------------------------------------------------------------------------------
@@ -252,10 +252,10 @@ class StepDriver:
         """
         ready, fresh = self._agreed = self._next
         if self._joint is not None:
-            self._met.add(self._shared_lineup)
+            self._met.add(self._shared_assignment)
             self._step_at_once(self._joint, ready)
         elif ready:
-            self._met.add(self._shared_lineup)
+            self._met.add(self._shared_assignment)
             expected = [] if self._audit is None else self._audit.before(ready)
             with during(self.clock, "plan"):
                 program = self._program(ready)
@@ -298,7 +298,7 @@ class StepDriver:
 
     def _program(self, names: Names) -> BoundProgram:
         """Return the program in which these tasks take the chosen variants; make it if it is new."""
-        program = self.last = self.programs.get(ProgramKey(names, self._lineup))
+        program = self.last = self.programs.get(ProgramKey(names, self._assignment))
         return program
 
     def _first_steps(self, fresh: Names) -> None:
@@ -340,7 +340,7 @@ class StepDriver:
         names = {*ready, *fresh}
         ordered = tuple(task.name for task in self.plan.owned.tasks if task.name in names)
         self._consult(ordered)
-        self._met.add(self._shared_lineup)
+        self._met.add(self._shared_assignment)
         self._program(ordered)
 
     def forget_programs(self) -> None:

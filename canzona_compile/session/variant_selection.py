@@ -7,22 +7,22 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from canzona_compile.capture.external_counters import Counter
-from canzona_compile.capture.leaves import read, write
 from canzona_compile.capture.param_kind import ParamKind
-from canzona_compile.capture.raised import Untraceable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.variant import Scalars
 from canzona_compile.progress.interrupts import uninterrupted
+from canzona_compile.replica.external_counters import Counter
+from canzona_compile.replica.leaves import read, write
+from canzona_compile.replica.raised import Untraceable
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import Plan
 
 Names = tuple[str, ...]
-Lineup = tuple[tuple[str, int, Names], ...]  # each entry: a template, the label of its numbers, its tasks
+VariantAssignment = tuple[tuple[str, int, Names], ...]  # each entry: a template, the label of its numbers, its tasks
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Cohort:
+class SameCounters:
     """Tasks of one kind and one parameter group that have equal counters in their state.
 
     Attributes:
@@ -74,7 +74,7 @@ class VariantSelection:
 
     def __init__(self, capture: Capture, plan: Plan, ahead: Mapping[str, int]) -> None:
         self.capture, self.optimizer, self.plan, self.ahead = capture, capture.optimizer, plan, ahead
-        self.current: list[Cohort] = []
+        self.current: list[SameCounters] = []
         self._scalars: dict[tuple[str, int], Scalars] = {}
 
     @uninterrupted
@@ -100,12 +100,12 @@ class VariantSelection:
                     label = len(self.optimizer.param_groups) + len(self._scalars)
                 self._scalars[path.template, label] = path.scalars
                 names = tuple(b.task.name for b in own)
-                self.current.append(Cohort(kind, names, path.template, label, path.scalars, path.counters))
+                self.current.append(SameCounters(kind, names, path.template, label, path.scalars, path.counters))
         for (_, group, counters), members in self._alike(self._elementwise(present)).items():
             self._ask(members[0].kind, group, counters)
 
     @property
-    def lineup(self) -> Lineup:
+    def assignment(self) -> VariantAssignment:
         """The variants that the tasks take now. Together with the tasks they determine the program."""
         return tuple((c.template, c.label, c.tasks) for c in self.current)
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from canzona_compile.capture.contents import inner_tensors
-from canzona_compile.capture.error_origin import first_line
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Layout, Shape
 from canzona_compile.ir.step import Task
+from canzona_compile.replica.error_origin import first_line
+from canzona_compile.replica.snapshot import inner_tensors
 from canzona_compile.runtime.process_groups import Groups
 
 

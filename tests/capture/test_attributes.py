@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import canzona_compile
-from canzona_compile.capture import residency
-from canzona_compile.capture.attributes import MOST_REHEARSALS
-from canzona_compile.capture.rehearsal import Rehearsal, rehearse
+from canzona_compile.rehearsal import ways
+from canzona_compile.rehearsal.rehearsal import Rehearsal, rehearse
+from canzona_compile.replica.attribute_watch import MOST_REHEARSALS
 from tests.harness.pairs import feed, muon, parameters
 
 
@@ -22,7 +22,7 @@ def rehearsals(edit: Any, monkeypatch: pytest.MonkeyPatch) -> int:
         calls.append(rehearse(*args))
         return calls[-1]
 
-    monkeypatch.setattr(residency, "rehearse", counted)
+    monkeypatch.setattr(ways, "rehearse", counted)
     optimizer: Any = muon(parameters())
     optimizer.log, optimizer.mode, optimizer.rate = [], "first", 0.5
     canzona_compile.wrap(optimizer)

@@ -17,8 +17,6 @@ from torch.optim import AdamW, Optimizer
 import canzona_compile
 from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.param_kind import ParamKind
-from canzona_compile.capture.parameter_spec import ParameterSpec
-from canzona_compile.capture.rehearsal import rehearse
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.templates import Capture
 from canzona_compile.errors import UnsupportedOptimizer
@@ -26,6 +24,8 @@ from canzona_compile.ir.fx_utils import placeholders
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Form, Leaf, Role, Step, Template
 from canzona_compile.passes import Canonicalize
+from canzona_compile.rehearsal.rehearsal import rehearse
+from canzona_compile.replica.parameter_spec import ParameterSpec
 from tests.harness import toy_optimizers as toys
 from tests.harness.optimizers import EntriesMuon, StackMuon
 from tests.harness.pairs import Pair, feed, muon, parameters
@@ -264,8 +264,8 @@ def turned(b: Builder, x: fx.Node) -> fx.Node:
     return b.call("back", aten.permute.default, b.call("twice", aten.mul.Tensor, there, 2.0), [1, 0, 2])
 
 
-def rolled(b: Builder, x: fx.Node) -> fx.Node:
-    return b.call("rolled", aten.roll.default, x, [1], [0])
+def drew_random(b: Builder, x: fx.Node) -> fx.Node:
+    return b.call("drew_random", aten.roll.default, x, [1], [0])
 
 
 def summed(b: Builder, x: fx.Node) -> fx.Node:
@@ -280,7 +280,7 @@ STACKS: dict[str, tuple[Callable[[Builder, fx.Node], fx.Node], bool]] = {
     "turned and back": (turned, True),
     "sum over entries": (reduced(0), False),
     "sum over everything": (summed, False),
-    "rolled along the entries": (rolled, False),
+    "drew_random along the entries": (drew_random, False),
     "merged with rows": (flattened, False),
     "product by an operator": (operator_product, True),
     "a row per entry": (rows, True),

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.capture.compiled_calls import compiled_calls
-from canzona_compile.capture.rehearsal import rehearse
-from canzona_compile.capture.twin import as_written
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.compiled_call import CompiledCall, num_compiled_calls
+from canzona_compile.rehearsal.rehearsal import rehearse
+from canzona_compile.replica.twin import as_written
 from tests.harness import compiled_optimizers as toys
 from tests.harness.marks import full
 from tests.harness.odd_optimizers import TwoPrecisions, matmul_precision

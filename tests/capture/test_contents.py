@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from canzona_compile.capture.contents import Walk
+from canzona_compile.replica.snapshot import Snapshot
 
 
 def test_views_that_autograd_does_not_follow() -> None:
@@ -13,6 +13,6 @@ def test_views_that_autograd_does_not_follow() -> None:
     with torch.no_grad():
         view = base[0]
     base.mul_(2.0)
-    walk = Walk()
+    walk = Snapshot()
     walk.add("self.view", view)
     assert [*walk.found] == ["self.view"]

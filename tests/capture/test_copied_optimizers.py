@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import SGD
 
 import canzona_compile
-from canzona_compile.capture.miniature import Miniature
-from canzona_compile.capture.rehearsal import rehearse
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.rehearsal.rehearsal import rehearse
+from canzona_compile.replica.miniature import Miniature
 from tests.capture.test_copies import Handle
 from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
 from tests.harness.toy_optimizers import PerParameter, State, cube

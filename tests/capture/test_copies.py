@@ -29,9 +29,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canzona_compile.capture.copies import Copies, deep_copy
-from canzona_compile.capture.miniature import Miniature
 from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.replica.copies import Copies, deep_copy
+from canzona_compile.replica.miniature import Miniature
 from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
 from tests.harness.toy_optimizers import PerParameter, State, cube
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import canzona_compile
 from canzona_compile import UnsupportedOptimizer
-from canzona_compile.capture.endless import Endless, Lines
+from canzona_compile.rehearsal.endless import Endless, Lines
 from tests.harness.pairs import Pair, feed, parameters, params_of
 from tests.harness.toy_optimizers import PerParameter, State, cube
 

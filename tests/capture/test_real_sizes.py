@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
-from canzona_compile.capture import fingerprints
-from canzona_compile.capture.fingerprints import Fingerprints
-from canzona_compile.capture.raised import Note
-from canzona_compile.capture.real_sizes import casts, coupled_at_real_sizes, taken
-from canzona_compile.capture.rehearsal import default_names, rehearse
+from canzona_compile.rehearsal import fingerprints
+from canzona_compile.rehearsal.fingerprints import Fingerprints
+from canzona_compile.rehearsal.real_sizes import casts, coupled_at_real_sizes, taken
+from canzona_compile.rehearsal.rehearsal import default_names, rehearse
+from canzona_compile.replica.raised import Note
 from tests.harness.pairs import Pair, feed
 from tests.harness.toy_optimizers import PerParameter, State, cube
 from tests.harness.traps import NAMED, grammar, sizes

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from canzona_compile.capture.twin import plain_class
 from canzona_compile.chains.chain import Chain
+from canzona_compile.replica.twin import plain_class
 from canzona_compile.split import chosen, rows_of
 from tests.harness.pairs import same_bits
 from tests.harness.verdicts import ways_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from canzona_compile.capture.randomness import MatrixGenerators
+from canzona_compile.replica.randomness import MatrixGenerators
 from tests.harness.toy_optimizers import PerParameter, State, cube
 
 

@@ -13,7 +13,6 @@ import sympy
 import torch
 from torch import fx
 
-from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.layout import Box, Grid, Layout, LayoutKind, Shape, local_layout
 from canzona_compile.ir.program import Program
@@ -38,6 +37,7 @@ from canzona_compile.ir.step import (
     Wire,
 )
 from canzona_compile.machine.hardware import Machine
+from canzona_compile.replica.parameter_spec import ParameterSpec
 
 aten = torch.ops.aten
 CPU = Machine("cpu", "gloo", 1)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from canzona_compile.capture.eager_fallback import interpreted_template
-from canzona_compile.capture.parameter_spec import ParameterSpec
+from canzona_compile.eager.nodes import interpreted_template
 from canzona_compile.ir import plan_file
 from canzona_compile.ir.layout import Grid, Layout
 from canzona_compile.ir.pipeline import Pass, PassHistory, run
@@ -38,6 +37,7 @@ from canzona_compile.passes import (
     Place,
     Schedule,
 )
+from canzona_compile.replica.parameter_spec import ParameterSpec
 from tests.conftest import Golden
 from tests.harness.samples import (
     TOY_SHAPE,

@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Muon, Optimizer
 
 import canzona_compile
-from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.layout import Shape
@@ -30,6 +29,7 @@ from canzona_compile.lowering.stream_sync import COMPUTE, PACK
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes
+from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.session import plan
 from canzona_compile.session.plan import emit, lower
 from examples.optimizers.shampoo import Shampoo

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.step import Form, Role, Step, Task, Template
 from canzona_compile.ir.verifier import verify
 from canzona_compile.machine.hardware import Curve, Hardware, Machine, named_hardware
 from canzona_compile.passes import Canonicalize, Roots
+from canzona_compile.replica.parameter_spec import ParameterSpec
 from tests.harness.samples import grid_of, rows_layout
 from tests.kernels.test_roots import with_spectrum
 

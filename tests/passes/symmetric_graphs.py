@@ -122,6 +122,10 @@ class Algebra:
 
     def made(self, op: str, a: fx.Node, b: fx.Node, x: fx.Node, y: fx.Node, number: Any) -> fx.Node | None:
         match op:
+            case "neg" | "abs":
+                return self.call(getattr(aten, op).default, a)
+            case "sub" | "times":
+                return self.call({"sub": aten.sub.Tensor, "times": aten.mul.Tensor}[op], a, b)
             case "gram":
                 return self.small(self.call(aten.mm.default, x, self.turn(y)))
             case "tall":  # [n, n] is not followed, only its symmetry matters
@@ -138,8 +142,6 @@ class Algebra:
                 return self.call(aten.addmm.default, self.pick(self.square), left, right, beta=number, alpha=0.125)
             case "add":
                 return self.call(aten.add.Tensor, a, b, alpha=number)
-            case "sub":
-                return self.call(aten.sub.Tensor, a, b)
             case "scale":
                 return self.call(aten.mul.Tensor, a, number)
             case "number":
@@ -150,12 +152,6 @@ class Algebra:
                 return self.call(aten.lerp.Scalar, a, b, number)
             case "turn":
                 return self.turn(a)
-            case "neg":
-                return self.call(aten.neg.default, a)
-            case "abs":
-                return self.call(aten.abs.default, a)
-            case "times":
-                return self.call(aten.mul.Tensor, a, b)
             case "single":
                 return self.call(aten.mul.Tensor, a, self.b["z"])
             case "shift":

@@ -18,7 +18,6 @@ from canzona_compile.analysis.gram_restarts import plan_restarts
 from canzona_compile.analysis.newton_schulz import Polynomial, chains
 from canzona_compile.analysis.norm_bounds import norm_bound
 from canzona_compile.analysis.roofline import product_flops
-from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.kernels.ops import SYM_GEMM
@@ -27,6 +26,7 @@ from canzona_compile.options import Numerics, Options
 from canzona_compile.passes import lowering_passes, planning_passes
 from canzona_compile.passes.gram import rewritten
 from canzona_compile.passes.symmetry import rewritten as with_halves
+from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.report.build import Facts, make_report
 from examples.optimizers.shampoo import Shampoo
 from tests.harness.random_graphs import evaluate

@@ -15,7 +15,6 @@ import canzona_compile
 from canzona_compile.analysis.flops import symbolic_flops
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.analysis.symmetry_proof import symmetric_leaves
-from canzona_compile.capture.parameter_spec import ParameterSpec
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.ir.printer import differences, show
@@ -25,6 +24,7 @@ from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.machine.hardware import Machine, named_hardware
 from canzona_compile.options import Options
 from canzona_compile.passes import Symmetry, lowering_passes, planning_passes
+from canzona_compile.replica.parameter_spec import ParameterSpec
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.conftest import Golden

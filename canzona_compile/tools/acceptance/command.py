@@ -21,7 +21,7 @@ from canzona_compile.tools.acceptance.step import AcceptanceStep
 from canzona_compile.tools.acceptance.steps_audit import audit, last_audit
 from canzona_compile.tools.acceptance.steps_layouts import data_parallel, first_layouts, other_layouts
 from canzona_compile.tools.acceptance.steps_machine import checked_memory, gpu_tests, machine_works, measured
-from canzona_compile.tools.acceptance.supervisor import MARGIN, Fellowship, Supervisor
+from canzona_compile.tools.acceptance.supervisor import MARGIN, LocalRanks, Supervisor
 from canzona_compile.tools.processes import RankPlace, places_here
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def run(given: Namespace) -> int:
     return accept(steps, AcceptedMachine(device, world, checkout()), own, given.output)
 
 
-def accept(steps: Sequence[AcceptanceStep], machine: AcceptedMachine, own: Fellowship, folder: Path) -> int:
+def accept(steps: Sequence[AcceptanceStep], machine: AcceptedMachine, own: LocalRanks, folder: Path) -> int:
     """Take steps one after the other.
 
     Args:
@@ -138,22 +138,22 @@ def ranks_here(asked: int | None, device: str) -> int:
     return ranks
 
 
-def alone(device: str, ranks: int) -> Fellowship:
+def alone(device: str, ranks: int) -> LocalRanks:
     """All ranks under one supervisor, on this machine."""
-    return Fellowship(*places_here(ranks, device, PATIENCE[device]))
+    return LocalRanks(*places_here(ranks, device, PATIENCE[device]))
 
 
-def launched(device: str) -> Fellowship:
+def launched(device: str) -> LocalRanks:
     """One rank under this supervisor, of those that torchrun or a launcher like it started."""
     store, rank, world = next(iter(rendezvous("env://")))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     near = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     place = RankPlace(rank, world, local, near, device, host, port, "", PATIENCE[device])
-    return Fellowship((place,), PrefixStore("canzona acceptance", store))
+    return LocalRanks((place,), PrefixStore("canzona acceptance", store))
 
 
-def leave_together(own: Fellowship) -> None:
+def leave_together(own: LocalRanks) -> None:
     """Wait until every supervisor is done: a launcher ends the others with the first that fails.
 
     The first one is the last to leave, because it may hold the store.

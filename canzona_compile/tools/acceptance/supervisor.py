@@ -40,7 +40,7 @@ STATUS = {"returned": "passed", "raised": "failed", "died": "died", "hung": "hun
 
 
 @dataclass(frozen=True, slots=True)
-class Fellowship:
+class LocalRanks:
     """The ranks of a supervisor.
 
     Attributes:
@@ -74,10 +74,10 @@ class RankEnd(NamedTuple):
 
 
 class Supervisor:
-    """Takes steps with the ranks of a fellowship.
+    """Takes steps with the ranks of a local_ranks.
 
     Args:
-        fellowship: which of the ranks are this one's.
+        local_ranks: which of the ranks are this one's.
         machine: the machine.
         journal: takes the results; None on all but the first supervisor.
         folder: for logs and results of programs.
@@ -87,9 +87,9 @@ class Supervisor:
     """
 
     def __init__(
-        self, fellowship: Fellowship, machine: AcceptedMachine, journal: AcceptanceJournal | None, folder: Path
+        self, local_ranks: LocalRanks, machine: AcceptedMachine, journal: AcceptanceJournal | None, folder: Path
     ) -> None:
-        self.own, self.machine, self.journal, self.folder = fellowship, machine, journal, folder
+        self.own, self.machine, self.journal, self.folder = local_ranks, machine, journal, folder
         self.failed = False
         self._workers: dict[Worker, RankPlace] = {}
         self._variables: tuple[tuple[str, str], ...] = ()

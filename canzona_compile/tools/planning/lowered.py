@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from canzona_compile.chains.sequence import in_sequence
-from canzona_compile.data_parallel.joint_plan import schedule_of
+from canzona_compile.data_parallel.model_plan import schedule_of
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Step

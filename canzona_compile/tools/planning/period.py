@@ -53,7 +53,7 @@ def period_forecast(
     groups = {task.name: task.param_group for task in owned.tasks}
     known: dict[Templates, float] = {}
     for templates in dict.fromkeys(steps):
-        lineup = [(template, groups[name], [name]) for name, template in zip(periodic, templates, strict=True)]
-        known[templates] = seconds_of(taking(owned, lineup))
+        assignment = [(template, groups[name], [name]) for name, template in zip(periodic, templates, strict=True)]
+        known[templates] = seconds_of(taking(owned, assignment))
     seconds = tuple(known[templates] for templates in steps)
     return PeriodForecast(seconds, sum(seconds) / len(seconds), max(seconds))

@@ -14,8 +14,8 @@ from canzona_compile.report.page import (
     Detail,
     Figure,
     Listing,
-    Note,
     Page,
+    PageNote,
     Section,
     Table,
     Words,
@@ -44,7 +44,7 @@ from canzona_compile.tools.planning.plan_timelines import MOST_RANKS, buckets_te
 def plan_page(forecast: Forecast) -> Page:
     """Build the page of all figures of a plan."""
     hardware = forecast.hardware
-    own, simulation = forecast.local, forecast.simulation
+    simulation = forecast.simulation
     how = "by the owners of their slices" if forecast.zero1 else "without communication"
     some_ranks = "; the busiest and the idlest rank" if len(simulation.shown) > MOST_RANKS else ""
     return Page(
@@ -91,26 +91,24 @@ def plan_page(forecast: Forecast) -> Page:
             ),
             group_section(forecast.groups, [(f"{g.replicas}x{g.shards}", g.tasks) for g in forecast.groups]),
             Section("Memory", tuple(memory(forecast)), "bytes on the rank that needs most"),
-            Section(
-                "Without communication",
-                (
-                    note(
-                        f"{' and '.join(own.optimizers)}: {plural(own.parameters, 'parameter')}, "
-                        f"{format_count(own.elements)} elements"
-                    ),
-                    note(
-                        f"on the rank with most: {format_count(own.most)} elements, state {format_bytes(own.state)}, "
-                        f"{format_seconds(own.seconds)} after the matrices, which the predicted step leaves out"
-                    ),
-                )
-                if own
-                else (),
-                "parameters that each rank updates by itself",
-            ),
+            Section("Without communication", tuple(alone(forecast)), "parameters that each rank updates by itself"),
             Detail((matrices(forecast),)),
             Section("Rates", tuple(rates(hardware)), f"of {hardware.name}"),
             Section("Assumptions", (*bullets(forecast.assumptions), Detail(bullets([overlap_text(hardware)])))),
         ),
+    )
+
+
+def alone(forecast: Forecast) -> Iterator[PageNote]:
+    """What is updated without communication, by other optimizers than that of the matrices."""
+    if (own := forecast.local) is None:
+        return
+    yield note(
+        f"{' and '.join(own.optimizers)}: {plural(own.parameters, 'parameter')}, {format_count(own.elements)} elements"
+    )
+    yield note(
+        f"on the rank with most: {format_count(own.most)} elements, state {format_bytes(own.state)}, "
+        f"{format_seconds(own.seconds)} after the matrices, which the predicted step leaves out"
     )
 
 
@@ -350,9 +348,9 @@ def brief(forecast: Forecast) -> Iterator[Block]:
     if (period := forecast.period) is not None:
         mean = Words(format_seconds(period.mean), "bold")
         words = f"{machine}. All other figures are those of the heaviest step."
-        yield Note((f"Predicted mean of {len(period.seconds)} steps ", mean, words))
+        yield PageNote((f"Predicted mean of {len(period.seconds)} steps ", mean, words))
         headline = ("Heaviest step ", Words(format_seconds(period.worst), "bold"))
-    yield Note(
+    yield PageNote(
         (
             *headline,
             f", of which {format_seconds(exposed)} are exposed communication; {forecast.matrices} matrices, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from canzona_compile.report.page import Bar, Bars, Block, Detail, Event, Lane, Section, Table, Timeline, note
+from canzona_compile.report.page import Bar, Bars, Block, Detail, Lane, PageEvent, Section, Table, Timeline, note
 from canzona_compile.report.sections import event
 from canzona_compile.report.units import format_bytes, plural
 from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Span
@@ -92,7 +92,7 @@ def timelines(forecast: Forecast) -> Iterator[Block]:
     yield Timeline("What each rank does when", simulation.seconds, tuple(lanes), "micro-group")
 
 
-def described(span: Span, members: int) -> Event:
+def described(span: Span, members: int) -> PageEvent:
     """An event with all that is known of its span, and how many ranks that are shown take part in its collective."""
     drawn = event(span.act, span.stream, span.group, span.start, span.end)
     title = f"{span.act.removeprefix('start ')}, micro-group {span.group}"
@@ -100,13 +100,15 @@ def described(span: Span, members: int) -> Event:
     if span.flow >= 0:
         taking = f"{plural(members, 'rank')} of those shown"
         remarks += [f"sends {format_bytes(span.bytes)}", f"collective {span.flow}, {taking}"]
-    return Event(drawn.begin, drawn.end, drawn.kind, drawn.number, title, tuple(remarks), span.tasks)
+    return PageEvent(drawn.begin, drawn.end, drawn.kind, drawn.number, title, tuple(remarks), span.tasks)
 
 
-def held(moments: Sequence[Memory], seconds: float, most: int) -> Iterator[Event]:
+def held(moments: Sequence[Memory], seconds: float, most: int) -> Iterator[PageEvent]:
     """Show the bytes that a rank holds from each moment to its next, as a share of `most`."""
     ends = [*(moment.at for moment in moments[1:]), seconds]
     for own, end in zip(moments, ends, strict=True):
         if own.bytes and end > own.at:
             title = f"buffers of rank {own.rank}"
-            yield Event(own.at, end, "buffers", 0, title, (f"holds {format_bytes(own.bytes)}",), (), own.bytes / most)
+            yield PageEvent(
+                own.at, end, "buffers", 0, title, (f"holds {format_bytes(own.bytes)}",), (), own.bytes / most
+            )

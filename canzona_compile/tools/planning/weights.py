@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -205,20 +205,7 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
     """
     config = read_json(path)
     at = str(path)
-
-    def count(*names: str, default: int | None = None) -> int:
-        name = next((n for n in names if config.get(n) is not None), None)
-        if name is None:
-            if default is None:
-                raise CanzonaError(f"the field {names[0]!r} is missing", at=at, hint="is it the config of a decoder?")
-            return default
-        value = config[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise CanzonaError(
-                f"{name} is {value!r}, not a positive integer", at=at, hint="copy it from the model's config.json"
-            )
-        return value
-
+    count = partial(count_in, config, at)
     heads, hidden = count("num_attention_heads"), count("hidden_size")
     head_dim = count("head_dim", default=0)
     if not head_dim:
@@ -270,6 +257,31 @@ def from_config(path: Path, split: tuple[str, ...]) -> Model:
     return decoder.model(str(config.get("model_type", path.stem)), split)
 
 
+def count_in(config: Mapping[str, Any], at: str, *names: str, default: int | None = None) -> int:
+    """Read a positive integer of a config, under the first of some names that it has.
+
+    Args:
+        config: the fields.
+        at: the file, for errors.
+        names: of the field.
+        default: what it is where no name is there; None if there must be one.
+
+    Raises:
+        CanzonaError: it is missing, or no positive integer.
+    """
+    name = next((n for n in names if config.get(n) is not None), None)
+    if name is None:
+        if default is None:
+            raise CanzonaError(f"the field {names[0]!r} is missing", at=at, hint="is it the config of a decoder?")
+        return default
+    value = config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise CanzonaError(
+            f"{name} is {value!r}, not a positive integer", at=at, hint="copy it from the model's config.json"
+        )
+    return value
+
+
 def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
     """Read named shapes: {"layers.0.q": [5120, 5120], "layers.0.o": {"shape": [...], "tp": 1, "experts": true}}.
 
@@ -278,57 +290,7 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
     Raises:
         CanzonaError: an entry is absurd.
     """
-    everything = []
-    for key, value in found.items():
-        place = f"{at}: {key}"
-        if not isinstance(key, str) or not key.isprintable() or not key:
-            raise CanzonaError(f"{key!r} is no name of a parameter", at=at, hint="names have printable characters")
-        entry = value if isinstance(value, Mapping) else {"shape": value}
-        shape, apart = entry.get("shape"), entry.get("elementwise", False)
-        if not isinstance(apart, bool):
-            raise CanzonaError(f"elementwise is {apart!r}, neither true nor false", at=place)
-        if (
-            not isinstance(shape, list | tuple)
-            or (len(shape) < 2 and not apart)
-            or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
-        ):
-            raise CanzonaError(
-                f"its shape is {shape!r}, not two or more positive integers",
-                at=place,
-                hint='[rows, columns], or {"shape": [rows, columns], "tp": 0}',
-            )
-        if elements(tuple(shape)) > MOST_ELEMENTS:
-            raise CanzonaError(
-                f"its shape {list(shape)} has more than 2^48 elements",
-                at=place,
-                hint="a size is a number of elements",
-            )
-        if unknown := sorted(set(entry) - {"shape", "tp", "experts", "layer", "elementwise"}):
-            raise CanzonaError(
-                f"there is no field {unknown[0]!r}",
-                at=place,
-                hint="there are shape, tp, experts, layer and elementwise",
-            )
-        cut = entry.get("tp")
-        if cut is not None and (not whole(cut) or cut >= len(shape)):
-            raise CanzonaError(
-                f"tp is {cut!r}, no dim of {list(shape)}",
-                at=place,
-                hint="the dim that tensor parallelism cuts, or leave it out",
-            )
-        if entry.get("experts") is True and cut == 0:
-            raise CanzonaError("tp is 0, the dim of experts", at=place, hint="the mesh dim ep deals experts out")
-        layer = entry.get("layer", layer_of(key))
-        if not whole(layer):
-            raise CanzonaError(f"layer is {layer!r}, no number of a layer", at=place, hint="0 is the first")
-        stack = entry.get("experts", False)
-        if not isinstance(stack, bool) or (stack and len(shape) < 3):
-            raise CanzonaError(
-                f"experts is {stack!r} for a shape of {len(shape)} dims",
-                at=place,
-                hint="true says that the first of three or more dims is one of experts",
-            )
-        everything.append(ModelWeight(key, tuple(shape), layer, cut, None, stack, apart))
+    everything = [weight_of(key, value, at) for key, value in found.items()]
     weights = tuple(w for w in everything if not w.elementwise)
     if not weights:
         raise CanzonaError("it names no parameters", at=at, hint='as in {"layers.0.q": [4096, 4096]}')
@@ -340,6 +302,63 @@ def from_shapes(found: Mapping[str, Any], name: str, at: str) -> Model:
         experts=math.gcd(*(w.shape[0] for w in weights if w.experts)),
         parameters=() if len(weights) == len(everything) else tuple(everything),
     )
+
+
+def weight_of(key: Any, value: Any, at: str) -> ModelWeight:
+    """Read one entry of `from_shapes`.
+
+    Raises:
+        CanzonaError: it is absurd.
+    """
+    place = f"{at}: {key}"
+    if not isinstance(key, str) or not key.isprintable() or not key:
+        raise CanzonaError(f"{key!r} is no name of a parameter", at=at, hint="names have printable characters")
+    entry = value if isinstance(value, Mapping) else {"shape": value}
+    shape, apart = entry.get("shape"), entry.get("elementwise", False)
+    if not isinstance(apart, bool):
+        raise CanzonaError(f"elementwise is {apart!r}, neither true nor false", at=place)
+    if (
+        not isinstance(shape, list | tuple)
+        or (len(shape) < 2 and not apart)
+        or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in shape)
+    ):
+        raise CanzonaError(
+            f"its shape is {shape!r}, not two or more positive integers",
+            at=place,
+            hint='[rows, columns], or {"shape": [rows, columns], "tp": 0}',
+        )
+    if elements(tuple(shape)) > MOST_ELEMENTS:
+        raise CanzonaError(
+            f"its shape {list(shape)} has more than 2^48 elements",
+            at=place,
+            hint="a size is a number of elements",
+        )
+    if unknown := sorted(set(entry) - {"shape", "tp", "experts", "layer", "elementwise"}):
+        raise CanzonaError(
+            f"there is no field {unknown[0]!r}",
+            at=place,
+            hint="there are shape, tp, experts, layer and elementwise",
+        )
+    cut = entry.get("tp")
+    if cut is not None and (not whole(cut) or cut >= len(shape)):
+        raise CanzonaError(
+            f"tp is {cut!r}, no dim of {list(shape)}",
+            at=place,
+            hint="the dim that tensor parallelism cuts, or leave it out",
+        )
+    if entry.get("experts") is True and cut == 0:
+        raise CanzonaError("tp is 0, the dim of experts", at=place, hint="the mesh dim ep deals experts out")
+    layer = entry.get("layer", layer_of(key))
+    if not whole(layer):
+        raise CanzonaError(f"layer is {layer!r}, no number of a layer", at=place, hint="0 is the first")
+    stack = entry.get("experts", False)
+    if not isinstance(stack, bool) or (stack and len(shape) < 3):
+        raise CanzonaError(
+            f"experts is {stack!r} for a shape of {len(shape)} dims",
+            at=place,
+            hint="true says that the first of three or more dims is one of experts",
+        )
+    return ModelWeight(key, tuple(shape), layer, cut, None, stack, apart)
 
 
 def from_module(module: nn.Module, matrices: Collection[str]) -> Model:

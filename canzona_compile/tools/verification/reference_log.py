@@ -17,7 +17,7 @@ PAUSE = 0.005  # seconds between two looks
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class StepPage:
     """One step.
 
     Attributes:
@@ -30,7 +30,7 @@ class Page:
 
 
 class Journal:
-    """Pages 0, 1, ... in a folder. Page 0 holds what `build` made.
+    """Pages 0, 1, ... in a folder. StepPage 0 holds what `build` made.
 
     Writer and readers wait for one another without a limit: `tools.processes` ends them all if one dies.
     """
@@ -38,7 +38,7 @@ class Journal:
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
 
-    def write(self, step: int, page: Page) -> None:
+    def write(self, step: int, page: StepPage) -> None:
         """Add a page, once the ranks have read all but the last few."""
         while self._page(step - AHEAD).exists():
             time.sleep(PAUSE)
@@ -46,12 +46,12 @@ class Journal:
         torch.save((page.grads, page.leaves), unfinished)
         os.replace(unfinished, self._page(step))
 
-    def read(self, step: int) -> Page:
+    def read(self, step: int) -> StepPage:
         """Wait for a page and open it. Tensors stay on disk until somebody looks at them."""
         path = self._page(step)
         while not path.exists():
             time.sleep(PAUSE)
-        return Page(*torch.load(path, mmap=True, weights_only=False))  # it is our own file
+        return StepPage(*torch.load(path, mmap=True, weights_only=False))  # it is our own file
 
     def drop(self, step: int) -> None:
         """Delete a page that every rank has opened."""

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from canzona_compile.api.holders import inside, members_of
 from canzona_compile.api.wrapped_class import is_wrapped
-from canzona_compile.capture.twin import check_step_signature
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.canonical_names import canonical_params
+from canzona_compile.replica.twin import check_step_signature
 from canzona_compile.session.params import named_params
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
 

@@ -21,7 +21,7 @@ from canzona_compile.tools.verification.compare import distance
 from canzona_compile.tools.verification.failure import CannotVerify, blamed
 from canzona_compile.tools.verification.findings import LeafDifference, Tally
 from canzona_compile.tools.verification.layouts import LayoutName, give, share
-from canzona_compile.tools.verification.reference_log import Journal, Page
+from canzona_compile.tools.verification.reference_log import Journal, StepPage
 from canzona_compile.tools.verification.user_model import PARAMETER, Built, Leaves, built
 
 log = logging.getLogger(__name__)
@@ -68,13 +68,13 @@ def run_plain(order: Order, folder: str) -> None:
     """Run all steps of the plain optimizer on whole tensors, and write them into the journal of a folder."""
     made, journal = built(order.build, order.seed), Journal(folder)
     with blamed("saving parameters and state", "verify compares what can be pickled"):
-        journal.write(0, Page((), made.leaves()))
+        journal.write(0, StepPage((), made.leaves()))
     for step in range(1, order.steps + 1):
         grads = gradients(made, order.seed, step, order.options.get("missing_grads", "skip"))
         with blamed(f"step {step} of the plain optimizer"):
             made.optimizer.step()
         with blamed("saving parameters and state", "verify compares what can be pickled"):
-            journal.write(step, Page(grads, made.leaves()))
+            journal.write(step, StepPage(grads, made.leaves()))
 
 
 def gradients(made: Built, seed: int, step: int, missing: str = "skip") -> tuple[Tensor | None, ...]:
@@ -150,7 +150,7 @@ def run_wrapped(rank: int, order: Order, folder: str) -> RankOutcome:
     return RankOutcome(kind, tally.rows, owned.rows, everywhere, idle, roles(made, given))
 
 
-def compare_step(made: Built, layout: LayoutName, page: Page, step: int, tally: Tally, given: set[str]) -> None:
+def compare_step(made: Built, layout: LayoutName, page: StepPage, step: int, tally: Tally, given: set[str]) -> None:
     """Take one step of a wrapped optimizer with the gradients of a page, and compare its leaves with the page."""
     with blamed(f"step {step} of the wrapped optimizer"), by_names_of_the_model(made):
         give(made, layout, page.grads)
@@ -175,7 +175,7 @@ def comparable(leaves: Leaves, apart: Collection[str]) -> Leaves:
     return {(name, leaf): v for (name, leaf), v in leaves.items() if leaf == PARAMETER or name not in hidden}
 
 
-def read_together(journal: Journal, step: int) -> Page:
+def read_together(journal: Journal, step: int) -> StepPage:
     """Read a page of the journal, which is deleted once every rank has opened it."""
     page = journal.read(step)
     dist.barrier()

@@ -1,0 +1,190 @@
+"""One plan for all optimizers of a model under ZeRO-1: who owns which matrix, and which bucket holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from canzona_compile.capture.param_kind import ParamKind
+from canzona_compile.capture.templates import Capture
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.ir.bucket import ALIGNMENT
+from canzona_compile.ir.pipeline import run
+from canzona_compile.ir.printer import show
+from canzona_compile.ir.step import Step
+from canzona_compile.options import Options
+from canzona_compile.passes import planning_passes, zero1_passes
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.twin import plain_class
+from canzona_compile.session.bind import Binder
+from canzona_compile.session.bound import BoundParam
+from canzona_compile.session.plan import captured_step, check_pieces, joined, lower
+from canzona_compile.views.entries import same_but_sizes
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ModelPlan:
+    """The decisions of ZeRO-1 for a model.
+
+    Attributes:
+        step: the OWNED step of all optimizers, with buckets; each task on the ranks of its owner's replica.
+        bound: for each optimizer, its parameters and the pieces of its fused ones by task, with the task as if on all
+            replicas. Nothing stands for a piece here but its fused parameter.
+    """
+
+    step: Step
+    bound: tuple[Mapping[str, BoundParam], ...]
+
+    @property
+    def text(self) -> str:
+        """The plan as text, which must be equal on all data-parallel ranks."""
+        return show(self.step)
+
+    def scheduled(self, options: Options) -> Step:
+        """The SCHEDULED step of all matrices, see `schedule_of`."""
+        return schedule_of(self.step, self.bound, options)
+
+
+def plan_model(
+    optimizers: Sequence[Optimizer],
+    captures: Sequence[Capture],
+    options: Sequence[Options],
+    order: Mapping[str, int],
+    group: ProcessGroup | None,
+    ranks: Sequence[int],
+    rank: int,
+    bucket_bytes: int,
+) -> ModelPlan:
+    """Plan ZeRO-1. Every rank of every replica gets the same owners; this is a collective if there is a DTensor.
+
+    Args:
+        optimizers: the optimizers, which share no parameter.
+        captures: the captured code of each.
+        options: those of each; they differ in the names of parameters only.
+        order: the position of each parameter in the model, by name.
+        group: the data-parallel process group of this rank; None if the rank is alone.
+        ranks: its global ranks, in order.
+        rank: this rank, global.
+        bucket_bytes: the size at which a bucket closes.
+
+    Raises:
+        CanzonaError: an optimizer or a parameter is not supported, or the given plan does not fit.
+    """
+    trained: list[list[BoundParam]] = []
+    for optimizer, capture, own in zip(optimizers, captures, options, strict=True):
+        bare = Binder(optimizer, replace(own, replicate=group), capture).bind()
+        # What stands for a piece may be a copy of its rows, which nobody needs here.
+        light = [
+            b if b.division is None else replace(b, param=b.division.source, division=b.division.bare()) for b in bare
+        ]
+        found = [b for b in light if b.origin.requires_grad]
+        check_independent(found)
+        if unknown := [b.name for b in found if b.name not in order]:
+            raise CanzonaError(
+                "the optimizer knows the parameter by this name, the model by another one",
+                at=unknown[0],
+                hint="give zero1 the model whose named_parameters() the optimizer was made from",
+            )
+        trained.append(found)
+    bound = in_model_order(trained, order)
+    parts = [
+        captured_step(tuple(found.values()), plain_class(optimizer).__name__, own)
+        for optimizer, found, own in zip(optimizers, bound, options, strict=True)
+    ]
+    owned, _ = run(joined(parts), planning_passes(options[0]))
+    check_pieces([b for found in bound for b in found.values()], owned)
+    elementwise = {task.name for task in owned.elementwise}
+    whole = {
+        name
+        for own, capture in zip(bound, captures, strict=True)
+        for name, b in own.items()
+        if name in elementwise and not may_be_cut(b, capture)
+    }
+    step, _ = run(owned, zero1_passes(ranks, bucket_bytes, frozenset(whole), rank))
+    made = ModelPlan(step, bound)
+    if (plan := options[0].plan) is not None:
+        plan.check_followed(made.scheduled(options[0]))
+    return made
+
+
+def check_independent(bound: Iterable[BoundParam]) -> None:
+    """Raise if an optimizer steps all parameters at once, because then gradients cannot go to several owners.
+
+    Raises:
+        UnsupportedOptimizer: it does.
+    """
+    for b in bound:
+        if b.kind.joint is not None:
+            raise UnsupportedOptimizer(
+                f"zero1 gives every matrix to another owner, but {b.kind.joint.reason}",
+                at=b.name,
+                hint="use DistributedDataParallel and wrap(optimizer, replicate=mesh): one rank steps all of them then",
+            )
+
+
+def in_model_order(
+    trained: Sequence[Sequence[BoundParam]], order: Mapping[str, int]
+) -> tuple[Mapping[str, BoundParam], ...]:
+    """Number the tasks of all optimizers in the order of the model, pieces in the order of their fused parameter.
+
+    Args:
+        trained: what each optimizer trains.
+        order: the position of each parameter in the model, by name.
+
+    Returns:
+        For each optimizer, what it trains by task.
+    """
+    everything = sorted((order[b.name], b.task.index, b.task.name) for found in trained for b in found)
+    index = {name: i for i, (_, _, name) in enumerate(everything)}
+
+    def numbered(b: BoundParam) -> BoundParam:
+        return replace(b, task=replace(b.task, index=index[b.task.name]))
+
+    return tuple({b.task.name: numbered(b) for b in found} for found in trained)
+
+
+def may_be_cut(bound: BoundParam, capture: Capture) -> bool:
+    """Tell whether the optimizer does the same to some elements of a parameter, in one dim, as to the whole."""
+    kind = bound.kind
+    if kind.recorder is None:
+        return False
+    spec = ParameterSpec((2 * ALIGNMENT,), bound.param.dtype, kind.grad_dtype, bound.param.device)
+    group = capture.optimizer.param_groups[bound.param_group]
+    try:
+        part = capture.kind_of(group, spec, f"elements of {bound.task.name}")
+    except CanzonaError:
+        return False
+    if constants(kind) != constants(part):
+        return False  # an integer in the graph may be a size of the parameter
+    leaves = {(leaf.name, leaf.shape == bound.task.shape, leaf.shape == ()) for leaf in kind.state}
+    own = {(leaf.name, leaf.shape == spec.shape, leaf.shape == ()) for leaf in part.state}
+    everywhere = all(same or scalar for _, same, scalar in leaves)
+    return everywhere and leaves == own and same_but_sizes(kind, part)
+
+
+def constants(kind: ParamKind) -> list[list[int | float]]:
+    """The numbers that the captured code holds as constants."""
+    calls = [n for n in kind.template.graph.nodes if n.op == "call_function"]
+    return [[a for a in (*n.args, *n.kwargs.values()) if isinstance(a, int | float)] for n in calls]
+
+
+def schedule_of(step: Step, parts: Sequence[Collection[str]], options: Options) -> Step:
+    """Schedule all matrices of a joint step as one step, which is what a plan of the model describes.
+
+    Optimizers without matrices leave no trace but the slices of their parameters, so the plan does not depend on them.
+    Parameter groups are numbered anew in the order of the matrices.
+
+    Args:
+        step: OWNED, with buckets; the names of its optimizers are joined by "+".
+        parts: for each optimizer, the names of its parameters.
+        options: the options of `zero1`.
+    """
+    names = step.optimizer.split("+")
+    taking = [name for name, own in zip(names, parts, strict=True) if any(step.find(n) is not None for n in own)]
+    order = {group: i for i, group in enumerate(dict.fromkeys(t.param_group for t in step.tasks))}
+    tasks = tuple(replace(t, param_group=order[t.param_group]) for t in step.tasks)
+    whole = replace(step, optimizer="+".join(taking or names[:1]), tasks=tasks)
+    return lower(whole, [t.name for t in tasks], options)[0]

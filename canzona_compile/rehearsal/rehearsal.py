@@ -1,0 +1,372 @@
+"""Rehearse an optimizer in miniature: step all parameters together, then in cells as plans do, and compare the bits.
+
+What a step reads and writes beside its parameter, gradient, state and group shows as a difference, whatever it is.
+Where one matrix on a twin does not give the plain optimizer's bits, objects of their own are tried, and then all
+parameters at once, see `Ways`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from canzona_compile.eager.own_object import Recipe
+from canzona_compile.eager.publish import WholeModelUpdate
+from canzona_compile.errors import RoundsOtherwise, UnsupportedOptimizer, some
+from canzona_compile.rehearsal.asked import ADDRESS
+from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, refusal, tensors_kept
+from canzona_compile.rehearsal.real_sizes import check_real_sizes
+from canzona_compile.rehearsal.scenario import Scenario, scenarios
+from canzona_compile.rehearsal.stepping import OneByOne, Plainly
+from canzona_compile.rehearsal.trial import RehearsedSteps, contents_of, read_later, take, texts_written
+from canzona_compile.replica.error_origin import blamed, first_line
+from canzona_compile.replica.external_counters import Counter
+from canzona_compile.replica.randomness import seeded
+from canzona_compile.replica.snapshot import Contents, changed
+from canzona_compile.replica.twin import plain_class, plain_step
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a rehearsal showed.
+
+    Attributes:
+        counters: the numbers that a step counts outside of the state of parameters.
+        writes_gradients: whether a step writes `param.grad`.
+        drops_gradients: whether it sets all of them to None.
+        aliases: where it holds a gradient itself after a step, and no copy of it, e.g. "self.state[param]['prev']".
+        needs_gradients: whether a step does something, or fails, if a parameter has no gradient.
+        asks_frozen: whether it does something else for a parameter that has a gradient and requires none.
+        asks_layout: what it asks about the layout of gradients in memory, see `LayoutQuestions`.
+        reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
+        rounds_in_foreach: whether `foreach` stacks matrices of equal shape, which rounds otherwise than one by one.
+        draws: whether a step draws random numbers.
+        skipped: why the optimizer cannot be rehearsed; empty if it was.
+        resident: why it runs as residents, one object per matrix; empty if it does not.
+        recipe: how to make a resident, if it runs as such.
+        joint: what it does if one rank steps all parameters at once; None if it does not run like that.
+    """
+
+    counters: frozenset[Counter] = frozenset()
+    writes_gradients: bool = False
+    drops_gradients: bool = False
+    aliases: tuple[str, ...] = ()
+    needs_gradients: bool = False
+    asks_frozen: bool = False
+    asks_layout: frozenset[str] = frozenset()
+    reads_variables: bool = False
+    rounds_in_foreach: bool = False
+    draws: bool = False
+    skipped: str = ""
+    resident: str = ""
+    recipe: Recipe | None = None
+    joint: WholeModelUpdate | None = None
+
+
+def habits_of(found: Iterable[Rehearsal]) -> Rehearsal:
+    """Put together what several scenarios showed, without how the optimizer runs."""
+    every = list(found)
+    return Rehearsal(
+        frozenset().union(*(one.counters for one in every)),
+        writes_gradients=any(one.writes_gradients for one in every),
+        drops_gradients=any(one.drops_gradients for one in every),
+        aliases=tuple(dict.fromkeys(place for one in every for place in one.aliases)),
+        needs_gradients=any(one.needs_gradients for one in every),
+        asks_frozen=any(one.asks_frozen for one in every),
+        asks_layout=frozenset().union(*(one.asks_layout for one in every)),
+        reads_variables=any(one.reads_variables for one in every),
+        rounds_in_foreach=any(one.rounds_in_foreach for one in every),
+        draws=any(one.draws for one in every),
+    )
+
+
+# -- one scenario, in one way ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """A way in which a plan may step parameters, and what it is compared with.
+
+    Attributes:
+        plainly: takes the steps of a scenario as the plain optimizer does.
+        in_cells: takes them as a plan does, for an optimizer that took them so plainly.
+        differ: the places at which both differ first.
+    """
+
+    plainly: Callable[[Scenario], RehearsedSteps]
+    in_cells: Callable[[Scenario, RehearsedSteps], RehearsedSteps]
+    differ: Callable[[RehearsedSteps, RehearsedSteps], list[str]] = difference
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A scenario in which a way of stepping gave the plain optimizer's bits, or the last one in which it did not.
+
+    Attributes:
+        scenario: its steps, as far as they were tried.
+        plain: what the plain optimizer did.
+        cells: what the cells of a plan did.
+        places: where both differ first.
+    """
+
+    scenario: Scenario
+    plain: RehearsedSteps
+    cells: RehearsedSteps
+    places: list[str] = field(default_factory=list)
+
+    def habits(self, asked: Scenario) -> Rehearsal:
+        """What an optimizer does and asks for, which agrees only in an easier scenario than was asked for."""
+        plain, one = self.plain, self.scenario
+        return Rehearsal(
+            frozenset(plain.counters),
+            writes_gradients=plain.writes_gradients,
+            drops_gradients=not plain.keeps_gradients,
+            aliases=tuple(plain.aliases),
+            needs_gradients=one.missing != asked.missing,
+            asks_frozen=one.frozen != asked.frozen,
+            asks_layout=frozenset(plain.asks_layout) - {ADDRESS},
+            reads_variables=plain.reads_variables,
+            rounds_in_foreach=one.loops,
+            draws=plain.drew,
+        )
+
+
+def compared(manner: Manner, tries: Iterable[Scenario]) -> Compared:
+    """Step in one scenario after the other until both ways agree; the last comparison."""
+    for one in tries:
+        plain = manner.plainly(one)
+        cells = manner.in_cells(one, plain)
+        found = Compared(one, plain, cells, manner.differ(plain, cells))
+        if not found.places:
+            break
+    return found
+
+
+# -- each parameter on a twin ----------------------------------------------------------------------
+
+
+class CannotBegin(Exception):
+    """The plain optimizer fails in miniature, at its first step; the message says how."""
+
+
+def rehearse(optimizer: Optimizer, names: NamesByGroup = ()) -> Rehearsal:
+    """Rehearse an optimizer whose every parameter steps by itself. Every rank gets the same, without communication.
+
+    Args:
+        optimizer: the optimizer.
+        names: those of its parameters by group, for errors.
+
+    Raises:
+        UnsupportedOptimizer: its step reads or writes something that a plan does not give it, or fails in miniature.
+    """
+    numbers = [len(group["params"]) for group in optimizer.param_groups]
+    if not any(numbers):
+        return Rehearsal()
+    if device_of(optimizer).type == "meta":
+        return Rehearsal(skipped="its parameters have no values")
+    names = names or default_names(optimizer)
+    cast = scenarios(numbers)
+    try:
+        found = [rehearse_one(optimizer, scenario, names) for scenario in cast]
+    except CannotBegin as first:
+        # The state was made in the constructor, or the step cannot make it anew.
+        cast = [replace(scenario, stateful=True) for scenario in cast]
+        found = rehearse_stateful(optimizer, cast, names, first)
+    check_real_sizes(optimizer, names, stateful=cast[0].stateful)
+    if any(one.rounds_in_foreach for one in found):
+        warnings.warn(
+            RoundsOtherwise(
+                f"{plain_class(optimizer).__name__} with foreach stacks equal shapes, which rounds otherwise than "
+                "one by one; results have the bits of foreach=False."
+            ),
+            stacklevel=2,
+        )
+    return habits_of(found)
+
+
+def rehearse_stateful(
+    optimizer: Optimizer, cast: Sequence[Scenario], names: NamesByGroup, first: CannotBegin
+) -> list[Rehearsal]:
+    """Rehearse scenarios in which parameters begin with the state that they have, as they cannot without.
+
+    Raises:
+        UnsupportedOptimizer: they have none, or cannot begin with it either.
+    """
+    try:
+        if not any(isinstance(key, Tensor) for key in optimizer.state):
+            raise first
+        return [rehearse_one(optimizer, scenario, names) for scenario in cast]
+    except CannotBegin as problem:
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__}.step fails on parameters that are none of the model's, so that nothing "
+            f"shows whether it updates them independently{tensors_kept(optimizer)}: {problem}",
+            hint="make the state in step() and for parameters of any size; pass no closure that step() needs",
+        ) from None
+
+
+def rehearse_as_now(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Rehearse a few steps from the present counters on, to see what begins late.
+
+    Args:
+        optimizer: the optimizer.
+        states: the state of each parameter, with a `Leaf` in place of each tensor whose values do not matter.
+
+    Raises:
+        UnsupportedOptimizer: its step reads or writes something that a plan does not give it.
+    """
+    now = object.__new__(type(optimizer))
+    vars(now).update(vars(optimizer))
+    now.state = defaultdict(dict, {key: dict(state) for key, state in states.items()})
+    first = scenarios([len(group["params"]) for group in optimizer.param_groups])[0]
+    with contextlib.suppress(CannotBegin):
+        rehearse_one(now, replace(first, stateful=True), default_names(optimizer))
+    check_real_sizes(now, default_names(optimizer), stateful=True)
+
+
+def rehearse_one(optimizer: Optimizer, scenario: Scenario, names: NamesByGroup) -> Rehearsal:
+    """Rehearse one scenario; if need be without a frozen parameter, missing gradients, or `foreach`.
+
+    Raises:
+        CannotBegin: the plain optimizer's first step fails.
+        UnsupportedOptimizer: parameters stepped apart do not give what they give together.
+    """
+
+    def plainly(one: Scenario) -> RehearsedSteps:
+        found = together(optimizer, one)
+        if found.error is not None and not found.after:
+            raise CannotBegin(f"{first_line(found.error)}{blamed(found.error)}")
+        if found.uses_cache:
+            raise UnsupportedOptimizer(
+                f"{plain_class(optimizer).__name__}.step {found.uses_cache}",
+                hint="make such things in the step, or keep them in self.state[param]",
+            )
+        return found
+
+    def in_cells(one: Scenario, plain: RehearsedSteps) -> RehearsedSteps:
+        with seeded(device_of(optimizer)):
+            return take(optimizer, one, OneByOne(bool(plain.counters), in_order=plain.drew))
+
+    found = compared(Manner(plainly, in_cells), scenario.easier(takes_foreach(optimizer)))
+    if found.places:
+        raise refusal(optimizer, found.scenario, found.plain, found.cells, names)
+    return found.habits(scenario)
+
+
+def together(optimizer: Optimizer, scenario: Scenario) -> RehearsedSteps:
+    """Step all parameters together, as the plain optimizer does.
+
+    Raises:
+        UnsupportedOptimizer: the step writes something outside of the optimizer, or a text, or returns something, or
+            it asks where a DTensor lies.
+    """
+    with seeded(device_of(optimizer)) as dice:
+        found = read_later(lambda one: take(optimizer, one, Plainly()), scenario)
+    found.drew = dice.drew_random
+    kind = plain_class(optimizer).__name__
+    if found.outside:
+        raise UnsupportedOptimizer(
+            f"{kind}.step changes {some(found.outside)}, outside of the optimizer",
+            hint="keep what belongs to a parameter in self.state[param], and counters on the optimizer",
+        )
+    if places := texts_written(found):
+        raise UnsupportedOptimizer(
+            f"{kind}.step writes to {some(places)}, and ranks would write other texts",
+            hint="write logs in a hook of the step (register_step_post_hook)",
+        )
+    if any(value is not None for value in found.returned):  # plans step parameters apart
+        raise UnsupportedOptimizer(
+            f"{kind}.step returns a value without a closure, which would be lost",
+            hint="keep the value elsewhere, or return None",
+        )
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    if ADDRESS in found.asks_layout and any(isinstance(p, DTensor) for p in params):
+        raise UnsupportedOptimizer(
+            f"{kind}.step asks for the address of its parameter (data_ptr), and DTensors have none",
+            hint="tell parameters apart by attributes of theirs, by group, or by self.state[param]",
+        )
+    return found
+
+
+def device_of(optimizer: Optimizer) -> torch.device:
+    """The device of the first parameter."""
+    device: torch.device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    return device
+
+
+def takes_foreach(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer has an option `foreach`, in its groups or as an attribute."""
+    return hasattr(optimizer, "foreach") or any("foreach" in group for group in optimizer.param_groups)
+
+
+def default_names(optimizer: Optimizer) -> NamesByGroup:
+    """The names that groups give to parameters, or their places."""
+    return [
+        group.get("param_names") or [f"group{g}.param{i}" for i in range(len(group["params"]))]
+        for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+# -- closures --------------------------------------------------------------------------------------
+
+
+class WithClosure(Plainly):
+    """Steps all parameters together, with a closure that gives a loss.
+
+    Attributes:
+        calls: what the optimizer held whenever it called the closure.
+        begun: what it held before its step.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+        self.calls: list[Contents] = []
+        self.begun: Contents = {}
+
+    def step(self) -> Any:
+        """Step all parameters."""
+
+        def closure() -> Tensor:
+            self.calls.append(contents_of(self.small))
+            return self.loss
+
+        self.begun = contents_of(self.small)
+        with torch.no_grad():
+            return plain_step(type(self.small.optimizer))(self.small.optimizer, closure=closure)
+
+
+def closure_problem(optimizer: Optimizer) -> str:
+    """Find out whether `step(closure)` is `closure()` followed by `step()`, and returns what the closure returned.
+
+    Returns:
+        How it differs; empty if it does not.
+    """
+    if "closure" not in inspect.signature(plain_step(plain_class(optimizer))).parameters:
+        return ""
+    chosen = scenarios([len(group["params"]) for group in optimizer.param_groups])[0].chosen
+    stepping = WithClosure(torch.tensor(2.5, device=device_of(optimizer)))
+
+    def taken(way: Plainly) -> RehearsedSteps:
+        with seeded(device_of(optimizer)):
+            return take(optimizer, Scenario(chosen, 1), way)
+
+    alone, found = taken(Plainly()), taken(stepping)
+    if found.error is not None:
+        return f"it raises {first_line(found.error)}"
+    if len(stepping.calls) != 1:
+        return f"it evaluates the closure {len(stepping.calls)} times"
+    places = changed(stepping.calls[0], stepping.begun)
+    if any(place.startswith("parameter") and not place.endswith(".grad") for place in places):
+        return "it evaluates the closure after it changed parameters"
+    if differing := difference(alone, found):
+        return f"what it does depends on the loss: {some(differing)} differs"
+    return "" if found.returned[0] is stepping.loss else "it does not return the loss"

@@ -1,0 +1,258 @@
+"""The ways to step a miniature: as the plain optimizer does, or in cells as a plan does."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from canzona_compile.eager.cell import carried, step_all, step_alone, whole_copy
+from canzona_compile.eager.own_object import OwnObject, Recipe
+from canzona_compile.eager.publish import show
+from canzona_compile.eager.shadow import ObjectShadow, Shadow
+from canzona_compile.errors import some
+from canzona_compile.rehearsal.trial import contents_of
+from canzona_compile.replica.construction import Construction, NotConstructible, reads_values
+from canzona_compile.replica.miniature import Miniature
+from canzona_compile.replica.parameter_spec import ParameterSpec
+from canzona_compile.replica.randomness import MutedDraws, seeded
+from canzona_compile.replica.snapshot import Contents
+from canzona_compile.replica.twin import hypers, plain_attributes, plain_step
+
+
+class VisibleContext(enum.Enum):
+    """What a step sees beside a copy of its parameter, as the reason for a refusal."""
+
+    NONE = "steps one parameter as all"
+    ITSELF = "asks which object its parameter is, for its address, or for its strides"
+    ATTRIBUTES = "reads attributes of its parameter that are no numbers and no texts"
+    GROUP = "reads the position of a parameter in its group, or the number of parameters of the group"
+    ALL_GROUPS = "reads the hyperparameters or the number of other parameter groups"
+
+
+class Plainly:
+    """Steps all parameters together, as the plain optimizer does."""
+
+    small: Miniature
+
+    def begin(self, small: Miniature) -> None:
+        """Get ready."""
+        self.small = small
+
+    def step(self) -> Any:
+        """Step all parameters."""
+        with torch.no_grad():
+            return plain_step(type(self.small.optimizer))(self.small.optimizer)
+
+    def objects(self) -> Contents:
+        """There are none."""
+        return {}
+
+
+class OneByOne(Plainly):
+    """Steps each parameter by itself on a twin, as the owners of its matrices do.
+
+    Args:
+        counters: whether the optimizer counts outside of the state of parameters.
+        in_order: whether parameters step in their order, as random numbers come in it. Otherwise the last one is the
+            first, so that what one step leaves to the next shows.
+        company: what a step sees beside its parameter.
+    """
+
+    def __init__(self, counters: bool, in_order: bool = False, company: VisibleContext = VisibleContext.NONE) -> None:
+        self.counters, self.in_order, self.company = counters, in_order, company
+
+    def begin(self, small: Miniature) -> None:
+        """Get ready."""
+        self.small, self._shadow = small, Shadow(small.optimizer)
+
+    def step(self) -> None:
+        """Step all parameters that have gradients."""
+        places = range(len(self.small.params))
+        for i in places if self.in_order else reversed(places):
+            if self.small.params[i].grad is not None:
+                self._step_one(i)
+        if self.counters:
+            self._shadow.count()
+
+    def _step_one(self, index: int) -> None:
+        small, company = self.small, self.company
+        param, optimizer = small.params[index], small.optimizer
+        assert param.grad is not None
+        attributes = vars(param) if company is VisibleContext.ATTRIBUTES else plain_attributes(param)
+        own = param if company is VisibleContext.ITSELF else whole_copy(param, param.grad, attributes)
+        g = small.group_of[index]
+        groups = [
+            {**hypers(group), "params": [own if p is param else without_gradient(p) for p in group["params"]]}
+            for h, group in enumerate(optimizer.param_groups)
+            if company is VisibleContext.ALL_GROUPS or (company is VisibleContext.GROUP and h == g)
+        ]
+        with hidden((p for p in small.params if p is not own), values=False):
+            param.data.copy_(step_alone(optimizer, optimizer.param_groups[g], own, optimizer.state[param], groups))
+
+
+class AtOnce(Plainly):
+    """Steps whole copies of all parameters on a twin, as the rank does that steps them all."""
+
+    def step(self) -> None:
+        """Step all parameters."""
+        small, real = self.small, self.small.optimizer
+        copies: dict[Tensor, Tensor] = {p: whole_copy(p, p.grad, carried(p), p.requires_grad) for p in small.params}
+        state = {own: real.state[param] for param, own in copies.items() if param in real.state}
+        with hidden(small.params, values=True):
+            result = step_all(real, [[copies[p] for p in group["params"]] for group in real.param_groups], state)
+        show(result.homes, result.same, real)
+        for param, own in copies.items():
+            param.data.copy_(own.detach())
+            real.state.pop(param, None)
+            if own in result.state:
+                real.state[param] = result.state[own]
+
+
+class Constructed(Plainly):
+    """Steps one object of all parameters, which the constructor made.
+
+    Args:
+        construction: how to construct it.
+        device: that of the parameters.
+
+    Attributes:
+        muted: gives equal draws to whoever draws.
+    """
+
+    def __init__(self, construction: Construction, device: torch.device) -> None:
+        self.construction, self.device, self.muted = construction, device, MutedDraws(device)
+
+    def begin(self, small: Miniature) -> None:
+        """Construct the object.
+
+        Raises:
+            NotConstructible: the constructor fails, or keeps values of parameters.
+        """
+        self.small = small
+        with seeded(self.device), self.muted:
+            if places := reads_values(self.construction, small.optimizer.param_groups):
+                raise NotConstructible(f"its constructor keeps values of parameters in {some(places)}")
+            small.optimizer = self.construction.copied().make(small.optimizer.param_groups)
+
+    def step(self) -> Any:
+        """Step all parameters."""
+        self.muted.moment += 1
+        with seeded(self.device), self.muted:
+            return super().step()
+
+
+class OwnObjects(Plainly):
+    """Steps one object per parameter, as owners do, which the constructor made.
+
+    Args:
+        recipe: how to make them.
+        device: that of the parameters.
+        atoms: the attributes of the real optimizer that are plain values.
+        restored_at: the step before which every object is replaced by one that is made anew and gets what it kept.
+
+    Attributes:
+        moving: the patterns of the paths at which objects have numbers that change.
+    """
+
+    def __init__(
+        self, recipe: Recipe, device: torch.device, atoms: Mapping[str, Any], restored_at: int | None = None
+    ) -> None:
+        self.recipe = replace(recipe, construction=recipe.construction.copied())
+        self.device, self.atoms, self.restored_at = device, atoms, restored_at
+        self.moving: set[str] = set()
+        self._muted = MutedDraws(device)
+        self._objects: dict[int, OwnObject] = {}
+
+    def begin(self, small: Miniature) -> None:
+        """Get ready."""
+        self.small = small
+        self._shadow = ObjectShadow(small.optimizer, self.recipe, ()) if self.recipe.is_shown else None
+
+    def step(self) -> None:
+        """Step all parameters that have gradients."""
+        self._muted.moment += 1
+        with seeded(self.device), self._muted:
+            self._step_objects()
+            if self._shadow is not None:
+                self._shadow.count()
+
+    def _step_objects(self) -> None:
+        small = self.small
+        if self._muted.moment - 1 == self.restored_at:
+            for i, old in self._objects.items():
+                self._objects[i] = self._made(i)
+                self._objects[i].load(old.state())
+        for i in reversed(range(len(small.params))):  # backwards, so that what one step leaves to the next shows
+            param = small.params[i]
+            if param.grad is None:
+                continue
+            if i not in self._objects:
+                self._objects[i] = self._made(i)
+            own = self._objects[i]
+            own.follow(self._group_of(i), self.atoms)
+            param.data.copy_(own.step(param.detach(), param.grad.clone(memory_format=torch.contiguous_format)))
+
+    def _made(self, i: int) -> OwnObject:
+        param = self.small.params[i]
+        grad_dtype = param.dtype if param.grad is None else param.grad.dtype
+        spec = ParameterSpec(
+            tuple(param.shape), param.dtype, grad_dtype, param.device, tuple(plain_attributes(param).items())
+        )
+        return OwnObject(self.recipe, f"parameter {i}", spec, self._group_of(i))
+
+    def _group_of(self, i: int) -> Mapping[str, Any]:
+        return self.small.optimizer.param_groups[self.small.group_of[i]]
+
+    def objects(self) -> Contents:
+        """What the objects hold; the places begin with the object's own."""
+        found: Contents = {}
+        for i, own in self._objects.items():
+            self.moving |= own.moving_numbers()
+            found |= {f"object {i}: {place}": value for place, value in contents_of(Shown(own)).items()}  # type: ignore[arg-type]
+        return found
+
+
+class Shown:
+    """An object of one parameter, as `contents_of` takes a miniature."""
+
+    def __init__(self, own: OwnObject) -> None:
+        self.optimizer, self.params = own.optimizer, [own.param]
+
+    def label(self, value: Any) -> str | None:
+        """Name the parameter, and the optimizer."""
+        return "parameter" if value is self.params[0] else "the optimizer" if value is self.optimizer else None
+
+
+@contextlib.contextmanager
+def hidden(params: Iterable[Tensor], values: bool) -> Iterator[None]:
+    """Inside this context, parameters have no gradients: what an optimizer does to them beside its step shows.
+
+    Args:
+        params: the parameters.
+        values: whether they have no values either, as real ones are fragments on a rank.
+    """
+    before = [(param, param.grad, param.detach().clone() if values else None) for param in params]
+    for param, _, _ in before:
+        param.grad = None
+        if values:
+            param.data.fill_(float("nan") if param.is_floating_point() else 0)
+    try:
+        yield
+    finally:
+        for param, grad, own in before:
+            if own is not None:
+                param.data.copy_(own)
+            param.grad = grad
+
+
+def without_gradient(param: nn.Parameter) -> nn.Parameter:
+    """Copy a parameter that does not step."""
+    made = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+    vars(made).update(plain_attributes(param))
+    return made

@@ -1,0 +1,249 @@
+"""Trials: take the steps of a scenario on a miniature, in one way of stepping it, and note all that they do."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
+from canzona_compile.progress.interrupts import interrupted_here
+from canzona_compile.rehearsal.asked import LayoutQuestions
+from canzona_compile.rehearsal.endless import Endless, Lines, NoCrash, unfinished
+from canzona_compile.rehearsal.scenario import Scenario
+from canzona_compile.replica.cached_calls import CachedCalls
+from canzona_compile.replica.external_counters import Counter, counts_of
+from canzona_compile.replica.memory import memory_of
+from canzona_compile.replica.miniature import Miniature
+from canzona_compile.replica.no_collectives import NoCollectives
+from canzona_compile.replica.outside import Outside
+from canzona_compile.replica.snapshot import Contents, Snapshot, bits_of, changed
+from canzona_compile.replica.twin import NOT_COPIED, as_written, hypers, plain_class
+
+ASKING = 4  # steps in which questions about the layout of gradients are noticed
+TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
+
+
+class Stepping(Protocol):
+    """A way to step a miniature."""
+
+    def begin(self, small: Miniature) -> None:
+        """Get ready to step a miniature."""
+
+    def step(self) -> Any:
+        """Step it once; return what the optimizer's step returned."""
+
+    def objects(self) -> Contents:
+        """What the optimizer objects hold that step it, beside its own, by place."""
+
+
+@dataclass(slots=True)
+class RehearsedSteps:
+    """What steps did.
+
+    Attributes:
+        first: what the optimizer held before the first step.
+        after: by step, everything that the optimizer held after it.
+        counters: what they counted outside of the state of parameters.
+        writes_gradients: whether one of them wrote a gradient.
+        keeps_gradients: whether one of them left a gradient to its parameter.
+        aliases: where the optimizer held a gradient itself after one of them, and no copy of it.
+        asks_layout: what they asked about the layout of gradients in memory, see `LayoutQuestions`.
+        outside: the places outside of the optimizer that they changed.
+        uses_cache: why they need a cache of the user's process, see `CachedCalls`; empty if they do not.
+        reads_variables: whether the code calls `os.getenv`, which Dynamo takes for a constant.
+        returned: by step, what it returned.
+        drew: whether they drew random numbers.
+        error: what ended the run early; None if it took all steps.
+    """
+
+    first: Contents = field(default_factory=dict)
+    after: list[Contents] = field(default_factory=list)
+    counters: set[Counter] = field(default_factory=set)
+    writes_gradients: bool = False
+    keeps_gradients: bool = False
+    aliases: dict[str, None] = field(default_factory=dict)
+    asks_layout: set[str] = field(default_factory=set)
+    outside: list[str] = field(default_factory=list)
+    uses_cache: str = ""
+    reads_variables: bool = False
+    returned: list[Any] = field(default_factory=list)
+    drew: bool = False
+    error: Exception | None = None
+
+
+def take(optimizer: Optimizer, scenario: Scenario, stepping: Stepping) -> RehearsedSteps:
+    """Take the steps of a scenario on a miniature of an optimizer. What lies outside is as before then."""
+    small = Miniature(optimizer, scenario.chosen, scenario.stateful, scenario.loops)
+    with Outside(optimizer, small.label, small.kept, CachedCalls()) as outside:
+        stepping.begin(small)
+        found = run(small, scenario, stepping)
+        found.outside = outside.changed()
+    found.uses_cache = outside.calls_problem or small.calls.problem
+    found.reads_variables = outside.reads_variables
+    return found
+
+
+def read_later(take: Callable[[Scenario], RehearsedSteps], scenario: Scenario) -> RehearsedSteps:
+    """Take steps, and leave only those aliases of gradients that later steps read.
+
+    They read none if all is the same once every gradient is written over the one before.
+    """
+    found = take(scenario)
+    if found.aliases:
+        again = take(replace(scenario, in_place=True)).after
+        if len(again) == len(found.after) and not any(map(changed, found.after, again)):
+            found.aliases.clear()
+    return found
+
+
+def run(small: Miniature, scenario: Scenario, stepping: Stepping) -> RehearsedSteps:
+    """Take the steps of a scenario, up to one of odd gradients that does not end.
+
+    Raises:
+        UnsupportedOptimizer: a step of ordinary gradients does not end.
+    """
+    found, lines = RehearsedSteps(contents_of(small)), Lines()
+    gradients = Gradients(small, scenario)
+    for number in range(scenario.steps):
+        interrupted_here()
+        change_what_users_change(small, scenario, number)
+        given = gradients.give(number)
+        for param in small.params:  # beside elements as large as theirs, small differences of updates would vanish
+            torch.atleast_1d(param.data)[..., ::2].mul_(TINY)
+        before = counts_of(small.optimizer)
+        try:
+            with watched(small, scenario, number, lines, found):
+                found.returned.append(stepping.step())
+        except CanzonaError:
+            raise
+        except Endless as error:
+            if scenario.is_odd(number):
+                break
+            raise UnsupportedOptimizer(
+                f"{plain_class(small.optimizer).__name__}.step does not end on matrices of a few random elements: it "
+                f"was stopped after {error}",
+                hint="bound its loops by a number of iterations",
+            ) from None
+        except Exception as error:  # whatever the optimizer's code raises: the other run has to raise it as well
+            found.error = error
+            break
+        found.writes_gradients |= any(p.grad is not own or written(own, old) for p, own, old in given)
+        found.keeps_gradients |= any(p.grad is not None for p, _, _ in given)
+        found.counters |= {c for c, n in counts_of(small.optimizer).items() if c not in before or before[c] != n}
+        for param in small.params:
+            param.grad = None
+        walk = walk_of(small)
+        found.after.append(walk.found | stepping.objects())
+        places = [place for place, value in walk.tensors() if memory_of(value) & gradients.memory]
+        found.aliases |= dict.fromkeys(re.sub(r"the state of parameter \d+", "self.state[param]", p) for p in places)
+    return found
+
+
+class Gradients:
+    """Draws the gradients of a scenario.
+
+    Attributes:
+        memory: where all of them lay so far.
+    """
+
+    def __init__(self, small: Miniature, scenario: Scenario) -> None:
+        self.small, self.scenario = small, scenario
+        self.memory: set[Any] = set()
+        self._random = torch.Generator().manual_seed(0)
+        self._homes: dict[int, Tensor] = {}
+
+    def give(self, number: int) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Give each parameter its gradient of a step; the parameters, the gradients, and copies of these."""
+        scenario, given = self.scenario, list[tuple[Tensor, Tensor | None, Tensor | None]]()
+        for i, param in enumerate(self.small.params):
+            grad = torch.randn(param.shape, generator=self._random, device="cpu")
+            grad = grad.to(param.device, param.grad_dtype or param.dtype)
+            grad *= scenario.surges.get(number, 1.0)
+            if i == 0:
+                grad *= scenario.scales.get(number, 1.0)
+            missing = scenario.missing.get(number) == i
+            if scenario.in_place and not missing:
+                grad = self._homes.setdefault(i, grad).copy_(grad)
+            param.grad = None if missing else grad
+            given.append((param, param.grad, None if missing else grad.clone()))
+        self.memory |= memory_of(*(grad for _, grad, _ in given))
+        return given
+
+
+def change_what_users_change(small: Miniature, scenario: Scenario, number: int) -> None:
+    """Change hyperparameters, and whether the last parameter requires a gradient, as a scenario does before a step."""
+    factor = scenario.rates.get(number, 1.0)
+    for group in small.optimizer.param_groups if factor != 1.0 else ():
+        group.update({k: v * factor for k, v in hypers(group).items() if isinstance(v, float)})
+    if number == scenario.frozen:
+        small.params[-1].requires_grad_(False)
+
+
+@contextlib.contextmanager
+def watched(small: Miniature, scenario: Scenario, number: int, lines: Lines, found: RehearsedSteps) -> Iterator[None]:
+    """Inside this context, the step of a number is watched.
+
+    A mode costs as much as a small operator, and so does counting lines: only the first steps are watched for all.
+
+    Args:
+        lines: counts the lines of code that steps execute.
+        found: gets what they ask about the layout of gradients.
+    """
+    grads = [param.grad for param in small.params if param.grad is not None]
+    odd, first = scenario.is_odd(number), number == 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(as_written())
+        if first:
+            stack.enter_context(NoCollectives())
+        if number < ASKING:
+            stack.enter_context(LayoutQuestions(grads, small.params, found.asks_layout))
+        if any(map(unfinished, grads)):
+            stack.enter_context(NoCrash())
+        if odd or first:
+            stack.enter_context(lines.bounded(odd))
+        yield
+
+
+def written(grad: Tensor | None, before: Tensor | None) -> bool:
+    """Tell whether the bits of a gradient changed."""
+    return grad is not None and before is not None and bits_of(grad) != bits_of(before)
+
+
+def texts_written(found: RehearsedSteps) -> list[str]:
+    """The places of files in memory that steps wrote to."""
+    last = found.after[-1] if found.after else found.first
+    kinds = {place: value[0] for place, value in found.first.items() if isinstance(value, tuple) and value}
+    return [place for place in changed(found.first, last) if kinds.get(place) in ("StringIO", "BytesIO")]
+
+
+def contents_of(small: Miniature) -> Contents:
+    """Everything that a miniature holds now, by place."""
+    return walk_of(small).found
+
+
+def walk_of(small: Miniature) -> Snapshot:
+    """Look at everything that a miniature holds now."""
+    optimizer, walk = small.optimizer, Snapshot(lambda v: small.label(v))
+    for i, param in enumerate(small.params):
+        values = Snapshot()
+        values.add(f"parameter {i}", param)
+        walk.found.update(values.found)
+        walk.add(f"the state of parameter {i}", optimizer.state.get(param) or {})
+        walk.add(f"the attributes of parameter {i}", vars(param))
+    for g, group in enumerate(optimizer.param_groups):
+        for name, value in hypers(group).items():
+            walk.add(f"param_groups[{g}][{name!r}]", value)
+    for name, value in vars(optimizer).items():
+        if name not in NOT_COPIED:
+            walk.add(f"self.{name}", value)
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            walk.add(f"self.state[{key!r}]", value)
+    return walk

@@ -1,0 +1,1 @@
+"""Copies of optimizers: what they hold, what may be copied, and what is watched between steps."""

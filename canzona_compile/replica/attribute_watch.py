@@ -1,0 +1,123 @@
+"""Watch the attributes of an optimizer and its parameters: twins follow them, and some ask for another rehearsal."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Container
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from canzona_compile.errors import UnsupportedOptimizer, some
+from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot, changed
+from canzona_compile.replica.twin import NOT_COPIED, other_attributes
+
+MOST_REHEARSALS = (
+    3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
+)
+MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them costs time on every step
+MOST_OF_PARAMETER = 100  # places in the attributes of one parameter
+# Attributes that torch sets by itself while training.
+TORCH_S_OWN = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_hook_for_profile")
+OF_PARAMETERS = "parameters' "  # places in attributes of parameters begin with it
+
+
+class AttributeWatch:
+    """Compares the attributes of an optimizer and of its parameters with those of the last look.
+
+    Attributes of parameters that are numbers or texts belong to plans (`plain_attributes`), and are not looked at here.
+
+    Args:
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._last: Contents | None = None
+        self._changes: collections.Counter[str] = collections.Counter()  # by name, those that twins do not follow
+        self._deep: list[str] = []  # the places inside of attributes that changed
+
+    def begin(self, counters: Container[str]) -> None:
+        """Look for the first time.
+
+        Args:
+            counters: the attributes in which the step counts; they are not looked at.
+        """
+        if self._last is None:
+            self._last = self._look(counters)
+
+    def changes(self, counters: Container[str]) -> tuple[bool, bool]:
+        """Look again.
+
+        Returns:
+            Whether an attribute of the optimizer changed since the last look; whether the optimizer should be rehearsed
+            again, because something changed that has not changed often. Numbers in attributes of the optimizer reach
+            twins, so they do not count. Those inside of attributes of parameters do not reach them.
+        """
+        now = self._look(counters)
+        places = [] if self._last is None else changed(self._last, now)
+        places = [place for place in places if name_of(place) not in counters]
+        self._last = now
+        of_optimizer = [place for place in places if not place.startswith(OF_PARAMETERS)]
+        own = vars(self.optimizer)  # `defaults` grow when a state dict is loaded
+        plain = {name for name, value in own.items() if isinstance(value, ATOMS)}  # which residents get
+        self._deep += [p for p in of_optimizer if p not in plain and not p.startswith("defaults")]
+        unfollowed = [p for p in places if p.startswith(OF_PARAMETERS) or not is_number(now.get(p))]
+        names = {name_of(place) for place in unfollowed}
+        self._changes.update(names)
+        return bool(of_optimizer), any(self._changes[name] <= MOST_REHEARSALS for name in names)
+
+    def check_followed(self, resident: bool) -> None:
+        """Raise if residents cannot follow what changed. They get attributes that are plain values, and no others.
+
+        Args:
+            resident: whether the optimizer runs as residents.
+
+        Raises:
+            UnsupportedOptimizer: something changed inside of an attribute.
+        """
+        if resident and self._deep:
+            places = some(f"self.{place}" for place in self._deep)
+            raise UnsupportedOptimizer(
+                f"{places} changed since the optimizer was made, and the objects of its matrices do not have that",
+                hint="change hyperparameters, or attributes that are numbers or texts",
+            )
+
+    def _look(self, counters: Container[str]) -> Contents:
+        own = self.optimizer
+        walk = Snapshot(lambda v: "the optimizer" if v is own else by_identity(v), bits=False, most=MOST_WATCHED)
+        for name, value in vars(self.optimizer).items():
+            if name not in NOT_COPIED and name not in TORCH_S_OWN and name not in counters:
+                walk.add(name, value)
+        found = walk.found
+        for i, param in enumerate(p for group in own.param_groups for p in group["params"]):
+            if vars(param) and (odd := other_attributes(param)):
+                walk = Snapshot(by_form, bits=False, most=MOST_OF_PARAMETER)
+                for name, value in odd.items():
+                    walk.add(f"{OF_PARAMETERS}{name}[{i}]", value)
+                found |= walk.found
+        return found
+
+
+def name_of(place: str) -> str:
+    """The attribute that a place is in; for attributes of parameters the place, which is the same for all of them."""
+    return re.sub(r"\d+", "", place) if place.startswith(OF_PARAMETERS) else re.split(r"[.\[]", place)[0]
+
+
+def by_identity(value: Any) -> str | None:
+    """Name modules and parameters, whose values change on every step."""
+    if isinstance(value, nn.Module):
+        return f"module {id(value)} training={value.training}"
+    return f"parameter {id(value)}" if isinstance(value, nn.Parameter) else None
+
+
+def by_form(value: Any) -> str | None:
+    """Name modules, and tensors by what is seen of them without their values, which may change on every step."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else by_identity(value)
+
+
+def is_number(found: Any) -> bool:
+    """Tell whether what `contents` found at a place is a number."""
+    return isinstance(found, tuple) and found[0] in ("int", "float")

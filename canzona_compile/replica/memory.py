@@ -1,0 +1,46 @@
+"""Which memory tensors lie in, and whether they share elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from canzona_compile.ir.layout import local_part
+from canzona_compile.replica.snapshot import inner_tensors
+
+
+def memory_of(*values: Any) -> set[StorageWeakRef]:
+    """Name the memory of tensors on this rank, without keeping it. Views of one tensor have the same.
+
+    No other memory gets an equal name while this one is held, not even after the memory is freed. What has no memory of
+    its own has no name: sparse tensors, classes that are made of other tensors, values that are no tensors.
+    """
+    tensors = [local_part(value) for value in values if isinstance(value, Tensor)]
+    own = [t for t in tensors if t.layout is torch.strided and not inner_tensors(t)]
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in own}
+
+
+def overlap(one: Any, other: Any) -> bool:
+    """Whether two values are tensors that may have elements in common. Views of fake tensors are known, too."""
+    if one is other:
+        return isinstance(one, Tensor)
+    if not memory_of(one) & memory_of(other):
+        return False
+    (begin, end), (start, stop) = extent(one), extent(other)
+    return begin < stop and start < end
+
+
+def expanded(tensor: Tensor) -> bool:
+    """Whether a tensor shows one element at several places."""
+    strided = tensor.layout is torch.strided
+    return strided and any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its memory between which a tensor lies."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin

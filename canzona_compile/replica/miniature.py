@@ -1,0 +1,233 @@
+"""A miniature of an optimizer: a deep copy in which every parameter is a tensor of a few elements.
+
+Its step is the optimizer's own step on all parameters together, which costs little and changes nothing that is real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from canzona_compile.compat.torch_private import pytree
+from canzona_compile.ir.layout import Shape, local_part
+from canzona_compile.ir.step import Leaf
+from canzona_compile.replica.closures import copy_closures
+from canzona_compile.replica.copies import Copies
+from canzona_compile.replica.twin import HOOKS, NOT_COPIED, hypers, odd_state, plain_class
+
+LARGEST = 4096  # elements of tensors beside parameters that are copied as they are
+Chosen = Sequence[Sequence[int]]  # for each parameter group, the positions of some of its parameters
+
+
+class Miniature:
+    """A small copy of an optimizer.
+
+    Sizes keep their order, and equal ones stay equal. Hyperparameters that are floats differ from group to group, so
+    that code which reads those of another group does not give the same result by chance.
+
+    Args:
+        optimizer: the optimizer.
+        chosen: which of its parameters the copy holds. Groups of which it holds none are left out.
+        loops: whether `foreach` is off, in groups and as an attribute.
+        stateful: whether they have state: small copies of that of the real ones. If not, they have none.
+
+    Attributes:
+        optimizer: the copy, an object of the class that the user wrote.
+        params: its parameters, group by group.
+        group_of: the index of the parameter group of each.
+        kept: objects of the real optimizer that it holds, too, see `copies`.
+        calls: knows of the calls of cached functions that it holds.
+    """
+
+    def __init__(self, optimizer: Optimizer, chosen: Chosen, stateful: bool = False, loops: bool = False) -> None:
+        real = [p for group in optimizer.param_groups for p in group["params"]]
+        sizes = self.sizes_of(p.shape for p in real)
+        self.optimizer: Optimizer = object.__new__(plain_class(optimizer))
+        copies = Copies()
+        copies.put(optimizer, self.optimizer)  # methods kept as attributes step the copy
+        with self.making():
+            small_of = {id(p): small(p, sizes) for p in real}
+            for param in real:
+                copies.put(param, small_of[id(param)])
+            for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
+                copies.put(tensor, blank(tensor, sizes))
+        own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
+        groups, on_params = map(hypers, optimizer.param_groups), [public(vars(p)) for p in real]
+        copy_closures([own, *groups, *on_params, odd_state(optimizer), *map(optimizer.state.get, real)], copies)
+        for param in real:
+            vars(small_of[id(param)]).update(copies.of(public(vars(param))))
+        known: dict[int, Any] = {id(p): id(small_of[id(p)]) for p in real}
+        for param in real:
+            known |= {where: self.address_of(small_of[id(param)]) for where in addresses(param)}
+        vars(self.optimizer).update(translated(copies.of(own), known, small_of))
+        vars(self.optimizer).update({name: OrderedDict() for name in HOOKS})
+        self.optimizer.param_groups = []
+        self.params: list[nn.Parameter] = []
+        self.group_of: list[int] = []
+        scaled: dict[int, Tensor] = {}
+        for g, (group, places) in enumerate(zip(optimizer.param_groups, chosen, strict=True)):
+            if group["params"] and not places:
+                continue  # code may take it for granted that a group has parameters
+            params = [small_of[id(group["params"][i])] for i in places]
+            made = {k: distinct(v, g, scaled) for k, v in copies.of(hypers(group)).items()}
+            if group.get("param_names"):
+                made["param_names"] = [group["param_names"][i] for i in places]
+            if loops:
+                made["foreach"] = vars(self.optimizer)["foreach"] = False
+            self.optimizer.param_groups.append({**made, "params": params})
+            self.params += params
+            self.group_of += [len(self.optimizer.param_groups) - 1] * len(params)
+        state: defaultdict[Any, Any] = defaultdict(dict, copies.of(odd_state(optimizer)))
+        self.optimizer.state = state
+        for param in real if stateful else ():
+            if own_state := optimizer.state.get(param):
+                with self.making():
+                    state[small_of[id(param)]] = small_state(own_state, sizes, copies)
+        self.kept, self.calls = copies.kept, copies.calls
+
+    def sizes_of(self, shapes: Iterable[Shape]) -> Mapping[int, int]:
+        """The size that each size becomes."""
+        return small_sizes(shapes)
+
+    def making(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which parameters, and other tensors of their sizes, are made."""
+        return contextlib.nullcontext()
+
+    def address_of(self, param: Tensor) -> int:
+        """Where a small parameter lies."""
+        return param.data_ptr()
+
+    def label(self, value: Any) -> str | None:
+        """Name a parameter, or the optimizer, for `contents`."""
+        if value is self.optimizer:
+            return "the optimizer"
+        for i, param in enumerate(self.params):
+            if value is param:
+                return f"parameter {i}"
+        return None
+
+
+def small_sizes(shapes: Iterable[Shape]) -> dict[int, int]:
+    """Map all sizes to small ones: in the same order, different ones to different ones, 1 to 1."""
+    found: dict[int, int] = {0: 0, 1: 1}
+    for k, size in enumerate(sorted({n for shape in shapes for n in shape if n > 1})):
+        found[size] = min(size, 4 + 2 * k)
+    return found
+
+
+def small(param: Tensor, sizes: Mapping[int, int]) -> nn.Parameter:
+    """Make a small parameter with the dtype, device and order of strides of a parameter."""
+    shape = [sizes[n] for n in param.shape]
+    made = torch.ones(shape, dtype=param.dtype, device=param.device)
+    if not isinstance(param, DTensor) and not param.is_contiguous() and made.numel():
+        strides = param.stride()
+        order = sorted(range(param.ndim), key=lambda d: -strides[d])
+        made = made.permute(order).contiguous().permute([order.index(d) for d in range(param.ndim)])
+    own = nn.Parameter(made, requires_grad=param.requires_grad)
+    if param.grad is not None and param.grad.dtype != param.dtype:
+        own.grad_dtype = param.grad.dtype
+    return own
+
+
+def blank(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
+    """Make a small tensor for one that belongs to no parameter; sizes that no parameter has become small ones too."""
+    made = torch.zeros([sizes.get(n, min(n, 4)) for n in tensor.shape], dtype=tensor.dtype, device=tensor.device)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def small_state(state: Mapping[str, Any], sizes: Mapping[int, int], copies: Copies) -> dict[str, Any]:
+    """Copy the state of a parameter: corners of its tensors, or zeros where this rank holds none.
+
+    A `Leaf` in place of a tensor becomes random numbers between 0 and 1.
+    """
+
+    def small_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Leaf):
+            return torch.rand([sizes.get(n, min(n, 4)) for n in leaf.shape or ()], device="cpu").to(leaf.dtype)
+        if not isinstance(leaf, Tensor):
+            return copies.of(leaf)
+        shape = [sizes.get(n, min(n, 4)) for n in leaf.shape]
+        part = local_part(leaf).detach()
+        if any(n < m for n, m in zip(part.shape, shape, strict=True)):
+            return torch.zeros(shape, dtype=leaf.dtype, device=part.device)
+        return part[tuple(slice(n) for n in shape)].clone()
+
+    made: dict[str, Any] = pytree.tree_map(small_leaf, dict(state))
+    return made
+
+
+def large_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """The large tensors and the DTensors that an optimizer holds in its attributes, also in modules."""
+    leaves = pytree.tree_leaves({k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED})
+    modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    inside = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+    found = [t for t in (*leaves, *inside) if isinstance(t, Tensor)]
+    return [t for t in found if t.numel() > LARGEST or isinstance(t, DTensor)]
+
+
+def tensors_on(param: Tensor) -> list[Tensor]:
+    """The tensors that users attached to a parameter, such as `main_grad`."""
+    return [t for t in pytree.tree_leaves(public(vars(param))) if isinstance(t, Tensor)]
+
+
+def public(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a parameter that users set; names of frameworks begin with an underscore."""
+    return {name: value for name, value in attributes.items() if not name.startswith("_")}
+
+
+def addresses(param: Tensor) -> set[int]:
+    """Where a parameter lies in memory, as its users may ask; 0 tells nothing."""
+    found = {local_part(param).data_ptr(), local_part(param).untyped_storage().data_ptr()}
+    with contextlib.suppress(RuntimeError):
+        found.add(param.data_ptr())
+    return found - {0}
+
+
+def translated(value: Any, known: Mapping[int, int], small_of: Mapping[int, Tensor]) -> Any:
+    """Replace, in containers, what tells parameters apart by what tells the small ones apart.
+
+    Args:
+        value: copied containers.
+        known: the id and the address of each small parameter, by those of the real one.
+        small_of: the small parameters by the id of the real ones, for weak references, which are not copied deeply.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return known.get(value, value)
+    if isinstance(value, weakref.ref):
+        made = small_of.get(id(value()))
+        return value if made is None else weakref.ref(made)
+    if isinstance(value, weakref.WeakKeyDictionary | WeakIdKeyDictionary):
+        return type(value)({small_of.get(id(key), key): entry for key, entry in value.items()})
+    if isinstance(value, weakref.WeakSet):
+        return weakref.WeakSet([small_of.get(id(entry), entry) for entry in value])
+    if type(value) in (list, tuple, set, frozenset):
+        entries = [translated(entry, known, small_of) for entry in value]
+        same = all(new is old for new, old in zip(entries, value, strict=True))
+        return value if same else type(value)(entries)
+    if type(value) is dict:
+        pairs = [(translated(k, known, small_of), translated(v, known, small_of)) for k, v in value.items()]
+        same = all(k is key and v is entry for (k, v), (key, entry) in zip(pairs, value.items(), strict=True))
+        return value if same else dict(pairs)
+    return value
+
+
+def distinct(value: Any, group: int, scaled: dict[int, Tensor]) -> Any:
+    """A hyperparameter of a group, a little different from that of other groups if it is a float.
+
+    A tensor that several groups have stays one, and in attributes too.
+    """
+    if isinstance(value, float) and math.isfinite(value):
+        return value / (1.0 + 0.03 * group)
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return scaled.setdefault(id(value), value / (1.0 + 0.03 * group) if group else value)
+    return value

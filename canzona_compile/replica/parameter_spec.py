@@ -1,0 +1,43 @@
+"""What a step can see of a parameter besides its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canzona_compile.ir.layout import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """What the step can see of a parameter besides its values.
+
+    Attributes:
+        marks: the attributes that users gave to it, see `twin.plain_attributes`.
+        part: whether it stands for some entries of a stack. Their number differs between ranks, so their kinds are
+            apart from those that all ranks have: one could not tell from a name otherwise that it is the same code.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    device: torch.device
+    marks: tuple[tuple[str, Any], ...] = ()
+    part: bool = False
+
+    def parameter(self, values: Callable[[torch.dtype], Tensor]) -> Tensor:
+        """Make such a parameter.
+
+        Args:
+            values: makes a tensor of `shape` and of a dtype; it is called for the parameter and then for its gradient.
+        """
+        param = torch.nn.Parameter(values(self.dtype))
+        if self.grad_dtype != self.dtype:
+            param.grad_dtype = self.grad_dtype
+        param.grad = values(self.grad_dtype)
+        vars(param).update(self.marks)
+        return param

@@ -1,0 +1,207 @@
+"""Note what a trial of a step raises, because the step's code may catch it and do something else then.
+
+Fake tensors have no values, and our modes refuse calls. A step that caught an error of theirs took a way that the real
+step does not take, whatever it did afterwards. So errors are noted where they are raised, and whoever ends the trial
+looks at the note. Other errors depend on values, and no trial meets them: these are provoked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
+
+from canzona_compile.compat.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode
+from canzona_compile.errors import CanzonaError
+from canzona_compile.replica.error_origin import blamed, first_line
+
+# Operators that fail for some values of their operands.
+FALLIBLE = {
+    "_linalg_check_errors",
+    "_linalg_eigh",
+    "_linalg_eigvals",
+    "linalg_eig",
+    "_linalg_svd",
+    "linalg_lstsq",
+    "cholesky",
+}
+
+
+class Untraceable(Exception):
+    """The step cannot be captured, and the message says why."""
+
+
+class Swallowed(Untraceable):
+    """The step caught an error of its trial, and the message says which."""
+
+
+class Refused(Exception):
+    """Why a step cannot be recorded, noted where nothing can be raised."""
+
+
+class Note:
+    """Notes the first error of a trial.
+
+    Attributes:
+        error: it; an error for the user has precedence over others. None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def add(self, error: BaseException) -> None:
+        """Note an error that is raised."""
+        if self.error is None or (isinstance(error, CanzonaError) and not isinstance(self.error, CanzonaError)):
+            self.error = error
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[None]:
+        """Around a trial: raise what its code caught.
+
+        Raises:
+            CanzonaError: the first one that was raised, whatever the step made of it.
+            Swallowed: the step caught another error, or was refused, and has ended without one.
+        """
+        self.error = None
+        try:
+            yield
+        except BaseException:
+            self._raise_refusal()
+            raise
+        self._raise_refusal()
+        if isinstance(self.error, Refused):
+            raise Swallowed(str(self.error)) from self.error
+        if self.error is not None:
+            problem = f"its step catches an error that only its capture has: {first_line(self.error)}"
+            raise Swallowed(f"{problem}{blamed(self.error)}") from self.error
+
+    def _raise_refusal(self) -> None:
+        if isinstance(self.error, CanzonaError):
+            raise self.error
+
+    def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a function note what it raises."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                self.add(error)
+                raise
+
+        return noted
+
+
+class NotingFakeMode(FakeTensorMode):
+    """A mode of fake tensors that notes what their operators raise.
+
+    Args:
+        note: gets the errors.
+        options: what a `FakeTensorMode` takes.
+    """
+
+    def __init__(self, note: Note, **options: Any) -> None:
+        super().__init__(**options)
+        self.note, self._inside = note, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inside:  # torch's own code called this, and may go on by itself
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self._inside = True
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except BaseException as error:
+            self.note.add(error)
+            raise
+        finally:
+            self._inside = False
+
+
+class NotingShapeEnv(ShapeEnv):
+    """Gives numbers without values for what is read of fake tensors on the host, and notes questions about them.
+
+    Such a number can be computed with, and scale a tensor. What code asks of it, such as which of two is larger, raises
+    where no operator is called.
+
+    Args:
+        note: gets the errors.
+    """
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self.note = note
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a question about numbers."""
+        try:
+            return super().evaluate_expr(*args, **kwargs)
+        except BaseException as error:
+            self.note.add(error)
+            raise
+
+
+class NotingFunctions(TorchFunctionMode):
+    """Notes what functions and methods of torch raise that call no operator, such as `numpy` of a fake tensor.
+
+    Args:
+        note: gets the errors.
+    """
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except BaseException as error:
+            self.note.add(error)
+            raise
+
+
+# -- errors that depend on values ----------------------------------------------------------------------
+
+
+def fallible(node: fx.Node) -> bool:
+    """Tell whether the operator that a node calls fails for some values of its operands."""
+    return isinstance(node.target, OpOverload) and name_of(node.target) in FALLIBLE
+
+
+def name_of(operator: Any) -> str:
+    """Return the name of an operator without namespace and overload."""
+    return str(operator._schema.name.partition("::")[2])
+
+
+class Provoked(LinAlgError):  # type: ignore[misc]
+    """An error that no operator had. It is of the type that those of linear algebra raise."""
+
+
+class Provoker(TorchDispatchMode):
+    """Inside this mode one call fails of those that may.
+
+    Args:
+        place: how many such calls succeed before.
+
+    Attributes:
+        failed: the operator that failed; empty before that.
+    """
+
+    def __init__(self, place: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.failed = ""
+        self._left = place
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.failed and name_of(func) in FALLIBLE:
+            if not self._left:
+                self.failed = str(func)
+                raise Provoked("provoked, to see whether the step catches it")
+            self._left -= 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,142 @@
+"""Find out whether a step draws random numbers.
+
+The bits of such a step depend on its rank and on all other code that draws from the same generator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from canzona_compile.ir.compiled_call import opened
+from canzona_compile.replica.no_collectives import NoCollectives
+
+
+def draws(graph: fx.Graph) -> bool:
+    """Tell whether an operator of a graph draws from a random generator."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in opened(graph))
+
+
+@dataclass(slots=True)
+class Dice:
+    """Whether random numbers were drawn inside `watched`; set when that context ends."""
+
+    drew_random: bool = False
+
+
+@contextlib.contextmanager
+def watched(device: torch.device) -> Iterator[Dice]:
+    """Watch the generators of the CPU and of a device, and tell on exit whether numbers were drawn from them."""
+    dice, before = Dice(), generators(device)
+    yield dice
+    dice.drew_random = any(not torch.equal(a, b) for a, b in zip(before, generators(device), strict=True))
+
+
+@contextlib.contextmanager
+def undisturbed(device: torch.device) -> Iterator[Dice]:
+    """Do the same as `watched` for a trial run: on exit the generators get their earlier states back."""
+    with torch.random.fork_rng(devices=devices_of(device)), watched(device) as dice:
+        yield dice
+
+
+@contextlib.contextmanager
+def seeded(device: torch.device) -> Iterator[Dice]:
+    """Do the same as `undisturbed`, with the same seed every time."""
+    with torch.random.fork_rng(devices=devices_of(device)):
+        torch.manual_seed(0)
+        with watched(device) as dice:
+            yield dice
+
+
+def devices_of(device: torch.device) -> list[torch.device]:
+    """The devices beside the CPU whose generators code for a device draws from."""
+    return [device] if device.type == "cuda" else []
+
+
+def devices_among(tensors: Iterable[Tensor]) -> list[torch.device]:
+    """The devices beside the CPU whose generators code for these tensors draws from, and no other GPU of the host."""
+    return [device for kind in dict.fromkeys(t.device for t in tensors) for device in devices_of(kind)]
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the default generators of the CPU and of a device, and of no other device."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+class MatrixGenerators:
+    """The state of the default generators for one matrix, so that its draws do not depend on its rank or on others.
+
+    Args:
+        name: the name of the matrix, from which the seed follows.
+        device: the device that it lies on.
+
+    Attributes:
+        states: that of the CPU's generator, and that of the device's if it is a CUDA device.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.device = device
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+        with torch.random.fork_rng(devices=devices_of(device)):
+            seed_generators(seed, device)
+            self.states = generators(device)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let default generators go on from these states inside this context, and from their own after it."""
+        with torch.random.fork_rng(devices=devices_of(self.device)):
+            torch.set_rng_state(self.states[0])
+            if len(self.states) > 1:
+                torch.cuda.set_rng_state(self.states[1], self.device)
+            try:
+                yield
+            finally:
+                self.states = generators(self.device)
+
+
+class MutedDraws(NoCollectives):
+    """Gives all draws of one moment equal numbers if their shapes are equal, whoever draws, in whatever order.
+
+    So runs that draw can be compared. Generators are as they were after each draw. Nothing may communicate here.
+
+    Attributes:
+        moment: the number of the moment; other moments have other numbers.
+        drew: whether numbers were drawn.
+        from_its_own: whether some of them came from a generator that the code made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.moment = device, 0
+        self.drew = self.from_its_own = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        own = dict(kwargs or {})
+        self.check(func)
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **own)
+        self.drew = True
+        if own.get("generator") is not None:
+            self.from_its_own, own["generator"] = True, None
+        with torch.random.fork_rng(devices=devices_of(self.device)):
+            seed_generators(self.moment, self.device)
+            return func(*args, **own)
+
+
+def generators(device: torch.device) -> list[Tensor]:
+    """Return the generator states of the CPU, on which code for a GPU may draw as well, and of a CUDA device."""
+    found: list[Tensor] = [torch.get_rng_state()]
+    if device.type == "cuda":
+        found.append(torch.cuda.get_rng_state(device))
+    return found

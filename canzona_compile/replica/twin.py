@@ -1,0 +1,166 @@
+"""Twins: copies of an optimizer that hold other parameters, to run its own code on."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from canzona_compile.errors import UnsupportedOptimizer
+
+# Decorators that torch puts around a step; what they do (hooks, profiling, grad mode) is the wrapper's
+# business here, once per step and not once per parameter.
+TORCH_DECORATORS = ("torch/optim/optimizer.py", "torch/utils/_contextlib.py")
+# Where hooks of an optimizer are kept.
+HOOKS = {
+    f"_optimizer_{hook}_hooks"
+    for hook in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre")
+} | {"_optimizer_load_state_dict_post_hooks"}
+# Attributes of an optimizer that copies do not share: they are made anew, or belong to the call of the real step.
+NOT_COPIED = {"step", "canzona", "param_groups", "state", *HOOKS}
+MARKS = (int, float, str, type(None))  # classes of attributes of parameters that plans know
+
+
+def plain_class(optimizer: Optimizer) -> type[Optimizer]:
+    """Return the class that the user wrote, whether or not the optimizer is wrapped."""
+    kind = type(optimizer)
+    return getattr(kind, "_canzona_plain_class", kind)
+
+
+def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """Return the step function of an optimizer class without the decorators that torch added."""
+    step: Callable[..., Any] = kind.step
+    while hasattr(step, "__wrapped__"):
+        source = inspect.getsourcefile(step.__code__) or ""
+        if not source.replace("\\", "/").endswith(TORCH_DECORATORS):
+            break
+        step = step.__wrapped__
+    return step
+
+
+def check_step_signature(kind: type[Optimizer]) -> None:
+    """Refuse wrappers of others, finalizers, and steps that cannot be called once without arguments."""
+    if isinstance(inspect.getattr_static(kind, "param_groups", None), property):
+        raise UnsupportedOptimizer(
+            f"{kind.__name__} passes its parameters on to another optimizer",
+            hint="wrap the optimizer inside it",
+        )
+    if hasattr(kind, "__del__"):
+        raise UnsupportedOptimizer(
+            f"{kind.__name__} has a finalizer, __del__, which would run for every copy that its step is tried on",
+            hint="free what it frees in a method of its own, or with weakref.finalize in an object that it holds",
+        )
+    if required := required_arguments(kind):
+        raise UnsupportedOptimizer(
+            f"{kind.__name__}.step requires {', '.join(required)}: it evaluates the model several times per step",
+            hint="such optimizers (LBFGS) cannot be split by parameter; use them unwrapped",
+        )
+
+
+def required_arguments(kind: type[Optimizer]) -> list[str]:
+    """The arguments without which a class's step cannot be called, such as the closure of LBFGS."""
+    return [
+        name
+        for name, parameter in list(inspect.signature(plain_step(kind)).parameters.items())[1:]
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+
+
+def make_twin(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    params: Sequence[Tensor],
+    state: Mapping[Tensor, dict[str, Any]] | None = None,
+) -> Optimizer:
+    """Make an optimizer of the same class with the same attributes and one parameter group that holds `params`.
+
+    `copy.copy` cannot do this, because `Optimizer.__getstate__` drops the attributes that subclasses add.
+
+    The group has the keys that all groups have first, in one order, so that graphs, and plans by their fingerprints,
+    do not depend on which of them the user gave and which are defaults.
+    """
+    kind = plain_class(optimizer)
+    twin = object.__new__(kind)
+    own = {k: v for k, v in optimizer.__dict__.items() if k not in ("step", "canzona")}
+    twin.__dict__.update(rebound(own, optimizer, twin))
+    first = {key: group[key] for key in vars(optimizer).get("defaults", {}) if key in group}
+    twin.param_groups = [{**first, **group, "params": list(params)}]
+    twin.state = defaultdict(dict, {} if state is None else state)
+    twin.state.update(odd_state(optimizer))
+    return twin
+
+
+def rebound(attributes: Mapping[str, Any], optimizer: Optimizer, twin: Optimizer) -> dict[str, Any]:
+    """Return attributes of an optimizer for a twin, whose methods step the twin where they stepped the optimizer."""
+    return {
+        k: types.MethodType(v.__func__, twin) if isinstance(v, types.MethodType) and v.__self__ is optimizer else v
+        for k, v in attributes.items()
+    }
+
+
+def plain_attributes(param: Tensor) -> dict[str, Any]:
+    """The attributes that users gave to a parameter, such as `lr_mul`, as far as they are numbers and texts.
+
+    Names that begin with an underscore belong to frameworks.
+    """
+    return {k: v for k, v in vars(param).items() if not k.startswith("_") and isinstance(v, MARKS)}
+
+
+def other_attributes(param: Tensor) -> dict[str, Any]:
+    """The other attributes that users gave to a parameter, such as tensors and dicts."""
+    return {k: v for k, v in vars(param).items() if not k.startswith("_") and not isinstance(v, MARKS)}
+
+
+def odd_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """Return the entries of an optimizer's state whose keys are no parameters."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def hypers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters and their names."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def signature(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[Any, ...]:
+    """Return a key of the hyperparameters that may change graphs: not the values of floats, and no counters."""
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, float):
+            return "float", value == 0.0
+        if isinstance(value, Tensor):
+            return "tensor", tuple(value.shape), value.dtype, value.device.type
+        if isinstance(value, list | tuple):
+            return type(value).__name__, tuple(map(shape, value))
+        if isinstance(value, dict):
+            return "dict", tuple(sorted((str(k), shape(v)) for k, v in value.items()))
+        if isinstance(value, int | str | bool | type(None)):
+            return value
+        return repr(value)
+
+    return tuple(sorted((k, shape(v)) for k, v in hypers(group).items() if k != "initial_lr" and k not in counters))
+
+
+def step_plainly(twin: Optimizer) -> None:
+    """Run the twin's own eager step."""
+    with torch.no_grad():
+        plain_step(type(twin))(twin)
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Inside this context, for trials of an optimizer's code, what users compiled in it runs as they wrote it.
+
+    Compiled code remembers its calls: once a number differed from call to call, it is no constant of that code any
+    more, and the next compile of it rounds otherwise. A rehearsal, which changes all numbers, must not do that to the
+    real step.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        yield
