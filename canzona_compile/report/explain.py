@@ -15,7 +15,7 @@ from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.replica.twin import plain_class
-from canzona_compile.report.page import Page, Table, Words
+from canzona_compile.report.page import PageModel, PageTable, Words
 from canzona_compile.report.terminal import printed, render
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.cells import check_whole
@@ -87,7 +87,7 @@ class Explanation(JupyterMixin):
             said = on_rank(*ranks) + why if ranks else why
             rows.append((some([row.name for row in own]), format_shape(shape), Words(how, STYLES[how]), said))
         title = f"canzona explains {self.optimizer}"
-        yield render(Page((Table(("parameter", "shape", "how", "why"), tuple(rows), title, framed=True),)))
+        yield render(PageModel((PageTable(("parameter", "shape", "how", "why"), tuple(rows), title, framed=True),)))
 
     def __str__(self) -> str:
         return printed(self, 120)

@@ -19,10 +19,10 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from canzona_compile.report.html_charts import Lists, figures_of
-from canzona_compile.report.page import Bars, Block, Detail, Fill, Page, Section, Table, Timeline, text_of
+from canzona_compile.report.page import Bars, Block, Detail, Fill, PageModel, PageTable, Section, Timeline, text_of
 
 
-def html(page: Page) -> str:
+def html(page: PageModel) -> str:
     """Write the whole file; store it in UTF-8."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.lstrip_blocks = True
@@ -57,7 +57,7 @@ class Scripted:
         self.figures |= found
         return list(found)
 
-    def enter(self, table: Table) -> int:
+    def enter(self, table: PageTable) -> int:
         """Enter a table, and return its place."""
         self.tables.append(coded(table))
         return len(self.tables) - 1
@@ -67,7 +67,7 @@ class Scripted:
         return {"figures": self.figures, "lists": list(self.lists), "tables": self.tables}
 
 
-def coded(table: Table) -> dict[str, Any]:
+def coded(table: PageTable) -> dict[str, Any]:
     """Write a table as the different texts of each column, and rows of their places."""
     columns: list[dict[str, int]] = [{} for _ in table.headers]
     rows = []

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from canzona_compile.report.page import Bar, Bars, Lane, PageEvent, Timeline
+from canzona_compile.report.page import Bar, Bars, Lane, Timeline, TimelineEvent
 from canzona_compile.report.units import format_bytes, format_quantity, format_seconds, plural
 
 MOST_BARS = 64  # a series has a bar each, cut into parts, up to this many; it is an area if it is longer
@@ -208,7 +208,7 @@ def timelines(chart: Timeline, lists: Lists) -> Iterator[go.Figure]:
 
 def timeline(seconds: float, lanes: Sequence[Lane], lists: Lists) -> go.Figure:
     """Draw lanes. A bar's `customdata` is the place of its event's names in `lists`, or -1."""
-    kinds: dict[str, list[tuple[PageEvent, float]]] = defaultdict(list)
+    kinds: dict[str, list[tuple[TimelineEvent, float]]] = defaultdict(list)
     labels: dict[float, str] = {}
     place, of = -1.0, ""
     for i, lane in enumerate(lanes):
@@ -246,9 +246,9 @@ def timeline(seconds: float, lanes: Sequence[Lane], lists: Lists) -> go.Figure:
     return finished(figure, round(height), barmode="overlay")
 
 
-def rows_without_overlap(events: Sequence[PageEvent]) -> list[list[PageEvent]]:
+def rows_without_overlap(events: Sequence[TimelineEvent]) -> list[list[TimelineEvent]]:
     """Share events out to as few rows as they need; nearly always one."""
-    rows: list[list[PageEvent]] = []
+    rows: list[list[TimelineEvent]] = []
     for event in sorted(events, key=lambda own: (own.begin, own.end)):
         row = next((row for row in rows if row[-1].end <= event.begin), None)
         if row is None:
@@ -257,7 +257,7 @@ def rows_without_overlap(events: Sequence[PageEvent]) -> list[list[PageEvent]]:
     return rows
 
 
-def told(event: PageEvent, total: float) -> str:
+def told(event: TimelineEvent, total: float) -> str:
     """Say what an event is."""
     begin = format_seconds(event.begin) if event.begin else "0"
     length = event.end - event.begin

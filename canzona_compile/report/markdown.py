@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from canzona_compile.report.page import Block, Fill, Listing, Page, PageNote, Said, Section, Table, text_of
+from canzona_compile.report.page import Block, Fill, Listing, PageModel, PageTable, Paragraph, Said, Section, text_of
 
 MARKS = {"bold": "**", "code": "`"}
 
 
-def markdown(page: Page) -> str:
+def markdown(page: PageModel) -> str:
     """Write a page.
 
     Args:
@@ -26,11 +26,11 @@ def blocks(body: Iterable[Block]) -> Iterator[str]:
     """Write blocks that have a blank line between them."""
     for block in body:
         match block:
-            case PageNote():
+            case Paragraph():
                 yield "".join(map(marked, block.pieces))
             case Listing():
                 yield "\n".join(f"- {text_of(name)} {marked(text)}".replace("-  ", "- ") for name, text in block.rows)
-            case Table():
+            case PageTable():
                 yield "\n".join(rows([title for title, _ in block.columns], map(named, block.cells, chosen(block))))
             case Section():
                 if inner := list(blocks(block.body)):
@@ -43,7 +43,7 @@ def marked(said: Said) -> str:
     return f"{mark}{text_of(said)}{mark}"
 
 
-def chosen(table: Table) -> Sequence[bool]:
+def chosen(table: PageTable) -> Sequence[bool]:
     return table.chosen or [False] * len(table.rows)
 
 

@@ -42,7 +42,7 @@ Cell = Said | Fill | float | None  # a number in the unit of its column; None wh
 
 
 @dataclass(frozen=True, slots=True)
-class PageNote:
+class Paragraph:
     """A sentence, in pieces of one look each."""
 
     pieces: tuple[Said, ...]
@@ -58,7 +58,7 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PageTable:
     """A table.
 
     Attributes:
@@ -126,7 +126,7 @@ class Bars:
     Attributes:
         title: what is drawn.
         unit: of all values: "FLOP", "s" or "B".
-        parts: the name of each part, and its kind (see `PageEvent`) or the number of what it stands for.
+        parts: the name of each part, and its kind (see `TimelineEvent`) or the number of what it stands for.
         bars: at least one.
         of: what each bar of a series is of, such as "rank"; empty if the bars are alternatives.
     """
@@ -146,15 +146,15 @@ class Bars:
         return max(bar.total for bar in self.bars)
 
     @property
-    def summary(self) -> PageNote:
+    def summary(self) -> Paragraph:
         """Say what a series amounts to."""
         mean, most = (format_quantity(value, self.unit) for value in (self.mean, self.most))
         ratio = f"max/mean {self.most / self.mean if self.mean else 1:.2f}"
-        return PageNote((f"mean {mean}, max {most}, ", Words(ratio, "bold")))
+        return Paragraph((f"mean {mean}, max {most}, ", Words(ratio, "bold")))
 
 
 @dataclass(frozen=True, slots=True)
-class PageEvent:
+class TimelineEvent:
     """Something that takes a stretch of time.
 
     Attributes:
@@ -182,7 +182,7 @@ class Lane:
 
     of: str
     name: str
-    events: tuple[PageEvent, ...]
+    events: tuple[TimelineEvent, ...]
     detail: bool = False
 
 
@@ -213,7 +213,7 @@ class Section:
     folded: bool = False
 
 
-Block = PageNote | Listing | Table | Bars | Timeline | Detail | Section
+Block = Paragraph | Listing | PageTable | Bars | Timeline | Detail | Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class PageModel:
     """A page.
 
     Attributes:
@@ -249,9 +249,9 @@ class Page:
     facts: tuple[tuple[str, str], ...] = ()
 
 
-def note(text: str, style: str = "", indent: int = 0) -> PageNote:
+def note(text: str, style: str = "", indent: int = 0) -> Paragraph:
     """A sentence of one look."""
-    return PageNote((Words(text, style),), indent)
+    return Paragraph((Words(text, style),), indent)
 
 
 def text_of(said: Said) -> str:

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 
 from canzona_compile.errors import some
 from canzona_compile.ir.pipeline import PassHistory, PassRecord
-from canzona_compile.report.page import Page, Table
+from canzona_compile.report.page import PageModel, PageTable
 from canzona_compile.report.terminal import render
 
 
@@ -24,7 +24,9 @@ class PassTable(PassHistory):
             )
             for record in self.records
         )
-        return render(Page((Table(("pass", "form", "ms:>", "nodes:>", "operators"), rows, "passes", framed=True),)))
+        return render(
+            PageModel((PageTable(("pass", "form", "ms:>", "nodes:>", "operators"), rows, "passes", framed=True),))
+        )
 
 
 def operators(record: PassRecord) -> str:

@@ -16,9 +16,9 @@ from canzona_compile.report.page import (
     Figure,
     Lane,
     Listing,
-    Page,
+    PageModel,
+    PageTable,
     Section,
-    Table,
     Timeline,
     Words,
     note,
@@ -52,7 +52,7 @@ LEVELS = "▁▂▃▄▅▆▇█"  # from little to all
 MOST_LEVELS = 40  # letters
 
 
-def run_page(report: Figures) -> Page:
+def run_page(report: Figures) -> PageModel:
     """Build the page of a report, from the figures of a run."""
     alone = [(f"{one.name} {format_shape(one.shape)}", one.why) for one in report.local]
     most = f"a step needs at most {format_bytes(report.memory.most)} beside parameters, gradients and state"
@@ -67,7 +67,7 @@ def run_page(report: Figures) -> Page:
         (groups, "micro-group", "micro-groups" + (f"\n{report.depth} in flight" if groups > 1 else "")),
         (report.collectives_per_step, "collective\nper step", "collectives\nper step"),
     )
-    return Page(
+    return PageModel(
         kind="canzona",
         title=f"{report.optimizer} on {plural(report.world_size, 'rank')}",
         figures=(
@@ -156,7 +156,7 @@ def profile_section(profile: ProfileReport | None) -> Section:
         look = "" if chosen else "dim"
         label = f"{LEVELS[-1] if chosen else ' '} {name}"
         rows.append((Words(label, look), Words(levels(steps, most), "cyan"), Words(worst_text(steps), look)))
-    table = Table(("", "", ""), tuple(rows), "Profile", bare=True)
+    table = PageTable(("", "", ""), tuple(rows), "Profile", bare=True)
     period = plural(len(profile.together), "step")
     return Section("Profile", (table,), f"computing per step, over a period of {period}")
 
@@ -206,7 +206,7 @@ def buckets(report: Figures) -> Iterator[Block]:
         padding = f"{row.padding / max(1, row.elements):.1%}"
         rows.append((row.index, row.dtype, row.parameters, size, padding, "equal" if row.uniform else "uneven", *ends))
     headers = ("#:n", "dtype", "parameters:n", "size:B", "padding:>", "shards", "shortest:B", "longest:B")
-    yield Table(headers, tuple(rows), "Buckets")
+    yield PageTable(headers, tuple(rows), "Buckets")
     if hidden := own.buckets[MOST_ROWS:]:
         yield note(f"and {len(hidden)} more", "dim")
     elements, padding_of_all = (sum(getattr(b, what) for b in own.buckets) for what in ("elements", "padding"))
@@ -254,7 +254,7 @@ def tasks(report: Figures) -> Iterator[Block]:
             rows.append(("", Words(f"  and {len(hidden)} more, {flops}", "dim")))
     if rows:
         headers = ("owner", "matrix", "shape:>", "micro-group:n", "FLOPs:FLOP", "strategy")
-        yield Table(headers, tuple(rows), "Tasks", names=1)
+        yield PageTable(headers, tuple(rows), "Tasks", names=1)
     for (strategy, reason), count in counts.items():
         yield note(f"{labels[strategy, reason]} ({count}): {reason or 'no reason given'}", "dim")
 
@@ -298,7 +298,7 @@ def costs(report: Figures) -> Iterator[Block]:
     moved = [(wires(t, "gather"), wires(t, "scatter")) for t in found]
     headers = ("", "template", "matrices:n", "FLOPs each:FLOP", "gather", "scatter")
     cells = tuple((letter, *row, *own) for letter, row, own in zip(letters, rows, moved, strict=True))
-    yield Table(headers, cells, "Templates", names=1)
+    yield PageTable(headers, cells, "Templates", names=1)
     yield Listing(tuple((Words(f"{mark(i)} =", "bold"), Words(own, "formula")) for i, own in enumerate(formulas)))
     homes = names_by_reason((t.name, ", ".join(t.resident)) for t in found if t.resident)
     for state, names in homes.items():

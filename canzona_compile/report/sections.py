@@ -12,9 +12,9 @@ from canzona_compile.report.page import (
     Detail,
     Fill,
     Listing,
-    PageEvent,
+    PageTable,
     Section,
-    Table,
+    TimelineEvent,
     Words,
     note,
     rows_of,
@@ -68,15 +68,15 @@ def group_section(groups: Sequence[object], where: Sequence[tuple[str, int]]) ->
         for (index, flops), own, sizes in zip(rows_of(groups, "index", "makespan_flops"), where, sent, strict=True)
     )
     headers = ("", "#:n", "grid", "matrices:n", "gather:B", "scatter:B", "exchange:B", "busiest owner:FLOP")
-    parts: list[Block] = [Table(headers, rows[:MOST_ROWS], "Micro-groups")] if rows else []
+    parts: list[Block] = [PageTable(headers, rows[:MOST_ROWS], "Micro-groups")] if rows else []
     if hidden := len(rows[MOST_ROWS:]):
-        every = Section(f"All {len(rows)} micro-groups", (Table(headers, rows, "All micro-groups"),), folded=True)
+        every = Section(f"All {len(rows)} micro-groups", (PageTable(headers, rows, "All micro-groups"),), folded=True)
         size = format_bytes(sum(map(sum, sent[MOST_ROWS:])))
         parts += [note(f"and {hidden} more, {size}", "dim"), Detail((every,))]
     return Section("Micro-groups", tuple(parts), "bytes that leave a rank, summed over all ranks")
 
 
-def event(act: str, stream: str, number: int, begin: float, end: float) -> PageEvent:
+def event(act: str, stream: str, number: int, begin: float, end: float) -> TimelineEvent:
     """Show an act of a rank or a link.
 
     Args:
@@ -86,7 +86,7 @@ def event(act: str, stream: str, number: int, begin: float, end: float) -> PageE
         begin, end: seconds from the begin of the step.
     """
     word = act.split()[-1]
-    return PageEvent(begin, end, "elementwise" if stream == "compute" != word else word, number)
+    return TimelineEvent(begin, end, "elementwise" if stream == "compute" != word else word, number)
 
 
 # -- measured steps ----------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def measured_parts(report: MeasuredReport) -> Iterator[Block]:
     seconds = [format_seconds(s) for s in (report.seconds, report.worst_seconds, report.predicted_seconds)]
     total = [Words(own, "bold") for own in ("step", *seconds[:2], "", "", seconds[2], error_text(report.error))]
     headers = ("phase", "mean:s", "longest step:s", "slowest rank:>", "skew:n", "predicted:s", "error:>")
-    yield Table(headers, (*rows, tuple(total)), "Measured phases")
+    yield PageTable(headers, (*rows, tuple(total)), "Measured phases")
     yield note(
         f"computing waited {format_seconds(report.exposed)} for communication, "
         f"{format_seconds(report.exposed_worst)} on the rank that waited longest"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
-import rich.table
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.constrain import Constrain
 from rich.measure import Measurement
@@ -16,6 +15,7 @@ from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from canzona_compile.report.page import (
@@ -24,11 +24,11 @@ from canzona_compile.report.page import (
     Detail,
     Fill,
     Listing,
-    Page,
-    PageNote,
+    PageModel,
+    PageTable,
+    Paragraph,
     Said,
     Section,
-    Table,
     Timeline,
 )
 from canzona_compile.report.terminal_charts import FILLS, bars, fill, timeline
@@ -40,7 +40,7 @@ IN_ASCII = str.maketrans("█▓▒░·─├…▁▂▃▄▅▆▇▏▎▍�
 PLAIN = {"code": "", "formula": ""}  # styles that a terminal does not have
 
 
-def render(page: Page) -> RenderableType:
+def render(page: PageModel) -> RenderableType:
     """Lay out a page.
 
     Args:
@@ -78,10 +78,10 @@ class Encodable:
             yield segment
 
 
-def panel(page: Page) -> Panel:
+def panel(page: PageModel) -> Panel:
     """Frame the key figures and the remarks."""
     figures = [figure for figure in page.figures if not figure.detail]
-    grid = rich.table.Table.grid(expand=True)
+    grid = Table.grid(expand=True)
     for _ in figures:
         grid.add_column(justify="center", ratio=1)
     grid.add_row(*(text(figure.value, "bold") for figure in figures))
@@ -95,11 +95,11 @@ def rendered(body: Iterable[Block], nested: bool = False) -> Iterator[Renderable
     """Render blocks; those in a section are nested."""
     for block in body:
         match block:
-            case PageNote():
+            case Paragraph():
                 yield indented(Text.assemble(*map(text, block.pieces)), block.indent)
             case Listing():
                 yield indented(listing(block), block.indent)
-            case Table():
+            case PageTable():
                 yield table(block, block.cells) if block.names is None else NamedTable(block, block.names)
             case Bars():
                 yield bars(block)
@@ -136,22 +136,22 @@ def text(said: Said, more_style: str = "") -> Text:
 # -- tables ------------------------------------------------------------------------------------
 
 
-def columns(*headers: str) -> rich.table.Table:
+def columns(*headers: str) -> Table:
     """Begin a table without lines, whose cells keep to one line; > before a header means right-aligned."""
-    made = rich.table.Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for header in headers:
         justify: Literal["left", "right"] = "right" if header.startswith(">") else "left"
         made.add_column(header.lstrip(">"), justify=justify, no_wrap=True)
     return made
 
 
-def table(content: Table, cells: Sequence[Sequence[Said | Fill]]) -> rich.table.Table:
+def table(content: PageTable, cells: Sequence[Sequence[Said | Fill]]) -> Table:
     """Lay out a table with these cells. A mark and bold letters show the row that is chosen."""
     headers = [title if unit in ("", "~") else f">{title}" for title, unit in content.columns]
     made = columns(*([""] if content.chosen else []), *headers)
     made.columns[-1].no_wrap = content.columns[-1][1] != "~"
     if content.framed:
-        framed = rich.table.Table(*made.columns, title=Text(content.title, "italic"), title_justify="left")
+        framed = Table(*made.columns, title=Text(content.title, "italic"), title_justify="left")
         for column in made.columns:
             column.no_wrap, column.overflow = False, "fold"
         made = framed
@@ -183,7 +183,7 @@ class NamedTable:
     long goes on in the next line.
     """
 
-    content: Table
+    content: PageTable
     column: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -222,9 +222,9 @@ def shared(names: Sequence[Sequence[str]]) -> int:
     return len(list(takewhile(lambda words: len(set(words)) == 1, zip(*names, strict=False))))
 
 
-def listing(content: Listing) -> rich.table.Table:
+def listing(content: Listing) -> Table:
     """List sentences. The lines of a long one are aligned with its beginning."""
-    grid = rich.table.Table.grid(padding=(0, 1))
+    grid = Table.grid(padding=(0, 1))
     for name, sentence in content.rows:
         grid.add_row(text(name or "-"), text(sentence))
     return grid

@@ -17,7 +17,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from canzona_compile.report.page import Bars, PageEvent, Timeline
+from canzona_compile.report.page import Bars, Timeline, TimelineEvent
 from canzona_compile.report.units import format_quantity, format_seconds, plural
 
 MOST_BARS = 32  # a series is drawn as one bar each up to this many, and as a histogram of more
@@ -148,7 +148,7 @@ def timeline(content: Timeline) -> Table:
     return made
 
 
-def stretch(event: PageEvent) -> Stretch:
+def stretch(event: TimelineEvent) -> Stretch:
     """Draw an event with the fill of its number, which is its label, after a letter if it is a transfer."""
     if event.kind == "elementwise":
         return Stretch(event.begin, event.end, ELEMENTWISE, "dim")

@@ -21,12 +21,12 @@ from canzona_compile.report.page import (
     Fill,
     Lane,
     Listing,
-    Page,
-    PageEvent,
-    PageNote,
+    PageModel,
+    PageTable,
+    Paragraph,
     Section,
-    Table,
     Timeline,
+    TimelineEvent,
     Words,
     note,
 )
@@ -35,7 +35,7 @@ from canzona_compile.report.terminal import printed, render
 from tests.harness.samples import grid_of, muon_step
 
 NASTY = "[/red]<b>a|b"  # markup to rich, to HTML and to Markdown
-TABLE = Table(
+TABLE = PageTable(
     ("name", "time:s", "size:B", "work:FLOP", "ratio:n", "why:~"),
     (
         (Words("layers.0.up.weight", about="the first"), 0.0015, 2048, 3e9, 1.5, NASTY),
@@ -45,16 +45,16 @@ TABLE = Table(
     chosen=(True, False),
 )
 BLOCKS: tuple[Block, ...] = (
-    PageNote(("plain, ", Words("bold", "bold"), " and ", Words("3f9a", "code"))),
+    Paragraph(("plain, ", Words("bold", "bold"), " and ", Words("3f9a", "code"))),
     Listing((("", "a sentence"), ("", NASTY))),
     TABLE,
-    Table(("", "name"), ((Fill(0), "layers.0.weight"), (Fill(1), "layers.1.weight")), names=1, bare=True),
+    PageTable(("", "name"), ((Fill(0), "layers.0.weight"), (Fill(1), "layers.1.weight")), names=1, bare=True),
     Bars("Work", "FLOP", (("", 0), ("", 1)), (Bar(0, (1e9, 2e9), ("2 things",)), Bar(1, (1e9, 0.0))), of="rank"),
-    Timeline("When", 1.0, (Lane("rank 0", "node", (PageEvent(0.0, 0.5, "gather", 0, NASTY),)),), "group"),
+    Timeline("When", 1.0, (Lane("rank 0", "node", (TimelineEvent(0.0, 0.5, "gather", 0, NASTY),)),), "group"),
     Section("Inner", (note("inside", indent=2),)),
     Detail((note("where there is room"), Section("Folded", (TABLE,), folded=True))),
 )
-PAGE = Page(
+PAGE = PageModel(
     (Section("First", BLOCKS, "a caption"), Section("Empty", (Detail(()),))),
     "kind",
     NASTY,
@@ -114,7 +114,7 @@ def test_colours_change_nothing_but_looks() -> None:
 
 
 def test_names_that_are_too_long_lack_what_all_share() -> None:
-    text = printed(render(Page((BLOCKS[3],))), 16)
+    text = printed(render(PageModel((BLOCKS[3],))), 16)
     assert text.splitlines() == ["██  0", "▓▓  1", "names in full:", "layers.….weight"]
 
 

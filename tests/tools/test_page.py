@@ -19,7 +19,7 @@ import pytest
 import canzona_compile.report as report
 from canzona_compile.__main__ import main
 from canzona_compile.report.html import html
-from canzona_compile.report.page import Bars, Block, Detail, Page, Section, Table, Timeline, text_of
+from canzona_compile.report.page import Bars, Block, Detail, PageModel, PageTable, Section, Timeline, text_of
 from canzona_compile.tools.planning.figures import Forecast
 from canzona_compile.tools.planning.plan_page import plan_page
 from tests.harness.marks import also
@@ -40,12 +40,12 @@ def flat(body: tuple[Block, ...]) -> Iterator[Block]:
             yield from flat(block.body)
 
 
-def titled(page: Page, title: str) -> Any:
+def titled(page: PageModel, title: str) -> Any:
     (found,) = [block for block in flat(page.body) if getattr(block, "title", "") == title]
     return found
 
 
-def column(table: Table, header: str) -> list[Any]:
+def column(table: PageTable, header: str) -> list[Any]:
     place = [title for title, _ in table.columns].index(header)
     return [row[place] for row in table.rows]
 
@@ -56,7 +56,7 @@ def column(table: Table, header: str) -> list[Any]:
 def test_figures_come_back_as_they_went_in(make: Callable[[], Forecast]) -> None:
     found = make()
     page = plan_page(found)
-    matrices = next(b for b in flat(page.body) if isinstance(b, Table) and b.search)
+    matrices = next(b for b in flat(page.body) if isinstance(b, PageTable) and b.search)
     assert column(matrices, "matrix") == [t.name for t in found.tasks]
     assert column(matrices, "owner") == [f"rank {t.owner}" for t in found.tasks]
     assert column(matrices, "FLOPs") == [t.flops for t in found.tasks]
@@ -85,7 +85,7 @@ def test_measured_steps_stand_beside() -> None:
 
 def test_every_micro_group_is_there() -> None:
     page = plan_page(forecast(64, 60, 10))
-    tables = [b for b in flat(page.body) if isinstance(b, Table) and "icro-groups" in b.title]
+    tables = [b for b in flat(page.body) if isinstance(b, PageTable) and "icro-groups" in b.title]
     assert [len(table.rows) for table in tables] == [40, 60]
 
 
@@ -196,7 +196,7 @@ def test_a_series_of_bars(ranks: int) -> None:
     found = forecast(ranks, 2, 1)
     page = plan_page(found)
     (work,) = [b for b in flat(page.body) if isinstance(b, Bars) and b.title == "Work per rank"]
-    data = Elements(html(Page((work,)))).data()["figures"]["bars-0"]["data"]
+    data = Elements(html(PageModel((work,)))).data()["figures"]["bars-0"]["data"]
     drawn = [trace["y"] for trace in data if trace.get("hoverinfo") == "skip"]
     assert [sum(parts) for parts in zip(*drawn, strict=True)] == [load.flops for load in found.loads]
     assert (len(drawn) == 1) == (ranks > 64)

@@ -7,7 +7,7 @@ from typing import Any
 
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.plan_file import MAKE_ANEW, PlannedTask, read_plan
-from canzona_compile.report.page import Block, Page, Table, note
+from canzona_compile.report.page import Block, PageModel, PageTable, note
 from canzona_compile.report.units import format_bytes, format_seconds, plural
 
 MOST = 20  # how many matrices the table lists
@@ -82,9 +82,9 @@ def headline(forecast: Mapping[str, Any], at: str) -> dict[str, Any]:
         raise CanzonaError(said, at=at, hint=MAKE_ANEW) from error
 
 
-def difference_page(found: Mapping[str, Any]) -> Page:
+def difference_page(found: Mapping[str, Any]) -> PageModel:
     """Build a page of what `difference` found: figures, matrices of one plan only, and decisions that differ."""
-    return Page(tuple(difference_parts(found)))
+    return PageModel(tuple(difference_parts(found)))
 
 
 def difference_parts(found: Mapping[str, Any]) -> Iterator[Block]:
@@ -95,7 +95,7 @@ def difference_parts(found: Mapping[str, Any]) -> Iterator[Block]:
         yield note(f"{first} and {second} differ in {' and '.join(found['parts']) or 'their text'}", "bold")
     differing = [(name, pair) for name, pair in found["figures"].items() if pair[0] != pair[1]]
     if predicted := tuple((name, *(figure_text(name, own) for own in pair)) for name, pair in differing):
-        yield Table(("", "before:>", "after:>"), predicted, "Figures")
+        yield PageTable(("", "before:>", "after:>"), predicted, "Figures")
     for key, words in (("only_before", "only in the first"), ("only_after", "only in the second")):
         if names := found[key]:
             yield note(f"{len(names)} {words}: {', '.join(names[:MOST])}{' ...' if len(names) > MOST else ''}")
@@ -106,7 +106,7 @@ def difference_parts(found: Mapping[str, Any]) -> Iterator[Block]:
             for name, fields in list(changed.items())[:MOST]
             for field, (a, b) in fields.items()
         ]
-        yield Table(("matrix", "decision", "before:>", "after:>"), tuple(listed), "Decisions")
+        yield PageTable(("matrix", "decision", "before:>", "after:>"), tuple(listed), "Decisions")
         if len(changed) > MOST:
             yield note(f"and {len(changed) - MOST} more", "dim")
     elif decided:

@@ -14,10 +14,10 @@ from canzona_compile.report.page import (
     Detail,
     Figure,
     Listing,
-    Page,
-    PageNote,
+    PageModel,
+    PageTable,
+    Paragraph,
     Section,
-    Table,
     Words,
     note,
     rows_of,
@@ -41,13 +41,13 @@ from canzona_compile.tools.planning.figures import Alternative, Forecast, Templa
 from canzona_compile.tools.planning.plan_timelines import MOST_RANKS, buckets_text, iteration, phases, timelines, times
 
 
-def plan_page(forecast: Forecast) -> Page:
+def plan_page(forecast: Forecast) -> PageModel:
     """Build the page of all figures of a plan."""
     hardware = forecast.hardware
     simulation = forecast.simulation
     how = "by the owners of their slices" if forecast.zero1 else "without communication"
     some_ranks = "; the busiest and the idlest rank" if len(simulation.shown) > MOST_RANKS else ""
-    return Page(
+    return PageModel(
         kind="canzona plan",
         title=headline(forecast, " "),
         about="A plan made offline: no step was run. Its times are predictions that stand on "
@@ -99,7 +99,7 @@ def plan_page(forecast: Forecast) -> Page:
     )
 
 
-def alone(forecast: Forecast) -> Iterator[PageNote]:
+def alone(forecast: Forecast) -> Iterator[Paragraph]:
     """What is updated without communication, by other optimizers than that of the matrices."""
     if (own := forecast.local) is None:
         return
@@ -165,7 +165,7 @@ def alternatives(forecast: Forecast) -> Iterator[Block]:
     )
 
 
-def plans(forecast: Forecast) -> Table:
+def plans(forecast: Forecast) -> PageTable:
     """A row per plan."""
     found = forecast.alternatives
     base = next((own.seconds for own in found if own.chosen), 0.0)
@@ -178,7 +178,7 @@ def plans(forecast: Forecast) -> Table:
     )
     step = "step:s" if forecast.period is None else "heaviest step:s"
     headers = ("plan", step, "max/mean:n", "exposed:s", "wire:B", "buffers:B", "micro-groups:n")
-    return Table(headers, rows, "Plans", chosen=tuple(own.chosen for own in found))
+    return PageTable(headers, rows, "Plans", chosen=tuple(own.chosen for own in found))
 
 
 def against(plan: Alternative, base: float) -> str:
@@ -188,7 +188,7 @@ def against(plan: Alternative, base: float) -> str:
     return f"{plan.seconds / base:.3g} times" if plan.seconds > 3 * base else f"{plan.seconds / base - 1:+.0%}"
 
 
-def zero1_plans(found: Sequence[Alternative]) -> Table:
+def zero1_plans(found: Sequence[Alternative]) -> PageTable:
     """A row per plan, with what its buckets send in an iteration."""
     rows = []
     for own in found:
@@ -197,7 +197,9 @@ def zero1_plans(found: Sequence[Alternative]) -> Table:
             told = (zero1.makespan, f"{zero1.padding_share:.2%}", zero1.sent, zero1.exposed)
         rows.append((Words(own.name, about=own.about), own.seconds, own.imbalance, *told, own.peak))
     quantities = ("step:s", "max/mean:n", "makespan:FLOP", "padding:>", "traffic:B", "exposed:s", "buffers:B")
-    return Table(("plan", *quantities), tuple(rows), "Plans with buckets", chosen=tuple(own.chosen for own in found))
+    return PageTable(
+        ("plan", *quantities), tuple(rows), "Plans with buckets", chosen=tuple(own.chosen for own in found)
+    )
 
 
 # -- matrices ----------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ def strategies(template: TemplateForecast, bare: bool) -> Section:
     found = template.strategies
     parts = rows_of(found, "seconds", "compute", "gather", "scatter")
     rows = tuple((own.name, *(part or None for part in row), own.note) for own, row in zip(found, parts, strict=True))
-    table = Table(
+    table = PageTable(
         ("strategy", "time:s", "compute:s", "gather:s", "scatter:s", "why:~"),
         rows,
         f"Strategies of {template.name}",
@@ -251,7 +253,7 @@ def matrices(forecast: Forecast) -> Section:
         for t in forecast.tasks
     )
     headers = ("matrix", "shape:>", "strategy", "owner", "micro-group", "FLOPs:FLOP", "template", "layout")
-    table = Table(headers, rows, "Matrices", search="part of a name, a template, rank 3 ...")
+    table = PageTable(headers, rows, "Matrices", search="part of a name, a template, rank 3 ...")
     return Section("Matrices", (table,), plural(len(rows), "matrix", "matrices"), folded=True)
 
 
@@ -336,9 +338,9 @@ def overlap_text(hardware: Hardware) -> str:
 # -- the few figures to paste into a document --------------------------------------------------
 
 
-def brief_page(forecast: Forecast) -> Page:
+def brief_page(forecast: Forecast) -> PageModel:
     """Build a page of a headline, tables of plans and templates, and the assumptions."""
-    return Page(tuple(brief(forecast)), title=headline(forecast, ", "))
+    return PageModel(tuple(brief(forecast)), title=headline(forecast, ", "))
 
 
 def brief(forecast: Forecast) -> Iterator[Block]:
@@ -348,9 +350,9 @@ def brief(forecast: Forecast) -> Iterator[Block]:
     if (period := forecast.period) is not None:
         mean = Words(format_seconds(period.mean), "bold")
         words = f"{machine}. All other figures are those of the heaviest step."
-        yield PageNote((f"Predicted mean of {len(period.seconds)} steps ", mean, words))
+        yield Paragraph((f"Predicted mean of {len(period.seconds)} steps ", mean, words))
         headline = ("Heaviest step ", Words(format_seconds(period.worst), "bold"))
-    yield PageNote(
+    yield Paragraph(
         (
             *headline,
             f", of which {format_seconds(exposed)} are exposed communication; {forecast.matrices} matrices, "
@@ -372,5 +374,5 @@ def brief(forecast: Forecast) -> Iterator[Block]:
         yield plans(forecast)
     headers = ("template", "matrices:n", "FLOPs each:FLOP", "time each:s", "memory:B", "wire:B")
     fields = ("name", "tasks", "flops_value", "seconds", "memory_value", "wire_value")
-    yield Table(headers, rows_of(forecast.templates, *fields), "Templates")
+    yield PageTable(headers, rows_of(forecast.templates, *fields), "Templates")
     yield from bullets(forecast.assumptions)

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from canzona_compile.report.page import Bar, Bars, Block, Detail, Lane, PageEvent, Section, Table, Timeline, note
+from canzona_compile.report.page import (
+    Bar,
+    Bars,
+    Block,
+    Detail,
+    Lane,
+    PageTable,
+    Section,
+    Timeline,
+    TimelineEvent,
+    note,
+)
 from canzona_compile.report.sections import event
 from canzona_compile.report.units import format_bytes, plural
 from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, STREAMS, Memory, Span
@@ -44,11 +55,11 @@ def buckets_text(zero1: Zero1Forecast) -> str:
     )
 
 
-def phases(zero1: Zero1Forecast) -> Table:
+def phases(zero1: Zero1Forecast) -> PageTable:
     """A row per phase of an iteration."""
     headers = ("phase", "time:s", "exposed:s", "data-parallel traffic:B", "collectives:n")
     rows = tuple((own.name, own.seconds, own.exposed or None, own.sent, own.collectives) for own in zero1.phases)
-    return Table(headers, rows, "Phases")
+    return PageTable(headers, rows, "Phases")
 
 
 def times(forecast: Forecast) -> Iterator[Block]:
@@ -92,7 +103,7 @@ def timelines(forecast: Forecast) -> Iterator[Block]:
     yield Timeline("What each rank does when", simulation.seconds, tuple(lanes), "micro-group")
 
 
-def described(span: Span, members: int) -> PageEvent:
+def described(span: Span, members: int) -> TimelineEvent:
     """An event with all that is known of its span, and how many ranks that are shown take part in its collective."""
     drawn = event(span.act, span.stream, span.group, span.start, span.end)
     title = f"{span.act.removeprefix('start ')}, micro-group {span.group}"
@@ -100,15 +111,15 @@ def described(span: Span, members: int) -> PageEvent:
     if span.flow >= 0:
         taking = f"{plural(members, 'rank')} of those shown"
         remarks += [f"sends {format_bytes(span.bytes)}", f"collective {span.flow}, {taking}"]
-    return PageEvent(drawn.begin, drawn.end, drawn.kind, drawn.number, title, tuple(remarks), span.tasks)
+    return TimelineEvent(drawn.begin, drawn.end, drawn.kind, drawn.number, title, tuple(remarks), span.tasks)
 
 
-def held(moments: Sequence[Memory], seconds: float, most: int) -> Iterator[PageEvent]:
+def held(moments: Sequence[Memory], seconds: float, most: int) -> Iterator[TimelineEvent]:
     """Show the bytes that a rank holds from each moment to its next, as a share of `most`."""
     ends = [*(moment.at for moment in moments[1:]), seconds]
     for own, end in zip(moments, ends, strict=True):
         if own.bytes and end > own.at:
             title = f"buffers of rank {own.rank}"
-            yield PageEvent(
+            yield TimelineEvent(
                 own.at, end, "buffers", 0, title, (f"holds {format_bytes(own.bytes)}",), (), own.bytes / most
             )
