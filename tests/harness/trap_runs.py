@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 import canzona_compile
 from canzona_compile.errors import CanzonaError
-from tests.harness import optimizers
 from tests.harness.layouts import Case, Laid, full, local, replicate_of
 from tests.harness.pairs import same_bits
 from tests.harness.ranks import RankFailure, run
@@ -210,7 +209,6 @@ def verdict(trap: Trap, case: Case) -> Verdict:
     """What the wrapper makes of a trap. On ranks, all of them call this, and all find the same."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        optimizers._independent.clear()  # what other traps of this class showed says nothing about this one
         return judge(trap, case, plain_records(trap))
 
 
