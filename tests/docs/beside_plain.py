@@ -15,6 +15,7 @@ from canzona_compile.capture.twin import plain_class
 from canzona_compile.chains.chain import Chain
 from canzona_compile.split import chosen, rows_of
 from tests.harness.pairs import same_bits
+from tests.harness.verdicts import ways_of
 
 
 class BesidePlain:
@@ -27,6 +28,7 @@ class BesidePlain:
     Attributes:
         compared: how many parameters were compared.
         differing: where bits were not equal.
+        ways: how parameters ran, by class of the optimizer.
     """
 
     def __init__(self) -> None:
@@ -34,6 +36,7 @@ class BesidePlain:
         self.seen: list[Optimizer] = []  # which keeps the ids
         self.compared = 0
         self.differing: list[str] = []
+        self.ways: dict[str, set[str]] = {}
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
@@ -61,6 +64,8 @@ class BesidePlain:
         if id(optimizer) not in self.plain:
             self.seen.append(optimizer)
             self.plain[id(optimizer)] = plain_optimizer(optimizer, whole)
+        else:
+            self.ways.setdefault(plain_class(optimizer).__name__, set()).update(ways_of(optimizer))
         plain = self.plain[id(optimizer)]
         for group, own, values in zip(optimizer.param_groups, plain.param_groups, whole, strict=True):
             for (i, _), expected, value in zip(params_of(group), in_turn(own["params"], values), values, strict=True):

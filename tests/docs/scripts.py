@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tests.docs.beside_plain import BesidePlain
 from tests.docs.watched_chains import Trained, WatchedChains
 from tests.harness.ranks import run
+from tests.harness.verdicts import reached
 
 ROOT = Path(__file__).parents[2]
 How = Literal["beside", "alone", "plain"]
@@ -73,12 +74,20 @@ class Ran(NamedTuple):
         compared: how many parameters were compared with those of plain optimizers, if they ran beside it.
         differing: which of them differed.
         trained: what became of the parameters of chains.
+        ways: how parameters ran, by class of the optimizer, if plain ones ran beside it.
     """
 
     said: str
     compared: int
     differing: list[str]
     trained: dict[str, Trained]
+    ways: dict[str, set[str]]
+
+    @property
+    def reached(self) -> str:
+        """The line of tests/golden/verdicts/ that it gives."""
+        ways = {f"{kind} {way}" for kind, own in self.ways.items() for way in own}
+        return reached("different" if self.differing else "equal", ways)
 
 
 def run_script(path: str, arguments: list[str], port: int, how: How) -> Ran:
@@ -111,8 +120,8 @@ def run_script(path: str, arguments: list[str], port: int, how: How) -> Ran:
         finally:
             if beside is not None:
                 beside.close()
-    compared, differing = (0, []) if beside is None else (beside.compared, beside.differing)
-    return Ran(printed.getvalue(), compared, differing, watched.trained)
+    compared, differing, ways = (0, [], {}) if beside is None else (beside.compared, beside.differing, beside.ways)
+    return Ran(printed.getvalue(), compared, differing, watched.trained, ways)
 
 
 def not_wrapped() -> contextlib.AbstractContextManager[Any]:

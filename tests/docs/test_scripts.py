@@ -15,6 +15,7 @@ import pytest
 from canzona_compile.__main__ import main
 from tests.docs.scripts import ALONE, ROOT, SCRIPTS, path_of, ran
 from tests.harness.marks import first
+from tests.harness.verdicts import EXAMPLES
 
 NEEDED = {
     "accelerate_loop": "accelerate",
@@ -53,6 +54,7 @@ def test_all_scripts_are_here_and_short() -> None:
 def test_a_training(name: str) -> None:
     found = ran(path_of(name), SCRIPTS[name])
     assert [one.differing for one in found] == [[]] * SCRIPTS[name]
+    assert [mistake for one in found for mistake in EXAMPLES.mistakes(name, one.reached)] == []
     assert all(one.compared >= STEPS for one in found)
     losses = re.findall(r"loss\D*([\d.]+)", "".join(one.said for one in found))
     assert len(losses) >= STEPS
@@ -72,6 +74,7 @@ def test_a_framework(way: str, tmp_path: Path) -> None:
         runs.append(ran(path_of(name), 2, *options, "--output", str(tmp_path / "plain"), how="plain"))
     trained = through[0].trained
     assert [one.differing for one in through] == [[], []]
+    assert [mistake for one in through for mistake in EXAMPLES.mistakes(way, one.reached)] == []
     assert all(one.compared >= STEPS * len(trained) for one in through)
     assert [one.trained for found in runs for one in found] == [trained] * 2 * len(runs)
     assert {(how.changed, how.sharded) for how in trained.values()} == {(True, way not in WHOLE)}

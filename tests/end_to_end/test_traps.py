@@ -11,7 +11,17 @@ import canzona_compile
 from tests.harness.layouts import Case
 from tests.harness.marks import first
 from tests.harness.training import ALONE
-from tests.harness.trap_runs import CASES, DIFFERENT, EQUAL, REFUSED, Verdict, mistakes, verdict, verdict_on_ranks
+from tests.harness.trap_runs import (
+    CASES,
+    DIFFERENT,
+    EQUAL,
+    REFUSED,
+    Verdict,
+    frozen_mistakes,
+    mistakes,
+    verdict,
+    verdict_on_ranks,
+)
 from tests.harness.traps import FAMILIES, NAMED, TRAPS
 from tests.harness.traps.trap import DDP, FSDP, PLAIN, Trap
 
@@ -30,7 +40,7 @@ def first_of_families(count: int) -> list[Any]:
 
 @pytest.mark.parametrize("trap", first_of_families(3))
 def test_in_one_process(trap: str) -> None:
-    assert mistakes(NAMED[trap], verdict(NAMED[trap], ALONE)) == []
+    assert frozen_mistakes(NAMED[trap], verdict(NAMED[trap], ALONE), PLAIN) == []
 
 
 def wrong_on_ranks(traps: Sequence[Trap], layout: str) -> list[str]:
@@ -38,7 +48,7 @@ def wrong_on_ranks(traps: Sequence[Trap], layout: str) -> list[str]:
     found = []
     for trap in traps:
         if layout in trap.layouts:
-            found += mistakes(trap, verdict_on_ranks(trap.name, CASES[layout]))
+            found += frozen_mistakes(trap, verdict_on_ranks(trap.name, CASES[layout]), layout)
     return found
 
 

@@ -12,10 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.errors import CanzonaError
 from tests.harness.layouts import Case, Laid
 from tests.harness.pairs import params_of
 from tests.harness.training import Plain, Training, equal, plain_run
+from tests.harness.verdicts import SURVEY, reached, ways_of
 
 EQUAL = "equal"
 DRAWN = "the numbers that each matrix draws are those of any number of ranks"
@@ -30,7 +31,7 @@ class Published:
     Attributes:
         name: of its class.
         hypers: its arguments.
-        expected: `EQUAL`, `DRAWN`, or a part of the message that refuses it.
+        expected: `EQUAL`, `DRAWN`, or a part of the message that refuses it; nothing if only the golden line counts.
         shapes: of its parameters.
     """
 
@@ -55,16 +56,27 @@ def as_it_is(_optimizer: Optimizer) -> Callable[[int], None]:
     return lambda _step: None
 
 
-def verdict(one: Published, module: Any, steps: int = 6) -> str:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What became of a published optimizer.
+
+    Attributes:
+        said: `EQUAL`, `DRAWN`, what differs, or the message that refuses it.
+        reached: the line of tests/golden/verdicts/ that it gives.
+    """
+
+    said: str
+    reached: str
+
+
+def verdict(one: Published, module: Any, steps: int = 6, case: Case = CASE) -> Found:
     """Train a published optimizer on this rank, plain and wrapped; if it draws, wrapped without other ranks and with.
 
     Parameters are compared after the last step. State is not: packages show it in forms of their own.
-
-    Returns:
-        `EQUAL`, what differs, or the message that refuses it.
     """
 
     def make(params: list[Any]) -> Optimizer:
+        torch.manual_seed(0)
         optimizer: Any = getattr(module, one.name)(params, **one.hypers)
         if hasattr(optimizer, "train"):
             optimizer.train()  # those without a schedule step in this mode only
@@ -73,19 +85,22 @@ def verdict(one: Published, module: Any, steps: int = 6) -> str:
 
     warnings.simplefilter("ignore")
     plain = plain_run(Training(make, one.shapes, steps, as_it_is), torch.float32)
-    laid = Laid(plain.first, CASE)
+    laid = Laid(plain.first, case)
     optimizer: Any = canzona_compile.wrap(make(laid.params), strategy="owner")
     try:
         for values in plain.grads:
             for i, param in enumerate(laid.params):
                 param.grad = laid.like_param(values[i], i)
             optimizer.step()
-    except UnsupportedOptimizer as error:
-        return error.problem
+    except CanzonaError as error:
+        return Found(error.problem, reached("refused", error=type(error).__name__))
     other = alone(make, plain) if one.expected == DRAWN else plain.optimizer
     pairs = zip(params_of(optimizer), params_of(other), strict=True)
     wrong = [i for i, (mine, whole) in enumerate(pairs) if not equal(mine.detach(), whole.detach(), laid, i)]
-    return f"parameters {wrong} differ" if wrong else DRAWN if one.expected == DRAWN else EQUAL
+    ways = ways_of(optimizer)
+    if wrong:
+        return Found(f"parameters {wrong} differ", reached("different", ways))
+    return Found(DRAWN, reached("drawn", ways)) if one.expected == DRAWN else Found(EQUAL, reached("equal", ways))
 
 
 def alone(make: Callable[[list[Any]], Optimizer], plain: Plain) -> Optimizer:
@@ -98,6 +113,11 @@ def alone(make: Callable[[list[Any]], Optimizer], plain: Plain) -> Optimizer:
     return optimizer
 
 
-def check(found: list[str], one: Published) -> None:
-    """Every rank found what is expected."""
-    assert [said for said in found if one.expected not in said] == []
+def check(found: list[Found], one: Published, of: str) -> None:
+    """Every rank found what is expected, and what was found before.
+
+    Args:
+        of: the optimizer and the layout, as tests/golden/verdicts/survey.txt calls them.
+    """
+    assert [own.said for own in found if one.expected not in own.said] == []
+    assert [mistake for own in found for mistake in SURVEY.mistakes(of, own.reached)] == []

@@ -24,6 +24,7 @@ from tests.harness.ranks import RankFailure, run
 from tests.harness.training import ALONE
 from tests.harness.traps import NAMED
 from tests.harness.traps.trap import DDP, FSDP, Trap
+from tests.harness.verdicts import TRAPS, reached, ways_of
 
 CASES = {"plain": ALONE, FSDP: Case(FSDP, (2,)), DDP: Case(DDP, (2,))}
 EQUAL, REFUSED, DIFFERENT = "equal", "refused", "different"
@@ -36,10 +37,14 @@ class Verdict:
     Attributes:
         kind: "equal", "refused" or "different".
         says: the message of the refusal, or what differs, and at which step.
+        ways: how parameters run, where they are equal.
+        error: the class of the refusal.
     """
 
     kind: str
     says: str = ""
+    ways: tuple[str, ...] = ()
+    error: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.says}" if self.says else self.kind
@@ -219,7 +224,7 @@ def judge(trap: Trap, case: Case, records: list[Record]) -> Verdict:
         canzona_compile.wrap(wrapped.optimizer, replicate=replicate_of(case))
         own = Verdict(EQUAL)
     except CanzonaError as refusal:
-        own = Verdict(REFUSED, f"(wrap) {refusal}")
+        own = refused(refusal, "wrap")
     found = agreed(own)
     for step, record in enumerate(records):
         if found.kind != EQUAL:
@@ -241,14 +246,25 @@ def step_verdict(trap: Trap, wrapped: Run, laid: Laid, step: int, record: Record
             return Verdict(DIFFERENT, f"step {step} refuses and has changed {', '.join(changed)}: {refusal}")
         if "a collective of this step failed" in str(refusal):  # ranks hung, and no rank knew why
             return Verdict(DIFFERENT, f"step {step} hangs: {refusal}")
-        return Verdict(REFUSED, f"(step {step}) {refusal}")
+        return refused(refusal, f"step {step}")
     except Exception as error:
         return Verdict(DIFFERENT, f"step {step} raises {type(error).__name__}: {error}")
     try:
         different = differences(trap, wrapped, laid, record, returned)
     except CanzonaError as refusal:
-        return Verdict(REFUSED, f"(state_dict after step {step}) {refusal}")
-    return Verdict(DIFFERENT, f"step {step}: {', '.join(different)}") if different else Verdict(EQUAL)
+        return refused(refusal, f"state_dict after step {step}")
+    if different:
+        return Verdict(DIFFERENT, f"step {step}: {', '.join(different)}")
+    return Verdict(EQUAL, ways=() if step < trap.steps - 1 else ways_of_run(wrapped))
+
+
+def refused(refusal: CanzonaError, where: str) -> Verdict:
+    return Verdict(REFUSED, f"({where}) {refusal}", error=type(refusal).__name__)
+
+
+def ways_of_run(wrapped: Run) -> tuple[str, ...]:
+    """How parameters run; nothing for tests that replace the wrapper."""
+    return tuple(sorted(ways_of(wrapped.optimizer))) if hasattr(wrapped.optimizer, "canzona") else ()
 
 
 @cache
@@ -285,6 +301,12 @@ def verdict_on_ranks(name: str, case: Case) -> Verdict:
         return run(case.world, verdict_by_name, name, case)[0]  # type: ignore[no-any-return]
     except RankFailure as failure:
         return Verdict(DIFFERENT, f"ranks failed: {failure}")
+
+
+def frozen_mistakes(trap: Trap, found: Verdict, layout: str) -> list[str]:
+    """What is wrong with a verdict, also beside what it was before."""
+    of = f"{trap.name} {layout}"
+    return mistakes(trap, found) or TRAPS.mistakes(of, reached(found.kind, found.ways, found.error))
 
 
 def mistakes(trap: Trap, found: Verdict) -> list[str]:

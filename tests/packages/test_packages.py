@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.harness.marks import only
-from tests.harness.published import CASE, DRAWN, Published, check, imported, verdict
+from tests.harness.published import CASE, DRAWN, Found, Published, check, imported, verdict
 from tests.harness.ranks import run
 
 BLOCKS = ((66, 128),)  # whole blocks, others keep 32 bits; one shape, because Inductor compiles each
@@ -52,7 +52,7 @@ def loaded(package: str) -> Any:
     return module
 
 
-def on_rank(name: str) -> str:
+def on_rank(name: str) -> Found:
     package, one = NAMED[name]
     return verdict(one, loaded(package))
 
@@ -62,4 +62,4 @@ def on_rank(name: str) -> str:
 def test_optimizer(name: str) -> None:
     package, one = NAMED[name]
     loaded(package)
-    check(run(CASE.world, on_rank, name), one)
+    check(run(CASE.world, on_rank, name), one, f"{name} {CASE}")
