@@ -137,25 +137,13 @@ def test_compiled_functions_of_the_user_are_left_alone() -> None:
 
 # -- separability ------------------------------------------------------------------------------
 
-
-class Scratch(toys.PerParameter):
-    """Writes a product of every parameter into the same memory, whole each time."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        product = torch.empty(6, 6)
-        for param in self.param_groups[0]["params"]:
-            torch.mm(param.grad, param.grad.mT, out=product)
-            param.sub_(product @ param.grad)
-
-
 INDEPENDENT: dict[str, Callable[[list[Any]], Optimizer]] = {
     "muon": muon,
     "adamw-foreach": lambda params: AdamW(params, foreach=True),
     "counting": toys.Counting,
     "host-reading": toys.HostReading,
     "object-keeping": toys.ObjectKeeping,
-    "scratch": Scratch,
+    "scratch": toys.Scratch,
 }
 
 

@@ -306,3 +306,14 @@ class Communicating(PerParameter):
         average = grad.clone()
         dist.all_reduce(average)
         param.sub_(average * group["lr"])
+
+
+class Scratch(PerParameter):
+    """Writes a product of every parameter into the same memory, whole each time."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        product = torch.empty(6, 6)
+        for param in self.param_groups[0]["params"]:
+            torch.mm(param.grad, param.grad.mT, out=product)
+            param.sub_(product @ param.grad)
