@@ -18,8 +18,10 @@ from canzona_compile.rehearsal.rehearsal import default_names, rehearse
 from canzona_compile.replica.raised import Note
 from tests.harness.pairs import Pair, feed
 from tests.harness.toy_optimizers import PerParameter, State, cube
-from tests.harness.traps import NAMED, grammar, sizes
+from tests.harness.traps import NAMED, grammar
 from tests.harness.traps.kit import identity
+from tests.harness.traps.sizes import BIG
+from tests.harness.traps.sizes import coupled as dividing
 from tests.harness.traps.trap import Params
 
 Make = Callable[[Params], Optimizer]
@@ -59,7 +61,7 @@ def test_sizes_that_no_memory_holds_are_stepped(make: Make) -> None:
 
 
 # Couples matrices that are too large to be tried with values.
-FROM_MILLIONS = grammar.optimizer("from-millions", **sizes.coupled("param.numel() > 500_000_000"))
+FROM_MILLIONS = grammar.optimizer("from-millions", **dividing("param.numel() > 500_000_000"))
 
 
 def test_coupling_from_a_size_that_no_memory_holds_is_named() -> None:
@@ -111,7 +113,7 @@ def test_numbers_that_are_read_count_where_they_are_used(most: float, found: str
 
 
 # Couples once a group has many elements; most of its matrices are small.
-OF_MANY = grammar.optimizer("of-many", **sizes.coupled('sum(p.numel() for p in group["params"]) > 500'))
+OF_MANY = grammar.optimizer("of-many", **dividing('sum(p.numel() for p in group["params"]) > 500'))
 
 
 def test_parameters_beyond_those_that_step_are_there() -> None:
@@ -121,7 +123,7 @@ def test_parameters_beyond_those_that_step_are_there() -> None:
 def test_what_is_read_as_an_array_is_not_tried_at_real_sizes() -> None:
     """A limit, which the documentation names."""
     norm = "math.sqrt(sum(float((p.grad.numpy() ** 2).sum()) for p in params))"
-    by_array = grammar.optimizer("by-array", **sizes.coupled(sizes.BIG, norm))
+    by_array = grammar.optimizer("by-array", **dividing(BIG, norm))
     assert coupled(by_array, huge((40, 30), (40, 30))) == ""
 
 

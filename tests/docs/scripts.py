@@ -9,6 +9,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -126,7 +127,7 @@ def run_script(path: str, arguments: list[str], port: int, how: How) -> Ran:
 
 def not_wrapped() -> contextlib.AbstractContextManager[Any]:
     """Inside this context, `muon_adamw` returns a plain chain."""
-    return mock.patch.object(sys.modules["canzona_compile.api.muon_adamw"], "wrap", lambda chain, **options: chain)
+    return mock.patch.object(import_module("canzona_compile.api.muon_adamw"), "wrap", lambda chain, **options: chain)
 
 
 @contextlib.contextmanager

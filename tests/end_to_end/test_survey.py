@@ -54,10 +54,10 @@ def reached(name: str) -> str:
     return found.reached
 
 
-@pytest.mark.parametrize("name", first(surveyed()))
-def test_every_optimizer_runs_as_it_did(name: str) -> None:
-    imported(name.rpartition(".")[0])
-    assert SURVEY.mistakes(f"{name} {ALONE}", reached(name)) == []
+@pytest.mark.parametrize("kind", first(surveyed()))
+def test_every_optimizer_runs_as_it_did(kind: str) -> None:
+    imported(kind.rpartition(".")[0])
+    assert SURVEY.mistakes(f"{kind} {ALONE}", reached(kind)) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -25,7 +25,7 @@ from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor, Sources
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.waiter import Waiter
-from canzona_compile.session import make_program, plan, state, step_driver
+from canzona_compile.session import plan, program_cache, state, step_driver
 from canzona_compile.session.program_cache import BoundProgram, ProgramMaker
 from canzona_compile.session.session import Session
 from canzona_compile.session.variant_selection import Names
@@ -119,7 +119,7 @@ def on_stand_in(seed: int | None, world: int) -> Iterator[Callable[..., list[Any
         patched = functools.partial(mock.patch.object, autospec=False)
         machine = Machine("cuda", "nccl", 1)
         stack.enter_context(patched(plan, "machine_of", lambda params, rates=None: machine))
-        stack.enter_context(patched(make_program, "Executor", DeviceExecutor))
+        stack.enter_context(patched(program_cache, "Executor", DeviceExecutor))
         stack.enter_context(patched(step_driver, "ProgramMaker", DeviceProgramMaker))
         stack.enter_context(patched(channel, "host_group", lambda store, ranks, *_: Groups().of(tuple(ranks))))
         for owner, name in (

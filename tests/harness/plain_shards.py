@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.harness.traps.aliases import LastGradientElementwise
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -156,12 +155,21 @@ class Weighing(PerParameter):
             param.add_(left @ average, alpha=-group["lr"])
 
 
+class HoldingGradients(PerParameter):
+    """Steps by the change of the gradient, of which its state holds the last one itself."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        change = grad - state["last"] if state else grad
+        param.add_(change, alpha=-group["lr"])
+        state["last"] = grad
+
+
 MAKERS: dict[str, Callable[[Named], list[Optimizer]]] = {
     "muon": lambda m: [Muon(matrices(m), lr=0.02, weight_decay=0.1), AdamW(vectors(m), lr=1e-2)],
     "soap": lambda m: [SOAP(matrices(m), lr=1e-2, every=3), AdamW(vectors(m), lr=1e-2)],
     "interpreted": lambda m: [Weighing(matrices(m), lr=1e-2), AdamW(vectors(m), lr=1e-2)],
     "adamw": lambda m: [AdamW(m, lr=1e-2)],
-    "holds gradients": lambda m: [LastGradientElementwise(m, lr=1e-2)],
+    "holds gradients": lambda m: [HoldingGradients(m, lr=1e-2)],
 }
 
 
