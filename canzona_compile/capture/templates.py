@@ -129,11 +129,15 @@ class Capture:
                 shown = self.ways.check_rehearsed(manner, name, self.rehearse())
             self._separable.add(manner)
         interrupted_here()
-        if shown is None and self._capture_ahead(key, group, spec, state).recorder is None:
-            shown = self.ways.check_rehearsed(manner, name, self.rehearse())  # it may draw random numbers
+        kind = None if shown is not None else self._capture_ahead(key, group, spec, state)
+        if kind is not None and kind.recorder is None:  # it may draw random numbers; if refused, it is not known
+            del self.kinds[key]
+            shown = self.ways.check_rehearsed(manner, name, self.rehearse())
         if shown is not None:
-            self.kinds[key] = self._resident(spec, shown) if shown.joint is None else self._joint(spec, shown.joint)
-        return self.kinds[key]
+            kind = self._resident(spec, shown) if shown.joint is None else self._joint(spec, shown.joint)
+        assert kind is not None
+        self.kinds[key] = kind
+        return kind
 
     @uninterrupted
     def rehearse(self, names: NamesByGroup = ()) -> Rehearsal:

@@ -33,7 +33,7 @@ from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.external_counters import Counter
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import Contents, changed
-from canzona_compile.replica.twin import plain_class, plain_step
+from canzona_compile.replica.twin import plain_class, plain_step, step_plainly
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +340,7 @@ class WithClosure(Plainly):
             return self.loss
 
         self.begun = contents_of(self.small)
-        with torch.no_grad():
-            return plain_step(type(self.small.optimizer))(self.small.optimizer, closure=closure)
+        return step_plainly(self.small.optimizer, closure=closure)
 
 
 def closure_problem(optimizer: Optimizer) -> str:

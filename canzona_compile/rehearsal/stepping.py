@@ -22,7 +22,7 @@ from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import MutedDraws, seeded
 from canzona_compile.replica.snapshot import Contents
-from canzona_compile.replica.twin import hypers, plain_attributes, plain_step
+from canzona_compile.replica.twin import hypers, plain_attributes, step_plainly
 
 
 class VisibleContext(enum.Enum):
@@ -46,8 +46,7 @@ class Plainly:
 
     def step(self) -> Any:
         """Step all parameters."""
-        with torch.no_grad():
-            return plain_step(type(self.small.optimizer))(self.small.optimizer)
+        return step_plainly(self.small.optimizer)
 
     def objects(self) -> Contents:
         """There are none."""

@@ -22,7 +22,7 @@ from canzona_compile.replica.twin import plain_class
 
 
 class Ways:
-    """Decides which parameters of an optimizer are resident: where it would be refused, and residents are a way out.
+    """Decides in which way the parameters of an optimizer run.
 
     Args:
         optimizer: the optimizer, not yet stepped.
@@ -34,10 +34,10 @@ class Ways:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.began = optimizer, beginnings(optimizer)
         self._drawing: dict[Any, Rehearsal] = {}
-        self._counting: set[str] = set()  # the attributes of the optimizer that show what residents count
+        self._counting: set[str] = set()  # the attributes of the optimizer that show what objects count
 
     def rehearse(self, names: NamesByGroup = ()) -> Rehearsal:
-        """Rehearse the optimizer; where it is refused, rehearse it as residents, and then all parameters at once.
+        """Rehearse the optimizer; where it is refused, rehearse objects of their own, and then all parameters at once.
 
         Args:
             names: those of its parameters by group, for errors.
@@ -63,7 +63,7 @@ class Ways:
                 raise advised(self.optimizer, last) from refused
 
     def of(self, manner: Any, known: Iterable[Rehearsal]) -> Rehearsal | None:
-        """Find the rehearsal by which parameters are resident, or step all at once; None if they do neither.
+        """Find the rehearsal by which parameters have objects of their own, or step all at once; None if neither.
 
         Args:
             manner: the key of what these parameters have in common.
@@ -81,7 +81,7 @@ class Ways:
             rehearsal: that of the whole optimizer.
 
         Returns:
-            The rehearsal of residents if that is what shows it; None otherwise.
+            The rehearsal of objects of their own if that is what shows it; None otherwise.
 
         Raises:
             UnsupportedOptimizer: nothing shows it.
@@ -106,7 +106,7 @@ class Ways:
         return found
 
     def with_habits(self, rehearsal: Rehearsal) -> Rehearsal:
-        """Add to the habits of a whole optimizer those that its resident parameters show."""
+        """Add to the habits of a whole optimizer those of its parameters that have objects of their own."""
         own = [replace(one, drops_gradients=False, draws=False) for one in self._drawing.values()]
         both = habits_of([rehearsal, *own])
         return replace(

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.errors import CanzonaError
 from canzona_compile.replica.leaves import leaf_name
 from canzona_compile.replica.memory import memory_of
 from canzona_compile.replica.snapshot import (
@@ -327,17 +326,3 @@ def put(place: KeptPlace, value: Any) -> None:
         place.put(type(there)(value))
     elif type(there) is not type(value) or there != value:
         place.put(value.clone() if isinstance(value, Tensor) else value)
-
-
-def no_place(error: NoPlace, name: str) -> CanzonaError:
-    """Make the error for state that does not fit an object.
-
-    Args:
-        error: what does not fit.
-        name: the name of the parameter.
-    """
-    return CanzonaError(
-        f"the saved state does not fit what the optimizer keeps: {error}",
-        at=name,
-        hint="load a checkpoint that this optimizer saved with equal hyperparameters",
-    )

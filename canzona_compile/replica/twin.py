@@ -148,10 +148,10 @@ def signature(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[
     return tuple(sorted((k, shape(v)) for k, v in hypers(group).items() if k != "initial_lr" and k not in counters))
 
 
-def step_plainly(twin: Optimizer) -> None:
-    """Run the twin's own eager step."""
+def step_plainly(twin: Optimizer, **arguments: Any) -> Any:
+    """Run the twin's own eager step; return what it returns."""
     with torch.no_grad():
-        plain_step(type(twin))(twin)
+        return plain_step(type(twin))(twin, **arguments)
 
 
 @contextlib.contextmanager

@@ -145,12 +145,12 @@ def headline(report: Report) -> str:
 def plan_line(report: Report) -> str:
     """The plan in one line."""
     count = plural(len(report.tasks), "matrix", "matrices")
-    interpreted = f"{len(report.fallbacks)} interpreted"
+    eager = f"{len(report.fallbacks)} eager"
     if not report.tasks:
         alone = plural(len(report.local), "parameter")
-        return f"canzona: no matrices to distribute, {alone} without communication, {interpreted}"
+        return f"canzona: no matrices to distribute, {alone} without communication, {eager}"
     if not report.collectives_per_step:
-        return f"canzona: {count}, all local, no collectives, {interpreted}"
+        return f"canzona: {count}, all local, no collectives, {eager}"
     owners = {t.owner for t in report.tasks if t.strategy == Strategy.OWNER}
     where = [f"{count} -> {plural(len(owners), 'owner')}" if owners else count]
     for strategy, words in ((Strategy.REPLICATED, "on every rank"), (Strategy.LOCAL, "local")):
@@ -160,7 +160,7 @@ def plan_line(report: Report) -> str:
         f"canzona: {', '.join(where)} in {plural(len(report.micro_groups), 'micro-group')}, "
         f"{plural(report.collectives_per_step, 'collective')}, "
         f"{report.wire_bytes_per_element:.2f} wire bytes per element, "
-        f"max/mean load {report.imbalance:.2f}, {interpreted}"
+        f"max/mean load {report.imbalance:.2f}, {eager}"
     )
 
 

@@ -92,7 +92,7 @@ def run_page(report: Figures) -> PageModel:
                 "parameters that each rank updates by itself",
             ),
             Section(
-                "Interpreted",
+                "Eager",
                 tuple(by_reason(report.fallbacks.items(), "matrix", "matrices")),
                 "the owner runs the optimizer's own eager step",
             ),
@@ -110,7 +110,7 @@ def remarks(report: Figures) -> Iterator[str]:
     yield f"{'/'.join(filter(None, (machine.device, machine.backend)))}, {report.numerics} numerics"
     yield (
         f"{plural(report.captures, 'capture')}, {plural(report.variants, 'variant')}, "
-        f"{plural(report.rank_programs, 'rank program')}, {len(report.fallbacks)} interpreted"
+        f"{plural(report.rank_programs, 'rank program')}, {len(report.fallbacks)} eager"
     )
     if report.execution and machine.device != "cpu":
         yield f"{report.execution}, at most {format_bytes(report.memory.most)} in a step"
@@ -308,7 +308,7 @@ def costs(report: Figures) -> Iterator[Block]:
 def formula(template: TemplateReport) -> str:
     """Write a template's FLOPs as "10 m^3 + 20 m^2 n", or say that there is no graph to count."""
     if template.interpreted:
-        return f"interpreted, elements counted: {template.interpreted}"
+        return f"eager, elements counted: {template.interpreted}"
     return formula_text(template.formula)
 
 

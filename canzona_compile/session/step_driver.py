@@ -101,8 +101,8 @@ class StepDriver:
         self._assignment: VariantAssignment = ()  # the variants of the next step
         self._shared_assignment: VariantAssignment = ()  # the part of it whose tasks are shared with other ranks
         self._stepped: set[str] = set()  # tasks that have taken a step
-        self._passing = {name for name, bound in plan.bound.items() if bound.kind.transitional}
-        self._met: set[VariantAssignment] = set()  # shared lineups that all ranks have agreed on
+        self._transitional = {name for name, bound in plan.bound.items() if bound.kind.transitional}
+        self._met: set[VariantAssignment] = set()  # shared assignments that all ranks have agreed on
 
     @property
     def shares(self) -> bool:
@@ -170,7 +170,7 @@ class StepDriver:
             return StepChange.replan("the parameters changed")
         if self._held_params.replaced():
             return StepChange.replan("the memory or the attributes of parameters were replaced")
-        if self._passing & self._stepped:
+        if self._transitional & self._stepped:
             return StepChange.replan("the state of parameters has another form now")
         if self.capture.notice():
             return StepChange.replan("with its attributes of now the optimizer runs in another way")

@@ -88,6 +88,31 @@ def test_what_draws_and_cannot_be_traced_is_resident() -> None:
     assert torch.equal(param, same)  # its name decides, and not what was drawn before
 
 
+class RandomTally(RandomWork):
+    """Draws, keeps an object in its state, and was given what it keeps nowhere: none of its steps can be recorded."""
+
+    def __init__(self, params: Any, lr: float, forgotten: object) -> None:
+        super().__init__(params, lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("tally", object())
+
+
+def test_what_is_refused_once_is_refused_again() -> None:
+    """Nothing of the first try may look like a kind that is known to be independent."""
+    param = nn.Parameter(torch.ones(6, 4))
+    optimizer = canzona_compile.wrap(RandomTally([param], 0.1, object()))
+    param.grad = torch.ones(6, 4)
+    for _ in range(2):
+        with pytest.raises(UnsupportedOptimizer, match="draws random numbers in what cannot be traced"):
+            optimizer.step()
+    assert torch.equal(param, torch.ones(6, 4))
+
+
 def test_generators_of_an_optimizer_are_refused() -> None:
     params = [nn.Parameter(torch.ones(6, 4)) for _ in range(2)]  # one after the other draws from it
     optimizer = canzona_compile.wrap(RandomByItself(params))

@@ -1,7 +1,7 @@
 """Every optimizer of the packages that are installed runs as it did, or is refused as it was.
 
 Each trains a few matrices in one process, beside the plain optimizer. tests/golden/verdicts/survey.txt says what came
-of it. To survey a package anew: GOLDEN=accept with `found` of each of its `installed` optimizers.
+of it; optimizers that fail by themselves are not in it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from torch.optim import Optimizer
 
 from tests.harness.marks import first
 from tests.harness.published import DRAWN, Published, imported, verdict
@@ -32,16 +31,6 @@ SHAPES = ((31, 17), (7, 12), (17, 31))  # equal shapes are stacked, and products
 def surveyed() -> list[str]:
     """The optimizers of the golden file, by package and class."""
     return [name.removesuffix(f" {ALONE}") for name in SURVEY.lines() if name.endswith(f" {ALONE}")]
-
-
-def installed() -> list[str]:
-    """The optimizers of the packages that are installed, by package and class."""
-    found = []
-    for package in PACKAGES:
-        module = imported(package)
-        classes = [own for own in vars(module).values() if isinstance(own, type) and issubclass(own, Optimizer)]
-        found += [f"{package}.{own.__name__}" for own in classes if getattr(module, own.__name__, None) is own]
-    return list(dict.fromkeys(found))
 
 
 def reached(name: str) -> str:

@@ -250,7 +250,7 @@ def test_headlines() -> None:
     shapes = [(64, 64)] * 12
     assert headline(report_of(grid_of(1, 4), *shapes)) == (
         "canzona: 12 matrices -> 4 owners in 1 micro-group, 2 collectives, "
-        "3.00 wire bytes per element, max/mean load 1.00, 0 interpreted"
+        "3.00 wire bytes per element, max/mean load 1.00, 0 eager"
     )
     assert headline(make_report(toy_step(Form.SCHEDULED), FACTS)).startswith(
         "canzona: 3 matrices -> 2 owners, 1 local in 2 micro-groups, 3 collectives, "
@@ -259,14 +259,14 @@ def test_headlines() -> None:
         "canzona: 1 matrix, on every rank in 1 micro-group, 1 collective, 4.00 wire bytes"
     )
     alone = report_of(grid_of(1, 1), (64, 64))
-    assert headline(alone) == "canzona: 1 matrix, all local, no collectives, 0 interpreted"
+    assert headline(alone) == "canzona: 1 matrix, all local, no collectives, 0 eager"
     assert repr(alone) == f"<{headline(alone)}>"
 
 
 def test_a_step_without_matrices() -> None:
     step = replace(scheduled(grid_of(1, 4), (64, 64)), tasks=(), micro_groups=(), schedule=(), buffers=())
     report = make_report(step, FACTS)
-    assert headline(report) == ("canzona: no matrices to distribute, 1 parameter without communication, 1 interpreted")
+    assert headline(report) == ("canzona: no matrices to distribute, 1 parameter without communication, 1 eager")
     assert "norm.weight" in report.to_text()
     assert report.to_dict()["imbalance"] == 1
 

@@ -74,7 +74,7 @@ class RankEnd(NamedTuple):
 
 
 class Supervisor:
-    """Takes steps with the ranks of a local_ranks.
+    """Takes steps with some ranks of this machine.
 
     Args:
         local_ranks: which of the ranks are this one's.
