@@ -1,8 +1,8 @@
 """Cells: whole parameters that one rank steps by the optimizer's own code.
 
 A cell has two options: whose object steps, a twin of the user's or one that its class's constructor made
-(`own_object`), and which parameters: one matrix, or all where they depend on one another. Prodigy divides sums over all parameters,
-others clip by a global norm; what a step does to one of them by itself is not defined then.
+(`own_object`), and which parameters: one matrix, or all where they depend on one another. Prodigy divides sums over all
+parameters, others clip by a global norm; what a step does to one of them by itself is not defined then.
 """
 
 from __future__ import annotations
