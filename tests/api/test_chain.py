@@ -308,7 +308,7 @@ def test_a_compiled_train_step() -> None:
 
 
 def test_a_plan_of_a_chain_is_followed() -> None:
-    made = chained("three", wrapped=True)
+    made = canzona_compile.wrap(chained("three"))  # shares no captures: plans name graphs as `other` captures them
     steps(made, range(2))
     plan = made.canzona.plan()
     other, hand = chained("three"), Hand("three")
