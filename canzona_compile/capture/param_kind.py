@@ -12,7 +12,7 @@ from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.variant import Variant, VariantPeriod, state_leaf
 from canzona_compile.eager.nodes import Part
 from canzona_compile.eager.own_object import Recipe
-from canzona_compile.eager.publish import WholeModelUpdate
+from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Template
 from canzona_compile.replica.leaves import LeafPaths, state_leaves
@@ -34,7 +34,7 @@ class ParamKind:
     variant_period: VariantPeriod | None = None
     transitional: bool = False  # whether the next step is interpreted because it changes the form of the state
     recipe: Recipe | None = None  # how to make its optimizer objects, if it is resident
-    joint: WholeModelUpdate | None = None  # what the step of all parameters at once does, if that is how it steps
+    coupled: CoupledUpdate | None = None  # what its step does, if it steps together with others
 
     @property
     def by_dispatch(self) -> bool:

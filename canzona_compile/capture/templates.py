@@ -17,8 +17,8 @@ from canzona_compile.capture.param_kind import ParamKind, held
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.separability import check_separable
 from canzona_compile.capture.variant import FormChange, StepInputs, state_leaf, template_of, variant_period_of
-from canzona_compile.eager.nodes import EagerStep, interpreted_template, whole_model_templates
-from canzona_compile.eager.publish import WholeModelUpdate
+from canzona_compile.eager.nodes import EagerStep, coupled_templates, interpreted_template
+from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Role, Template
@@ -134,7 +134,7 @@ class Capture:
             del self.kinds[key]
             shown = self.ways.check_rehearsed(manner, name, self.rehearse())
         if shown is not None:
-            kind = self._resident(spec, shown) if shown.joint is None else self._joint(spec, shown.joint)
+            kind = self._resident(spec, shown) if shown.coupled is None else self._coupled(spec, shown.coupled)
         assert kind is not None
         self.kinds[key] = kind
         return kind
@@ -183,8 +183,8 @@ class Capture:
         now = self.rehearse()
         if before is not None:
             before = self.ways.with_habits(before)
-            if before.joint is not None and before.joint.shows(now.joint):
-                now = replace(now, joint=before.joint)  # what only the first steps changed has changed by now
+            if before.coupled is not None and before.coupled.shows(now.coupled):
+                now = replace(now, coupled=before.coupled)  # what only the first steps changed has changed by now
             if replace(before, recipe=None) == replace(now, recipe=None):
                 return False
         self.kinds.clear()
@@ -194,11 +194,11 @@ class Capture:
     def _counting(self) -> set[str]:
         """The attributes of the optimizer in which the step counts."""
         shown = {path.split("/")[1] for r in self._rehearsals.values() if r.recipe for path in r.recipe.shared}
-        shown |= {name for joint in self._joints() for name in joint.attributes}
+        shown |= {name for update in self._coupled_updates() for name in update.attributes}
         return shown | {counter.key for counter in self.counts if counter.home == "self"}
 
-    def _joints(self) -> list[WholeModelUpdate]:
-        return [rehearsal.joint for rehearsal in self._rehearsals.values() if rehearsal.joint is not None]
+    def _coupled_updates(self) -> list[CoupledUpdate]:
+        return [rehearsal.coupled for rehearsal in self._rehearsals.values() if rehearsal.coupled is not None]
 
     @uninterrupted
     def check_closure(self) -> None:
@@ -218,7 +218,7 @@ class Capture:
     def group_counters(self) -> frozenset[str]:
         """Return the keys of parameter groups in which the step counts, or keeps what belongs to all parameters."""
         counts = frozenset(counter.key for counter in self.counts if counter.home == "group")
-        return counts.union(*(joint.hyperparameters for joint in self._joints()))
+        return counts.union(*(update.hyperparameters for update in self._coupled_updates()))
 
     def elsewhere(self) -> Counts:
         """Return the current counters that are neither in a parameter group nor in the state of a parameter."""
@@ -357,10 +357,13 @@ class Capture:
         log.info("%s is resident: %s", template.name, why)
         return ParamKind(None, {None: template}, (), {}, recipe=rehearsal.recipe)
 
-    def _joint(self, spec: ParameterSpec, joint: WholeModelUpdate) -> ParamKind:
-        """Make a kind whose owner rank steps all parameters at once."""
-        why = f"one rank steps all parameters at once, because {joint.reason}"
-        return ParamKind(None, {**whole_model_templates(self._label(spec), spec, why)}, (), {}, joint=joint)
+    def _coupled(self, spec: ParameterSpec, update: CoupledUpdate) -> ParamKind:
+        """Make a kind whose owner rank steps all parameters of a group at once, or those of all groups."""
+        what = "all parameters of a group at once" if update.by_group else "all parameters at once"
+        templates = coupled_templates(
+            self._label(spec), spec, f"one rank steps {what}, because {update.reason}", update
+        )
+        return ParamKind(None, {**templates}, (), {}, coupled=update)
 
     def _label(self, spec: ParameterSpec) -> str:
         dims = "x".join(map(str, spec.shape)) or "scalar"

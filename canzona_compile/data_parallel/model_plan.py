@@ -111,15 +111,15 @@ def plan_model(
 
 
 def check_independent(bound: Iterable[BoundParam]) -> None:
-    """Raise if an optimizer steps all parameters at once, because then gradients cannot go to several owners.
+    """Raise if an optimizer steps parameters together, because then gradients cannot go to several owners.
 
     Raises:
         UnsupportedOptimizer: it does.
     """
     for b in bound:
-        if b.kind.joint is not None:
+        if b.kind.coupled is not None:
             raise UnsupportedOptimizer(
-                f"zero1 gives every matrix to another owner, but {b.kind.joint.reason}",
+                f"zero1 gives every matrix to another owner, but {b.kind.coupled.reason}",
                 at=b.name,
                 hint="use DistributedDataParallel and wrap(optimizer, replicate=mesh): one rank steps all of them then",
             )

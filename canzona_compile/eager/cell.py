@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.eager.publish import Homes, homes_of, is_plain, objects_in
+from canzona_compile.eager.publish import Published, homes_of, is_plain, objects_in, plain_objects_in
 from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.progress.interrupts import interrupts_later
 from canzona_compile.replica.no_collectives import NoCollectives
@@ -29,13 +29,11 @@ class Left:
     """What a step left beside the values of parameters.
 
     Attributes:
-        homes: all that is plain.
-        same: by home, the keys at which there is the same object as before the step.
+        published: what every rank has to know.
         state: by parameter that has one, its state.
     """
 
-    homes: Homes
-    same: list[set[Any]]
+    published: Published
     state: dict[Tensor, dict[str, Any]]
 
 
@@ -101,24 +99,29 @@ def step_alone(
     return param.detach()
 
 
-def step_all(optimizer: Optimizer, params: Sequence[Sequence[Tensor]], state: Mapping[Tensor, dict[str, Any]]) -> Left:
+def step_together(
+    optimizer: Optimizer, params: Mapping[int, Sequence[Tensor]], state: Mapping[Tensor, dict[str, Any]]
+) -> Left:
     """Step whole parameters on a twin of an optimizer. Parameters change in place, and so may their state.
 
     Args:
-        optimizer: the optimizer. What is in its parameter groups and attributes may change in place.
-        params: by parameter group, the whole parameters, with gradients where they have some.
+        optimizer: the optimizer. If all of its groups step, what is in its groups and attributes may change in place.
+        params: by the position of a parameter group, the whole parameters, with gradients where they have some. The
+            twin has these groups only.
         state: by parameter, its state, where there is one.
 
     Returns:
         What the step left.
 
     Raises:
-        UnsupportedOptimizer: the step changed what cannot be sent to other ranks, or communicates.
+        UnsupportedOptimizer: the step changed what cannot be sent to other ranks, or communicates; or it changed
+            something in place that other groups may read.
     """
     twin = make_twin(optimizer, {}, [], {param: own for param, own in state.items() if own})
-    pairs = zip(optimizer.param_groups, params, strict=True)
-    twin.param_groups = [{**group, "params": list(own)} for group, own in pairs]
+    twin.param_groups = [{**optimizer.param_groups[g], "params": list(own)} for g, own in params.items()]
     before, objects = [dict(home) for home in homes_of(twin)], objects_in(twin)
+    partial = len(params) < len(optimizer.param_groups)
+    real = plain_objects_in(optimizer) if partial else {}
     with interrupts_later(), NoCollectives():
         step_plainly(twin)
     if places := changed(objects, objects_in(twin)):
@@ -126,15 +129,21 @@ def step_all(optimizer: Optimizer, params: Sequence[Sequence[Tensor]], state: Ma
             f"{plain_class(optimizer).__name__}.step changes {some(places)}, which other ranks cannot be shown",
             hint="keep tensors, numbers and texts there, in lists and dicts",
         )
+    if partial and (places := changed(real, plain_objects_in(optimizer))):
+        raise UnsupportedOptimizer(
+            f"{plain_class(optimizer).__name__}.step changes {some(places)} in place, which other parameter groups "
+            "may read",
+            hint="put a new value there",
+        )
     after = homes_of(twin)
     same = [{k for k, v in new.items() if k in old and old[k] is v} for old, new in zip(before, after, strict=True)]
-    own = {param for group in params for param in group}
+    own = {param for group in params.values() for param in group}
     kept = {key: entry for key, entry in twin.state.items() if isinstance(key, Tensor) and entry}
     if kept.keys() - own:
         raise UnsupportedOptimizer(
             f"{plain_class(optimizer).__name__}.step keeps state of tensors that are no parameters"
         )
-    return Left(after, same, kept)
+    return Left(Published(tuple(params), after, same), kept)
 
 
 def check_no_fragments(param: Tensor) -> None:

@@ -25,7 +25,7 @@ from canzona_compile.ir.layout import Shape
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, where
 from canzona_compile.rehearsal.fingerprints import Fingerprints
 from canzona_compile.rehearsal.scenario import Scenario
-from canzona_compile.rehearsal.stepping import OneByOne, Plainly
+from canzona_compile.rehearsal.stepping import OneByOne, Plainly, Together
 from canzona_compile.rehearsal.trial import RehearsedSteps
 from canzona_compile.replica.cached_calls import CachedCalls
 from canzona_compile.replica.construction import Construction
@@ -111,6 +111,7 @@ class Cast:
         still: those among them that get no gradient, in the order of all.
         stateful: whether these begin with the state that they have now.
         construction: how to construct one object for all, and one for each; None steps twins, as plans do.
+        by_group: whether twins step the parameters of a group together, and not each by itself.
     """
 
     optimizer: Optimizer
@@ -118,10 +119,15 @@ class Cast:
     still: frozenset[int] = frozenset()
     stateful: bool = False
     construction: Construction | None = None
+    by_group: bool = False
 
 
 def coupled_at_real_sizes(
-    optimizer: Optimizer, names: NamesByGroup, stateful: bool = False, construction: Construction | None = None
+    optimizer: Optimizer,
+    names: NamesByGroup,
+    stateful: bool = False,
+    construction: Construction | None = None,
+    by_group: bool = False,
 ) -> str:
     """Find out whether parameters of the real sizes depend on one another, although small ones do not.
 
@@ -132,6 +138,7 @@ def coupled_at_real_sizes(
         names: those of its parameters by group.
         stateful: whether parameters begin with the state that they have now.
         construction: how to construct residents; None if parameters are stepped on twins.
+        by_group: whether those of one group may depend on one another.
 
     Returns:
         The name of a parameter that depends on others; empty if there is none.
@@ -139,7 +146,7 @@ def coupled_at_real_sizes(
     Raises:
         UnsupportedOptimizer: the step changes something outside of the optimizer.
     """
-    for seed, cast in enumerate(casts(optimizer, stateful, construction)):
+    for seed, cast in enumerate(casts(optimizer, stateful, construction, by_group)):
         whole, prints = taken(cast, Fingerprints(Note(), seed))
         if whole.error is None:
             break
@@ -164,7 +171,7 @@ def check_outside(optimizer: Optimizer) -> None:
     Raises:
         UnsupportedOptimizer: it does.
     """
-    for seed, cast in enumerate(casts(optimizer, stateful=False, construction=None)):
+    for seed, cast in enumerate(casts(optimizer)):
         if taken(cast, Fingerprints(Note(), seed))[0].error is None:
             return
 
@@ -184,13 +191,13 @@ def check_real_sizes(optimizer: Optimizer, names: NamesByGroup, stateful: bool =
         )
 
 
-def casts(optimizer: Optimizer, stateful: bool, construction: Construction | None) -> list[Cast]:
+def casts(
+    optimizer: Optimizer, stateful: bool = False, construction: Construction | None = None, by_group: bool = False
+) -> list[Cast]:
     """Choose parameters: the largest of several kinds step, and others are there without gradients, if that can be.
 
     Args:
-        optimizer: the optimizer.
-        stateful: whether parameters begin with the state that they have now.
-        construction: how to construct residents; None if parameters are stepped on twins.
+        optimizer, stateful, construction, by_group: as of `Cast`.
     """
     places = [(g, i) for g, group in enumerate(optimizer.param_groups) for i in range(len(group["params"]))]
     params = {(g, i): optimizer.param_groups[g]["params"][i] for g, i in places}
@@ -211,7 +218,7 @@ def casts(optimizer: Optimizer, stateful: bool, construction: Construction | Non
         groups = enumerate(optimizer.param_groups)
         chosen = [[i for i in range(len(group["params"])) if (g, i) in taking_part] for g, group in groups]
         still = [number for number, place in enumerate(sorted(taking_part)) if place not in stepping]
-        found.append(Cast(optimizer, chosen, frozenset(still), stateful, construction))
+        found.append(Cast(optimizer, chosen, frozenset(still), stateful, construction, by_group))
     return found if there != stepping else found[:1]
 
 
@@ -283,7 +290,9 @@ def valueless(small: FakeMiniature) -> Iterator[None]:
 
 
 def stepping_of(cast: Cast, apart: RehearsedSteps | None) -> Plainly:
-    """Return what steps all parameters, or each by itself as plans do for an optimizer that did `apart` together."""
+    """Return what steps all parameters, or those apart that plans step apart if an optimizer did `apart` together."""
+    if cast.by_group:
+        return Plainly() if apart is None else Together(by_group=True)
     if cast.construction is None:
         return Plainly() if apart is None else OneByOne(bool(apart.counters))
     return Remade(cast.construction) if apart is None else ObjectsWithoutValues(cast.construction)

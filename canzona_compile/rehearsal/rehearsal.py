@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.eager.own_object import Recipe
-from canzona_compile.eager.publish import WholeModelUpdate
+from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.errors import RoundsOtherwise, UnsupportedOptimizer, some
 from canzona_compile.rehearsal.asked import ADDRESS
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, refusal, tensors_kept
@@ -54,7 +54,7 @@ class Rehearsal:
         skipped: why the optimizer cannot be rehearsed; empty if it was.
         resident: why it runs as residents, one object per matrix; empty if it does not.
         recipe: how to make a resident, if it runs as such.
-        joint: what it does if one rank steps all parameters at once; None if it does not run like that.
+        coupled: what it does if parameters step together; None if each steps by itself.
     """
 
     counters: frozenset[Counter] = frozenset()
@@ -70,7 +70,7 @@ class Rehearsal:
     skipped: str = ""
     resident: str = ""
     recipe: Recipe | None = None
-    joint: WholeModelUpdate | None = None
+    coupled: CoupledUpdate | None = None
 
 
 def habits_of(found: Iterable[Rehearsal]) -> Rehearsal:

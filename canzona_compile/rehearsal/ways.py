@@ -1,4 +1,4 @@
-"""Decide how an optimizer runs: each matrix on a twin, each by an object of its own, or all of them at once.
+"""Decide how an optimizer runs: each matrix on a twin, each by an object of its own, or several together.
 
 The first way whose steps have the plain optimizer's bits is taken. One for which none has is refused.
 """
@@ -15,7 +15,7 @@ from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.rehearsal.diagnosis import NamesByGroup
 from canzona_compile.rehearsal.own_objects import HidesValues, rehearse_objects
 from canzona_compile.rehearsal.rehearsal import Rehearsal, habits_of, rehearse
-from canzona_compile.rehearsal.whole_model import rehearse_whole
+from canzona_compile.rehearsal.whole_model import rehearse_coupled
 from canzona_compile.replica.construction import beginnings
 from canzona_compile.replica.held_optimizers import advice
 from canzona_compile.replica.twin import plain_class
@@ -37,7 +37,7 @@ class Ways:
         self._counting: set[str] = set()  # the attributes of the optimizer that show what objects count
 
     def rehearse(self, names: NamesByGroup = ()) -> Rehearsal:
-        """Rehearse the optimizer; where it is refused, rehearse objects of their own, and then all parameters at once.
+        """Rehearse the optimizer; where it is refused, rehearse objects of their own, and then parameters together.
 
         Args:
             names: those of its parameters by group, for errors.
@@ -56,20 +56,20 @@ class Ways:
             except UnsupportedOptimizer as problem:
                 twice = problem
             try:
-                return rehearse_whole(self.optimizer, twice, names, refused.hint or "")
+                return rehearse_coupled(self.optimizer, twice, names, refused.hint or "")
             except UnsupportedOptimizer as last:
                 if hides:  # no option that users have set
                     return self._rehearse_objects(refused, names, showing_all=False)
                 raise advised(self.optimizer, last) from refused
 
     def of(self, manner: Any, known: Iterable[Rehearsal]) -> Rehearsal | None:
-        """Find the rehearsal by which parameters have objects of their own, or step all at once; None if neither.
+        """Find the rehearsal by which parameters have objects of their own, or step together; None if neither.
 
         Args:
             manner: the key of what these parameters have in common.
             known: the rehearsals of the whole optimizer.
         """
-        shown = (rehearsal for rehearsal in known if rehearsal.resident or rehearsal.joint is not None)
+        shown = (rehearsal for rehearsal in known if rehearsal.resident or rehearsal.coupled is not None)
         return next(shown, None) or self._drawing.get(manner)
 
     def check_rehearsed(self, manner: Any, name: str, rehearsal: Rehearsal) -> Rehearsal | None:
@@ -110,7 +110,11 @@ class Ways:
         own = [replace(one, drops_gradients=False, draws=False) for one in self._drawing.values()]
         both = habits_of([rehearsal, *own])
         return replace(
-            both, skipped=rehearsal.skipped, resident=rehearsal.resident, recipe=rehearsal.recipe, joint=rehearsal.joint
+            both,
+            skipped=rehearsal.skipped,
+            resident=rehearsal.resident,
+            recipe=rehearsal.recipe,
+            coupled=rehearsal.coupled,
         )
 
 

@@ -1,8 +1,9 @@
-"""Rehearse the step of all parameters at once, beside the plain optimizer's: on whole copies, without the real ones."""
+"""Rehearse parameters that depend on one another: whole copies of a group step together, or of the whole model."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.compat.torch_private import pytree
-from canzona_compile.eager.publish import WholeModelUpdate, attributes_of
+from canzona_compile.eager.publish import CoupledUpdate, attributes_of
 from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, attribute_of, difference, where
-from canzona_compile.rehearsal.real_sizes import check_outside
+from canzona_compile.rehearsal.real_sizes import check_outside, coupled_at_real_sizes
 from canzona_compile.rehearsal.rehearsal import Compared, Rehearsal, default_names, device_of, habits_of, together
 from canzona_compile.rehearsal.scenario import Scenario, scenarios
-from canzona_compile.rehearsal.stepping import AtOnce
+from canzona_compile.rehearsal.stepping import Together
 from canzona_compile.rehearsal.trial import RehearsedSteps, take
 from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.object_state import Finder, NoPlace
@@ -28,10 +29,12 @@ from canzona_compile.replica.twin import odd_state, plain_class
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-def rehearse_whole(
+def rehearse_coupled(
     optimizer: Optimizer, refused: UnsupportedOptimizer, names: NamesByGroup = (), advice: str = ""
 ) -> Rehearsal:
-    """Rehearse an optimizer that steps all parameters at once. Every rank gets the same, without communication.
+    """Rehearse an optimizer whose parameters step together: those of each group if that is enough, or all at once.
+
+    Every rank gets the same, without communication.
 
     Args:
         optimizer: the optimizer.
@@ -46,7 +49,11 @@ def rehearse_whole(
     names = names or default_names(optimizer)
     try:
         check_held(optimizer)
-        found = [rehearse_one(optimizer, scenario, refused, names) for scenario in cast]
+        plain = [plain_steps(optimizer, scenario, refused) for scenario in cast]
+        by_group = steps_by_group(optimizer, plain, names)
+        if not by_group:
+            for scenario, own in plain:
+                check_together(optimizer, scenario, own, names)
         check_outside(optimizer)
     except UnsupportedOptimizer as problem:
         if problem is refused or problem.problem == refused.problem:
@@ -56,25 +63,28 @@ def rehearse_whole(
         raise UnsupportedOptimizer(
             refused.problem, at=refused.at, hint=f"{hint}one rank cannot step all parameters at once either: {told}"
         ) from refused
-    habits = habits_of(one.habits(asked) for one, asked in zip(found, cast, strict=True))
-    places = frozenset().union(*(places_changed(one.plain) for one in found))
+    habits = habits_of(
+        Compared(scenario, own, own).habits(asked) for (scenario, own), asked in zip(plain, cast, strict=True)
+    )
+    places = frozenset().union(*(places_changed(own) for _, own in plain))
     attributes = frozenset(attribute_of(place) for place in places) - {""}
     hyperparameters = frozenset(p.partition("['")[2].partition("']")[0] for p in places if p.startswith("param_groups"))
-    return replace(
-        habits, counters=frozenset(), joint=WholeModelUpdate(refused.problem, advice, attributes, hyperparameters)
-    )
+    update = CoupledUpdate(refused.problem, advice, by_group, attributes, hyperparameters)
+    return replace(habits, counters=frozenset(), coupled=update)
 
 
-def rehearse_one(
-    optimizer: Optimizer, scenario: Scenario, refused: UnsupportedOptimizer, names: NamesByGroup
-) -> Compared:
-    """Rehearse one scenario; if the plain step fails at missing gradients, without these.
+def plain_steps(
+    optimizer: Optimizer, scenario: Scenario, refused: UnsupportedOptimizer
+) -> tuple[Scenario, RehearsedSteps]:
+    """Take the steps of a scenario as the plain optimizer does; if that fails at missing gradients, without these.
+
+    Returns:
+        The scenario that was taken, and what the steps did.
 
     Raises:
-        UnsupportedOptimizer: the step does something else on whole copies, draws random numbers, communicates or fails,
-            or changes what other ranks cannot be shown.
+        UnsupportedOptimizer: `refused`, if the first step fails; or the optimizer draws random numbers, or changes
+            what other ranks cannot be shown.
     """
-    kind = plain_class(optimizer).__name__
     for one in (scenario, replace(scenario, missing={})):
         plain = together(optimizer, one)
         if plain.error is None:
@@ -82,16 +92,45 @@ def rehearse_one(
     if plain.error is not None and not plain.after:
         raise refused
     if plain.drew:
-        raise UnsupportedOptimizer(f"{kind} draws random numbers")
+        raise UnsupportedOptimizer(f"{plain_class(optimizer).__name__} draws random numbers")
+    return one, plain
+
+
+def steps_by_group(optimizer: Optimizer, plain: Sequence[tuple[Scenario, RehearsedSteps]], names: NamesByGroup) -> bool:
+    """Find out whether parameters depend on those of their own group only, and there are several groups.
+
+    Args:
+        optimizer: the optimizer.
+        plain: scenarios, and what the plain optimizer did in each.
+        names: those of its parameters by group.
+    """
+    if sum(bool(group["params"]) for group in optimizer.param_groups) < 2:
+        return False
+    try:
+        for scenario, own in plain:
+            check_together(optimizer, scenario, own, names, by_group=True)
+        return not coupled_at_real_sizes(optimizer, names, by_group=True)
+    except UnsupportedOptimizer:  # all of them at once may still do
+        return False
+
+
+def check_together(
+    optimizer: Optimizer, scenario: Scenario, plain: RehearsedSteps, names: NamesByGroup, by_group: bool = False
+) -> None:
+    """Raise unless copies of parameters that step together give what the plain optimizer gives.
+
+    Raises:
+        UnsupportedOptimizer: they do not, or the step communicates, or changes what other ranks cannot be shown.
+    """
     with seeded(device_of(optimizer)):
-        cells = take(optimizer, one, AtOnce())
+        cells = take(optimizer, scenario, Together(by_group))
     if places := difference(plain, cells):
         failed = cells.error if plain.error is None else None
         reason = "" if failed is None else f": {first_line(failed)}{blamed(failed)}"
         raise UnsupportedOptimizer(
-            f"{kind}.step does something else on copies of its parameters{reason}", at=where(places, one, names)
+            f"{plain_class(optimizer).__name__}.step does something else on copies of its parameters{reason}",
+            at=where(places, scenario, names),
         )
-    return Compared(one, plain, cells)
 
 
 def places_changed(found: RehearsedSteps) -> frozenset[str]:

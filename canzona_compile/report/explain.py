@@ -44,8 +44,8 @@ class ExplainedParameter:
         why: the rank that computes it, or the reason, with the line of the optimizer's code that led to it.
         rank: the rank that computes it alone, where one of several does.
         cell: of what is eager, what steps together and whose object steps: "matrix" (each matrix, on the object that
-            all share), "own object" (each matrix, on an optimizer object of its own) or "model" (all parameters at
-            once, because they depend on one another).
+            all share), "own object" (each matrix, on an optimizer object of its own), "group" (all parameters of a
+            group at once, because they depend on one another) or "model" (all parameters at once).
     """
 
     name: str
@@ -128,7 +128,7 @@ def _explain_ahead(session: Session) -> Explanation:
     check_params(named, refused)
     bound = [b for b in binder.bind(refused) if b.name not in refused]
     check_marked(options.layout, [b.origin for b in bound])
-    if any(b.kind.joint is not None for b in bound):
+    if any(b.kind.coupled is not None for b in bound):
         try:
             check_whole({b.task.name: b for b in bound})
         except CanzonaError as error:
@@ -156,8 +156,8 @@ def rows_of(plan: Plan) -> Iterator[ExplainedParameter]:
         reason, shape = bound.kind.template.interpreted, bound.task.shape
         if name not in owned:
             yield ExplainedParameter(name, shape, "local", "elementwise: each rank updates its fragment")
-        elif bound.kind.joint is not None:
-            yield ExplainedParameter(name, shape, "eager", reason, cell="model")
+        elif bound.kind.coupled is not None:
+            yield ExplainedParameter(name, shape, "eager", reason, cell=bound.kind.coupled.cell)
         elif bound.kind.recipe is not None:
             yield ExplainedParameter(name, shape, "eager", reason, cell="own object")
         elif reason:

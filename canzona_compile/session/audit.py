@@ -62,7 +62,9 @@ class Audit:
         self._steps += 1
         if self._steps % self.every:
             return []
-        if not any(bound.kind.recipe or bound.kind.joint for bound in self.plan.bound.values()):  # rehearsed otherwise
+        if not any(
+            bound.kind.recipe or bound.kind.coupled for bound in self.plan.bound.values()
+        ):  # rehearsed otherwise
             rehearse_as_now(self.optimizer, self._states())
         turn = self._steps // self.every
         kinds: dict[int, list[str]] = {}

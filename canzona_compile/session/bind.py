@@ -288,7 +288,7 @@ class Binder:
         entries of the stack only. Elementwise work needs no such layout: it runs on fragments anyway.
         """
         kind = self._captured(own.group, own.spec, own.name, own.state)
-        entries = None if kind.joint is not None or elementwise(kind) else self._entries(own, kind)
+        entries = None if kind.coupled is not None or elementwise(kind) else self._entries(own, kind)
         return entries or (own.layout, kind)
 
     def _entries(self, own: Described, kind: ParamKind) -> tuple[Layout, ParamKind] | None:

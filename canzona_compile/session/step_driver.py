@@ -19,7 +19,7 @@ from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.step_clock import StepClock, during
 from canzona_compile.session.audit import Audit
-from canzona_compile.session.cells import Cells, WholeModelStep
+from canzona_compile.session.cells import Cells, CoupledStep
 from canzona_compile.session.compared import ChangeKind, Ranks, SharedNumbers, StepChange
 from canzona_compile.session.gradients import StepGradients
 from canzona_compile.session.held import HeldParameters, HeldState
@@ -83,8 +83,8 @@ class StepDriver:
         self.cohorts = VariantSelection(capture, plan, plan.stagger.ahead if options.stagger else {})
         device = next((p.device for p in self.store.params.values()), torch.device("cpu"))
         self._cells = Cells(capture, plan, self.store)
-        joint = any(bound.kind.joint for bound in plan.bound.values())
-        self._joint = WholeModelStep(self._cells, groups, rank, watch) if joint else None
+        coupled = any(bound.kind.coupled for bound in plan.bound.values())
+        self._coupled = CoupledStep(self._cells, groups, rank, watch) if coupled else None
         sources = Sources(device, groups, watch, self.store, self.cohorts, self._cells)
         self._maker = ProgramMaker(plan, options, rank, observers, self.store, sources)
         self.programs = ProgramCache(self._maker.of_variants)
@@ -251,9 +251,9 @@ class StepDriver:
             Exception: the optimizer's own code raised it in an eager step.
         """
         ready, fresh = self._agreed = self._next
-        if self._joint is not None:
+        if self._coupled is not None:
             self._met.add(self._shared_assignment)
-            self._step_at_once(self._joint, ready)
+            self._step_together(self._coupled, ready)
         elif ready:
             self._met.add(self._shared_assignment)
             expected = [] if self._audit is None else self._audit.before(ready)
@@ -284,11 +284,11 @@ class StepDriver:
             self._foresee(ready, fresh)
         return True
 
-    def _step_at_once(self, joint: WholeModelStep, ready: Names) -> None:
+    def _step_together(self, coupled: CoupledStep, ready: Names) -> None:
         if self.last is None:
             with during(self.clock, "plan"):
                 self._program(tuple(self.plan.bound))  # it stands for both programs in reports, and never runs
-        stateful = joint.step(ready, lambda key: self._run(self.programs.get(key)))
+        stateful = coupled.step(ready, lambda key: self._run(self.programs.get(key)))
         self.store.forget(self.store.initialised - set(stateful))
         self.store.interpreted(stateful)
 

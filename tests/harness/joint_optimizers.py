@@ -98,6 +98,62 @@ class AllWeights(Optimizer):
                 param.sub_(cube(param.grad) / norm * self.param_groups[0]["lr"])
 
 
+class NormOfGroup(Optimizer):
+    """Divides by an average of the norm of a group's gradients, kept in the group; counts steps on itself."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(halves(params), {"lr": 0.1, "norm": 0.0, "k": 0})
+        self.k = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.k += 1
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in params]).norm().item() if params else 0.0
+            group["norm"], group["k"] = 0.9 * group["norm"] + norm, group["k"] + 1
+            for param in params:
+                self.state[param]["seen"] = self.state[param].get("seen", 0) + 1
+                param.sub_(cube(param.grad), alpha=group["lr"] / (group["k"] + group["norm"]))
+
+
+class LateAcross(NormOfGroup):
+    """What one group leaves on the optimizer is another thing than what the other leaves, long after the rehearsal."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        if self.k >= 50:
+            self.last = self.param_groups[-1]["norm"]
+
+
+class LateInPlace(NormOfGroup):
+    """Long after the rehearsal, a step adds to a tensor that all groups see."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        self.total = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        if self.k >= 50:
+            self.total.add_(1)
+
+
+class LargeAcross(NormOfGroup):
+    """Groups depend on one another if a parameter is large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(p.numel() > 32 for p in params):
+            norm = torch.stack([p.grad.norm() for p in params]).norm()
+            for param in params:
+                param.grad.div_(norm)
+        super().step()
+
+
 class Failing(NormOnItself):
     """Raises at its fourth step, where a rehearsal of other numbers sees nothing."""
 
@@ -271,7 +327,14 @@ class SquaredNorm(Optimizer):
             param.sub_(param.grad / norm * self.param_groups[0]["lr"])
 
 
-MAKERS = {"distance": Distance, "norm": NormOnItself, "positions": Positions, "weights": AllWeights}
+MAKERS = {
+    "distance": Distance,
+    "norm": NormOnItself,
+    "positions": Positions,
+    "weights": AllWeights,
+    "groups": NormOfGroup,
+    "large": LargeAcross,
+}
 SCRIPTED: dict[str, type[Scripted]] = {
     "shared rate": SharedRate,
     "forgetful": Forgetful,
