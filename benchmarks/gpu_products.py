@@ -14,10 +14,10 @@ from torch.optim import Muon
 
 import canzona_compile
 from canzona_compile.ir import program_ops
+from canzona_compile.ir.options import Numerics
 from canzona_compile.kernels.dispatch import Launch, recorded
 from canzona_compile.kernels.gemm_axpby import gemm_axpby
 from canzona_compile.kernels.sym_gemm import sym_gemm
-from canzona_compile.options import Numerics
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.tuning.command import named
 from gpu_clock import Ceilings, Extent, Work, compared, going_on, graphed, in_turn, plain

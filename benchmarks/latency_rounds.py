@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Muon
 
 import canzona_compile
-from canzona_compile.options import StrategyOption
+from canzona_compile.ir.options import StrategyOption
 from latency_cases import Case, Shape
 from latency_first_step import FirstStep, run_first_step
 from latency_results import (

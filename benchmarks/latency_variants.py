@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.options import StrategyOption
+from canzona_compile.ir.options import StrategyOption
 from latency_optimizers import OPTIMIZERS
 
 OURS = "ours"

@@ -10,10 +10,10 @@ from typing import ClassVar
 from torch.optim import Muon
 
 import canzona_compile
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Form, Step, Strategy
 from canzona_compile.machine.hardware import named_hardware
-from canzona_compile.options import Options
 from canzona_compile.passes import OwnerReplica, lowering_passes, planning_passes
 from canzona_compile.simulation.simulate import simulate
 from canzona_compile.tools.planning.figures import Alternative

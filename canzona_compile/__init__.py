@@ -8,17 +8,17 @@ muon = canzona_compile.wrap(torch.optim.Muon(matrices, lr=2e-2))  # or any optim
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from canzona_compile.progress.logs import set_up
+from canzona_compile.compat.logs import set_up
 
 if TYPE_CHECKING:  # `__getattr__` below imports these
+    from canzona_compile.api.chains.chain import Chain, chain
+    from canzona_compile.api.choice.choose import hidden_matrices
+    from canzona_compile.api.choice.rows import Choice
     from canzona_compile.api.muon_adamw import muon_adamw
     from canzona_compile.api.wrap import explain, unwrap, wrap
     from canzona_compile.api.wrap_cls import wrap_cls
     from canzona_compile.api.wrapped_class import is_wrapped
     from canzona_compile.api.zero1 import zero1
-    from canzona_compile.chains.chain import Chain, chain
-    from canzona_compile.choice.choose import hidden_matrices
-    from canzona_compile.choice.rows import Choice
     from canzona_compile.errors import (
         CanzonaError,
         InvalidGradient,
@@ -26,11 +26,11 @@ if TYPE_CHECKING:  # `__getattr__` below imports these
         UnsupportedLayout,
         UnsupportedOptimizer,
     )
+    from canzona_compile.ir.options import Options
     from canzona_compile.ir.plan_file import PlanFile
-    from canzona_compile.options import Options
+    from canzona_compile.ir.split import Split
     from canzona_compile.report.build import Report
     from canzona_compile.report.explain import Explanation
-    from canzona_compile.split import Split
     from canzona_compile.tools.planning.plan import plan
     from canzona_compile.tools.planning.result import OfflinePlan
     from canzona_compile.tools.verification import Verification, verify
@@ -75,15 +75,15 @@ _MODULES = {
     "api.wrap_cls": ("wrap_cls",),
     "api.wrapped_class": ("is_wrapped",),
     "api.zero1": ("zero1",),
-    "chains.chain": ("Chain", "chain"),
-    "choice.choose": ("hidden_matrices",),
-    "choice.rows": ("Choice",),
+    "api.chains.chain": ("Chain", "chain"),
+    "api.choice.choose": ("hidden_matrices",),
+    "api.choice.rows": ("Choice",),
     "errors": ("CanzonaError", "InvalidGradient", "RankMismatch", "UnsupportedLayout", "UnsupportedOptimizer"),
     "ir.plan_file": ("PlanFile",),
-    "options": ("Options",),
+    "ir.options": ("Options",),
     "report.build": ("Report",),
     "report.explain": ("Explanation",),
-    "split": ("Split",),
+    "ir.split": ("Split",),
     "tools.planning.plan": ("plan",),
     "tools.planning.result": ("OfflinePlan",),
     "tools.verification": ("Verification", "verify"),

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from canzona_compile import __version__
+from canzona_compile.compat.logs import set_up
 from canzona_compile.errors import CanzonaError
-from canzona_compile.progress.logs import set_up
 from canzona_compile.tools.acceptance import command as acceptance
 from canzona_compile.tools.calibration import command as calibration
 from canzona_compile.tools.planning import command as planning

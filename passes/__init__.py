@@ -41,10 +41,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from canzona_compile.codegen.launch import available
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Pass
 from canzona_compile.ir.step import Step
 from canzona_compile.machine.hardware import Machine
-from canzona_compile.options import Options
 from canzona_compile.ownership import planner_named
 from canzona_compile.passes.assign_owners import AssignOwners
 from canzona_compile.passes.batch import Batching

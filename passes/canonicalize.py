@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from canzona_compile.compat.torch_private import OpOverload
-from canzona_compile.ir.fx_utils import drop_dead_code, placeholders
+from canzona_compile.ir.fx_utils import drop_dead_code, is_operator, placeholders
 from canzona_compile.ir.step import Form, Leaf, Role, Step, Template
 
 aten = torch.ops.aten
@@ -89,6 +88,6 @@ def share_equal_nodes(graph: fx.Graph) -> None:
 
 def repeatable(target: Any) -> bool:
     """Does an equal call give an equal value? True for arithmetic on numbers and all operators but random ones."""
-    if isinstance(target, OpOverload):
+    if is_operator(target):
         return torch.Tag.nondeterministic_seeded not in target.tags
     return getattr(target, "__module__", "") == "_operator"

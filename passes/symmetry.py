@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -32,7 +32,6 @@ from canzona_compile.analysis.linear_algebra import (
     written,
 )
 from canzona_compile.analysis.symmetry_proof import SymmetricValues, symmetric_leaves, symmetric_values
-from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.fx_utils import drop_dead_code, insert_call, tensor_value
 from canzona_compile.ir.layout import LayoutKind
 from canzona_compile.ir.step import Form, Placed, Step
@@ -280,7 +279,7 @@ class Rewriter:
             kwargs |= {"trans": True} if call.trans else {}
             self.put(node, SYM_GEMM, args, kwargs)
 
-    def put(self, node: fx.Node, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def put(self, node: fx.Node, target: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Insert the call of an operator at the graph's insert point, and let all users of `node` read it instead."""
         new = insert_call(self.graph, target, args, kwargs)
         node.replace_all_uses_with(new)

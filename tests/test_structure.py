@@ -285,7 +285,7 @@ def type_checking(node: ast.stmt) -> bool:
 
 RULES: dict[Callable[[Sources], list[str]], tuple[str, str]] = {  # with a violation: a module and its text
     upward_imports: ("ir.planted", "from canzona_compile.passes import Place\n"),
-    import_circles: ("errors", "from canzona_compile.options import Options\n"),
+    import_circles: ("errors", "from canzona_compile.ir.options import Options\n"),
     homeless_modules: ("attic.planted", ""),
     flat_modules: ("planted", "class Helper: ...\n"),
     names_with_two_meanings: ("tools.planted", "class Step: ...\n"),

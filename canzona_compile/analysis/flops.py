@@ -15,9 +15,8 @@ import sympy
 import torch
 from torch import fx
 
-from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.compiled_call import CompiledCall, opened
-from canzona_compile.ir.fx_utils import placeholders, tensor_value
+from canzona_compile.ir.fx_utils import is_operator, placeholders, tensor_value
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.product_at import operator_of
 from canzona_compile.ir.step import Template, Wire
@@ -60,7 +59,7 @@ def symbolic_bytes(graph: fx.Graph, template: Template) -> sympy.Expr:
     dims = symbolic_dims(graph, template)
     total: sympy.Expr = sympy.Integer(0)
     for node in dims:
-        view = isinstance(node.target, OpOverload) and node.target.is_view
+        view = is_operator(node.target) and node.target.is_view
         if node.op == "call_function" and not view:
             for each in (node, *(n for n in node.all_input_nodes if n in dims)):
                 total += each.meta["val"].dtype.itemsize * sympy.Mul(*dims[each])
@@ -180,7 +179,7 @@ def decomposition(node: fx.Node) -> str:
 
     Most decompositions return tuples, so the node itself has no dims.
     """
-    if not isinstance(node.target, OpOverload):
+    if not is_operator(node.target):
         return ""
     name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
     return name if name in DECOMPOSITIONS or name in BY_PRODUCTS else ""
@@ -205,7 +204,7 @@ def node_flops(node: fx.Node, dims: dict[fx.Node, Dims]) -> sympy.Expr:
     own = sympy.Mul(*dims[node])
     if pair := factors(node):
         return 2 * own * inner(node, dims[pair[0]])
-    if isinstance(node.target, OpOverload) and node.target.is_view:
+    if is_operator(node.target) and node.target.is_view:
         return sympy.Integer(0)
     largest = max((sympy.Mul(*dims[n]) for n in node.all_input_nodes if n in dims), key=free_size, default=own)
     return largest if free_size(largest) > free_size(own) else own

@@ -34,9 +34,8 @@ from canzona_compile.analysis.flops import (
     symbolic_dims,
     turned,
 )
-from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir.compiled_call import opened
-from canzona_compile.ir.fx_utils import outputs, tensor_value
+from canzona_compile.ir.fx_utils import is_operator, outputs, tensor_value
 from canzona_compile.ir.step import Placed, Template
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.machine.hardware import Hardware, Link
@@ -166,7 +165,7 @@ def results(node: fx.Node) -> list[torch.Tensor]:
 
 def work_of(node: fx.Node, value: torch.Tensor, hardware: Hardware) -> NodeWork:
     target = node.target
-    if isinstance(target, OpOverload) and target.is_view:
+    if is_operator(target) and target.is_view:
         return NodeWork(0.0, 0, int(hardware.device == "cpu"))
     operands = {n: v for n in node.all_input_nodes if (v := tensor_value(n)) is not None}
     if pair := factors(node):

@@ -35,8 +35,7 @@ from canzona_compile.analysis.linear_algebra import (
     terms,
 )
 from canzona_compile.analysis.linear_algebra import source as source_of
-from canzona_compile.compat.torch_private import OpOverload
-from canzona_compile.ir.fx_utils import outputs, pointwise, tensor_value
+from canzona_compile.ir.fx_utils import is_operator, outputs, pointwise, tensor_value
 from canzona_compile.ir.step import Placed
 
 aten = torch.ops.aten
@@ -207,7 +206,7 @@ def elementwise(node: fx.Node, known: SymmetricValues) -> Symmetric | None:
     Other operands may have one number per matrix. Scaling and casts between floating dtypes keep the generator. Other
     functions lose it, because their result is no polynomial of it.
     """
-    random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    random = is_operator(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags
     if not pointwise(node) or random or node.target in UNRELATED:
         return None
     tensors = [n for n in node.all_input_nodes if tensor_value(n) is not None]

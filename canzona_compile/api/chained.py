@@ -12,17 +12,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from canzona_compile.api.chains.chain import Chain, loss_of
 from canzona_compile.api.handle import Canzona, dump_plan
 from canzona_compile.api.wrapped_class import rebind_scheduled_step
 from canzona_compile.api.zero1_handle import Zero1Canzona
-from canzona_compile.chains.chain import Chain, loss_of
-from canzona_compile.chains.sequence import in_sequence, names_in_sequence
+from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.compat.telling import SOON, shown
 from canzona_compile.compat.torch_private import calls_outside_dynamo, outside_dynamo
 from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.ir.sequence import in_sequence, names_in_sequence
 from canzona_compile.ir.step import Step
-from canzona_compile.progress.telling import SOON, shown
-from canzona_compile.replica.twin import plain_class
 from canzona_compile.report.build import Report, headline, make_report
 from canzona_compile.report.explain import Explanation, explain_all
 from canzona_compile.report.run_facts import facts_of_all, has_matrices

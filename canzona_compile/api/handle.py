@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from canzona_compile.compat.telling import SOON, shown
 from canzona_compile.compat.torch_private import calls_outside_dynamo
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.fx_utils import graph_module
@@ -16,7 +17,6 @@ from canzona_compile.ir.pipeline import PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
-from canzona_compile.progress.telling import SOON, shown
 from canzona_compile.report.build import Report, headline, make_report
 from canzona_compile.report.explain import Explanation, explain_session
 from canzona_compile.report.pass_table import PassTable

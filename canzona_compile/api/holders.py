@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from canzona_compile.chains.chain import Chain, is_chain
+from canzona_compile.api.chains.chain import Chain, is_chain
 from canzona_compile.replica.cached_calls import CachedCalls
 from canzona_compile.replica.copies import Copies
 from canzona_compile.replica.held_optimizers import held_in

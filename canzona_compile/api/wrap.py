@@ -20,23 +20,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from canzona_compile.api.chained import CanzonaChain, MemberCanzona, attach_chain, detach_chain, handle_of
+from canzona_compile.api.chains.chain import Chain, is_chain
 from canzona_compile.api.handle import Canzona
 from canzona_compile.api.holders import chain_of, inside, members_of
 from canzona_compile.api.wrapped_class import attach, check_wrappable, is_wrapped, rebind_scheduled_step
-from canzona_compile.chains.chain import Chain, is_chain
-from canzona_compile.eager.own_object import is_portable
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.canonical_names import canonical_params
+from canzona_compile.ir.given_layout import GivenLayout, LayoutOption
+from canzona_compile.ir.options import MissingGrads, Numerics, Options, StrategyOption
 from canzona_compile.ir.plan_file import PlanFile, read_plan
+from canzona_compile.ir.split import Split, check_patterns, fitting, splits_of
 from canzona_compile.machine.hardware import Hardware, named_hardware
-from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options, StrategyOption
 from canzona_compile.replica.held_optimizers import advice
-from canzona_compile.replica.twin import plain_class
 from canzona_compile.report.explain import Explanation, explain_all
+from canzona_compile.session.loaded_state import check_taken_back
 from canzona_compile.session.params import named_params
 from canzona_compile.session.session import Session
 from canzona_compile.session.siblings import Siblings
-from canzona_compile.split import Split, check_patterns, fitting, splits_of
 from canzona_compile.views.given_layout import check_layout_patterns
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -332,21 +333,6 @@ def unwrap(optimizer: Opt) -> Opt:
             unwrap(own)
         vars(optimizer).pop("canzona", None)
     return optimizer
-
-
-def check_taken_back(optimizer: Optimizer) -> None:
-    """Raise if the optimizer cannot go on from its portable state by itself.
-
-    Raises:
-        CanzonaError: the state is that of one optimizer object per matrix.
-    """
-    if any(isinstance(state, dict) and is_portable(state) for state in optimizer.state.values()):
-        raise CanzonaError(
-            f"{plain_class(optimizer).__name__} stepped by one optimizer object per matrix; it keeps on itself what it "
-            "would need to go on, and that cannot be given back",
-            at="unwrap",
-            hint="go on with the wrapped optimizer, or begin again with the plain one",
-        )
 
 
 def detach(optimizer: Optimizer) -> None:

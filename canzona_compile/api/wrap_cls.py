@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.api.wrap import wrap
 from canzona_compile.errors import CanzonaError
-from canzona_compile.options import NOT_YET_OPTIONS, Options
+from canzona_compile.ir.options import NOT_YET_OPTIONS, Options
 from canzona_compile.replica.twin import check_step_signature
 
 Opt = TypeVar("Opt", bound=Optimizer)

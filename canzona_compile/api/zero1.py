@@ -19,21 +19,20 @@ from canzona_compile.api.wrap import names_in, show
 from canzona_compile.api.wrapped_class import attach
 from canzona_compile.api.zero1_checks import check, check_meshes, check_params
 from canzona_compile.api.zero1_handle import Zero1Canzona
+from canzona_compile.data_parallel.agreed_plan import agreed_plan, agreement_on_plans
 from canzona_compile.data_parallel.announcing import Announcer
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.engine import GatherAt, Zero1
 from canzona_compile.data_parallel.filling import Filling
-from canzona_compile.data_parallel.model_plan import ModelPlan, plan_model
 from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
 from canzona_compile.ir.canonical_names import canonical_params
+from canzona_compile.ir.given_layout import GivenLayout, LayoutOption
+from canzona_compile.ir.options import MissingGrads, Numerics, Options
 from canzona_compile.ir.plan_file import PlanFile, read_plan
+from canzona_compile.ir.split import Split, check_patterns, fitting, splits_of
 from canzona_compile.machine.hardware import Hardware, named_hardware
-from canzona_compile.options import GivenLayout, LayoutOption, MissingGrads, Numerics, Options
-from canzona_compile.progress.telling import SOON, shown
-from canzona_compile.runtime.store_agreement import StoreAgreement, timeout_of
-from canzona_compile.split import Split, check_patterns, fitting, splits_of
 from canzona_compile.views.given_layout import check_layout_patterns, check_marked, shardings_of
 
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
@@ -143,11 +142,9 @@ def zero1(
     ]
     params, meshes = trained_params(model, optimizers, given, ranks)
     device = next(iter(params.values())).device
-    agreement = None if group.shard is None else StoreAgreement(sorted(ranks), group.shard, device, "zero1()")
+    agreement = agreement_on_plans(group.shard, ranks, device)
     either = group.shard or group.replicate
-    announcer = Announcer(
-        [] if either is None else every_rank(mesh, meshes, group), 0.0 if either is None else timeout_of(either, device)
-    )
+    announcer = Announcer() if either is None else Announcer(every_rank(mesh, meshes, group), either, device)
     if agreement is not None:
         said = f"{gather} {bucket_bytes} {reduce_dtype} {[type(own).__name__ for own in optimizers]}"
         agreement.agree("\n".join([said, *(own.text for own in options), *described(model, params)]), None)
@@ -167,36 +164,6 @@ def zero1(
     return optimizer
 
 
-def agreed_plan(
-    sessions: Sequence[OwnerSession],
-    params: Iterable[str],
-    shard: ProcessGroup | None,
-    ranks: Sequence[int],
-    bucket_bytes: int,
-    agreement: StoreAgreement | None,
-) -> ModelPlan:
-    """Plan for all optimizers of a model, and see that all ranks made the same plan.
-
-    Raises:
-        CanzonaError: this rank cannot plan, or another one.
-    """
-    error: CanzonaError | None = None
-    optimizers, options = [s.optimizer for s in sessions], [s.options for s in sessions]
-    order = {name: i for i, name in enumerate(params)}
-    try:
-        with shown("canzona, zero1", patience=SOON, quiet=own_rank() != 0):
-            found = plan_model(
-                optimizers, [s.capture for s in sessions], options, order, shard, ranks, own_rank(), bucket_bytes
-            )
-    except CanzonaError as problem:
-        error = problem
-    if agreement is not None:
-        agreement.agree("" if error is not None else found.text, error)
-    elif error is not None:
-        raise error
-    return found
-
-
 def trained_params(
     model: nn.Module, optimizers: Sequence[Optimizer], given: GivenLayout | None, ranks: Sequence[int]
 ) -> tuple[dict[str, nn.Parameter], list[DeviceMesh]]:
@@ -214,11 +181,6 @@ def trained_params(
     check_meshes(sharded, ranks)
     check_meshes({name: sharding.mesh for name, sharding in told.items()}, ranks)
     return params, [*sharded.values(), *(sharding.mesh for sharding in told.values())]
-
-
-def own_rank() -> int:
-    """The global rank of this process; 0 without a default process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def group_of(mesh: DeviceMesh | ProcessGroup) -> tuple[DataParallelGroup, tuple[int, ...]]:

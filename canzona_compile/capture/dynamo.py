@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from canzona_compile.compat.interrupts import interrupts_later
 from canzona_compile.compat.matmul_precision import Kept, put_back, switches
 from canzona_compile.compat.torch_private import (
     LOGGER,
@@ -25,7 +26,6 @@ from canzona_compile.compat.torch_private import (
     without_function_modes,
     without_view_records,
 )
-from canzona_compile.progress.interrupts import interrupts_later
 from canzona_compile.replica.twin import as_written
 
 StepFunction = Callable[[Any], Any]

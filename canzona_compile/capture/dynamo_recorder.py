@@ -17,10 +17,10 @@ from torch import Tensor, fx
 from canzona_compile.capture.dynamo import as_recorder, compiled
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.variant import Answer, Scalars, Variant
+from canzona_compile.compat.optimizer_class import plain_step
 from canzona_compile.compat.torch_private import FakeTensor, mark_static
 from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.raised import Swallowed, Untraceable
-from canzona_compile.replica.twin import plain_step
 
 
 class DynamoRecorder(StepRecorder):

@@ -22,6 +22,7 @@ from canzona_compile.capture.compiled_calls import compiled_calls
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.variant import StepInputs
 from canzona_compile.compat.matmul_precision import matmul_precision
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.ir.compiled_call import num_compiled_calls
 from canzona_compile.ir.fx_utils import from_numbers, graph_module, placeholders, pointwise, tensor_value
 from canzona_compile.ir.step import Role, Template
@@ -29,7 +30,7 @@ from canzona_compile.replica.copies import deep_copy
 from canzona_compile.replica.external_counters import give_counts
 from canzona_compile.replica.leaves import read, state_leaves, write
 from canzona_compile.replica.randomness import undisturbed
-from canzona_compile.replica.twin import as_written, make_twin, plain_class, step_plainly
+from canzona_compile.replica.twin import as_written, make_twin, step_plainly
 
 SAMPLES = 3
 LARGEST = 2**24  # elements; larger matrices are not compared, because what code asks does not depend on the size

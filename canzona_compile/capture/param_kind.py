@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from canzona_compile.capture.recorder import StepRecorder
-from canzona_compile.capture.variant import Variant, VariantPeriod, state_leaf
+from canzona_compile.capture.variant import Variant, state_leaf
 from canzona_compile.eager.nodes import Part
 from canzona_compile.eager.own_object import Recipe
 from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Leaf, Template
+from canzona_compile.ir.variant_period import Counters, VariantPeriod, variant_period_of
 from canzona_compile.replica.leaves import LeafPaths, state_leaves
 
 HeldLeaf = tuple[str, Shape | None, torch.dtype | None, tuple[int, ...] | None]
@@ -45,6 +46,10 @@ class ParamKind:
     def template(self) -> Template:
         """The template of the variant that was captured first."""
         return next(iter(self.templates.values()))
+
+    def note_period(self, path: Sequence[str], counters: Sequence[Counters]) -> None:
+        """Note after how many steps the variants repeat themselves; arguments are those of `variant_period_of`."""
+        self.variant_period = variant_period_of(path, counters)
 
     @property
     def held(self) -> frozenset[HeldLeaf]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from canzona_compile.progress.interrupts import uninterrupted
+from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.leaves import state_leaves
 from canzona_compile.replica.parameter_spec import ParameterSpec

@@ -16,14 +16,14 @@ from canzona_compile.capture.eager_parity import EagerParity
 from canzona_compile.capture.param_kind import ParamKind, held
 from canzona_compile.capture.recorder import StepRecorder
 from canzona_compile.capture.separability import check_separable
-from canzona_compile.capture.variant import FormChange, StepInputs, state_leaf, template_of, variant_period_of
+from canzona_compile.capture.variant import FormChange, StepInputs, state_leaf, template_of
+from canzona_compile.compat.interrupts import interrupted_here, uninterrupted
+from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.compat.telling import tell
 from canzona_compile.eager.nodes import EagerStep, coupled_templates, interpreted_template
 from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.errors import UnsupportedOptimizer
-from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Role, Template
-from canzona_compile.progress.interrupts import interrupted_here, uninterrupted
-from canzona_compile.progress.telling import tell
 from canzona_compile.rehearsal.diagnosis import NamesByGroup
 from canzona_compile.rehearsal.rehearsal import Rehearsal, closure_problem
 from canzona_compile.rehearsal.ways import Ways
@@ -34,7 +34,7 @@ from canzona_compile.replica.leaves import python_leaves
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.raised import Untraceable
 from canzona_compile.replica.randomness import draws
-from canzona_compile.replica.twin import plain_class, signature
+from canzona_compile.replica.twin import signature
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Capture:
         if key in self.kinds:
             self._note_form_change(self.kinds[key], spec, state)
             return self.kinds[key]
-        tell(f"capturing the update of {'x'.join(map(str, spec.shape)) or 'a scalar'} {dtype_name(spec.dtype)}, {name}")
+        tell(f"capturing the update of {spec.dims or 'a scalar'} {spec.dtype_name}, {name}")
         manner = (key[1], len(spec.shape))
         shown = self.ways.of(manner, self._rehearsals.values())
         if shown is None and manner not in self._separable:
@@ -295,7 +295,7 @@ class Capture:
         }
         # A task that is ahead takes one graph with the numbers of another, which must be the same numbers then.
         if recorder.reads_counters or len(numbers) == 1:
-            kind.variant_period = variant_period_of(path, counters)
+            kind.note_period(path, counters)
         return None
 
     def counters_at(self, group: Mapping[str, Any], leaves: Mapping[str, Any], elsewhere: Counts) -> dict[Any, Any]:
@@ -366,8 +366,8 @@ class Capture:
         return ParamKind(None, {**templates}, (), {}, coupled=update)
 
     def _label(self, spec: ParameterSpec) -> str:
-        dims = "x".join(map(str, spec.shape)) or "scalar"
-        label = f"{plain_class(self.optimizer).__name__.lower()}_{dims}_{dtype_name(spec.dtype)}{'_part' * spec.part}"
+        kind = plain_class(self.optimizer).__name__.lower()
+        label = f"{kind}_{spec.dims or 'scalar'}_{spec.dtype_name}{'_part' * spec.part}"
         known = [template for kind in self.kinds.values() for template in kind.templates.values()]
         taken = {template.name for template in known} | {template.family for template in known}
         names = [label, *(f"{label}_{i}" for i in range(2, len(taken) + 3))]

@@ -19,8 +19,7 @@ from canzona_compile.codegen.values import (
     check,
     converted,
 )
-from canzona_compile.compat.torch_private import OpOverload
-from canzona_compile.ir.fx_utils import ancestors, outputs, tensor_value
+from canzona_compile.ir.fx_utils import ancestors, is_operator, outputs, tensor_value
 from canzona_compile.ir.layout import Shape
 
 
@@ -103,7 +102,7 @@ def add(builder: Builder, node: fx.Node) -> None:
         builder.loads.append(LoadValue(node.name, value.dtype, builder.spread(tuple(value.shape))))
         return
     target = node.target
-    rule = RULES.get(target.overloadpacket) if isinstance(target, OpOverload) else None
+    rule = RULES.get(target.overloadpacket) if is_operator(target) else None
     if rule is None:
         raise Unsupported(f"{target} has no Triton spelling")
     builder.lines.append(Assignment(node.name, rule(builder, node)))

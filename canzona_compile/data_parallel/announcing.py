@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import PrefixStore
 from canzona_compile.errors import CanzonaError, InvalidGradient, RankMismatch
-from canzona_compile.replica.twin import plain_class
 from canzona_compile.runtime.channel import Announcement, Channel, channel_of
 from canzona_compile.runtime.meeting import Meeting
-from canzona_compile.runtime.store_agreement import first_difference
+from canzona_compile.runtime.store_agreement import first_difference, timeout_of
 from canzona_compile.session.compared import described
 
 Details = Mapping[str, str]  # by topic
@@ -34,7 +36,8 @@ class Announcer:
 
     Args:
         ranks: the global ranks; empty or one if this rank is alone.
-        timeout: seconds that an announcement waits for other ranks, if these ranks have no channel yet.
+        group: a process group of some of them, whose timeout is that of announcements if they have no channel yet.
+        device: the device of the parameters.
 
     Attributes:
         channel: of these ranks; None if this rank is alone.
@@ -42,12 +45,18 @@ class Announcer:
         name: of the model, for messages.
     """
 
-    def __init__(self, ranks: Sequence[int] = (), timeout: float = 0.0) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int] = (),
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.channel: Channel | None = None
         self.meeting: Meeting | None = None
         self.name = "model"
         if len(ranks) > 1:
-            self.channel = channel_of(ranks, timedelta(seconds=timeout))
+            assert group is not None and device is not None
+            self.channel = channel_of(ranks, timedelta(seconds=timeout_of(group, device)))
             self.name = f"model {self.channel.number('model')}"
             store = PrefixStore(f"meet/{self.name}", self.channel.store)
             self.meeting = Meeting(store, self.channel.ranks, self.channel.rank, self.channel.listen)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import in_backward
 from canzona_compile.data_parallel.announcing import Announcer, Details, bare_of, numbers_of
 from canzona_compile.data_parallel.collectives import DataParallelGroup, all_reduce, largest, send
@@ -29,7 +30,6 @@ from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.errors import CanzonaError, problem_of, some
 from canzona_compile.ir.canonical_names import canonical_params
 from canzona_compile.ir.layout import laid_out_like
-from canzona_compile.replica.twin import plain_class
 from canzona_compile.runtime.meeting import Purpose, meet_all
 from canzona_compile.runtime.step_clock import StepClock
 

@@ -10,15 +10,15 @@ from torch.optim import Optimizer
 
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.bucket import ALIGNMENT
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
-from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec
-from canzona_compile.replica.twin import plain_class
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import captured_step, check_pieces, joined, lower

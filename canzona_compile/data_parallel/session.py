@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.data_parallel.collectives import DataParallelGroup
 from canzona_compile.data_parallel.fragment import Fragment
 from canzona_compile.data_parallel.model_plan import ModelPlan
 from canzona_compile.data_parallel.state import put_together, take_apart
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Step
-from canzona_compile.options import Options
-from canzona_compile.replica.twin import plain_class
 from canzona_compile.runtime.meeting import Meeting
 from canzona_compile.runtime.store_agreement import StoreAgreement
 from canzona_compile.session.bind import Binder, at_parameter
@@ -29,7 +29,7 @@ from canzona_compile.session.portable_state import Ranks
 from canzona_compile.session.session import Session
 from canzona_compile.session.state import restoring
 from canzona_compile.session.step_driver import StepDriver
-from canzona_compile.views.whole_leaf import whole_leaf
+from canzona_compile.session.whole_leaf import whole_leaf
 
 
 class OwnerSession(Session):
@@ -48,6 +48,8 @@ class OwnerSession(Session):
     """
 
     lost_in_copies: ClassVar[str] = "zero1 is lost in a copy of the optimizer: a copy of the model has no buckets"
+    holds: ClassVar[str] = "what it owns"
+    may_move_owners: ClassVar[bool] = False
 
     def __init__(self, optimizer: Optimizer, options: Options) -> None:
         super().__init__(optimizer, options)

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.interrupts import interrupts_later
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.eager.publish import Published, homes_of, is_plain, objects_in, plain_objects_in
 from canzona_compile.errors import UnsupportedOptimizer, some
-from canzona_compile.progress.interrupts import interrupts_later
 from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.snapshot import changed
-from canzona_compile.replica.twin import make_twin, plain_class, step_plainly
+from canzona_compile.replica.twin import make_twin, step_plainly
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.replica.attribute_watch import TORCH_S_OWN
 from canzona_compile.replica.snapshot import Contents, Snapshot, changed
-from canzona_compile.replica.twin import NOT_COPIED, hypers, odd_state, plain_class
+from canzona_compile.replica.twin import NOT_COPIED, hypers, odd_state
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 MOST_OBJECTS = 1000  # places in attributes that cannot be sent; looking at them costs time on every step

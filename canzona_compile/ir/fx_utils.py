@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -58,6 +58,11 @@ def outputs(graph: fx.Graph) -> tuple[Any, ...]:
     """What a graph returns, as a tuple of nodes and constants."""
     returned = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
     return tuple(returned) if isinstance(returned, list | tuple) else (returned,)
+
+
+def is_operator(target: Any) -> TypeGuard[OpOverload]:
+    """Whether the target of a node is an operator of torch."""
+    return isinstance(target, OpOverload)
 
 
 def pointwise(node: fx.Node) -> bool:

@@ -10,11 +10,11 @@ from typing import ClassVar, Protocol
 
 from torch import fx
 
+from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.errors import CanzonaError, InvalidStep, PipelineError
 from canzona_compile.ir.step import Form, Step
 from canzona_compile.ir.verifier import verify
-from canzona_compile.progress.interrupts import uninterrupted
 
 
 class Pass(Protocol):

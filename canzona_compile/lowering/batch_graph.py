@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.bit_exactness import foreach_equal
-from canzona_compile.ir.fx_utils import drop_dead_code, outputs, pointwise, tensor_value
+from canzona_compile.ir.fx_utils import drop_dead_code, is_operator, outputs, pointwise, tensor_value
 from canzona_compile.ir.step import Stacked
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 
@@ -114,7 +113,7 @@ class Lifter:
             return self.graph.call_function(getattr(torch, f"_foreach_{name}"), args, kwargs)
         if target is operator.getitem:
             return self.graph.call_function(target, args, kwargs)
-        if not isinstance(target, OpOverload):
+        if not is_operator(target):
             return self.graph.call_function(LoopOver(target), args, kwargs)
         return self.graph.call_function(program_ops.each, (target, *args), kwargs)
 
@@ -183,7 +182,7 @@ def product(node: fx.Node) -> bool:
 
 def factorization(node: fx.Node) -> str:
     """The name of a decomposition or solver that takes a stack of matrices in one call; empty for other nodes."""
-    if not isinstance(node.target, OpOverload):
+    if not is_operator(node.target):
         return ""
     name = node.target.overloadpacket.__name__.removeprefix("_").removeprefix("linalg_")
     return name if name in STACKED_AS_THEY_ARE else ""
@@ -196,7 +195,7 @@ def starts_stack(node: fx.Node) -> bool:
 
 def in_place_variant(target: Any) -> Any:
     """The in-place variant of an operator (aten.mul_.Tensor for aten.mul.Tensor); None if there is none."""
-    if not isinstance(target, OpOverload):
+    if not is_operator(target):
         return None
     packet = getattr(aten, f"{target.overloadpacket.__name__}_", None)
     return getattr(packet, target._overloadname, None) if packet is not None else None

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.rehearsal.scenario import Scenario
@@ -19,7 +20,7 @@ from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.miniature import Miniature, public
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import changed
-from canzona_compile.replica.twin import NOT_COPIED, plain_attributes, plain_class
+from canzona_compile.replica.twin import NOT_COPIED, plain_attributes
 
 NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group
 INDEPENDENT = "keep a step to its parameter, its gradient, its state and the hyperparameters of its group"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canzona_compile.compat.interrupts import interrupted_here
 from canzona_compile.compat.torch_private import TorchDispatchMode, pytree
-from canzona_compile.progress.interrupts import interrupted_here
 
 MOST_LINES = 3_000_000  # of users' code in a step of ordinary gradients: some seconds, in matrices of a few elements
 ENOUGH_LINES = 5_000  # that a step of odd gradients may take in any case

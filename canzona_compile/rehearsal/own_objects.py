@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.eager.own_object import Recipe
 from canzona_compile.errors import CanzonaError, DrawsRandomNumbers, UnsupportedOptimizer, some
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, attribute_of, caches, where
@@ -34,7 +35,6 @@ from canzona_compile.rehearsal.trial import RehearsedSteps, read_later, take
 from canzona_compile.replica.construction import Construction, NotConstructible, ParamGroup, atoms_of
 from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.snapshot import Contents, changed
-from canzona_compile.replica.twin import plain_class
 
 
 class Dependent(Exception):

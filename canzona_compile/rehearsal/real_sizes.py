@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import FakeTensor, FakeTensorMode
 from canzona_compile.eager.cell import whole_copy
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer, some
-from canzona_compile.ir.layout import Shape
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, difference, where
 from canzona_compile.rehearsal.fingerprints import Fingerprints
 from canzona_compile.rehearsal.scenario import Scenario
@@ -35,7 +35,7 @@ from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.raised import Note, NotingFunctions
 from canzona_compile.replica.randomness import devices_among, seed_generators
 from canzona_compile.replica.snapshot import Contents, Snapshot
-from canzona_compile.replica.twin import as_written, hypers, plain_attributes, plain_class, step_plainly
+from canzona_compile.replica.twin import as_written, hypers, plain_attributes, step_plainly
 
 MOST_STEPPING = 8  # parameters
 SECONDS = 2  # of these that are of the kind of another one
@@ -72,7 +72,7 @@ class FakeMiniature(Miniature):
         for i, param in enumerate(self.params):
             prints.mark(param, i)
 
-    def sizes_of(self, shapes: Iterable[Shape]) -> Mapping[int, int]:
+    def sizes_of(self, shapes: Iterable[tuple[int, ...]]) -> Mapping[int, int]:
         return SameSizes() if self.real else super().sizes_of(shapes)
 
     def making(self) -> contextlib.AbstractContextManager[Any]:

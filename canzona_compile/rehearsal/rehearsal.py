@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class, plain_step
 from canzona_compile.eager.own_object import Recipe
 from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.errors import RoundsOtherwise, UnsupportedOptimizer, some
@@ -33,7 +34,7 @@ from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.external_counters import Counter
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import Contents, changed
-from canzona_compile.replica.twin import plain_class, plain_step, step_plainly
+from canzona_compile.replica.twin import step_plainly
 
 
 @dataclass(frozen=True, slots=True)

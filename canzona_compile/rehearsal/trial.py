@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.interrupts import interrupted_here
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.progress.interrupts import interrupted_here
 from canzona_compile.rehearsal.asked import LayoutQuestions
 from canzona_compile.rehearsal.endless import Endless, Lines, NoCrash, unfinished
 from canzona_compile.rehearsal.scenario import Scenario
@@ -24,7 +25,7 @@ from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.snapshot import Contents, Snapshot, bits_of, changed
-from canzona_compile.replica.twin import NOT_COPIED, as_written, hypers, plain_class
+from canzona_compile.replica.twin import NOT_COPIED, as_written, hypers
 
 ASKING = 4  # steps in which questions about the layout of gradients are noticed
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.rehearsal.diagnosis import NamesByGroup
 from canzona_compile.rehearsal.own_objects import HidesValues, rehearse_objects
@@ -18,7 +19,6 @@ from canzona_compile.rehearsal.rehearsal import Rehearsal, habits_of, rehearse
 from canzona_compile.rehearsal.whole_model import rehearse_coupled
 from canzona_compile.replica.construction import beginnings
 from canzona_compile.replica.held_optimizers import advice
-from canzona_compile.replica.twin import plain_class
 
 
 class Ways:

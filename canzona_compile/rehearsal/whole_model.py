@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.publish import CoupledUpdate, attributes_of
 from canzona_compile.errors import UnsupportedOptimizer, some
@@ -24,7 +25,7 @@ from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.object_state import Finder, NoPlace
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import changed
-from canzona_compile.replica.twin import odd_state, plain_class
+from canzona_compile.replica.twin import odd_state
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 

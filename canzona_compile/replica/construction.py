@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import FakeTensorMode
 from canzona_compile.errors import some
 from canzona_compile.replica.attribute_watch import TORCH_S_OWN
@@ -26,7 +27,7 @@ from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.memory import memory_of
 from canzona_compile.replica.miniature import public
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot, changed
-from canzona_compile.replica.twin import HOOKS, NOT_COPIED, hypers, plain_class
+from canzona_compile.replica.twin import HOOKS, NOT_COPIED, hypers
 
 ParamGroup = Mapping[str, Any]
 GroupForm = Callable[[Sequence[ParamGroup]], list[Any]]

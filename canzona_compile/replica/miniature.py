@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.ir.layout import Shape, local_part
 from canzona_compile.ir.step import Leaf
 from canzona_compile.replica.closures import copy_closures
 from canzona_compile.replica.copies import Copies
-from canzona_compile.replica.twin import HOOKS, NOT_COPIED, hypers, odd_state, plain_class
+from canzona_compile.replica.twin import HOOKS, NOT_COPIED, hypers, odd_state
 
 LARGEST = 4096  # elements of tensors beside parameters that are copied as they are
 Chosen = Sequence[Sequence[int]]  # for each parameter group, the positions of some of its parameters

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.replica.cached_calls import CachedCalls
 from canzona_compile.replica.snapshot import (
     ATOMS,
@@ -25,7 +26,6 @@ from canzona_compile.replica.snapshot import (
     changed,
     nothing_labelled,
 )
-from canzona_compile.replica.twin import plain_class
 
 # Packages whose code is not read: torch's, ours, and those that keep no numbers of an optimizer. Some count messages.
 LOGGERS = {"absl", "loguru", "rich", "structlog", "tqdm"}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.printer import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,16 @@ class ParameterSpec:
     device: torch.device
     marks: tuple[tuple[str, Any], ...] = ()
     part: bool = False
+
+    @property
+    def dims(self) -> str:
+        """The shape as text, such as 64x32; empty for a scalar."""
+        return "x".join(map(str, self.shape))
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of the dtype, such as bfloat16."""
+        return dtype_name(self.dtype)
 
     def parameter(self, values: Callable[[torch.dtype], Tensor]) -> Tensor:
         """Make such a parameter.

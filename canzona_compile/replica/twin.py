@@ -6,18 +6,16 @@ import contextlib
 import inspect
 import types
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class, plain_step, required_arguments
 from canzona_compile.errors import UnsupportedOptimizer
 
-# Decorators that torch puts around a step; what they do (hooks, profiling, grad mode) is the wrapper's
-# business here, once per step and not once per parameter.
-TORCH_DECORATORS = ("torch/optim/optimizer.py", "torch/utils/_contextlib.py")
 # Where hooks of an optimizer are kept.
 HOOKS = {
     f"_optimizer_{hook}_hooks"
@@ -26,23 +24,6 @@ HOOKS = {
 # Attributes of an optimizer that copies do not share: they are made anew, or belong to the call of the real step.
 NOT_COPIED = {"step", "canzona", "param_groups", "state", *HOOKS}
 MARKS = (int, float, str, type(None))  # classes of attributes of parameters that plans know
-
-
-def plain_class(optimizer: Optimizer) -> type[Optimizer]:
-    """Return the class that the user wrote, whether or not the optimizer is wrapped."""
-    kind = type(optimizer)
-    return getattr(kind, "_canzona_plain_class", kind)
-
-
-def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return the step function of an optimizer class without the decorators that torch added."""
-    step: Callable[..., Any] = kind.step
-    while hasattr(step, "__wrapped__"):
-        source = inspect.getsourcefile(step.__code__) or ""
-        if not source.replace("\\", "/").endswith(TORCH_DECORATORS):
-            break
-        step = step.__wrapped__
-    return step
 
 
 def check_step_signature(kind: type[Optimizer]) -> None:
@@ -62,16 +43,6 @@ def check_step_signature(kind: type[Optimizer]) -> None:
             f"{kind.__name__}.step requires {', '.join(required)}: it evaluates the model several times per step",
             hint="such optimizers (LBFGS) cannot be split by parameter; use them unwrapped",
         )
-
-
-def required_arguments(kind: type[Optimizer]) -> list[str]:
-    """The arguments without which a class's step cannot be called, such as the closure of LBFGS."""
-    return [
-        name
-        for name, parameter in list(inspect.signature(plain_step(kind)).parameters.items())[1:]
-        if parameter.default is inspect.Parameter.empty
-        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ]
 
 
 def make_twin(

@@ -8,7 +8,6 @@ from functools import reduce
 
 import torch.distributed as dist
 
-from canzona_compile.data_parallel.session import OwnerSession
 from canzona_compile.report.schema import Facts, LocalTask, ProfileReport
 from canzona_compile.report.suggestions import suggestions
 from canzona_compile.session.measuring import both_measured
@@ -28,18 +27,15 @@ def facts_of(session: Session) -> Facts:
     assert driver is not None
     assert driver.last is not None
     plan, both = driver.plan, driver.plan.stagger
-    owner = isinstance(session, OwnerSession)
-    own = "what it owns" if owner else "its fragment"
+    why_local = f"elementwise: each rank updates {session.holds}"
     kinds = {id(b.kind): b.kind for b in plan.bound.values()}
     reasons = {t.name: plan.bound[t.name].kind.template.interpreted for t in plan.owned.tasks}
     return Facts(
         world_size=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         captures=session.capture.captures,
-        local=tuple(
-            LocalTask(b.task.name, b.task.shape, f"elementwise: each rank updates {own}") for b in plan.elementwise
-        ),
+        local=tuple(LocalTask(b.task.name, b.task.shape, why_local) for b in plan.elementwise),
         interpreted={name: why for name, why in reasons.items() if why},
-        suggestions=(*([] if owner else suggestions(plan, options)), *eager_cuts(driver.last)),
+        suggestions=(*(suggestions(plan, options) if session.may_move_owners else []), *eager_cuts(driver.last)),
         numerics=options.numerics,
         variants=sum(len(k.recorder.variants) for k in kinds.values() if k.recorder is not None),
         rank_programs=len(driver.programs),

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.ir.layout import Grid
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Step, Task
-from canzona_compile.options import Options
 from canzona_compile.ownership.jobs import Job, loads, makespan
 from canzona_compile.ownership.lpt import Joint
 from canzona_compile.report.units import format_flops, plural

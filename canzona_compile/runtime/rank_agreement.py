@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
+from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError, RankMismatch
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
-from canzona_compile.progress.telling import tell
-from canzona_compile.replica.twin import plain_class
+from canzona_compile.kernels.tensor_args import tuned
 from canzona_compile.runtime.channel import hash_of
 from canzona_compile.runtime.equal_copies import Copy, Digest, difference, digests
 from canzona_compile.runtime.meeting import Meeting
@@ -60,7 +61,7 @@ class RankAgreement:
             raise error
 
     def compare(self, owned: Step, options: str, present: Mapping[str, str]) -> None:
-        """Compare plans among the ranks that run them together. This is a collective.
+        """Compare plans, and which kernels compute them, among the ranks that run them together. This is a collective.
 
         A rank may hold further parameters on other meshes. So if there are several sets of ranks, each set compares
         only the tasks that its ranks share.
@@ -83,7 +84,7 @@ class RankAgreement:
             names = {t.name for t in own}
             here = {name: what for name, what in present.items() if name in names}
             bare = [name for name, what in here.items() if what.startswith("no gradient")]
-            lines = [options, *(f"{name} has {what}" for name, what in here.items())]
+            lines = [f"{options}\n{tuned(self.device)}", *(f"{name} has {what}" for name, what in here.items())]
             if len(own) == len(owned.tasks):
                 lines.append(show(owned))
             else:

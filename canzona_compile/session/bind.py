@@ -24,15 +24,16 @@ from canzona_compile.capture.templates import Capture
 from canzona_compile.eager.own_object import is_portable
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
 from canzona_compile.ir.layout import Grid, Layout, Shape, dtensor_layout, local_layout, replicated_layout
+from canzona_compile.ir.options import Options
+from canzona_compile.ir.split import check_patterns, chosen
 from canzona_compile.ir.step import Task
-from canzona_compile.options import Options
 from canzona_compile.replica.object_state import saved_shapes
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.twin import plain_attributes
 from canzona_compile.runtime.process_groups import distributed
 from canzona_compile.session.bound import BoundParam, Described
 from canzona_compile.session.params import check_disjoint, named_params
-from canzona_compile.split import check_patterns, chosen
+from canzona_compile.session.whole_leaf import check_gathers
 from canzona_compile.views.entries import (
     cut_along_experts,
     elementwise,
@@ -45,7 +46,6 @@ from canzona_compile.views.given_layout import check_layout_patterns
 from canzona_compile.views.pieces import PiecesView
 from canzona_compile.views.size_exchange import GridRows, KnownFragments, exchange_fragments
 from canzona_compile.views.view import State
-from canzona_compile.views.whole_leaf import check_gathers
 
 
 class Binder:

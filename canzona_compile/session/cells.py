@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from canzona_compile.capture.templates import Capture
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.cell import Left, carried, check_no_fragments, step_alone, step_together, whole_copy
 from canzona_compile.eager.nodes import Part
@@ -31,7 +32,7 @@ from canzona_compile.replica.construction import NotConstructible, atoms_of
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import watched
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot
-from canzona_compile.replica.twin import plain_attributes, plain_class
+from canzona_compile.replica.twin import plain_attributes
 from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.runtime.send_values import send_values
 from canzona_compile.session.bound import BoundParam

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from canzona_compile.capture.templates import Capture
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import InvalidGradient, some
 from canzona_compile.rehearsal.rehearsal import Rehearsal
-from canzona_compile.replica.twin import plain_class
 from canzona_compile.session.params import check_attributes, check_gradient, check_main_gradients
 from canzona_compile.session.plan import Plan
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from canzona_compile.compat.telling import tell
 from canzona_compile.eager.nodes import interpreted_template
 from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Observer, PassHistory, run
 from canzona_compile.ir.step import Form, Placed, Step, Task, Template
 from canzona_compile.machine.hardware import Hardware, Machine
-from canzona_compile.options import Options
 from canzona_compile.passes import emission_passes, first_step_passes, lowering_passes, planning_passes
-from canzona_compile.progress.telling import tell
+from canzona_compile.passes.stagger import Stagger, stagger
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.session.bound import BoundParam
-from canzona_compile.session.stagger import Stagger, stagger
 from canzona_compile.views.view import ParamView
 
 

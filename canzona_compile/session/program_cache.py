@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from canzona_compile.compat.telling import tell
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.step import Step
-from canzona_compile.options import Options
-from canzona_compile.progress.telling import tell
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Executor, Sources
 from canzona_compile.session.plan import Plan, emit, lower, taking

@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from canzona_compile.capture.templates import Capture
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import HOOKS_OF_ALL
 from canzona_compile.errors import CanzonaError, problem_of
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Observer, PassHistory
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
-from canzona_compile.kernels.tensor_args import tuned
-from canzona_compile.options import Options
 from canzona_compile.replica.error_origin import failed_on, first_line, note_rank
-from canzona_compile.replica.twin import plain_class
 from canzona_compile.runtime.equal_copies import Copy
 from canzona_compile.runtime.process_groups import Groups, current_device, distributed
 from canzona_compile.runtime.rank_agreement import RankAgreement
@@ -61,6 +60,8 @@ class Session(PortableState):
     """
 
     lost_in_copies: ClassVar[str] = ""  # why a copy of the optimizer cannot step; empty if it can
+    holds: ClassVar[str] = "its fragment"  # what a rank has of a parameter, for reports
+    may_move_owners: ClassVar[bool] = True  # whether options of it decide who owns what
 
     def __init__(self, optimizer: Optimizer, options: Options, lost: str = "") -> None:
         self.optimizer, self.options, self.lost = optimizer, options, lost
@@ -114,6 +115,11 @@ class Session(PortableState):
             return False
         with self.ready() as driver, self.telling():
             return driver.step() and driver.last is not None
+
+    @property
+    def optimizer_name(self) -> str:
+        """The name of the class of the optimizer, as the user wrote it."""
+        return plain_class(self.optimizer).__name__
 
     def takes_dummy_step(self) -> bool:
         """Tell whether torch.distributed.checkpoint takes the next step, see `is_dummy_step`."""
@@ -286,7 +292,7 @@ class Session(PortableState):
             with self.telling(driver):
                 has = driver.begin()
             agreement.report(members, problem_of(driver.check))
-            agreement.compare(plan.owned, f"{self.options.text}\n{tuned(device)}", has)
+            agreement.compare(plan.owned, self.options.text, has)
             if not self._in_dummy_step:  # a checkpoint may be loaded after it, and make the copies equal
                 copied = [t for t in plan.owned.tasks if t.layout.grid.replicas > 1]
                 agreement.compare_copies([Copy(t.name, t.layout.grid, driver.store.params[t.name]) for t in copied])
@@ -333,7 +339,7 @@ class Session(PortableState):
         binders = {self: self.exchanged()} if siblings is None else siblings.exchanged(self)
         bound = self.bind(binders[self])
         owned_as = None if siblings is None else siblings.owned(self, bound, binders)
-        plan = make_plan(bound, plain_class(self.optimizer).__name__, self.options, self.observers, owned_as)
+        plan = make_plan(bound, self.optimizer_name, self.options, self.observers, owned_as)
         if self.number == 1 and distributed() and self.options.replicate is None:
             notice_data_parallel(plan.owned, plan.params)
         if self.options.plan is not None and owned_as is None:

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from canzona_compile.chains.sequence import in_sequence
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
+from canzona_compile.ir.sequence import in_sequence
 from canzona_compile.ir.step import Step, Task
-from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes
-from canzona_compile.replica.twin import plain_class
 from canzona_compile.session.bind import Binder
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.plan import captured_step, check_pieces, joined, lower

@@ -31,8 +31,8 @@ from canzona_compile.runtime.process_groups import Groups
 from canzona_compile.session.bound import BoundParam
 from canzona_compile.session.gradients import StepGradients
 from canzona_compile.session.plan import Plan
+from canzona_compile.session.whole_leaf import whole_leaf
 from canzona_compile.views.view import held_part
-from canzona_compile.views.whole_leaf import whole_leaf
 
 
 class StateStore:

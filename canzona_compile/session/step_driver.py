@@ -10,9 +10,9 @@ import torch
 from canzona_compile.capture.templates import Capture
 from canzona_compile.eager.shadow import Shadow
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import Observer
 from canzona_compile.ir.program_ops import Watch
-from canzona_compile.options import Options
 from canzona_compile.replica.raised import Untraceable
 from canzona_compile.replica.twin import make_twin, step_plainly
 from canzona_compile.runtime.executor import Sources

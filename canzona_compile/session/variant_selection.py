@@ -10,7 +10,7 @@ from typing import Any
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
 from canzona_compile.capture.variant import Scalars
-from canzona_compile.progress.interrupts import uninterrupted
+from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.replica.external_counters import Counter
 from canzona_compile.replica.leaves import read, write
 from canzona_compile.replica.raised import Untraceable

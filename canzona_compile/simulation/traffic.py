@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from canzona_compile.analysis.roofline import GraphTime, PlacedTime
-from canzona_compile.compat.torch_private import OpOverload
 from canzona_compile.ir import program_ops
+from canzona_compile.ir.fx_utils import is_operator
 from canzona_compile.ir.layout import Grid
 from canzona_compile.ir.step import MicroGroup, Phase, Step, Task, Wire
 from canzona_compile.lowering.batch_graph import LoopOver, product
@@ -183,7 +183,7 @@ class Launches:
                     continue
                 each = node.target is program_ops.each or isinstance(node.target, LoopOver)
                 target = node.args[0] if each else node.target
-                view = isinstance(target, OpOverload) and target.is_view
+                view = is_operator(target) and target.is_view
                 counted = int(self.loops or not view)
                 if each:
                     own += counted + self.loops

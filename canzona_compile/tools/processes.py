@@ -29,9 +29,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from canzona_compile.compat.telling import heard_by, tell
 from canzona_compile.compat.torch_private import PrefixStore, TCPStore, signal_when_parent_dies
 from canzona_compile.errors import CanzonaError
-from canzona_compile.progress.telling import heard_by, tell
 
 # A forked process would inherit locks that are held and threads that it does not have, and could not use CUDA. A fork
 # server would keep the environment and the standard error that the caller had when its first process started.

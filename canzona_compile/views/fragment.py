@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from canzona_compile.errors import UnsupportedLayout
 from canzona_compile.ir.layout import Box
 from canzona_compile.ir.sharding import Tiling
+from canzona_compile.ir.split import Split
 from canzona_compile.replica.leaves import LeafPath, leaf_name, paths_of, read
-from canzona_compile.split import Split
 from canzona_compile.views.view import ParamView, State, ViewPart, WholeOf, rewritten
 
 

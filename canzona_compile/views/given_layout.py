@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from canzona_compile.errors import CanzonaError, UnsupportedLayout
+from canzona_compile.ir.given_layout import GivenLayout
 from canzona_compile.ir.layout import cutting_order
 from canzona_compile.ir.sharding import Sharding, shard_dim
-from canzona_compile.options import GivenLayout
-from canzona_compile.split import check_patterns
+from canzona_compile.ir.split import check_patterns
 
 WHERE = "wrap(..., layout=)"
 Named = Sequence[tuple[str, int, Tensor]]  # name, index of the parameter group, parameter

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from canzona_compile.ir.layout import Box, Layout
+from canzona_compile.ir.split import Split, entries_in, part_of_layout, rows_of
 from canzona_compile.replica.leaves import LeafPath, paths_of, read, structure_of, write
-from canzona_compile.split import Split, entries_in, part_of_layout, rows_of
 from canzona_compile.views.elements import Elements
 from canzona_compile.views.view import ParamView, State, ViewPart
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from torch import nn
 
 import canzona_compile
+from canzona_compile.compat import logs
+from canzona_compile.compat import telling as progress
 from canzona_compile.errors import CanzonaError
-from canzona_compile.progress import logs
-from canzona_compile.progress import telling as progress
 
 FOR_EVER = 1e6  # seconds
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import canzona_compile
+from canzona_compile.compat.interrupts import interrupted_here, interrupts_later, uninterrupted
 from canzona_compile.compat.torch_private import TorchDispatchMode, dispatch_modes
-from canzona_compile.progress.interrupts import interrupted_here, interrupts_later, uninterrupted
 from tests.harness.interrupted import begun, feed, params_of
 from tests.harness.marks import full
 

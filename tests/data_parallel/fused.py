@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import canzona_compile
 from canzona_compile import Split
-from canzona_compile.split import rows_of
+from canzona_compile.ir.split import rows_of
 from examples.optimizers.soap import SOAP
 from tests.data_parallel.models import different_state
 from tests.harness.layouts import full, mesh_of

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from canzona_compile.chains.chain import Chain
-from canzona_compile.replica.twin import plain_class
-from canzona_compile.split import chosen, rows_of
+from canzona_compile.api.chains.chain import Chain
+from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.ir.split import chosen, rows_of
 from tests.harness.pairs import same_bits
 from tests.harness.verdicts import ways_of
 

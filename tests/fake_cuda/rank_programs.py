@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx
 
 import canzona_compile.passes
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.program import Program
 from canzona_compile.ir.step import Role, Step
-from canzona_compile.options import Options
 from canzona_compile.runtime.buffers import SharedSlots
 from canzona_compile.runtime.executor import Sources
 from canzona_compile.runtime.process_groups import Groups

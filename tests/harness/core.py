@@ -70,7 +70,6 @@ CORE: dict[str, tuple[str, ...]] = {
     "rates of hardware": ("tests/machine",),
     "fragments, pieces and slices": ("tests/views",),
     "what users call": ("tests/api", "tests/clients/test_copies.py", "tests/clients/test_schedulers.py"),
-    "which parameters are hidden matrices": ("tests/choice",),
     "tools": ("tests/report/test_explain.py", "tests/tools/test_processes.py", "tests/tools/test_verification.py"),
 }
 

@@ -14,7 +14,8 @@ from torch._dynamo import guards
 from torch.optim import Muon, Optimizer
 
 from canzona_compile.capture.templates import Capture
-from canzona_compile.replica.twin import plain_class, signature
+from canzona_compile.compat.optimizer_class import plain_class
+from canzona_compile.replica.twin import signature
 from canzona_compile.session import session
 
 Shape = tuple[int, ...]

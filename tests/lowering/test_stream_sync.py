@@ -22,12 +22,12 @@ import canzona_compile
 from canzona_compile.capture.templates import Capture
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Act, BufferUse, Form, Step, Task, Template
 from canzona_compile.lowering.stream_sync import COMPUTE, PACK
 from canzona_compile.machine.hardware import Machine
-from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.session import plan

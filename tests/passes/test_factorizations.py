@@ -18,13 +18,13 @@ from canzona_compile.analysis.flops import symbolic_flops
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.ir import program_ops
 from canzona_compile.ir.fx_utils import placeholders
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Leaf, Placed, Role, Template
 from canzona_compile.ir.verifier import verify
 from canzona_compile.kernels import batched, cholesky_qr, inverse_root
 from canzona_compile.kernels.root_ops import INVERSE_ROOT
 from canzona_compile.machine.hardware import Machine, hardware_from, named_hardware
-from canzona_compile.options import Options
 from canzona_compile.passes import Batching, Emit, Place, lowering_passes, planning_passes
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import FACTORIZATIONS, factorization

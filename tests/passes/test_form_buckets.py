@@ -13,12 +13,12 @@ from hypothesis import strategies as some
 
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.bucket import ALIGNMENT, Bucket, BucketSlice
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Step
 from canzona_compile.ir.verifier import verify
 from canzona_compile.machine.hardware import Machine, named_hardware
-from canzona_compile.options import Options
 from canzona_compile.passes import FormBuckets, planning_passes, zero1_passes
 from canzona_compile.passes.form_buckets import MOST_PADDING, SMALLEST_CUT, Weight, aligned, fill, in_buckets, seconds
 from tests.harness.marks import first

@@ -19,10 +19,10 @@ from canzona_compile.analysis.newton_schulz import Polynomial, chains
 from canzona_compile.analysis.norm_bounds import norm_bound
 from canzona_compile.analysis.roofline import product_flops
 from canzona_compile.capture.templates import Capture
+from canzona_compile.ir.options import Numerics, Options
 from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.kernels.ops import SYM_GEMM
 from canzona_compile.machine.hardware import Machine, named_hardware
-from canzona_compile.options import Numerics, Options
 from canzona_compile.passes import lowering_passes, planning_passes
 from canzona_compile.passes.gram import rewritten
 from canzona_compile.passes.symmetry import rewritten as with_halves

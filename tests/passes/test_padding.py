@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from canzona_compile.ir.fx_utils import tensor_value
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.ir.step import Placed
 from canzona_compile.kernels.ops import PAD_CAST, SYM_GEMM
 from canzona_compile.machine.hardware import Machine
-from canzona_compile.options import Options
 from canzona_compile.passes import Padding, lowering_passes, planning_passes
 from canzona_compile.passes.padding import padded, wanted
 from canzona_compile.passes.symmetry import rewritten

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest
 
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.ir.printer import show
 from canzona_compile.ir.step import Form, Step, Strategy
-from canzona_compile.options import Options
 from canzona_compile.passes import OwnerReplica, Reopen, lowering_passes, planning_passes, relowering_passes
 from tests.harness.samples import grid_of, muon_step
 

@@ -13,10 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from canzona_compile.ir.fx_utils import placeholders
 from canzona_compile.ir.layout import Shape
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.step import Leaf, Role, Template
 from canzona_compile.kernels.root_ops import CHOLESKY_QR, INVERSE_ROOT
 from canzona_compile.machine.hardware import Machine
-from canzona_compile.options import Options
 from canzona_compile.passes import Canonicalize, Roots, planning_passes
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP

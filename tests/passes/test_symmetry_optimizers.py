@@ -16,13 +16,13 @@ from canzona_compile.analysis.flops import symbolic_flops
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.analysis.symmetry_proof import symmetric_leaves
 from canzona_compile.capture.templates import Capture
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import PassHistory, run
 from canzona_compile.ir.printer import differences, show
 from canzona_compile.ir.step import Form, Leaf, Placed, Role, Step, Task, Template
 from canzona_compile.kernels import gemm_axpby, sym_gemm
 from canzona_compile.kernels.ops import GEMM_AXPBY, SYM_GEMM
 from canzona_compile.machine.hardware import Machine, named_hardware
-from canzona_compile.options import Options
 from canzona_compile.passes import Symmetry, lowering_passes, planning_passes
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from examples.optimizers.shampoo import Shampoo

@@ -18,10 +18,10 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 import canzona_compile
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir import pipeline
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Form
 from canzona_compile.machine.hardware import named_hardware
-from canzona_compile.options import Options
 from canzona_compile.passes import FollowOwners, lowering_passes
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import mesh_of

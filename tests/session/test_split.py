@@ -18,7 +18,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 import canzona_compile
 from canzona_compile import CanzonaError, Split
-from canzona_compile.split import rows_of
+from canzona_compile.ir.split import rows_of
 from examples.optimizers.normuon import NorMuon
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import Case, Laid, full, replicate_of

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import canzona_compile
-from canzona_compile.capture.variant import repetition, variant_period_of
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.variant_period import repetition, variant_period_of
 from examples.optimizers.shampoo import Shampoo
 from examples.optimizers.soap import SOAP
 from tests.harness.layouts import Case, Laid, full, replicate_of

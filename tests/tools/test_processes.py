@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from canzona_compile.compat.telling import heard_by, tell
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.progress.telling import heard_by, tell
 from canzona_compile.tools.processes import ProcessCall, Worker, collect, run, run_ranks
 from tests.harness.marks import full
 from tests.tools.user_builds import leaves, raises

@@ -7,8 +7,8 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from canzona_compile.compat.telling import shown
 from canzona_compile.errors import CanzonaError
-from canzona_compile.progress.telling import shown
 from canzona_compile.tools.calibration.calibrate import calibrate
 
 log = logging.getLogger(__name__)

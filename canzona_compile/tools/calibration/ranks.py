@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError
 from canzona_compile.machine.hardware import Link
-from canzona_compile.progress.telling import tell
 from canzona_compile.tools.calibration import links, measure
 from canzona_compile.tools.calibration.bookkeeping import bookkeeping
 from canzona_compile.tools.calibration.clock import Clock

@@ -12,13 +12,13 @@ from typing import get_args
 
 from rich.console import Console
 
+from canzona_compile.compat.telling import shown, tell
 from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
+from canzona_compile.ir.options import Numerics, StrategyOption
 from canzona_compile.ir.plan_file import read_plan
-from canzona_compile.options import Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
-from canzona_compile.progress.telling import shown, tell
 from canzona_compile.report.measured import read_measured
 from canzona_compile.report.terminal import render
 from canzona_compile.tools.planning.difference import difference, difference_page

@@ -16,10 +16,10 @@ import sympy
 from canzona_compile.analysis.flops import dim_symbols, flops_of, symbolic_bytes
 from canzona_compile.analysis.roofline import PlacedTime, placed_time
 from canzona_compile.ir.bucket import BUCKET_BYTES, Bucket
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.step import Phase, Placed, Role, Step, Task
 from canzona_compile.machine.hardware import Hardware
-from canzona_compile.options import Options
 from canzona_compile.ownership.exact import solve
 from canzona_compile.ownership.jobs import Job
 from canzona_compile.passes import relowering_passes

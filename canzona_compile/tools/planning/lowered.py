@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from canzona_compile.chains.sequence import in_sequence
 from canzona_compile.data_parallel.model_plan import schedule_of
 from canzona_compile.errors import CanzonaError
+from canzona_compile.ir.options import Options
 from canzona_compile.ir.pipeline import run
+from canzona_compile.ir.sequence import in_sequence
 from canzona_compile.ir.step import Step
-from canzona_compile.options import Options
 from canzona_compile.passes import planning_passes, zero1_passes
 from canzona_compile.session.plan import lower
 from canzona_compile.tools.planning.mesh import Mesh

@@ -13,18 +13,18 @@ from torch import fx
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from canzona_compile.api.chains.chain import Chain
 from canzona_compile.api.muon_adamw import plain_muon_adamw
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.capture.templates import Capture
-from canzona_compile.capture.variant import VariantPeriod
-from canzona_compile.chains.chain import Chain
+from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.layout import Layout, Shape
 from canzona_compile.ir.printer import dtype_name
 from canzona_compile.ir.step import Form, Leaf, Role, Step, Task, Template
+from canzona_compile.ir.variant_period import VariantPeriod
 from canzona_compile.machine.hardware import Machine
 from canzona_compile.replica.parameter_spec import ParameterSpec
-from canzona_compile.replica.twin import plain_class
 from canzona_compile.session.plan import joined
 from canzona_compile.tools.planning.mesh import Mesh, WeightSharding, check
 from canzona_compile.tools.planning.weights import Model, ModelWeight

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import lcm
 
-from canzona_compile.capture.variant import VariantPeriod
 from canzona_compile.ir.step import Step
+from canzona_compile.ir.variant_period import VariantPeriod
+from canzona_compile.passes.stagger import LONGEST
 from canzona_compile.session.plan import taking
-from canzona_compile.session.stagger import LONGEST
 
 Templates = tuple[str, ...]  # of all tasks with a period, in their order
 

@@ -11,15 +11,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from canzona_compile.analysis.flops import bytes_of_wires
-from canzona_compile.chains.chain import Chain
+from canzona_compile.api.chains.chain import Chain
 from canzona_compile.data_parallel.engine import GatherAt
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.bucket import BUCKET_BYTES
+from canzona_compile.ir.options import Numerics, Options, StrategyOption
 from canzona_compile.ir.pipeline import run
 from canzona_compile.ir.plan_file import PlanFile
 from canzona_compile.ir.step import Step
 from canzona_compile.machine.hardware import Hardware, Machine, named_hardware
-from canzona_compile.options import Numerics, Options, StrategyOption
 from canzona_compile.passes import planning_passes
 from canzona_compile.simulation.simulate import simulate
 from canzona_compile.tools.planning.forecast import Request, forecast

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from canzona_compile.choice.rows import format_count
+from canzona_compile.api.choice.rows import format_count
 from canzona_compile.machine.hardware import Curve, Hardware, Link
 from canzona_compile.report.page import (
     Bar,

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 
 from rich.console import Console
 
-from canzona_compile.progress.telling import shown
+from canzona_compile.compat.telling import shown
 from canzona_compile.tools.profiling.profile import profile
 from canzona_compile.tools.verification.command import add_run_arguments, run_arguments
 

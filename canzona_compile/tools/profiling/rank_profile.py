@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from canzona_compile.compat.telling import tell
 from canzona_compile.errors import CanzonaError
 from canzona_compile.ir.step import Phase, Step
 from canzona_compile.machine.hardware import Hardware
-from canzona_compile.progress.telling import tell
 from canzona_compile.report.build import Report
 from canzona_compile.report.measured import simulated_steps
 from canzona_compile.runtime.step_clock import MeasuredStep

@@ -9,13 +9,13 @@ from argparse import ArgumentParser, Namespace
 
 import torch
 
+from canzona_compile.compat.telling import shown, tell
 from canzona_compile.errors import CanzonaError
 from canzona_compile.kernels import tuning_cache
 from canzona_compile.kernels.candidates import candidates
 from canzona_compile.kernels.dispatch import KernelChoice, Operation
 from canzona_compile.kernels.tensor_args import forget_decisions, machine
 from canzona_compile.kernels.tune import Trial, Verdict, cuda_clock, tune
-from canzona_compile.progress.telling import shown, tell
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any, get_args
 import torch
 from rich.console import RenderableType
 
-from canzona_compile.options import NOT_YET_OPTIONS, Options
-from canzona_compile.progress.telling import tell
+from canzona_compile.compat.telling import tell
+from canzona_compile.ir.options import NOT_YET_OPTIONS, Options
 from canzona_compile.tools.processes import ProcessCall, run_ranks
 from canzona_compile.tools.verification.failure import CannotVerify
 from canzona_compile.tools.verification.findings import Findings, merged, of_both_plans

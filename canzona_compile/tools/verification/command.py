@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from canzona_compile.options import MissingGrads, Numerics, StrategyOption
+from canzona_compile.compat.telling import shown
+from canzona_compile.ir.options import MissingGrads, Numerics, StrategyOption
 from canzona_compile.ownership import NAMES
-from canzona_compile.progress.telling import shown
 from canzona_compile.tools.verification.check import OPTIONS, verify
 from canzona_compile.tools.verification.layouts import LayoutName
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.chains.views import ChainState, FixedGroups
+from canzona_compile.api.chains.views import ChainState, FixedGroups
+from canzona_compile.compat.optimizer_class import plain_class, required_arguments
 from canzona_compile.errors import CanzonaError, UnsupportedOptimizer
-from canzona_compile.replica.twin import plain_class, required_arguments
 
 
 def chain(*optimizers: Optimizer) -> Chain:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from canzona_compile.analysis.step_time import rates_of
-from canzona_compile.capture.variant import VariantPeriod
 from canzona_compile.ir.step import Step, Task
+from canzona_compile.ir.variant_period import VariantPeriod
 
 MOST_PHASES = 16  # per period; every step on which some matrix refreshes needs a program of its own
 LONGEST = 256  # the most steps of a profile; a longer common period is cut off there

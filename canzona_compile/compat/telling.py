@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from canzona_compile.progress.logs import ROOT, VARIABLE
+from canzona_compile.compat.logs import ROOT, VARIABLE
 
 log = logging.getLogger(__name__)
 ours = logging.getLogger(ROOT)

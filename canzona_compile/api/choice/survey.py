@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from canzona_compile.choice import names
+from canzona_compile.api.choice import names
 from canzona_compile.ir.canonical_names import canonical_name, common_prefix
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 
 from canzona_compile import CanzonaError, Choice, UnsupportedLayout, hidden_matrices
-from tests.choice.models import ARCHITECTURES, Architecture
+from tests.api.choice_models import ARCHITECTURES, Architecture
 from tests.harness.ranks import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of transformers

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from canzona_compile.choice import names
-from canzona_compile.choice.rows import TOTALS, Choice, NamedParams, Row
-from canzona_compile.choice.survey import Survey, class_name, is_linear, is_wide
+from canzona_compile.api.choice import names
+from canzona_compile.api.choice.rows import TOTALS, Choice, NamedParams, Row
+from canzona_compile.api.choice.survey import Survey, class_name, is_linear, is_wide
 from canzona_compile.compat.torch_private import is_flattened
 from canzona_compile.errors import CanzonaError, UnsupportedLayout, some
 from canzona_compile.ir.canonical_names import canonical_name, canonical_params

@@ -2,89 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement
 
 from canzona_compile.errors import CanzonaError
-from canzona_compile.ir.canonical_names import canonical_name
+from canzona_compile.ir.given_layout import GivenLayout
 from canzona_compile.ir.plan_file import PlanFile
+from canzona_compile.ir.split import Split
 from canzona_compile.machine.hardware import Hardware
 from canzona_compile.ownership import planner_named
-from canzona_compile.split import Split
 
 StrategyOption = Literal["auto", "owner", "replicated"]
 Numerics = Literal["exact", "fast"]
 MissingGrads = Literal["skip", "zero"]
 # Arguments of `wrap` that it converts before it makes `Options` of them: it reads files and computes names.
 NOT_YET_OPTIONS = ("split", "layout", "model", "hardware", "plan")
-
-Given: TypeAlias = DeviceMesh | tuple[DeviceMesh, Sequence[Placement]] | None
-LayoutOption: TypeAlias = DeviceMesh | Mapping[str, Given] | Callable[[str, Tensor], Given] | None
-
-
-@dataclass(frozen=True, slots=True)
-class GivenLayout:
-    """What the user says of plain tensors that are fragments.
-
-    What is said of a parameter is a mesh with its placements; or a mesh alone, which is then the tensor-parallel mesh
-    for Megatron's attributes; or None, which means that each rank holds it whole.
-
-    Attributes:
-        patterns: patterns of parameter names with what is said of the parameters that they match; the first one counts.
-        function: says it by name and parameter; None if there are patterns or a mesh alone.
-        mesh: the tensor-parallel mesh of parameters that no pattern matches; None if it is not known.
-    """
-
-    patterns: tuple[tuple[str, Given], ...] = ()
-    function: Callable[[str, Tensor], Given] | None = None
-    mesh: DeviceMesh | None = None
-
-    @classmethod
-    def of(cls, given: LayoutOption) -> GivenLayout | None:
-        """Take the argument `layout=`.
-
-        Raises:
-            CanzonaError: it is none of the things that it may be.
-        """
-        if given is None:
-            return None
-        if isinstance(given, DeviceMesh):
-            return cls(mesh=given)
-        if isinstance(given, Mapping):
-            meshes = {mesh for mesh in map(mesh_in, given.values()) if mesh is not None and mesh.ndim == 1}
-            patterns = tuple((canonical_name(pattern), told) for pattern, told in given.items())
-            return cls(patterns, mesh=meshes.pop() if len(meshes) == 1 else None)
-        if callable(given):
-            return cls(function=given)
-        raise CanzonaError(
-            f"layout= takes patterns of names, a function or a DeviceMesh, not a {type(given).__name__}",
-            at="the option layout",
-            hint='layout={"*.fc1.weight": (mesh, [Shard(0)]), "*.fc2.weight": (mesh, [Shard(1)])}',
-        )
-
-    def for_names(self, names: Iterable[str]) -> GivenLayout:
-        """The same without the patterns that match none of some names."""
-        known = list(names)
-        kept = tuple(p for p in self.patterns if any(fnmatchcase(name, p[0]) for name in known))
-        return replace(self, patterns=kept)
-
-    def known_meshes(self) -> list[DeviceMesh]:
-        """The meshes that are given whatever the parameters are."""
-        found = [self.mesh, *(mesh_in(given) for _, given in self.patterns)]
-        return [mesh for mesh in found if mesh is not None]
-
-
-def mesh_in(given: Any) -> DeviceMesh | None:
-    """The mesh in what is said of a parameter; None if there is none, or if what is said makes no sense."""
-    first = given[0] if isinstance(given, tuple | list) and given else given
-    return first if isinstance(first, DeviceMesh) else None
 
 
 @dataclass(frozen=True, slots=True)
