@@ -18,11 +18,12 @@ from canzona_compile.errors import CanzonaError
 from canzona_compile.replica.copies import with_own_containers
 from canzona_compile.replica.error_origin import blamed, first_line
 from canzona_compile.replica.external_counters import Counts, counts_of, give_counts, step_alone
+from canzona_compile.replica.homes import NOT_COPIED, copied_attributes, hypers
 from canzona_compile.replica.leaves import paths_of, python_leaves, read, state_leaves, structure_of, write
 from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.raised import Note, NotingFakeMode, NotingFunctions, NotingShapeEnv, Swallowed, Untraceable
-from canzona_compile.replica.twin import NOT_COPIED, hypers, make_twin, rebound, step_plainly
+from canzona_compile.replica.twin import make_twin, rebound, step_plainly
 
 NEEDS_VALUES = "its step needs tensor values"
 
@@ -148,7 +149,7 @@ class FakeTwin:
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Give the twin the attributes that the optimizer has now."""
-        own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
+        own = copied_attributes(optimizer)
         for name in vars(self.twin).keys() - own.keys() - NOT_COPIED:
             del vars(self.twin)[name]
         own = rebound(own, optimizer, self.twin)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.interrupts import interrupts_later
 from canzona_compile.compat.optimizer_class import plain_class
-from canzona_compile.eager.publish import Published, homes_of, is_plain, objects_in, plain_objects_in
+from canzona_compile.eager.publish import Published, is_plain, objects_in, plain_homes, plain_objects_in
 from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.snapshot import changed
@@ -120,7 +120,7 @@ def step_together(
     """
     twin = make_twin(optimizer, {}, [], {param: own for param, own in state.items() if own})
     twin.param_groups = [{**optimizer.param_groups[g], "params": list(own)} for g, own in params.items()]
-    before, objects = [dict(home) for home in homes_of(twin)], objects_in(twin)
+    before, objects = [dict(home) for home in plain_homes(twin)], objects_in(twin)
     partial = len(params) < len(optimizer.param_groups)
     real = plain_objects_in(optimizer) if partial else {}
     with interrupts_later(), NoCollectives():
@@ -136,7 +136,7 @@ def step_together(
             "may read",
             hint="put a new value there",
         )
-    after = homes_of(twin)
+    after = plain_homes(twin)
     same = [{k for k, v in new.items() if k in old and old[k] is v} for old, new in zip(before, after, strict=True)]
     own = {param for group in params.values() for param in group}
     kept = {key: entry for key, entry in twin.state.items() if isinstance(key, Tensor) and entry}

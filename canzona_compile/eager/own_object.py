@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from canzona_compile.errors import CanzonaError, some
-from canzona_compile.replica.attribute_watch import TORCH_S_OWN
 from canzona_compile.replica.construction import Construction, NotConstructible
 from canzona_compile.replica.error_origin import blamed, first_line
+from canzona_compile.replica.homes import hypers, own_attributes
 from canzona_compile.replica.object_state import (
     NOTES,
     KeptPlace,
@@ -35,7 +35,7 @@ from canzona_compile.replica.object_state import (
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import MatrixGenerators
 from canzona_compile.replica.snapshot import Contents, Snapshot, changed
-from canzona_compile.replica.twin import NOT_COPIED, as_written, hypers, step_plainly
+from canzona_compile.replica.twin import as_written, step_plainly
 
 OWN_OBJECT = "resident"  # the key of the object in `optimizer.state[param]` on its owner
 GENERATOR, CUDA_GENERATOR = "generator", "generator_cuda"  # leaves of its portable state, beside what it keeps
@@ -241,9 +241,8 @@ class OwnObject:
         """What lies in the attributes that do not change, with tensors by version."""
         names = {id(self.param): "parameter", id(self.optimizer): "the optimizer"}
         walk = Snapshot(lambda value: names.get(id(value)), bits=False)
-        for name, value in vars(self.optimizer).items():
-            if name not in {*NOT_COPIED, *TORCH_S_OWN, *self.recipe.attributes, "defaults"}:
-                walk.add(f"self.{name}", value)
+        changing = {*self.recipe.attributes, "defaults"}
+        walk.add_home("self", {k: v for k, v in own_attributes(self.optimizer).items() if k not in changing})
         return walk.found
 
 

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import UnsupportedOptimizer, some
-from canzona_compile.replica.attribute_watch import TORCH_S_OWN
+from canzona_compile.replica.homes import homes_of
 from canzona_compile.replica.snapshot import Contents, Snapshot, changed
-from canzona_compile.replica.twin import NOT_COPIED, hypers, odd_state
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 MOST_OBJECTS = 1000  # places in attributes that cannot be sent; looking at them costs time on every step
@@ -88,16 +87,11 @@ def cells_of(group_sizes: Sequence[int], by_group: bool) -> list[tuple[int, ...]
     return [tuple(sorted([first, *empty])), *((g,) for g in others)]
 
 
-def homes_of(optimizer: Optimizer, groups: Collection[int] | None = None) -> Homes:
+def plain_homes(optimizer: Optimizer, groups: Collection[int] | None = None) -> Homes:
     """What an optimizer holds beside parameters and their state, as far as it is plain; of all groups or of some."""
-    own = [group for g, group in enumerate(optimizer.param_groups) if groups is None or g in groups]
-    found = [attributes_of(optimizer), odd_state(optimizer), *map(hypers, own)]
-    return [{k: v for k, v in home.items() if is_plain(v)} for home in found]
-
-
-def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of an optimizer that are its own."""
-    return {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED and k not in TORCH_S_OWN}
+    homes = homes_of(optimizer)
+    names = homes if groups is None else ["self", "self.state", *(f"param_groups[{g}]" for g in groups)]
+    return [{k: v for k, v in homes[name].items() if is_plain(v)} for name in names]
 
 
 def objects_in(optimizer: Optimizer) -> Contents:
@@ -113,12 +107,8 @@ def plain_objects_in(optimizer: Optimizer) -> Contents:
 def _held(optimizer: Optimizer, plain: bool) -> Contents:
     most = MOST_PLAIN if plain else MOST_OBJECTS
     walk = Snapshot(lambda value: "the optimizer" if value is optimizer else None, bits=False, most=most)
-    homes = {"self": attributes_of(optimizer), "self.state": odd_state(optimizer)}
-    homes |= {f"param_groups[{g}]": hypers(group) for g, group in enumerate(optimizer.param_groups)}
-    for name, home in homes.items():
-        for key, value in home.items():
-            if is_plain(value) is plain:
-                walk.add(f"{name}.{key}", value)
+    for name, home in homes_of(optimizer).items():
+        walk.add_home(name, {key: value for key, value in home.items() if is_plain(value) is plain})
     return walk.found
 
 
@@ -152,8 +142,7 @@ def shared_contents(published: Published) -> Contents:
     """What a step left in the homes that belong to all groups, by place."""
     walk = Snapshot()
     for name, home in zip(("self", "self.state"), published.homes, strict=False):
-        for key, value in home.items():
-            walk.add(f"{name}.{key}", value)
+        walk.add_home(name, home)
     return walk.found
 
 
@@ -167,7 +156,7 @@ def show(published: Published, optimizer: Optimizer) -> None:
         optimizer: gets it. What is plain in these homes here and not among it goes.
     """
     real: Homes = [vars(optimizer), optimizer.state, *(optimizer.param_groups[g] for g in published.groups)]
-    there = homes_of(optimizer, published.groups)
+    there = plain_homes(optimizer, published.groups)
     for home, here, new, kept in zip(real, there, published.homes, published.same, strict=True):
         for key in here.keys() - new.keys():
             del home[key]

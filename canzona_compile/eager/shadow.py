@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from canzona_compile.eager.own_object import Recipe
 from canzona_compile.replica.construction import atoms_of
 from canzona_compile.replica.external_counters import around
+from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.object_state import Finder
 from canzona_compile.replica.randomness import MatrixGenerators, devices_among
-from canzona_compile.replica.twin import as_written, hypers, make_twin, step_plainly
+from canzona_compile.replica.twin import as_written, make_twin, step_plainly
 
 NAME = "the shadow of all matrices"  # seeds the generators of a constructed one, whose numbers reach no matrix
 

@@ -17,10 +17,11 @@ from canzona_compile.rehearsal.scenario import Scenario
 from canzona_compile.rehearsal.stepping import OneByOne, VisibleContext
 from canzona_compile.rehearsal.trial import RehearsedSteps, contents_of, take
 from canzona_compile.replica.error_origin import blamed, first_line
+from canzona_compile.replica.homes import copied_attributes
 from canzona_compile.replica.miniature import Miniature, public
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import changed
-from canzona_compile.replica.twin import NOT_COPIED, plain_attributes
+from canzona_compile.replica.twin import plain_attributes
 
 NamesByGroup = Sequence[Sequence[str]]  # of parameters, by group
 INDEPENDENT = "keep a step to its parameter, its gradient, its state and the hyperparameters of its group"
@@ -109,7 +110,7 @@ def refusal(
 
 def tensors_kept(optimizer: Optimizer) -> str:
     """Name the attributes of an optimizer that hold tensors, for a message; empty if there are none."""
-    own = {name: value for name, value in vars(optimizer).items() if name not in NOT_COPIED}
+    own = copied_attributes(optimizer)
     found = [
         f"self.{name}"
         for name, value in own.items()

@@ -30,12 +30,13 @@ from canzona_compile.rehearsal.trial import RehearsedSteps
 from canzona_compile.replica.cached_calls import CachedCalls
 from canzona_compile.replica.construction import Construction
 from canzona_compile.replica.external_counters import counts_of
+from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.miniature import Chosen, Miniature
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.raised import Note, NotingFunctions
 from canzona_compile.replica.randomness import devices_among, seed_generators
 from canzona_compile.replica.snapshot import Contents, Snapshot
-from canzona_compile.replica.twin import as_written, hypers, plain_attributes, step_plainly
+from canzona_compile.replica.twin import as_written, plain_attributes, step_plainly
 
 MOST_STEPPING = 8  # parameters
 SECONDS = 2  # of these that are of the kind of another one
@@ -93,8 +94,7 @@ class FakeMiniature(Miniature):
             walk.found[f"parameter {i}"] = self.prints.of(param)
             walk.add(f"the state of parameter {i}", self.optimizer.state.get(param) or {})
         for g, group in enumerate(self.optimizer.param_groups):
-            for name, value in hypers(group).items():
-                walk.add(f"param_groups[{g}][{name!r}]", value)
+            walk.add_home(f"param_groups[{g}]", hypers(group))
         for counter, number in counts_of(self.optimizer).items():
             if counter.home != "group":
                 walk.found[f"{counter.home}.{counter.key}"] = number

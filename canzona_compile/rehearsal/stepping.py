@@ -18,11 +18,12 @@ from canzona_compile.eager.shadow import ObjectShadow, Shadow
 from canzona_compile.errors import some
 from canzona_compile.rehearsal.trial import contents_of
 from canzona_compile.replica.construction import Construction, NotConstructible, reads_values
+from canzona_compile.replica.homes import hypers
 from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import MutedDraws, seeded
 from canzona_compile.replica.snapshot import Contents
-from canzona_compile.replica.twin import hypers, plain_attributes, step_plainly
+from canzona_compile.replica.twin import plain_attributes, step_plainly
 
 
 class VisibleContext(enum.Enum):

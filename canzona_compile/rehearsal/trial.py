@@ -20,12 +20,13 @@ from canzona_compile.rehearsal.endless import Endless, Lines, NoCrash, unfinishe
 from canzona_compile.rehearsal.scenario import Scenario
 from canzona_compile.replica.cached_calls import CachedCalls
 from canzona_compile.replica.external_counters import Counter, counts_of
+from canzona_compile.replica.homes import homes_of, hypers
 from canzona_compile.replica.memory import memory_of
 from canzona_compile.replica.miniature import Miniature
 from canzona_compile.replica.no_collectives import NoCollectives
 from canzona_compile.replica.outside import Outside
 from canzona_compile.replica.snapshot import Contents, Snapshot, bits_of, changed
-from canzona_compile.replica.twin import NOT_COPIED, as_written, hypers
+from canzona_compile.replica.twin import as_written
 
 ASKING = 4  # steps in which questions about the layout of gradients are noticed
 TINY = 2.0**-30  # the factor by which some elements of parameters shrink before each step
@@ -238,13 +239,6 @@ def walk_of(small: Miniature) -> Snapshot:
         walk.found.update(values.found)
         walk.add(f"the state of parameter {i}", optimizer.state.get(param) or {})
         walk.add(f"the attributes of parameter {i}", vars(param))
-    for g, group in enumerate(optimizer.param_groups):
-        for name, value in hypers(group).items():
-            walk.add(f"param_groups[{g}][{name!r}]", value)
-    for name, value in vars(optimizer).items():
-        if name not in NOT_COPIED:
-            walk.add(f"self.{name}", value)
-    for key, value in optimizer.state.items():
-        if not isinstance(key, Tensor):
-            walk.add(f"self.state[{key!r}]", value)
+    for home, entries in homes_of(optimizer).items():
+        walk.add_home(home, entries)
     return walk

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
-from canzona_compile.eager.publish import CoupledUpdate, attributes_of
+from canzona_compile.eager.publish import CoupledUpdate
 from canzona_compile.errors import UnsupportedOptimizer, some
 from canzona_compile.rehearsal.diagnosis import NamesByGroup, attribute_of, difference, where
 from canzona_compile.rehearsal.real_sizes import check_outside, coupled_at_real_sizes
@@ -22,10 +22,10 @@ from canzona_compile.rehearsal.scenario import Scenario, scenarios
 from canzona_compile.rehearsal.stepping import Together
 from canzona_compile.rehearsal.trial import RehearsedSteps, take
 from canzona_compile.replica.error_origin import blamed, first_line
+from canzona_compile.replica.homes import odd_state, own_attributes
 from canzona_compile.replica.object_state import Finder, NoPlace
 from canzona_compile.replica.randomness import seeded
 from canzona_compile.replica.snapshot import changed
-from canzona_compile.replica.twin import odd_state
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -146,7 +146,7 @@ def check_held(optimizer: Optimizer) -> None:
     Raises:
         UnsupportedOptimizer: it holds fragments beside its parameter groups, or random generators.
     """
-    kind, own = plain_class(optimizer).__name__, {**attributes_of(optimizer), "state": odd_state(optimizer)}
+    kind, own = plain_class(optimizer).__name__, {**own_attributes(optimizer), "state": odd_state(optimizer)}
     finder = Finder(torch.empty(0, device="cpu"))
     try:
         for name, value in own.items():

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from canzona_compile.errors import UnsupportedOptimizer, some
+from canzona_compile.replica.homes import own_attributes
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot, changed
-from canzona_compile.replica.twin import NOT_COPIED, other_attributes
+from canzona_compile.replica.twin import other_attributes
 
 MOST_REHEARSALS = (
     3  # for changes of one attribute: one that changes on every step, such as a log, must not cost as many
 )
 MOST_WATCHED = 1000  # places in the attributes of an optimizer; looking at them costs time on every step
 MOST_OF_PARAMETER = 100  # places in the attributes of one parameter
-# Attributes that torch sets by itself while training.
-TORCH_S_OWN = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_hook_for_profile")
 OF_PARAMETERS = "parameters' "  # places in attributes of parameters begin with it
 
 
@@ -88,8 +87,8 @@ class AttributeWatch:
     def _look(self, counters: Container[str]) -> Contents:
         own = self.optimizer
         walk = Snapshot(lambda v: "the optimizer" if v is own else by_identity(v), bits=False, most=MOST_WATCHED)
-        for name, value in vars(self.optimizer).items():
-            if name not in NOT_COPIED and name not in TORCH_S_OWN and name not in counters:
+        for name, value in own_attributes(own).items():
+            if name not in counters:
                 walk.add(name, value)
         found = walk.found
         for i, param in enumerate(p for group in own.param_groups for p in group["params"]):

@@ -21,13 +21,12 @@ from torch.optim import Optimizer
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import FakeTensorMode
 from canzona_compile.errors import some
-from canzona_compile.replica.attribute_watch import TORCH_S_OWN
 from canzona_compile.replica.copies import deep_copy
 from canzona_compile.replica.error_origin import blamed, first_line
+from canzona_compile.replica.homes import HOOKS, hypers, odd_state, own_attributes
 from canzona_compile.replica.memory import memory_of
 from canzona_compile.replica.miniature import public
 from canzona_compile.replica.snapshot import ATOMS, Contents, Snapshot, changed
-from canzona_compile.replica.twin import HOOKS, NOT_COPIED, hypers
 
 ParamGroup = Mapping[str, Any]
 GroupForm = Callable[[Sequence[ParamGroup]], list[Any]]
@@ -212,8 +211,7 @@ def names_in(group: ParamGroup) -> list[str]:
 
 def atoms_of(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes of an optimizer that are plain values."""
-    own = vars(optimizer)
-    return {k: v for k, v in own.items() if k not in NOT_COPIED and k not in TORCH_S_OWN and isinstance(v, ATOMS)}
+    return {k: v for k, v in own_attributes(optimizer).items() if isinstance(v, ATOMS)}
 
 
 # -- the comparison with the real optimizer --------------------------------------------------------
@@ -267,12 +265,9 @@ def contents(optimizer: Optimizer, params: Sequence[Tensor], counting: Container
         return None
 
     walk = Snapshot(label)
-    for name, value in vars(optimizer).items():
-        if name not in {*NOT_COPIED, *TORCH_S_OWN, "defaults"} and name not in counting:
-            walk.add(f"self.{name}", value)
-    for key, value in optimizer.state.items():
-        if not isinstance(key, Tensor):
-            walk.add(f"self.state[{key!r}]", value)
+    own = own_attributes(optimizer)
+    walk.add_home("self", {k: v for k, v in own.items() if k != "defaults" and k not in counting})
+    walk.add_home("self.state", odd_state(optimizer))
     return walk.found
 
 

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.replica.copies import with_own_containers
+from canzona_compile.replica.homes import hypers, odd_state
 from canzona_compile.replica.leaves import state_leaves
-from canzona_compile.replica.twin import as_written, hypers, odd_state, step_plainly
+from canzona_compile.replica.twin import as_written, step_plainly
 
 Home = Literal["group", "self", "state"]
 

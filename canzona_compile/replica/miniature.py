@@ -24,7 +24,7 @@ from canzona_compile.ir.layout import Shape, local_part
 from canzona_compile.ir.step import Leaf
 from canzona_compile.replica.closures import copy_closures
 from canzona_compile.replica.copies import Copies
-from canzona_compile.replica.twin import HOOKS, NOT_COPIED, hypers, odd_state
+from canzona_compile.replica.homes import HOOKS, copied_attributes, hypers, odd_state
 
 LARGEST = 4096  # elements of tensors beside parameters that are copied as they are
 Chosen = Sequence[Sequence[int]]  # for each parameter group, the positions of some of its parameters
@@ -62,7 +62,7 @@ class Miniature:
                 copies.put(param, small_of[id(param)])
             for tensor in (*large_tensors(optimizer), *(t for p in real for t in tensors_on(p))):
                 copies.put(tensor, blank(tensor, sizes))
-        own = {k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED}
+        own = copied_attributes(optimizer)
         groups, on_params = map(hypers, optimizer.param_groups), [public(vars(p)) for p in real]
         copy_closures([own, *groups, *on_params, odd_state(optimizer), *map(optimizer.state.get, real)], copies)
         for param in real:
@@ -169,7 +169,7 @@ def small_state(state: Mapping[str, Any], sizes: Mapping[int, int], copies: Copi
 
 def large_tensors(optimizer: Optimizer) -> list[Tensor]:
     """The large tensors and the DTensors that an optimizer holds in its attributes, also in modules."""
-    leaves = pytree.tree_leaves({k: v for k, v in vars(optimizer).items() if k not in NOT_COPIED})
+    leaves = pytree.tree_leaves(copied_attributes(optimizer))
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
     inside = [t for m in modules for t in (*m.parameters(), *m.buffers())]
     found = [t for t in (*leaves, *inside) if isinstance(t, Tensor)]

@@ -80,6 +80,11 @@ class Snapshot:
             self._seen[id(value)] = place, value
             self._look_into(place, value)
 
+    def add_home(self, home: str, entries: Mapping[Any, Any]) -> None:
+        """Look at the entries of one of the homes of an optimizer, see `homes_of`."""
+        for key, value in entries.items():
+            self.add(f"self.{key}" if home == "self" else f"{home}[{key!r}]", value)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that were looked at, by the place where each was first."""
         return ((place, value) for place, value in self._seen.values() if isinstance(value, Tensor))

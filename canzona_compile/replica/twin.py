@@ -15,14 +15,8 @@ from torch.optim import Optimizer
 
 from canzona_compile.compat.optimizer_class import plain_class, plain_step, required_arguments
 from canzona_compile.errors import UnsupportedOptimizer
+from canzona_compile.replica.homes import hypers, odd_state
 
-# Where hooks of an optimizer are kept.
-HOOKS = {
-    f"_optimizer_{hook}_hooks"
-    for hook in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre")
-} | {"_optimizer_load_state_dict_post_hooks"}
-# Attributes of an optimizer that copies do not share: they are made anew, or belong to the call of the real step.
-NOT_COPIED = {"step", "canzona", "param_groups", "state", *HOOKS}
 MARKS = (int, float, str, type(None))  # classes of attributes of parameters that plans know
 
 
@@ -88,16 +82,6 @@ def plain_attributes(param: Tensor) -> dict[str, Any]:
 def other_attributes(param: Tensor) -> dict[str, Any]:
     """The other attributes that users gave to a parameter, such as tensors and dicts."""
     return {k: v for k, v in vars(param).items() if not k.startswith("_") and not isinstance(v, MARKS)}
-
-
-def odd_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """Return the entries of an optimizer's state whose keys are no parameters."""
-    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-
-
-def hypers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters and their names."""
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def signature(group: Mapping[str, Any], counters: Container[str] = ()) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from canzona_compile.replica.twin import hypers
+from canzona_compile.replica.homes import hypers
 from canzona_compile.session.plan import Plan
 from canzona_compile.session.variant_selection import SameCounters
 

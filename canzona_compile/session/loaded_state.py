@@ -13,11 +13,11 @@ from canzona_compile.compat.optimizer_class import plain_class
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.eager.own_object import is_portable
 from canzona_compile.errors import CanzonaError
-from canzona_compile.replica.attribute_watch import TORCH_S_OWN
 from canzona_compile.replica.construction import atoms_of
+from canzona_compile.replica.homes import own_attributes
 from canzona_compile.replica.leaves import keys_of, leaf_name, read
 from canzona_compile.replica.parameter_spec import ParameterSpec
-from canzona_compile.replica.twin import NOT_COPIED, plain_attributes
+from canzona_compile.replica.twin import plain_attributes
 
 
 def keep_as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -57,8 +57,7 @@ def dtypes_of_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) 
     Returns:
         Nothing if such a step might write what the optimizer keeps on itself.
     """
-    own = vars(optimizer).keys() - {*NOT_COPIED, *TORCH_S_OWN, "defaults"}
-    if own - atoms_of(optimizer).keys():
+    if own_attributes(optimizer).keys() - {"defaults"} - atoms_of(optimizer).keys():
         return {}
     shape = tuple(min(size, 4) for size in param.shape)
     marks = tuple(sorted(plain_attributes(param).items()))

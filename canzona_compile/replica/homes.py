@@ -1,0 +1,46 @@
+"""Where an optimizer holds what belongs to no single parameter: its attributes, its parameter groups, odd entries of
+its state. Whoever copies, compares, watches or publishes an optimizer goes through these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+# Where hooks of an optimizer are kept.
+HOOKS = {
+    f"_optimizer_{hook}_hooks"
+    for hook in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre")
+} | {"_optimizer_load_state_dict_post_hooks"}
+# Attributes of an optimizer that copies do not share: they are made anew, or belong to the call of the real step.
+NOT_COPIED = {"step", "canzona", "param_groups", "state", *HOOKS}
+# Attributes that torch sets by itself while training.
+TORCH_S_OWN = {"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_hook_for_profile"}
+
+
+def copied_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer that copies have, too."""
+    return {name: value for name, value in vars(optimizer).items() if name not in NOT_COPIED}
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer that its class or its user has set; `defaults` are among them."""
+    return {name: value for name, value in copied_attributes(optimizer).items() if name not in TORCH_S_OWN}
+
+
+def odd_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """The entries of an optimizer's state whose keys are no parameters."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def hypers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters and their names."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def homes_of(optimizer: Optimizer) -> dict[str, dict[Any, Any]]:
+    """All of these by place: "self", "self.state", and "param_groups[0]" and so on."""
+    groups = {f"param_groups[{g}]": hypers(group) for g, group in enumerate(optimizer.param_groups)}
+    return {"self": own_attributes(optimizer), "self.state": odd_state(optimizer), **groups}
