@@ -100,6 +100,8 @@ class AssignOwners:
             return {}
         if self.strategy == "replicated":
             return {t.name: "asked for" for t in tasks}
+        drawing = {template.name for template in step.templates if template.draws}
+        tasks = [t for t in tasks if t.template not in drawing]  # each copy would get other numbers
         cuts = sorted({t.placed for t in tasks}, key=lambda name: (density(placed[name]), name))
         compute = {name: task_seconds(placed[name], step.machine, grid.members()) for name in cuts}
         rates = rates_of(step.machine, grid.members())

@@ -17,7 +17,7 @@ import torch
 from canzona_compile.compat.interrupts import interrupts_later
 from canzona_compile.compat.matmul_precision import Kept, put_back, switches
 from canzona_compile.compat.torch_private import (
-    LOGGER,
+    LOGGERS,
     TorchDispatchMode,
     at_start_of_traces,
     dispatch_modes,
@@ -162,13 +162,21 @@ def quiet() -> Iterator[None]:
 
     This adds a filter and sets no level: setting a level empties the caches of every logger of the process.
     """
-    LOGGER.addFilter(nothing)
+    with unlogged(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Inside this context, torch logs neither messages about a trace nor errors of operators on fake tensors."""
+    for logger in LOGGERS:
+        logger.addFilter(nothing)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        LOGGER.removeFilter(nothing)
+        for logger in LOGGERS:
+            logger.removeFilter(nothing)
 
 
 def nothing(_record: logging.LogRecord) -> bool:

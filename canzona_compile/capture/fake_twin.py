@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from canzona_compile.capture.compiled_calls import compiled_calls
-from canzona_compile.capture.dynamo import eagerly, outside_modes
+from canzona_compile.capture.dynamo import eagerly, outside_modes, unlogged
 from canzona_compile.capture.variant import FormChange, Source
 from canzona_compile.compat.torch_private import pytree
 from canzona_compile.errors import CanzonaError
@@ -108,7 +108,7 @@ class FakeTwin:
             UnsupportedOptimizer: the step was refused.
         """
         try:
-            with self.note.read():
+            with self.note.read(), unlogged():
                 step()
         except (CanzonaError, Swallowed):
             raise
@@ -139,12 +139,20 @@ class FakeTwin:
     # -- numbers and attributes --------------------------------------------------------------------------
 
     def set_numbers(self, group: Mapping[str, Any], counts: Counts | None = None) -> dict[str, Any]:
-        """Give the twin hyperparameters and counters for its next step, and return them as it sees them."""
+        """Give the twin hyperparameters and counters for its next step, and return them as it sees them.
+
+        Raises:
+            Untraceable: a number is a tensor by now, or a tensor has another form, for which another twin is needed.
+        """
         give_counts(self.twin, counts or {}, self.counts)
         own, group = self.twin.param_groups[0], one_by_one(group)
         for counter in own.keys() - group.keys() - {"params"}:  # the twin's last step made these
             del own[counter]
-        own.update((k, v) for k, v in hypers(group).items() if not isinstance(v, Tensor) or k not in own)
+        for name, value in hypers(group).items():
+            if not isinstance(value, Tensor) or name not in own:
+                own[name] = value
+            elif form_of(own[name]) != form_of(value):
+                raise Untraceable(f"the hyperparameter {name} has another form now")
         return group
 
     def refresh(self, optimizer: Optimizer) -> None:
@@ -242,3 +250,8 @@ def blank_state(state: Mapping[str, Any]) -> Any:
         ),
         dict(state),
     )
+
+
+def form_of(value: Any) -> tuple[Any, ...]:
+    """What recordings see of a hyperparameter that is a tensor, without its value; of others only their class."""
+    return (Tensor, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (type(value),)

@@ -237,6 +237,8 @@ class StepRecorder(FakeTwin, ABC):
         """Return what an input of a graph stands for; `name` is its name if it is a number."""
         for tensor, source in self.tensors():
             if tensor is value:
+                if source[0] == "scalar" and tensor.dim():
+                    raise Untraceable(f"its hyperparameter {source[1]} is a tensor of shape {list(tensor.shape)}")
                 return source
         if isinstance(value, FakeTensor):
             raise Untraceable(f"its step reads a tensor that is neither parameter, gradient nor state: {name}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from canzona_compile.compat.interrupts import uninterrupted
 from canzona_compile.replica.error_origin import blamed, first_line
@@ -16,6 +17,8 @@ from canzona_compile.replica.leaves import state_leaves
 from canzona_compile.replica.parameter_spec import ParameterSpec
 from canzona_compile.replica.randomness import undisturbed
 from canzona_compile.replica.twin import as_written, make_twin, plain_attributes, step_plainly
+
+DATA_SETTER = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @uninterrupted
@@ -54,9 +57,20 @@ def missing_rule(optimizer: Optimizer, group: Mapping[str, Any], param: DTensor)
     vars(like).update(plain_attributes(param))
     twin = make_twin(optimizer, group, [like])
     try:
-        with undisturbed(param.device):
+        with undisturbed(param.device), NoNewData():
             step_plainly(twin)
             step_plainly(twin)
     except Exception as error:  # whatever it is: on whole tensors the step may work
         return f"torch cannot run its step on shards: {first_line(error)}{blamed(error)}"
     return ""
+
+
+class NoNewData(TorchFunctionMode):
+    """Raises if code assigns to `data` of a DTensor: torch changes what holds the fragment then, not the fragment."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == DATA_SETTER and isinstance(args[0], DTensor):
+            raise TypeError("an assignment to .data does not reach the fragment of a DTensor")
+        return func(*args, **(kwargs or {}))

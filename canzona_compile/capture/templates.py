@@ -187,15 +187,23 @@ class Capture:
                 now = replace(now, coupled=before.coupled)  # what only the first steps changed has changed by now
             if replace(before, recipe=None) == replace(now, recipe=None):
                 return False
+        self.forget_kinds()
+        return True
+
+    def forget_kinds(self) -> None:
+        """Forget what was captured, so that all of it is captured anew, under the names that it had at first."""
         self.kinds.clear()
         self._separable.clear()
-        return True
 
     def _counting(self) -> set[str]:
         """The attributes of the optimizer in which the step counts."""
         shown = {path.split("/")[1] for r in self._rehearsals.values() if r.recipe for path in r.recipe.shared}
         shown |= {name for update in self._coupled_updates() for name in update.attributes}
         return shown | {counter.key for counter in self.counts if counter.home == "self"}
+
+    def _draws(self) -> bool:
+        """Whether steps draw random numbers, the first one at least."""
+        return any(rehearsal.draws for rehearsal in self._rehearsals.values())
 
     def _coupled_updates(self) -> list[CoupledUpdate]:
         return [rehearsal.coupled for rehearsal in self._rehearsals.values() if rehearsal.coupled is not None]
@@ -318,7 +326,7 @@ class Capture:
             return kind.templates[variant], after
         label = self._label(spec)
         family = kind.template.family if kind.templates else label  # the first one may have been dropped since
-        template = replace(template_of(variant, label, spec), family=family, state=kind.state)
+        template = replace(template_of(variant, label, spec), family=family, state=kind.state, draws=self._draws())
         named = {leaf.name for leaf in template.inputs if leaf.role is Role.STATE} | {*template.writes} - {"param"}
         if late := named - recorder.paths.keys():
             raise Untraceable(f"it creates the state {min(late)!r} later than in its first step")
@@ -334,7 +342,8 @@ class Capture:
         """Make a kind whose every step is the optimizer's own eager step, on an owner rank."""
         label = self._label(spec)
         log.info("%s is interpreted: %s", label, reason)
-        return ParamKind(None, {None: interpreted_template(label, spec, reason)}, (), {})
+        template = replace(interpreted_template(label, spec, reason), draws=self._draws())
+        return ParamKind(None, {None: template}, (), {})
 
     def _transitional(self, spec: ParameterSpec, state: Mapping[str, Any] | None, reason: str) -> ParamKind:
         """Make a kind for the one step that changes the form of the state. What comes after it is another kind."""

@@ -90,6 +90,7 @@ class Template:
     family: str = ""  # templates of one family are variants of one step: their state lives in the same places
     state: tuple[Leaf, ...] = ()  # all tensors of the state, also those that this variant does not touch
     precision: str = ""  # the float32 matmul precision that the step sets for its products; empty if it sets none
+    draws: bool = False  # whether it draws random numbers, which one rank has to do
     coupled: str = ""  # what steps together on one rank, the parameters of a "group" or of the "model"; empty: none
 
     def leaf(self, name: str) -> Leaf:

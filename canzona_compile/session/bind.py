@@ -206,8 +206,19 @@ class Binder:
             states = pieces.state_in(own.state or {})
             bound = [self.bind_piece(index + i, own, pieces, i, state) for i, state in enumerate(states)]
             if any(b.kind.template.interpreted or needs_whole_matrix(b.kind.template) for b in bound):
-                return bound  # elementwise work gives the same result on the pieces as on the whole
+                return bound
+            whole = self.bind_whole(index, own, strided)  # elementwise work gives on it what it gives on pieces
+            return [whole] if all(same_but_sizes(whole.kind, b.kind) for b in bound) else self.by_piece(own, bound)
         return [self.bind_whole(index, own, strided)]
+
+    def by_piece(self, own: Described, bound: Sequence[BoundParam]) -> list[BoundParam]:
+        """Let owners step pieces whose update is elementwise, but depends on their sizes."""
+        why = "its elementwise work depends on the sizes of the pieces, which have no fragments of their own"
+        kinds = [self.capture.interpreted(replace(own.spec, shape=b.task.shape), why) for b in bound]
+        return [
+            replace(b, kind=kind, task=replace(b.task, template=kind.template.name))
+            for b, kind in zip(bound, kinds, strict=True)
+        ]
 
     def bind_whole(self, index: int, own: Described, strided: CanzonaError | None = None) -> BoundParam:
         """Bind a parameter, or a slice of one, that is no fused parameter to its optimizer.

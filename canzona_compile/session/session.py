@@ -77,6 +77,7 @@ class Session(PortableState):
         self._consolidated: Consolidated | None = None
         self._in_dummy_step = False  # whether this is a dummy step
         self._ready: StepDriver | None = None  # takes the next step, which all ranks have agreed on
+        self._plans_anew = False  # whether ranks did not agree on the last step, so that all of them plan again
         self._broken = ""  # why an earlier step ended on its way; empty if none did
 
     @property
@@ -220,7 +221,12 @@ class Session(PortableState):
 
     def _settled(self, driver: StepDriver, change: StepChange | None, error: CanzonaError | None) -> StepDriver:
         """Agree with the other ranks on what was found, and plan if that is needed."""
-        self._settle(driver, "" if change is None else change.text, error)
+        try:
+            self._settle(driver, "" if change is None else change.text, error)
+        except CanzonaError:
+            self._plans_anew = True
+            self.capture.forget_kinds()  # what a rank captured for a step that others did not take has other names
+            raise
         return self._planned() if change is not None and change.kind is ChangeKind.REPLAN else driver
 
     def _planned(self) -> StepDriver:
@@ -229,6 +235,7 @@ class Session(PortableState):
             driver = self.driver = self._start()
         driver.clock = self.measuring.clock
         self._settle(driver, "", None)
+        self._plans_anew = False
         return driver
 
     @contextlib.contextmanager
@@ -257,7 +264,9 @@ class Session(PortableState):
         error: CanzonaError | None = None
         try:
             with during(self.measuring.clock, "look"):
-                change = driver.look()
+                change = (
+                    StepChange.replan("ranks did not agree on the last step") if self._plans_anew else driver.look()
+                )
         except CanzonaError as found:
             error = found
         except Exception as found:  # whatever it is, the other ranks must hear of it instead of waiting
@@ -269,7 +278,8 @@ class Session(PortableState):
         """Raise unless every rank found what this rank found, reads the same numbers, and can take the step."""
         assert self._agreement is not None
         with self.telling(), during(self.measuring.clock, "agree"):
-            verdict = self._agreement.settle(self.measuring.marked(driver.numbers()), change, error)
+            numbers = {} if self._plans_anew else self.measuring.marked(driver.numbers())
+            verdict = self._agreement.settle(numbers, change, error)
         if verdict is not None:
             raise verdict
 

@@ -138,7 +138,7 @@ class VariantSelection:
     def _elementwise(self, present: Container[str]) -> list[BoundParam]:
         """The parameters that the optimizer's own step updates. Their code may later do more than elementwise work."""
         own = [b for b in self.plan.elementwise if b.task.name in present]
-        return [b for b in own if self.optimizer.state.get(b.param) or not b.kind.state]
+        return [b for b in own if self.optimizer.state.get(b.param) or not (b.kind.state or b.kind.python_state)]
 
     def _paths(
         self, kind: ParamKind, group: int, counters: tuple[Any, ...], members: Sequence[BoundParam]

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Shard
 
 from canzona_compile.capture.batch_dim import first_dim_is_batch
 from canzona_compile.capture.eager_parity import needs_whole_matrix
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.compat.torch_private import pytree
+from canzona_compile.ir.fx_utils import pointwise
 from canzona_compile.ir.step import Template
 
 
@@ -66,12 +67,16 @@ def same_but_sizes(whole: ParamKind, part: ParamKind) -> bool:
 
 
 def without_sizes(template: Template) -> list[Any]:
-    """Return the calls of a graph with their floats; integers may be sizes."""
+    """Return the calls of a graph with their numbers; where operators take sizes, integers may be sizes."""
+
+    def numbers(node: fx.Node) -> tuple[type, ...]:
+        return (float, int) if pointwise(node) else (float,)
+
     return [
         (
             str(n.target),
-            [a for a in n.args if isinstance(a, float)],
-            [(key, value if isinstance(value, float) else None) for key, value in sorted(n.kwargs.items())],
+            [a for a in n.args if isinstance(a, numbers(n))],
+            [(key, value if isinstance(value, numbers(n)) else None) for key, value in sorted(n.kwargs.items())],
         )
         for n in template.graph.nodes
         if n.op == "call_function"

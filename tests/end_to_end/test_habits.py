@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 import canzona_compile
 from canzona_compile.errors import UnsupportedOptimizer
 from tests.harness import toy_habits as toys
+from tests.harness.layouts import Case, Laid, full
 from tests.harness.marks import first
-from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of
+from tests.harness.pairs import Pair, different, feed, muon, parameters, params_of, same_bits
+from tests.harness.ranks import run
 from tests.harness.toy_optimizers import PerParameter, cube
 
 COMPILED = (
@@ -256,3 +259,39 @@ def test_function_modes_of_users(explained: bool) -> None:
         pair.steps(3)
     assert mode.count > 0
     assert pair.report.fallbacks == {}
+
+
+class NewData(PerParameter):
+    """An elementwise step that assigns to `.data`, of the parameter or of its state."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
+        if group["of"] == "param":
+            param.data = param.data - group["lr"] * grad
+            return
+        if not state:
+            state["mean"] = torch.zeros_like(param)
+        state["mean"].data = 0.9 * state["mean"].data + grad
+        param.sub_(state["mean"], alpha=group["lr"])
+
+
+def new_data(of: str) -> tuple[list[int], set[str]]:
+    values = [p.detach() for p in parameters([(8, 6), (5, 4)])]
+    laid, plain = Laid(values, Case("fsdp", (2,))), NewData([torch.nn.Parameter(v.clone()) for v in values], of=of)
+    wrapped = canzona_compile.wrap(NewData(list(laid.params), of=of))
+    for step in range(3):
+        feed(plain, step)
+        for i, (param, whole) in enumerate(zip(laid.params, params_of(plain), strict=True)):
+            assert whole.grad is not None
+            param.grad = laid.like_param(whole.grad, i)
+        plain.step()
+        wrapped.step()
+    pairs = enumerate(zip(laid.params, params_of(plain), strict=True))
+    hows = {row.how for row in canzona_compile.explain(wrapped).parameters}
+    return [i for i, (a, b) in pairs if not same_bits(full(a), b)], hows
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("of", ["param", "state"])
+def test_new_data_reaches_fragments(of: str) -> None:
+    """Torch changes what holds a fragment then, and the fragment stays: the plain step does nothing on shards."""
+    assert run(2, new_data, of) == [([], {"eager"})] * 2

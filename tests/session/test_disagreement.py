@@ -14,7 +14,7 @@ import torch.distributed as dist
 from canzona_compile.kernels import tensor_args, tuning_cache
 from canzona_compile.kernels.candidates import CANDIDATES
 from canzona_compile.kernels.dispatch import Problem
-from tests.harness.layouts import Case
+from tests.harness.layouts import Case, full
 from tests.harness.marks import only
 from tests.harness.ranks import run
 from tests.harness.trainer import SHAPES, Outcome, Trainer, check, ready
@@ -95,3 +95,32 @@ def test_kernels_that_were_tuned_on_one_rank_only(tmp_path: Path) -> None:
     """Matrices that every rank computes would come out different, and nobody would hear of it."""
     found = run(2, tuned_on_one_rank, str(tmp_path), fresh=True, after=ready())
     check(found, {"RankMismatch"}, "difference", "tuned", "m=1024")
+
+
+def mended(odd: float | str) -> list[str]:
+    """A step at a rate that rank 1 alone has and cannot use, then steps at the right one; what differs from plain."""
+    case = Case("fsdp", (2,))
+    trainer, alone = Trainer(case), Trainer(Case("plain", ()))
+    said = []
+    for step in range(4):
+        for own in (trainer, alone):
+            own.gradients()
+        if step == 1:
+            if dist.get_rank() == 1:
+                trainer.optimizer.param_groups[0]["lr"] = odd
+            outcome = trainer.last_step()
+            said += [outcome.error, *outcome.changed]
+            trainer.optimizer.param_groups[0]["lr"] = alone.optimizer.param_groups[0]["lr"]
+        trainer.optimizer.step()
+        alone.optimizer.step()
+        pairs = zip(trainer.params, alone.params, strict=True)
+        said += [f"step {step}: parameter {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(full(a), full(b))]
+    return said
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("odd", ["not a number", 0.5])
+def test_training_goes_on_once_the_cause_is_gone(odd: float | str) -> None:
+    for found in run(2, mended, odd, fresh=True, after=ready()):
+        assert len(found) == 1
+        assert found[0] in ("InvalidGradient", "RankMismatch")

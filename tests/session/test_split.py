@@ -24,9 +24,9 @@ from examples.optimizers.soap import SOAP
 from tests.harness.layouts import Case, Laid, full, replicate_of
 from tests.harness.marks import crossed, first, only
 from tests.harness.optimizers import StackMuon, share_captures
-from tests.harness.pairs import params_of, same_bits
+from tests.harness.pairs import feed, parameters, params_of, same_bits
 from tests.harness.ranks import do_alone, run
-from tests.harness.toy_optimizers import HostReading
+from tests.harness.toy_optimizers import HostReading, PerParameter
 
 Splits = Mapping[str, Split | Mapping[str, int]]
 STEPS = 6
@@ -329,6 +329,33 @@ def miss_a_gradient() -> None:
 
 def test_a_missing_gradient_is_missing_for_every_piece() -> None:
     do_alone(partial(miss_a_gradient))
+
+
+class ScaledSign(PerParameter):
+    """An elementwise step at a rate that depends on the shape."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
+        param.sub_(grad.sign(), alpha=group["lr"] * (param.shape[0] / param.shape[1]) ** 0.5)
+
+
+class CountedSign(PerParameter):
+    """An elementwise step at an integer that depends on the shape."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
+        param.sub_(grad.sign() * param.shape[0])
+
+
+@pytest.mark.parametrize("kind", [ScaledSign, CountedSign])
+def test_elementwise_work_that_depends_on_the_shape_sees_the_pieces(kind: type[Optimizer]) -> None:
+    parts = parameters([(4, 4)] * 3)
+    fused = nn.Parameter(torch.cat([part.detach() for part in parts]))
+    plain, wrapped = kind(parts), canzona_compile.wrap(kind([("qkv", fused)]), split={"qkv": {"q": 4, "k": 4, "v": 4}})
+    for step in range(3):
+        feed(plain, step)
+        fused.grad = torch.cat([part.grad for part in parts])
+        plain.step()
+        wrapped.step()
+    assert same_bits(torch.cat([part.detach() for part in parts]), fused)
 
 
 @pytest.mark.full

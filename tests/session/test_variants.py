@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 import canzona_compile
@@ -18,6 +19,7 @@ from tests.harness.marks import crossed, first
 from tests.harness.optimizers import share_captures
 from tests.harness.pairs import Pair, Shape, same_bits
 from tests.harness.ranks import do_alone, run
+from tests.harness.toy_optimizers import PerParameter, cube
 from tests.harness.training import ALONE
 
 SHAPES: tuple[Shape, ...] = ((6, 4), (5, 7)) * 2
@@ -111,6 +113,36 @@ def test_programs_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         pair.step(i)
         assert pair.report.rank_programs <= 2
     pair.steps(2)
+
+
+@pytest.mark.parametrize("later", [torch.tensor(0.02), torch.tensor([0.02])], ids=["scalar", "of one element"])
+def test_a_number_that_becomes_a_tensor_is_followed(later: Tensor) -> None:
+    """And a tensor that becomes a number again, or a tensor of another form."""
+    pair = Pair(TimesRate)
+    for rate in (0.1, later, later * 3, 0.03, later.double(), later):
+        pair.set("lr", rate)
+        pair.step()
+
+
+class TimesRate(PerParameter):
+    """Multiplies by the rate, whatever it is."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
+        param.sub_((cube(grad) * group["lr"]).to(param.dtype))
+
+
+class OnlyCounts(PerParameter):
+    """Elementwise, with nothing but a counter in its state, which begins by itself."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: Any) -> None:
+        state["steps"] = state.get("steps", 0) + 1
+        param.sub_(grad, alpha=group["lr"] / state["steps"])
+
+
+def test_a_state_of_counters_begins_by_itself() -> None:
+    pair = Pair(OnlyCounts)
+    pair.steps(4)
+    assert {row.how for row in pair.wrapped.canzona.explain().parameters} == {"local"}
 
 
 def test_a_checkpoint_leads_to_no_new_capture() -> None:
