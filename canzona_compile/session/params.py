@@ -220,7 +220,11 @@ def check_gradient(param: Tensor, name: str, expected: torch.dtype) -> None:
             hint="use sparse=False in the embedding, or keep this parameter in another optimizer",
         )
     if grad.is_complex():
-        raise InvalidGradient("the gradient is complex", at=name)
+        raise InvalidGradient(
+            "the gradient is complex",
+            at=name,
+            hint="train real parameters; of complex ones, hold real and imaginary part apart",
+        )
     if isinstance(param, DTensor) and not (isinstance(grad, DTensor) and grad.placements == param.placements):
         raise InvalidGradient(
             f"the gradient is laid out as {getattr(grad, 'placements', 'a plain tensor')}, "
