@@ -69,24 +69,34 @@ def same_bits(a: Any, b: Any) -> bool:
 
 def different(plain: Optimizer, other: Optimizer) -> list[str]:
     """Parameters, and leaves of their states, that differ between two optimizers."""
-    pairs = zip(params_of(plain), params_of(other), strict=True)
-    found = [f"parameter {i}" for i, (a, b) in enumerate(pairs) if not same_bits(a, b)]
+    found = different_params(plain, other)
     one, two = (pytree.tree_flatten_with_path(o.state_dict()["state"])[0] for o in (plain, other))
     mine, yours = ({pytree.keystr(path): leaf for path, leaf in leaves} for leaves in (one, two))
     found += [f"state {name} is on one side" for name in mine.keys() ^ yours.keys()]
     return found + [f"state {name}" for name in mine.keys() & yours.keys() if not same_bits(mine[name], yours[name])]
 
 
+def different_params(plain: Optimizer, other: Optimizer) -> list[str]:
+    pairs = zip(params_of(plain), params_of(other), strict=True)
+    return [f"parameter {i}" for i, (a, b) in enumerate(pairs) if not same_bits(a, b)]
+
+
 class Pair:
     """A plain and a wrapped optimizer made alike."""
 
     def __init__(
-        self, make: Make = muon, shapes: Sequence[Shape] = TALL_AND_WIDE, captures_anew: bool = False, **options: Any
+        self,
+        make: Make = muon,
+        shapes: Sequence[Shape] = TALL_AND_WIDE,
+        captures_anew: bool = False,
+        compares_state: bool = True,
+        **options: Any,
     ) -> None:
         """Make both.
 
         Args:
             captures_anew: do without what pairs before this one captured: for tests of how and how often that is done.
+            compares_state: whether steps compare the states; objects of their own keep theirs elsewhere.
             options: of `wrap`.
         """
         self.plain = make(parameters(shapes))
@@ -94,6 +104,7 @@ class Pair:
         if not captures_anew:
             share_captures(self.wrapped)
         self.number = 0
+        self.different = different if compares_state else different_params
 
     @property
     def both(self) -> tuple[Optimizer, Any]:
@@ -117,7 +128,7 @@ class Pair:
                 params_of(optimizer)[i].grad = None
             optimizer.step()
         self.number += 1
-        assert different(self.plain, self.wrapped) == [], f"after step {self.number}"
+        assert self.different(self.plain, self.wrapped) == [], f"after step {self.number}"
 
     def steps(self, count: int) -> None:
         for _ in range(count):
