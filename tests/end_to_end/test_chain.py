@@ -64,10 +64,10 @@ CASES = [Case("fsdp", (3,)), Case("hsdp", (2, 2)), Case("ddp", (2,)), Case("tp_r
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", first(CASES, 3), ids=str)
+@pytest.mark.parametrize("case", first(CASES, 2), ids=str)
 @pytest.mark.parametrize("recipe", ["three", *first(["two"], 0)])
 def test_layouts(recipe: str, case: Case) -> None:
-    outcomes = on_ranks(train, recipe, [case], torch.float32, strategy="owner", restored=True)
+    outcomes = on_ranks(train, recipe, [case], torch.float32, strategy="owner", restored=case.layout == "fsdp")
     report = check(outcomes)
     matrices = {"two": 5, "three": 7}[recipe]
     assert len(report["tasks"]) == matrices

@@ -170,7 +170,8 @@ def shared_captures(among: Shared = SHARED) -> Iterator[None]:
 
     def shared(optimizer: Optimizer) -> Capture:
         capture = Capture(optimizer)
-        adopt(capture, among)
+        if "param_groups" in vars(optimizer):  # a copy gets them later, see `share_captures`
+            adopt(capture, among)
         return capture
 
     with mock.patch.object(session, "Capture", shared):
