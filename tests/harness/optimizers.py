@@ -203,8 +203,9 @@ def adopt(capture: Capture, among: Shared, maker: Any = None) -> None:
         return
     groups = frozenset(signature(group) for group in optimizer.param_groups)
     key = (plain_class(optimizer), maker if attributes is None else attributes, groups)
-    mine = [getattr(capture, name) for name in PARTS]
-    for name, part in zip(PARTS, among.setdefault(key, mine), strict=True):
+    mine = [*(getattr(capture, name) for name in PARTS), capture.ways._counting]
+    *parts, capture.ways._counting = among.setdefault(key, mine)
+    for name, part in zip(PARTS, parts, strict=True):
         setattr(capture, name, part)
 
 
