@@ -58,6 +58,15 @@ def plans_share_captures() -> Iterator[None]:
 
 
 @pytest.fixture
+def captures_shared() -> Iterator[None]:
+    """What this process wraps uses what optimizers alike captured before, copies too: see `share_captures`."""
+    from tests.harness.optimizers import shared_captures  # late, see pytest_configure
+
+    with shared_captures():
+        yield
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
     """Compare a text with tests/golden/<test>.ir, or with the file of a given name."""
 

@@ -16,7 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
 from tests.harness.chains import SHAPES, Hand, both, chained, either, everything, steps
+from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import parameters, params_of, same_bits
+
+pytestmark = pytest.mark.usefixtures("captures_shared")
 
 # -- the object --------------------------------------------------------------------------------
 
@@ -308,11 +311,14 @@ def test_a_compiled_train_step() -> None:
 
 
 def test_a_plan_of_a_chain_is_followed() -> None:
-    made = canzona_compile.wrap(chained("three"))  # shares no captures: plans name graphs as `other` captures them
+    """Each has captures of its own, so that both name their graphs in the same order."""
+    made, other, hand = chained("three"), chained("three"), Hand("three")
+    with shared_captures({}):
+        canzona_compile.wrap(made)
     steps(made, range(2))
     plan = made.canzona.plan()
-    other, hand = chained("three"), Hand("three")
-    canzona_compile.wrap(other, plan=plan)
+    with shared_captures({}):
+        canzona_compile.wrap(other, plan=plan)
     steps(other, range(3), hand)
     assert other.canzona.plan().fingerprint == plan.fingerprint
 

@@ -14,7 +14,10 @@ from torch.optim import SGD, AdamW, Muon
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
 from tests.harness.chains import Hand, both, chained, either, steps
+from tests.harness.optimizers import share_captures
 from tests.harness.pairs import parameters, params_of, same_bits
+
+pytestmark = pytest.mark.usefixtures("captures_shared")
 
 # -- state dicts, copies, pickles --------------------------------------------------------------
 
@@ -84,6 +87,8 @@ def test_copies_are_independent(name: str, wrapped: bool, how: str) -> None:
     copied = pickle.loads(pickle.dumps(made)) if how == "pickle" else copy.deepcopy(made)
     assert canzona_compile.is_wrapped(copied) is wrapped
     assert hand.different(copied) == []
+    if wrapped:
+        share_captures(copied)
     steps(made, range(2, 3))
     steps(copied, range(2, 4), hand)
     if wrapped:

@@ -15,6 +15,7 @@ from canzona_compile import CanzonaError, explain
 from tests.harness.pairs import different, feed, parameters, params_of
 
 SHAPES = ((6, 4), (4, 6), (5,))
+pytestmark = pytest.mark.usefixtures("captures_shared")
 
 
 def two(seed: int = 0) -> list[Optimizer]:

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from canzona_compile.errors import UnsupportedOptimizer
 from canzona_compile.replica.copies import Copies, deep_copy
 from canzona_compile.replica.miniature import Miniature
+from tests.harness.marks import crossed
 from tests.harness.pairs import Pair, feed, parameters, params_of, same_bits
 from tests.harness.toy_optimizers import PerParameter, State, cube
 
@@ -229,8 +230,10 @@ HOMES: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("home", list(HOMES))
-@pytest.mark.parametrize("kind", ["weak reference of a storage", "object with a finalizer", "mode of fake tensors"])
+@pytest.mark.parametrize(
+    ("home", "kind"),
+    crossed(list(HOMES), ["weak reference of a storage", "object with a finalizer", "mode of fake tensors"]),
+)
 def test_finalizers_run_once_wherever_an_optimizer_holds_a_handle(home: str, kind: str, freed: FreedHandles) -> None:
     one, optimizer, before = SHARED[kind](), SGD(parameters(SHAPES), lr=0.1), Handle.freed
     HOMES[home](optimizer, one)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
@@ -14,6 +13,7 @@ import canzona_compile
 from canzona_compile import UnsupportedOptimizer
 from canzona_compile.rehearsal.endless import Endless, Lines
 from tests.harness.pairs import Pair, feed, parameters, params_of
+from tests.harness.ranks import run
 from tests.harness.toy_optimizers import PerParameter, State, cube
 
 
@@ -101,19 +101,19 @@ def endless() -> None:
         number += 1
 
 
-EIGENVALUES = """
-import torch, canzona_compile
-from tests.harness.pairs import Pair
-from tests.harness.toy_optimizers import PerParameter, cube
 class Eigenvalues(PerParameter):
-    def update(self, param, grad, group, state):
+    """Divides by an eigenvalue of a matrix that LAPACK does not know to be symmetric."""
+
+    def update(self, param: Tensor, grad: Tensor, group: dict[str, Any], state: State) -> None:
         largest = torch.linalg.eigvals(grad @ grad.T).real.amax()
         param.sub_(cube(grad) * 0.01 / (1 + largest))
-Pair(Eigenvalues).steps(3)
-"""
 
 
+def take_eigenvalues() -> None:
+    Pair(Eigenvalues).steps(3)
+
+
+@pytest.mark.ranks
 def test_general_eigenvalues_do_not_end_the_process() -> None:
     """Of NaN, LAPACK's end it; a rehearsal gives it NaN, and a process of its own shows whether it lives."""
-    found = subprocess.run([sys.executable, "-c", EIGENVALUES], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
+    assert run(1, take_eigenvalues, fresh=True, group=False) == [None]

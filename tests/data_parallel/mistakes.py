@@ -17,22 +17,27 @@ from torch.nn.parallel import DistributedDataParallel
 import canzona_compile
 from tests.data_parallel.models import CHEAP, MAKERS, Model, batch
 from tests.harness.layouts import mesh_of
+from tests.harness.optimizers import shared_captures
 
 
 def set_up(model: nn.Module | None = None, make: str = "sgd", **options: Any) -> tuple[Any, Any, Any]:
     mesh = mesh_of((dist.get_world_size(),), ("dp",))
     made = model or Model()
     makers = {**MAKERS, **CHEAP}
-    optimizers: Any = canzona_compile.zero1(made, makers[make](made), mesh=mesh, **{"bucket_bytes": 40_000, **options})
+    with shared_captures():
+        optimizers: Any = canzona_compile.zero1(
+            made, makers[make](made), mesh=mesh, **{"bucket_bytes": 40_000, **options}
+        )
     return made, optimizers, optimizers[0].canzona
 
 
 def step_alone(make: str = "sgd") -> None:
-    """Wrap and step the optimizers of a model without zero1, in one process. Ranks need not check them again."""
+    """Wrap and step the optimizers of a model without zero1, in one process. Ranks capture nothing again."""
     model = Model()
     model(batch(0, 0)).backward()
     for optimizer in {**MAKERS, **CHEAP}[make](model):
-        canzona_compile.wrap(optimizer)
+        with shared_captures():
+            canzona_compile.wrap(optimizer)
         optimizer.step()
 
 

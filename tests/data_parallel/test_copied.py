@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.data_parallel.copied import (
@@ -12,17 +14,20 @@ from tests.data_parallel.copied import (
     read_by_one,
     whole_after_each,
 )
+from tests.data_parallel.mistakes import step_alone
 from tests.harness.marks import also, first
 from tests.harness.ranks import run
+
+AFTER = partial(step_alone)
 
 
 @pytest.mark.parametrize("gather", first(["forward", "step"]))
 def test_copies_are_models_of_their_own(gather: str) -> None:
-    assert run(2, copies, gather) == [[], []]
+    assert run(2, copies, gather, after=AFTER) == [[], []]
 
 
 def test_a_copy_before_parameters_are_whole() -> None:
-    for text in run(2, copied_too_early):
+    for text in run(2, copied_too_early, after=AFTER):
         assert "copied before its parameters are gathered" in text
 
 
@@ -35,11 +40,11 @@ def test_a_method_that_reads_a_parameter_of_the_root(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["state_dict", "eval", *also(["eval of a part"])])
 def test_one_rank_reads_parameters_alone(how: str) -> None:
-    (text, one), (_, two) = run(2, read_by_one, how, fresh=True)
+    (text, one), (_, two) = run(2, read_by_one, how, fresh=True, after=AFTER)
     assert "rank 1 did not make this call" in text
     assert "synchronize() on all ranks" in text
     assert one == two == []
 
 
 def test_parameters_are_whole_after_the_step_of_each_optimizer() -> None:
-    assert run(2, whole_after_each) == [[], []]
+    assert run(2, whole_after_each, after=AFTER) == [[], []]

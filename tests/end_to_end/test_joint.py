@@ -22,8 +22,9 @@ from tests.harness.checkpoint_routes import LOAD, SAVE
 from tests.harness.joint_optimizers import MAKERS
 from tests.harness.layouts import Case, Laid, full, mesh_of, replicate_of
 from tests.harness.marks import only
+from tests.harness.optimizers import share_captures
 from tests.harness.pairs import feed, parameters, params_of, same_bits
-from tests.harness.ranks import run
+from tests.harness.ranks import do_alone, run
 from tests.harness.small_runs import SmallRun, never, rate
 
 SHAPES = ((7, 5), (5, 8), (6, 6), (4, 6))
@@ -86,9 +87,14 @@ def good(name: str) -> tuple[list[int], str, bool, list[str]]:
     return [], "one rank steps all parameters at once, bec", True, ["eager model"] * 4
 
 
+def alone(name: str) -> None:
+    """Train in one process. Ranks that have it behind them need not rehearse anew."""
+    assert train(name, ALONE) == good(name)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_in_one_process(name: str) -> None:
-    assert train(name, ALONE) == good(name)
+    do_alone(partial(alone, name))
 
 
 @pytest.mark.ranks
@@ -102,13 +108,14 @@ def test_in_one_process(name: str) -> None:
     ids=str,
 )
 def test_on_ranks(name: str, case: Case) -> None:
-    assert run(case.world, train, name, case) == [good(name)] * case.world
+    assert run(case.world, train, name, case, after=partial(alone, name)) == [good(name)] * case.world
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", only([("distance",), ("groups",)], ["distance", "norm", "positions", "groups"]))
 def test_gradients_may_be_missing(name: str) -> None:
-    assert run(2, train, name, Case("fsdp", (2,)), missing=one_at_times) == [good(name)] * 2
+    found = run(2, train, name, Case("fsdp", (2,)), missing=one_at_times, after=partial(alone, name))
+    assert found == [good(name)] * 2
 
 
 def script(kind: str, case: Case, stop: int) -> list[str]:
@@ -117,6 +124,7 @@ def script(kind: str, case: Case, stop: int) -> list[str]:
     laid = Laid(values, case)
     wrapped: Any = kinds.SCRIPTED[kind](list(laid.params))
     canzona_compile.wrap(wrapped, replicate=replicate_of(case))
+    share_captures(wrapped, maker=kind)
     other: Any = kinds.SCRIPTED[kind]([nn.Parameter(value.clone()) for value in values])
     wrong: list[str] = []
     for step in range(stop):
@@ -152,7 +160,8 @@ def test_whatever_a_step_keeps(kind: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", only([("odd state",), ("late log",)], list(kinds.SCRIPTED)))
 def test_whatever_a_step_keeps_on_ranks(kind: str) -> None:
-    assert run(2, script, kind, Case("fsdp", (2,)), 55 if kind == "late log" else 16) == [[], []]
+    begun = partial(script, kind, ALONE, 2)
+    assert run(2, script, kind, Case("fsdp", (2,)), 55 if kind == "late log" else 16, after=begun) == [[], []]
 
 
 def test_objects_that_come_late_are_refused() -> None:
@@ -192,11 +201,7 @@ def said_by(step: Callable[[], object]) -> str:
 
 
 def reducing() -> str:
-    laid = Laid(drawn(-1), Case("fsdp", (2,)))
-    optimizer = canzona_compile.wrap(kinds.Reducing(list(laid.params)))
-    for i, (param, grad) in enumerate(zip(laid.params, drawn(0), strict=True)):
-        param.grad = laid.like_param(grad, i)
-    return said_by(optimizer.step)
+    return said_by(partial(SmallRun(kinds.Reducing, SHAPES, Case("fsdp", (2,))).steps, 0, 1))
 
 
 @pytest.mark.ranks
@@ -271,7 +276,7 @@ def reported() -> tuple[list[str], list[tuple[int, int] | None], list[str]]:
 
 @pytest.mark.ranks
 def test_it_is_said_who_steps_what_and_why() -> None:
-    (warned, owners, fallbacks), (silent, same, _) = run(2, reported)
+    (warned, owners, fallbacks), (silent, same, _) = run(2, reported, after=partial(alone, "norm"))
     assert [said for said in warned if said.startswith("rank 0 alone steps all parameters of NormOnItself")] == warned
     assert len(warned) == 1
     assert "couples parameters" in warned[0]
@@ -304,8 +309,9 @@ def load(name: str, case: Case, folder: Path, way: str) -> list[int]:
 )
 @pytest.mark.parametrize("name", ["distance", "groups"])
 def test_saved_on_three_ranks_and_loaded_on_others(name: str, way: str, case: Case, tmp_path: Path) -> None:
-    run(3, save, name, Case("fsdp", (3,)), tmp_path, way)
-    found = run(2, load, name, case, tmp_path, way) if case.mesh else [load(name, case, tmp_path, way)]
+    after = partial(alone, name)
+    run(3, save, name, Case("fsdp", (3,)), tmp_path, way, after=after)
+    found = run(case.world, load, name, case, tmp_path, way, group=bool(case.mesh), after=after)
     assert [one for one in found if one] == []
 
 
@@ -318,21 +324,19 @@ def test_state_is_that_of_the_plain_optimizer() -> None:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def fails() -> str:
-    laid = Laid(drawn(-1), Case("fsdp", (2,)))
-    optimizer: Any = canzona_compile.wrap(kinds.Failing(list(laid.params)))
-    for step in range(4):
-        optimizer.param_groups[0]["fails"] = step == 3
-        for i, (param, grad) in enumerate(zip(laid.params, drawn(step), strict=True)):
-            param.grad = laid.like_param(grad, i)
-        if (said := said_by(optimizer.step)) != "no error":
+def fails(case: Case, stop: int) -> str:
+    part = SmallRun(kinds.Failing, SHAPES, case)
+    for step in range(stop):
+        part.optimizer.param_groups[0]["fails"] = step == 3
+        if (said := said_by(partial(part.steps, step, step + 1))) != "no error":
             return f"{step}: {said}"
     return "no error"
 
 
 @pytest.mark.ranks
 def test_an_error_of_the_step_reaches_every_rank() -> None:
-    assert all(said.startswith("3: ") and "the fourth step" in said for said in run(2, fails, fresh=True))
+    found = run(2, fails, Case("fsdp", (2,)), 4, fresh=True, after=partial(fails, ALONE, 2))
+    assert all(said.startswith("3: ") and "the fourth step" in said for said in found)
 
 
 def test_what_cannot_be_shown_is_refused() -> None:
@@ -345,6 +349,7 @@ def test_what_cannot_be_shown_is_refused() -> None:
 def of_two_meshes() -> str:
     one, other = Laid(drawn(-1)[:2], Case("fsdp", (2,))), [nn.Parameter(value) for value in drawn(-1)[2:]]
     optimizer = canzona_compile.wrap(kinds.NormOnItself([*one.params, *other]))
+    share_captures(optimizer, maker=kinds.NormOnItself)
     for param in [*one.params, *other]:
         param.grad = torch.ones_like(param)
     return said_by(optimizer.step)
@@ -352,7 +357,7 @@ def of_two_meshes() -> str:
 
 @pytest.mark.ranks
 def test_parameters_of_several_meshes_are_refused() -> None:
-    for said in run(2, of_two_meshes):
+    for said in run(2, of_two_meshes, after=partial(alone, "norm")):
         assert "steps all parameters at once, but this one lies on ranks" in said
         assert "group0.param2" in said
 

@@ -22,10 +22,12 @@ from torch.optim import AdamW, Muon
 import canzona_compile
 from canzona_compile import CanzonaError, Chain, chain
 from tests.data_parallel.models import Model, batch, different, different_state
-from tests.harness.layouts import full, mesh_of
+from tests.harness.layouts import full as whole
+from tests.harness.layouts import mesh_of
+from tests.harness.marks import full
 from tests.harness.optimizers import shared_captures
 from tests.harness.pairs import params_of
-from tests.harness.ranks import run
+from tests.harness.ranks import do_alone, run
 
 RATE = 1e-2
 HIDDEN = {f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")}
@@ -73,8 +75,8 @@ def given(model: nn.Module, plain: nn.Module) -> None:
     """Give a plain model the whole gradients of a sharded one."""
     for param, own in zip(model.parameters(), plain.parameters(), strict=True):
         assert param.grad is not None
-        whole = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
-        own.grad = whole.detach().clone()
+        gathered = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
+        own.grad = gathered.detach().clone()
 
 
 def train(layout: str, steps: int = 4) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def train(layout: str, steps: int = 4) -> dict[str, Any]:
     expected = plain_chain(plain)
     with shared_captures():
         made: Any = canzona_compile.muon_adamw(model, lr=RATE, **options)
-    before = {name: full(p).clone() for name, p in inner.named_parameters()}
+    before = {name: whole(p).clone() for name, p in inner.named_parameters()}
     found: list[str] = []
     for step in range(steps):
         rank = dist.get_rank() if layout in ("ddp", "zero1", "fsdp") else 0
@@ -95,8 +97,8 @@ def train(layout: str, steps: int = 4) -> dict[str, Any]:
             own.step()
             own.zero_grad()
         found += [f"step {step}: {name}" for name in different(inner, plain)]
-    still = [name for name, p in inner.named_parameters() if torch.equal(before[name], full(p))]
-    state = {i: {k: full(v) for k, v in own.items()} for i, own in made.state_dict()["state"].items()}
+    still = [name for name, p in inner.named_parameters() if torch.equal(before[name], whole(p))]
+    state = {i: {k: whole(v) for k, v in own.items()} for i, own in made.state_dict()["state"].items()}
     return {
         "different": found + different_state(state, expected.state_dict()["state"]),
         "still": still,
@@ -107,11 +109,12 @@ def train(layout: str, steps: int = 4) -> dict[str, Any]:
 
 
 def alone() -> None:
-    """Capture in one process what ranks need."""
-    train("alone", 2)
+    """Train in one process, which captures what ranks need."""
+    found = train("alone")
+    assert (found["different"], found["still"], found["tasks"]) == ([], [], HIDDEN)
 
 
-LAYOUTS = [("fsdp", 2), ("zero1", 2), ("ddp", 2), ("tp", 2), ("hsdp", 4), ("fsdp_tp", 4)]
+LAYOUTS = [("fsdp", 2), ("zero1", 2), ("ddp", 2), ("fsdp_tp", 4), full("tp", 2), full("hsdp", 4)]
 
 
 @pytest.mark.ranks
@@ -127,8 +130,7 @@ def test_layouts(layout: str, world: int) -> None:
 
 
 def test_one_process() -> None:
-    found = train("alone")
-    assert (found["different"], found["still"], found["tasks"]) == ([], [], HIDDEN)
+    do_alone(partial(alone))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ def saved_after(path: str, begin: int, steps: int) -> list[str]:
             own.step()
             own.zero_grad()
     saved = get_optimizer_state_dict(model, made, options=WHOLE)
-    values = [full(p).detach().clone() for p in model.parameters()]
+    values = [whole(p).detach().clone() for p in model.parameters()]
     if dist.get_rank() == 0:
         torch.save({"optimizer": saved, "model": values, "plain": expected.state_dict()}, path)
     dist.barrier()

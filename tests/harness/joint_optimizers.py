@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.harness.toy_optimizers import cube
+from tests.harness.toy_optimizers import PerParameter, cube
 
 Params = list[Any]
 
@@ -70,11 +70,8 @@ class NormOnItself(Optimizer):
             param.sub_(cube(param.grad) / self.norm * self.param_groups[0]["lr"])
 
 
-class Positions(Optimizer):
+class Positions(PerParameter):
     """Scales by the position of a parameter among those with a gradient."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -83,11 +80,8 @@ class Positions(Optimizer):
             param.sub_(cube(param.grad) * (self.param_groups[0]["lr"] * (i + 1) / len(params)))
 
 
-class AllWeights(Optimizer):
+class AllWeights(PerParameter):
     """Divides by the norm of all parameters, also of those that have no gradient."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -313,11 +307,8 @@ class Reducing(Scripted):
         return 1.0
 
 
-class SquaredNorm(Optimizer):
+class SquaredNorm(PerParameter):
     """Divides by the norm of all gradients, of parameters of any shape."""
-
-    def __init__(self, params: Params) -> None:
-        super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -150,7 +150,7 @@ Shared = dict[Any, Any]  # by class, attributes and groups: what optimizers alik
 SHARED: Shared = {}
 
 
-def share_captures(optimizer: Any, among: Shared = SHARED) -> None:
+def share_captures(optimizer: Any, among: Shared = SHARED, maker: Any = None) -> None:
     """Let a wrapped optimizer use what others like it captured in this process.
 
     A capture takes a third of a second, that of an optimizer with periodic work many; it depends on no layout, and
@@ -159,9 +159,10 @@ def share_captures(optimizer: Any, among: Shared = SHARED) -> None:
 
     Args:
         among: those that may share, for tests to whom the numbers of templates matter.
+        maker: what made it. Optimizers of one maker are alike, also where no key says what their attributes hold.
     """
     for one in getattr(optimizer, "optimizers", [optimizer]):  # of a chain
-        adopt(one.canzona.session.capture, among)
+        adopt(one.canzona.session.capture, among, maker)
 
 
 @contextmanager
@@ -170,7 +171,8 @@ def shared_captures(among: Shared = SHARED) -> Iterator[None]:
 
     def shared(optimizer: Optimizer) -> Capture:
         capture = Capture(optimizer)
-        adopt(capture, among)
+        if "param_groups" in vars(optimizer):  # a copy gets them later, see `share_captures`
+            adopt(capture, among)
         return capture
 
     with mock.patch.object(session, "Capture", shared):
@@ -194,15 +196,17 @@ def attributes_of(optimizer: Optimizer) -> tuple[tuple[str, str], ...] | None:
     return tuple(sorted((k, repr(v)) for k, v in own.items())) if simple else None
 
 
-def adopt(capture: Capture, among: Shared) -> None:
+def adopt(capture: Capture, among: Shared, maker: Any = None) -> None:
     """Replace what a capture has learned by what others have; the first one of its like gives its own."""
     optimizer = capture.optimizer
     attributes = attributes_of(optimizer)
-    if attributes is None:
+    if attributes is None and maker is None:
         return
     groups = frozenset(signature(group) for group in optimizer.param_groups)
-    mine = [getattr(capture, name) for name in PARTS]
-    for name, part in zip(PARTS, among.setdefault((plain_class(optimizer), attributes, groups), mine), strict=True):
+    key = (plain_class(optimizer), maker if attributes is None else attributes, groups)
+    mine = [*(getattr(capture, name) for name in PARTS), capture.ways._counting]
+    *parts, capture.ways._counting = among.setdefault(key, mine)
+    for name, part in zip(PARTS, parts, strict=True):
         setattr(capture, name, part)
 
 

@@ -1,4 +1,7 @@
-"""A plain optimizer and a wrapped one side by side: equal parameters, equal gradients, equal bits."""
+"""A plain optimizer and a wrapped one side by side: equal parameters, equal gradients, equal bits.
+
+The plain one has whole tensors; the wrapped one may have a rank's fragments of them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from torch.optim import Muon, Optimizer
 from torch.utils import _pytree as pytree
 
 import canzona_compile
+from tests.harness.layouts import Case, Laid, full, replicate_of
 from tests.harness.optimizers import share_captures
 
 Shape = tuple[int, ...]
@@ -68,32 +72,53 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def different(plain: Optimizer, other: Optimizer) -> list[str]:
-    """Parameters, and leaves of their states, that differ between two optimizers."""
-    pairs = zip(params_of(plain), params_of(other), strict=True)
-    found = [f"parameter {i}" for i, (a, b) in enumerate(pairs) if not same_bits(a, b)]
+    """Parameters, and leaves of their states, that differ between two optimizers; the other's may be fragments."""
+    found = different_params(plain, other)
     one, two = (pytree.tree_flatten_with_path(o.state_dict()["state"])[0] for o in (plain, other))
     mine, yours = ({pytree.keystr(path): leaf for path, leaf in leaves} for leaves in (one, two))
     found += [f"state {name} is on one side" for name in mine.keys() ^ yours.keys()]
-    return found + [f"state {name}" for name in mine.keys() & yours.keys() if not same_bits(mine[name], yours[name])]
+    # Gathering is a collective: all ranks do it in one order.
+    for name in sorted(mine.keys() & yours.keys()):
+        other_leaf = full(yours[name]) if isinstance(yours[name], Tensor) else yours[name]
+        if not same_bits(mine[name], other_leaf):
+            found.append(f"state {name}")
+    return found
+
+
+def different_params(plain: Optimizer, other: Optimizer) -> list[str]:
+    pairs = zip(params_of(plain), params_of(other), strict=True)
+    return [f"parameter {i}" for i, (a, b) in enumerate(pairs) if not same_bits(a, full(b))]
 
 
 class Pair:
     """A plain and a wrapped optimizer made alike."""
 
     def __init__(
-        self, make: Make = muon, shapes: Sequence[Shape] = TALL_AND_WIDE, captures_anew: bool = False, **options: Any
+        self,
+        make: Make = muon,
+        shapes: Sequence[Shape] = TALL_AND_WIDE,
+        captures_anew: bool = False,
+        compares_state: bool = True,
+        case: Case | None = None,
+        **options: Any,
     ) -> None:
         """Make both.
 
         Args:
             captures_anew: do without what pairs before this one captured: for tests of how and how often that is done.
+            compares_state: whether steps compare the states; objects of their own keep theirs elsewhere.
+            case: the layout of the wrapped one's parameters; None leaves them whole.
             options: of `wrap`.
         """
         self.plain = make(parameters(shapes))
-        self.wrapped: Any = canzona_compile.wrap(make(parameters(shapes)), **options)
+        self.laid = Laid([param.detach() for param in parameters(shapes)], case or Case("plain", ()))
+        if case is not None:
+            options = {"replicate": replicate_of(case), **options}
+        self.wrapped: Any = canzona_compile.wrap(make(self.laid.params), **options)
         if not captures_anew:
             share_captures(self.wrapped)
         self.number = 0
+        self.different = different if compares_state else different_params
 
     @property
     def both(self) -> tuple[Optimizer, Any]:
@@ -109,15 +134,24 @@ class Pair:
         for optimizer in self.both:
             optimizer.param_groups[group][name] = value
 
+    def feed(self, *missing: int) -> None:
+        """Give both the gradients of the next step; parameters at the positions `missing` have none."""
+        feed(self.plain, self.number)
+        place = {id(param): i for i, param in enumerate(self.laid.params)}
+        for i, (whole, own) in enumerate(zip(params_of(self.plain), params_of(self.wrapped), strict=True)):
+            if i in missing:
+                whole.grad = None
+            at = place.get(id(own))  # None of those that are not laid out
+            grad = whole.grad
+            own.grad = grad if grad is None else grad.clone() if at is None else self.laid.like_param(grad, at)
+
     def step(self, *missing: int) -> None:
         """One step of both; parameters at the positions `missing` have no gradient."""
+        self.feed(*missing)
         for optimizer in self.both:
-            feed(optimizer, self.number)
-            for i in missing:
-                params_of(optimizer)[i].grad = None
             optimizer.step()
         self.number += 1
-        assert different(self.plain, self.wrapped) == [], f"after step {self.number}"
+        assert self.different(self.plain, self.wrapped) == [], f"after step {self.number}"
 
     def steps(self, count: int) -> None:
         for _ in range(count):

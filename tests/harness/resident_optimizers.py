@@ -217,6 +217,7 @@ MAKERS: dict[str, Callable[[list[Any]], Optimizer]] = {
     "blocked": lambda params: BlockedShampoo(params, config=BlockConfig(4, 3)),
     "probing": lambda params: Probing(params, lr=0.05),
     "probing by parameter": lambda params: ProbingByParameter(params, lr=0.05),
+    "counting": CountingTogether,
 }
 DRAWING = {"probing", "probing by parameter"}
 

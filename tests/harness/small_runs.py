@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 import canzona_compile
 from tests.harness.checkpointing import Holder
 from tests.harness.layouts import Case, Laid, full, replicate_of
+from tests.harness.optimizers import share_captures
 from tests.harness.pairs import Shape
 
 Make = Callable[[list[Any]], Optimizer]
@@ -34,13 +35,22 @@ def never(_step: int, _place: int) -> bool:
 
 
 class SmallRun:
-    """A run on this rank."""
+    """A run on this rank. Those of one maker share what they rehearse and capture."""
 
-    def __init__(self, make: Make, shapes: Sequence[Shape], case: Case, begun: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        make: Make,
+        shapes: Sequence[Shape],
+        case: Case,
+        begun: bool = True,
+        captures_anew: bool = False,
+        **options: Any,
+    ) -> None:
         """Make the optimizer and wrap it.
 
         Args:
             begun: whether parameters have their first values; a run that loads others begins elsewhere.
+            captures_anew: do without what runs before this one rehearsed and captured.
             options: of `wrap`.
         """
         values, self.shapes = drawn(shapes, -1), shapes
@@ -48,6 +58,8 @@ class SmallRun:
         self.model = Holder(self.laid.params)
         self.optimizer: Any = make(list(self.laid.params))
         canzona_compile.wrap(self.optimizer, replicate=replicate_of(case), **options)
+        if not captures_anew:
+            share_captures(self.optimizer, maker=make)
 
     def steps(self, start: int, stop: int, missing: Callable[[int, int], bool] = never) -> None:
         """Take steps; `missing` tells by step and place which gradients are not there."""

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,7 +23,7 @@ from canzona_compile.ir.program_ops import on_stream
 from canzona_compile.runtime import meeting
 from canzona_compile.runtime.timed_program import CLOCK, TimedProgram, turn, turns
 from examples.optimizers.soap import SOAP
-from tests.data_parallel.mistakes import set_up
+from tests.data_parallel.mistakes import set_up, step_alone
 from tests.data_parallel.mistakes import train as train_zero1
 from tests.data_parallel.models import batch
 from tests.harness.layouts import Case
@@ -34,6 +35,7 @@ from tests.harness.training import Outcome, Training, check, on_ranks
 from tests.harness.training import train as train_one
 from tests.lowering.test_stream_sync import emitted
 
+pytestmark = pytest.mark.usefixtures("captures_shared")
 SHAPES = ((31, 17), (2, 20), (24, 24), (24, 24))
 AT, COUNT = 2, 4  # steps before those that are measured, and how many are
 
@@ -257,7 +259,7 @@ def zero1_figures() -> Any:
 
 @pytest.mark.ranks
 def test_zero1_has_phases_of_its_own() -> None:
-    found, other = run(2, zero1_figures)
+    found, other = run(2, zero1_figures, after=partial(step_alone, "muon and adamw"))
     assert found == other
     phases = {one["name"]: one for one in found["phases"]}
     assert {"reduce", "gather params", "compute"} <= phases.keys()
@@ -283,7 +285,7 @@ def zero1_on_one_rank() -> str:
 
 @pytest.mark.ranks
 def test_zero1_measured_on_one_rank_is_an_error_on_all() -> None:
-    for said in run(2, zero1_on_one_rank, fresh=True):
+    for said in run(2, zero1_on_one_rank, fresh=True, after=partial(step_alone)):
         assert "measure() has measured 0 of 3 steps" in said
 
 

@@ -19,7 +19,7 @@ import canzona_compile
 from canzona_compile import CanzonaError, Split
 from tests.harness.layouts import mesh_of
 from tests.harness.marks import first
-from tests.harness.optimizers import share_captures
+from tests.harness.optimizers import share_captures, shared_captures
 from tests.harness.ranks import run
 
 
@@ -41,7 +41,7 @@ def says(layout: Any, *params: nn.Parameter, **options: Any) -> str:
     def step() -> None:
         canzona_compile.wrap(optimizer, layout=layout, **options).step()
 
-    with pytest.raises(CanzonaError) as error:
+    with shared_captures(), pytest.raises(CanzonaError) as error:
         step()
     assert all(torch.equal(a, b) for a, b in zip(before, found, strict=True))
     return str(error.value)

@@ -106,6 +106,7 @@ def test_what_objects_of_their_own_keep_is_not_compared() -> None:
 # -- a planted bug ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.usefixtures("forked")
 def test_a_planted_bug_is_found_and_named(capsys: pytest.CaptureFixture[str]) -> None:
