@@ -55,12 +55,12 @@ class AttributeWatch:
             again, because something changed that has not changed often. Numbers in attributes of the optimizer reach
             twins, so they do not count. Those inside of attributes of parameters do not reach them.
         """
-        now = self._look(counters)
-        places = [] if self._last is None else changed(self._last, now)
-        places = [place for place in places if name_of(place) not in counters]
+        now, before = self._look(counters), self._last or {}
+        places = [] if self._last is None else changed(before, now)
+        places = [place for place in places if name_of(place) not in counters and not grown_by_torch(place, before)]
         self._last = now
         of_optimizer = [place for place in places if not place.startswith(OF_PARAMETERS)]
-        own = vars(self.optimizer)  # `defaults` grow when a state dict is loaded
+        own = vars(self.optimizer)
         plain = {name for name, value in own.items() if isinstance(value, ATOMS)}  # which residents get
         self._deep += [p for p in of_optimizer if p not in plain and not p.startswith("defaults")]
         unfollowed = [p for p in places if p.startswith(OF_PARAMETERS) or not is_number(now.get(p))]
@@ -98,6 +98,11 @@ class AttributeWatch:
                     walk.add(f"{OF_PARAMETERS}{name}[{i}]", value)
                 found |= walk.found
         return found
+
+
+def grown_by_torch(place: str, before: Contents) -> bool:
+    """Whether a place is an entry that came to the defaults, or their number: torch adds some when state is loaded."""
+    return place == "defaults" or (place.startswith("defaults[") and place not in before)
 
 
 def name_of(place: str) -> str:

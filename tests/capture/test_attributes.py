@@ -43,3 +43,8 @@ def test_a_number_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_word_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rehearsals(lambda o, step: setattr(o, "mode", "last" if step > 5 else "first"), monkeypatch) == 2
+
+
+def test_a_loaded_state_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch adds entries to the defaults then."""
+    assert rehearsals(lambda o, step: step == 5 and o.load_state_dict(o.state_dict()), monkeypatch) == 1
