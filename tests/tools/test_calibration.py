@@ -62,9 +62,10 @@ class Model:
 def test_calls_and_arithmetic_are_told_apart(call: float) -> None:
     model: Any = Model(call, 5e10, 1e9)
     found = products(model, torch.float32, (16, 64, 256), 2**12)
-    assert found.call == pytest.approx(call, abs=1e-12)
-    assert [size for size, _ in found.points] == [16, 64, 256]
-    assert [rate for _, rate in found.points] == pytest.approx([5e10] * 3)
+    taken, points = found
+    assert taken == pytest.approx(call, abs=1e-12)
+    assert [size for size, _ in points] == [16, 64, 256]
+    assert [rate for _, rate in points] == pytest.approx([5e10] * 3)
 
 
 def test_copies_to_the_other_order_count_bytes_twice() -> None:
