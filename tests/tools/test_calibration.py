@@ -178,8 +178,9 @@ def test_not_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         calibrate(device="cpu", extent=TINY)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "-o", str(tmp_path / "no" / "mine.json")]) == 2
+@pytest.mark.parametrize(("output", "says"), [("no/mine.json", "there is no such folder"), (".", "it is a folder")])
+def test_a_file_that_cannot_be(output: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "-o", str(tmp_path / output)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "there is no such folder" in err
+    assert f"it cannot be written: {says}" in err
