@@ -13,9 +13,6 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
-
 from canzona_compile.analysis.step_time import load_of
 from canzona_compile.errors import InvalidStep
 from canzona_compile.ir.bucket import Bucket
@@ -34,6 +31,7 @@ from canzona_compile.ir.step import (
 )
 from canzona_compile.machine.hardware import hardware_of
 from canzona_compile.report.measured import measured_report
+from canzona_compile.report.page import PageModel
 from canzona_compile.report.prediction import predict
 from canzona_compile.report.run_page import run_page
 from canzona_compile.report.schema import (
@@ -51,7 +49,7 @@ from canzona_compile.report.schema import (
     WireReport,
 )
 from canzona_compile.report.sections import measured_remark
-from canzona_compile.report.terminal import printed, render
+from canzona_compile.report.terminal import Printable
 from canzona_compile.report.units import plural
 
 __all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]
@@ -60,7 +58,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Report(Figures, JupyterMixin):
+class Report(Figures, Printable):
     """A plan in figures: print it, also with rich or in a notebook, or hand on its `to_json()`."""
 
     def to_json(self) -> str:
@@ -71,15 +69,8 @@ class Report(Figures, JupyterMixin):
         found: dict[str, Any] = json.loads(self.to_json())
         return found
 
-    def to_text(self, width: int = 80) -> str:
-        """Render the report without colours, `width` columns wide."""
-        return printed(self, width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield render(run_page(self))
-
-    def __str__(self) -> str:
-        return self.to_text()
+    def page(self) -> PageModel:
+        return run_page(self)
 
     def __repr__(self) -> str:
         return f"<{headline(self)}>"

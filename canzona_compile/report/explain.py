@@ -7,16 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
-
 from canzona_compile.capture.param_kind import ParamKind
 from canzona_compile.errors import CanzonaError, some
 from canzona_compile.ir.layout import Shape
 from canzona_compile.ir.step import Strategy, Task
 from canzona_compile.replica.twin import plain_class
 from canzona_compile.report.page import PageModel, PageTable, Words
-from canzona_compile.report.terminal import printed, render
+from canzona_compile.report.terminal import Printable
 from canzona_compile.report.units import format_shape
 from canzona_compile.session.cells import check_whole
 from canzona_compile.session.params import check_params
@@ -62,13 +59,15 @@ class ExplainedParameter:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Explanation(JupyterMixin):
+class Explanation(Printable):
     """How each parameter of an optimizer is updated; print it: parameters of one shape and treatment share a row.
 
     Attributes:
         optimizer: the name of its class.
         parameters: one entry per parameter, in the optimizer's order.
     """
+
+    text_width = 120
 
     optimizer: str
     parameters: tuple[ExplainedParameter, ...]
@@ -77,7 +76,7 @@ class Explanation(JupyterMixin):
         """The same as dicts, lists and plain values."""
         return asdict(self)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def page(self) -> PageModel:
         alike: dict[Any, list[ExplainedParameter]] = {}
         for row in self.parameters:
             alike.setdefault(row.treatment, []).append(row)
@@ -87,12 +86,9 @@ class Explanation(JupyterMixin):
             said = on_rank(*ranks) + why if ranks else why
             rows.append((some([row.name for row in own]), format_shape(shape), Words(how, STYLES[how]), said))
         title = f"canzona explains {self.optimizer}"
-        yield render(PageModel((PageTable(("parameter", "shape", "how", "why"), tuple(rows), title, framed=True),)))
+        return PageModel((PageTable(("parameter", "shape", "how", "why"), tuple(rows), title, framed=True),))
 
-    def __str__(self) -> str:
-        return printed(self, 120)
-
-    __repr__ = __str__
+    __repr__ = Printable.__str__
 
 
 def explain_session(session: Session) -> Explanation:
