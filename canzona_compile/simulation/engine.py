@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from canzona_compile.machine.hardware import Hardware
 from canzona_compile.simulation.figures import COMPUTE, NETWORK, NODE, Span
 
 
@@ -109,8 +110,8 @@ class Engine:
     Args:
         operations: those of each rank, in order.
         collectives: operations name them by their index.
-        processors: how many a node has; `ranks_per_node` ranks share them.
-        alone: whether communication takes the processors too (gloo) instead of links that work beside them.
+        hardware: how many ranks share how many processors of a node, and whether communication has links that work
+            beside these, or takes them too (gloo).
         shown: ranks whose spans to keep.
     """
 
@@ -118,16 +119,14 @@ class Engine:
         self,
         operations: Sequence[Sequence[SimulatedOp]],
         collectives: Sequence[Collective],
-        processors: int,
-        ranks_per_node: int,
-        alone: bool,
+        hardware: Hardware,
         shown: frozenset[int],
     ) -> None:
-        self.operations, self.collectives, self.alone, self.shown = operations, collectives, alone, shown
+        self.operations, self.collectives, self.shown = operations, collectives, shown
         ranks = len(operations)
-        self.shared = processors < ranks_per_node or alone
-        self.ranks_per_node = ranks_per_node
-        self.nodes = [Node(processors) for _ in range(-(-ranks // ranks_per_node))]
+        self.alone, self.ranks_per_node = not hardware.overlap, hardware.ranks_per_node
+        self.shared = hardware.processors < self.ranks_per_node or self.alone
+        self.nodes = [Node(hardware.processors) for _ in range(-(-ranks // self.ranks_per_node))]
         self.place = [0] * ranks  # the index of the next operation
         self.links = {NODE: [0.0] * ranks, NETWORK: [0.0] * ranks}  # the time at which each link is free
         self.issued: list[dict[int, float]] = [{} for _ in collectives]
