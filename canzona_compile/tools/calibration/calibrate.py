@@ -11,7 +11,7 @@ from canzona_compile.machine.hardware import ONE_NODE, Hardware, named_hardware,
 from canzona_compile.tools.calibration import ranks as started
 from canzona_compile.tools.calibration.clock import Clock
 from canzona_compile.tools.calibration.measure import MeasurementSizes
-from canzona_compile.tools.calibration.ranks import Rates
+from canzona_compile.tools.calibration.ranks import MeasuredRates
 
 HOW = {  # what is measured, by the name of the rate
     "products": "square and skinny ones, in stacks",
@@ -86,7 +86,7 @@ def default_base(device: str) -> str:
     return next((known for known in ("a100", "h100", "h200", "gb300") if known in name), FALLBACK)
 
 
-def machine_of(found: Rates, base: Hardware, extent: MeasurementSizes, device: str, ranks: int) -> Hardware:
+def machine_of(found: MeasuredRates, base: Hardware, extent: MeasurementSizes, device: str, ranks: int) -> Hardware:
     """Put what ranks found in the places of the rates of a known kind of machine.
 
     Args:

@@ -26,7 +26,7 @@ from canzona_compile.tools.processes import run_ranks
 
 log = logging.getLogger(__name__)
 
-Rates = dict[str, Any]  # what was measured, by the names of fields of `Hardware` and as its file has them
+MeasuredRates = dict[str, Any]  # what was measured, by the names of fields of `Hardware` and as its file has them
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STEPS = 4  # steps per repetition of the other measurements: one takes milliseconds
@@ -34,7 +34,7 @@ LIMIT = 3600.0  # seconds of a whole calibration on CPU, which takes minutes: on
 TIMEOUT = timedelta(minutes=5)  # of a collective: that long ranks wait for the slowest to measure
 
 
-def cpu(ranks: int, extent: MeasurementSizes) -> Rates:
+def cpu(ranks: int, extent: MeasurementSizes) -> MeasuredRates:
     """Start gloo ranks of one thread, which all measure at once.
 
     More ranks than cores take turns, as they would in a step, and lose what they had in the caches.
@@ -50,14 +50,16 @@ def cpu(ranks: int, extent: MeasurementSizes) -> Rates:
         CanzonaError: a rank failed.
     """
     try:
-        found: list[Rates] = run_ranks(ranks, cpu_rank, (ranks, extent), LIMIT, patience=TIMEOUT.total_seconds())
+        found: list[MeasuredRates] = run_ranks(
+            ranks, cpu_rank, (ranks, extent), LIMIT, patience=TIMEOUT.total_seconds()
+        )
     except CanzonaError as error:
         hint = "fewer --ranks need less memory and fewer ports"
         raise CanzonaError(f"a rank of the calibration failed: {error.problem}", hint=hint) from error
     return found[0]
 
 
-def cpu_rank(rank: int, ranks: int, extent: MeasurementSizes) -> Rates:
+def cpu_rank(rank: int, ranks: int, extent: MeasurementSizes) -> MeasuredRates:
     """Measure in one of the processes; every rank returns the same."""
     level = log.getEffectiveLevel()
     logging.getLogger().setLevel(logging.WARNING)
@@ -66,7 +68,7 @@ def cpu_rank(rank: int, ranks: int, extent: MeasurementSizes) -> Rates:
     return measured(torch.device("cpu"), extent, rank, ranks, ranks)
 
 
-def cuda(extent: MeasurementSizes) -> tuple[int, Rates]:
+def cuda(extent: MeasurementSizes) -> tuple[int, MeasuredRates]:
     """Measure this process's GPU, and links together with the other processes that torchrun started, if it did.
 
     Every node has equally many ranks, whose numbers follow one another, as torchrun starts them. Links are measured
@@ -92,7 +94,7 @@ def cuda(extent: MeasurementSizes) -> tuple[int, Rates]:
 # -- on a rank -------------------------------------------------------------------------------------
 
 
-def measured(device: torch.device, extent: MeasurementSizes, rank: int, ranks: int, near: int) -> Rates:
+def measured(device: torch.device, extent: MeasurementSizes, rank: int, ranks: int, near: int) -> MeasuredRates:
     """Measure all that can be measured here. All ranks call this at once; every one of them returns the same.
 
     Args:
@@ -137,7 +139,9 @@ def stages(total: int, tells: bool) -> Callable[[str], None]:
     return begin
 
 
-def alone(clock: Clock, extent: MeasurementSizes, operators: Sequence[str], begin: Callable[[str], None]) -> Rates:
+def alone(
+    clock: Clock, extent: MeasurementSizes, operators: Sequence[str], begin: Callable[[str], None]
+) -> MeasuredRates:
     """Measure what a rank can measure by itself. "other" factorizations get the rates of the slower one of two."""
     points, calls, curves = {}, {}, {}
     for name, dtype in DTYPES.items():
