@@ -51,6 +51,7 @@ from canzona_compile.report.schema import (
 from canzona_compile.report.sections import measured_remark
 from canzona_compile.report.terminal import Printable
 from canzona_compile.report.units import plural
+from canzona_compile.session.stagger import ranks_of
 
 __all__ = ["SCHEMA", "Facts", "LocalTask", "Report", "headline", "make_report"]
 
@@ -96,7 +97,6 @@ def make_report(step: Step, facts: Facts) -> Report:
     elements = sum(Box.whole(t.shape).numel for t in shared)
     sent = sum(g.gather_bytes + g.scatter_bytes + g.exchange_bytes for g in groups)
     taken = {t.placed for t in step.tasks}
-    work = [load.flops for load in loads]
     prediction = predict(step, hardware_of(step.machine))
     return Report(
         world_size=facts.world_size,
@@ -112,7 +112,7 @@ def make_report(step: Step, facts: Facts) -> Report:
         depth=step.depth,
         collectives_per_step=sum(g.collectives for g in groups),
         wire_bytes_per_element=sent / elements if elements else 0.0,
-        imbalance=max(work) * len(work) / sum(work) if sum(work) else 1.0,
+        imbalance=imbalance(loads),
         predicted_seconds=prediction.seconds,
         templates=tuple(report_template(p, step.tasks) for p in step.placed if p.name in taken),
         micro_groups=groups,
@@ -192,7 +192,7 @@ def report_task(task: Task, placed: Placed, group: int) -> TaskReport:
         shape=task.shape,
         template=task.placed,
         layout=task.layout.placements,
-        owner=None if task.owner is None else task.layout.grid.ranks[task.owner[0]][task.owner[1]],
+        owner=None if task.owner is None else ranks_of(task)[0],
         micro_group=group,
         strategy=str(task.strategy),
         flops=placed.flops,
@@ -274,6 +274,12 @@ def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, 
         LoadReport(rank, tasks[rank], sum(found.values()), dict(sorted(found.items())))
         for rank, found in sorted(flops.items())
     )
+
+
+def imbalance(loads: Sequence[LoadReport]) -> float:
+    """FLOPs of the busiest rank over those of the mean rank; 1 if no rank computes anything."""
+    total = sum(load.flops for load in loads)
+    return max(load.flops for load in loads) * len(loads) / total if total else 1.0
 
 
 def data_parallel_report(buckets: Sequence[Bucket]) -> DataParallelReport | None:

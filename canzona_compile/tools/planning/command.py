@@ -20,8 +20,8 @@ from canzona_compile.report.measured import read_measured
 from canzona_compile.report.terminal import render
 from canzona_compile.tools.output import check_output, show, write
 from canzona_compile.tools.planning.difference import difference, difference_page
-from canzona_compile.tools.planning.passes import TOKENS
-from canzona_compile.tools.planning.plan import Updates, plan
+from canzona_compile.tools.planning.passes import TOKENS, Updates
+from canzona_compile.tools.planning.plan import plan
 from canzona_compile.tools.planning.result import check_installed
 from canzona_compile.tools.planning.weights import (
     Model,

@@ -67,8 +67,7 @@ def with_held(model: Model, held: dict[str, int]) -> Model:
     """Give a model the weights that an optimizer holds, its vectors among them, in the optimizer's order."""
     by_name = {weight.name: weight for weight in model.everything}
     weights = (replace(by_name[name], elementwise=False, group=g) for name, g in held.items() if name in by_name)
-    changed = replace(model, weights=tuple(weights), parameters=())
-    return replace(changed, others=model.others + model.elements - changed.elements)
+    return replace(model, weights=tuple(weights), parameters=())
 
 
 def dealt(model: Model, chain: Chain) -> Model:
@@ -110,5 +109,4 @@ def model_of_chain(module: nn.Module, chain: Chain, in_order: bool) -> Model:
     everything = tuple(
         replace(by_name[name], member=m, group=g) for name, (m, g) in ((name, found[name]) for name in order)
     )
-    changed = replace(model, weights=tuple(w for w in everything if not w.elementwise), parameters=everything)
-    return replace(changed, others=model.others + model.elements - changed.elements)
+    return replace(model, weights=tuple(w for w in everything if not w.elementwise), parameters=everything)

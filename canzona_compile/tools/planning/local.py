@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from canzona_compile.analysis.roofline import graph_time
 from canzona_compile.ir.bucket import Bucket
-from canzona_compile.ir.step import Role, Step, Task, Template
+from canzona_compile.ir.step import Leaf, Role, Step, Task, Template
 from canzona_compile.machine.hardware import Hardware
 from canzona_compile.tools.planning.figures import LocalForecast
 from canzona_compile.tools.planning.offline import Captured
@@ -68,12 +68,16 @@ def in_buckets(tasks: dict[str, Task], buckets: Sequence[Bucket]) -> Iterator[tu
 
 def state_bytes(template: Template) -> tuple[int, int]:
     """Bytes of state for each element of the parameter, and those that do not depend on its size."""
-    leaves = template.state or tuple(leaf for leaf in template.inputs if leaf.role is Role.STATE)
     shared = alone = 0
-    for leaf in leaves:
-        size = leaf.dtype.itemsize if leaf.dtype else 8
+    for leaf, size in state_leaves(template):
         if leaf.shape == template.shape and leaf.shape:
             shared += size
         else:
             alone += size * math.prod(leaf.shape)
     return shared, alone
+
+
+def state_leaves(template: Template) -> list[tuple[Leaf, int]]:
+    """The leaves of a template's state, each with the bytes of one of its elements, or of a number."""
+    leaves = template.state or tuple(leaf for leaf in template.inputs if leaf.role is Role.STATE)
+    return [(leaf, leaf.dtype.itemsize if leaf.dtype else 8) for leaf in leaves]
