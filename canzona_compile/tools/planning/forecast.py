@@ -190,16 +190,16 @@ def zero1_forecast(
 def template_forecast(
     placed: Placed, tasks: Sequence[Task], times: Mapping[str, PlacedTime], request: Request
 ) -> TemplateForecast:
-    wire, time = wire_formula(placed), times[placed.name]
+    memory, time = symbolic_bytes(placed.compute, placed.template), times[placed.name]
     return TemplateForecast(
         name=placed.name,
         shape=placed.template.shape,
         tasks=len(tasks),
         flops=str(placed.cost),
-        memory=str(symbolic_bytes(placed.compute, placed.template)),
-        wire=str(wire),
+        memory=str(memory),
+        wire=str(wire_formula(placed)),
         flops_value=placed.flops,
-        memory_value=value_of(symbolic_bytes(placed.compute, placed.template), placed),
+        memory_value=flops_of(memory, placed.template.shape),
         wire_value=time.gathered + time.scattered,
         seconds=time.compute.total(request.hardware),
         resident=placed.resident,
@@ -214,10 +214,6 @@ def wire_formula(placed: Placed) -> sympy.Expr:
     for wire in (*placed.gather, *placed.scatter):
         total += wire.itemsize * sympy.Mul(*(symbols.get(n, sympy.Integer(n)) for n in wire.shape))
     return sympy.expand(total)
-
-
-def value_of(formula: sympy.Expr, placed: Placed) -> int:
-    return flops_of(formula, placed.template.shape)
 
 
 def task_forecast(task: Task, placed: Placed, group: int) -> TaskForecast:
