@@ -131,6 +131,16 @@ def test_the_parameters_that_an_optimizer_holds_are_its_matrices() -> None:
     assert [w.name for w in model_of(module, "none", stranger, "zero1").weights] == ["0.weight", "1.weight"]
 
 
+def test_matrices_have_the_groups_of_their_optimizer() -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    groups = [{"params": [second.weight]}, {"params": [first.weight], "nesterov": False}]
+    made = canzona_compile.plan(
+        nn.Sequential(first, second), mesh="dp=2", optimizer=torch.optim.Muon(groups), updates="zero1"
+    )
+    assert [(t.name, t.param_group) for t in made.step.tasks] == [("0.weight", 0), ("1.weight", 1)]
+    assert len({t.template for t in made.step.tasks}) == 2
+
+
 def test_elementwise_shapes() -> None:
     model = from_shapes(SHAPES, "mine", "shapes")
     assert [w.name for w in model.everything] == list(SHAPES)

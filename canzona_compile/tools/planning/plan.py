@@ -162,8 +162,7 @@ def model_of(
         held = held_by(optimizer, given) if isinstance(optimizer, Optimizer) else None
         if held is None:
             return from_module(given, hidden_names(given))
-        model = from_module(given, held)
-        return with_held(model, held) if updates == "ddp" else model
+        return with_held(from_module(given, held), held, in_order=updates == "zero1")
     return from_shapes(given, "shapes", "model")
 
 
