@@ -163,23 +163,7 @@ class Decoder:
 def presets() -> Mapping[str, Decoder]:
     """Return Qwen3's models by name."""
     found = json.loads(PRESETS.read_text(encoding="utf-8"))
-    common = found["_common"]
-    return {
-        name: Decoder(
-            layers=own["layers"],
-            hidden=own["hidden"],
-            intermediate=own.get("moe_intermediate", own.get("intermediate")),
-            heads=own["heads"],
-            kv_heads=own["kv_heads"],
-            head_dim=common["head_dim"],
-            vocab=common["vocab"],
-            tied=own["tied"],
-            experts=own.get("experts", 0),
-            top_k=own.get("top_k", 0),
-        )
-        for name, own in found.items()
-        if not name.startswith("_")
-    }
+    return {name: Decoder(**found["_common"], **own) for name, own in found.items() if not name.startswith("_")}
 
 
 def preset(name: str, split: tuple[str, ...]) -> Model:
