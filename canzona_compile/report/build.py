@@ -297,7 +297,7 @@ def data_parallel_report(buckets: Sequence[Bucket]) -> DataParallelReport | None
     found = tuple(
         BucketReport(
             b.index,
-            str(b.dtype).removeprefix("torch."),
+            name_of(b.dtype),
             len(b.names),
             b.elements,
             b.padding,
