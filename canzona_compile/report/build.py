@@ -248,26 +248,16 @@ def fragment_sizes(shape: Shape, boxes: tuple[Box, ...]) -> tuple[int, ...]:
 
 def rank_loads(step: Step, placed: Mapping[str, Placed], group_of: Mapping[str, int]) -> tuple[LoadReport, ...]:
     """Return the load of each rank that is in a grid of two or more ranks, sorted by rank."""
-    flops: dict[int, dict[int, int]] = {}
+    grids = {id(t.layout.grid): t.layout.grid for t in step.tasks if t.layout.grid.size > 1}
+    flops: dict[int, dict[int, int]] = {rank: defaultdict(int) for grid in grids.values() for rank in grid.members()}
     tasks: dict[int, int] = defaultdict(int)
-    grids = {id(t.layout.grid): t.layout.grid for t in step.tasks}
-    for grid in grids.values():
-        for rank in grid.members() if grid.size > 1 else ():
-            flops.setdefault(rank, defaultdict(int))
-    everywhere: dict[tuple[int, int], list[int]] = defaultdict(list)  # FLOPs of tasks by grid and micro-group
+    work: dict[tuple[tuple[int, ...], int], list[int]] = defaultdict(list)  # FLOPs of tasks by ranks and micro-group
     for task in step.tasks:
-        grid, owner, group, cost = task.layout.grid, task.owner, group_of[task.name], placed[task.placed].flops
-        if grid.size == 1:
-            continue
-        if owner is None:
-            everywhere[id(grid), group].append(cost)
-            continue
-        rank = grid.ranks[owner[0]][owner[1]]
-        flops[rank][group] += cost
-        tasks[rank] += 1
-    for (number, group), costs in everywhere.items():
+        if id(task.layout.grid) in grids:
+            work[ranks_of(task), group_of[task.name]].append(placed[task.placed].flops)
+    for (ranks, group), costs in work.items():
         total = sum(costs)
-        for rank in grids[number].members():
+        for rank in ranks:
             flops[rank][group] += total
             tasks[rank] += len(costs)
     return tuple(

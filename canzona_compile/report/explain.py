@@ -19,6 +19,7 @@ from canzona_compile.session.cells import check_whole
 from canzona_compile.session.params import check_params
 from canzona_compile.session.plan import Plan, make_plan
 from canzona_compile.session.session import Session
+from canzona_compile.session.stagger import ranks_of
 from canzona_compile.views.given_layout import check_marked
 
 STYLES = {
@@ -175,8 +176,7 @@ def place_of(task: Task) -> tuple[int | None, str]:
         return None, "whole on its rank"
     if task.owner is None:
         return None, f"on every rank: {task.reason}"
-    replica, shard = task.owner
-    rank = task.layout.grid.ranks[replica][shard]
+    (rank,) = ranks_of(task)
     return rank, f"{on_rank(rank)}: {task.reason}"
 
 
