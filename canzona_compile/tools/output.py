@@ -1,8 +1,10 @@
-"""Where results of commands go: to standard output, or to files that are checked before the long work begins."""
+"""How commands end: their results on standard output, or in files that are checked before long work; errors."""
 
 from __future__ import annotations
 
 import sys
+import traceback
+from argparse import Namespace
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
@@ -61,3 +63,14 @@ def write(text: str, path: str | Path | None, at: str) -> None:
 def unwritable(path: str | Path, at: str, why: str) -> CanzonaError:
     hint = "name a file in a folder that exists and may be written to"
     return CanzonaError(f"it cannot be written: {why}", at=f"{at} {path}", hint=hint)
+
+
+def exit_code(run: Callable[[Namespace], int], given: Namespace) -> int:
+    """Run a command: its exit code, or 2 if it could not be done. What is wrong then goes to standard error."""
+    try:
+        return run(given)
+    except CanzonaError as error:
+        print("\n".join([*getattr(error, "__notes__", ()), "", f"error: {error}"]), file=sys.stderr)
+    except Exception:  # Python's own exit code would be 1, which means something else here
+        traceback.print_exc()
+    return 2
